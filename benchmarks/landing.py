@@ -171,7 +171,7 @@ async def early_bytes(model: str, engine: str, chunk: int, chunks: Sequence[int]
     sizes = {"max_model_len": longest, "device_kv_tokens": 2 * longest, "host_kv_tokens": 3 * longest}
     common: dict[str, Any] = {"model": model, "device": "cpu", "max_num_seqs": 4, "transfer": engine, **sizes}
     client = EngineClient.start(EngineConfig(role="decode", **common))
-    prefill = build_engine(EngineConfig(role="prefill", max_num_batched_tokens=chunk, **common), show_progress=False)
+    prefill = build_engine(EngineConfig(role="prefill", max_num_batched_tokens=chunk, **common))
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     rows, endpoint = [], prefill._endpoint
     assert endpoint is not None

@@ -165,10 +165,15 @@ def test_base_and_schedule_import_without_torch(hotset_tree: Tree) -> None:
     assert failed_import(ROOT, modules_of(hotset_tree, "base", "schedule"), ["torch"]) == ""
 
 
-def test_server_router_and_command_line_import_without_torch() -> None:
+def test_server_router_and_command_line_import_without_torch(hotset_tree: Tree) -> None:
     """Without torch, server and router start a few seconds earlier and need a quarter of the memory."""
-    modules = ["hotset.cli", "hotset.serve.server", "hotset.serve.router.server", "hotset.engine.client"]
-    assert failed_import(ROOT, modules, ["torch"]) == ""
+    modules = ["hotset.serve.server", "hotset.serve.router.server", "hotset.engine.client"]
+    assert failed_import(ROOT, [*modules, *modules_of(hotset_tree, "cli")], ["torch"]) == ""
+
+
+def test_the_checks_of_a_model_import_without_torch_and_numpy() -> None:
+    """The command line makes them before it starts a process. Each of these packages would delay its answer."""
+    assert failed_import(ROOT, ["hotset.engine.model_checks"], ["torch", "numpy", "tokenizers", "safetensors"]) == ""
 
 
 def make_tree(root: Path, **files: str) -> Tree:

@@ -5,9 +5,11 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from hotset.base.address import control_port
+from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import interface_addresses, transfer_interface
 
@@ -15,6 +17,10 @@ TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # set by a request: where its KV is stored
 LandingChoice = Literal["auto", "host", "device"]  # set by a request: where KV from a prefill worker arrives
 EMBEDDED = "embedded"
+MODEL_HELP = (
+    "Model directory, .gguf file, name of a model that is in the Hugging Face cache, or 'embedded' for the small "
+    "built-in chat model."
+)
 # Settings that servers and routers share.
 MAX_CONNECTIONS_HELP = (
     "Maximum number of open connections. At the limit, a new connection replaces the one that has been idle for "
@@ -65,7 +71,7 @@ def check_settings(config: Any) -> None:
 class EngineConfig:
     """The settings of an engine. `KvBudget` holds the sizes that are measured at start-up."""
 
-    model: str = setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small built-in chat model.")
+    model: str = setting(EMBEDDED, MODEL_HELP)
     tokenizer: str | None = setting(
         None, "Directory with a tokenizer.json, if the model has none. Default: the model's directory."
     )
@@ -240,6 +246,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.device is not None:
+            check_device_name(self.device)
         self._check_role()
         self._check_workers()
         if self.role == "prefill" and self.tiers == "off":
@@ -394,3 +402,11 @@ def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, 
     values = os.environ if environ is None else environ
     names = {"api_key": "HOTSET_API_KEY", "handoff_secret": "HOTSET_HANDOFF_SECRET"}
     return {setting: values[name] for setting, name in names.items() if values.get(name)}
+
+
+def hub_cache(environ: Mapping[str, str] | None = None) -> Path:
+    """Returns the folder in which Hugging Face's tools keep the models that they download."""
+    values = os.environ if environ is None else environ
+    home = values.get("HF_HOME") or os.path.join(values.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = values.get("HF_HUB_CACHE") or values.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(cache)).expanduser()

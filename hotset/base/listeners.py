@@ -8,7 +8,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from hotset.base.address import Address, ControlPort, is_loopback, normalized_host
@@ -28,6 +28,32 @@ class Listener:
 
     def __str__(self) -> str:
         return f"{self.address}%{self.interface}" if self.interface else str(self.address)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound but does not listen: clients cannot connect before the server is ready.
+
+    Raises ConfigError if another socket listens on the port or the host is not an address of this machine. Other
+    sockets with SO_REUSEADDR may still bind the port, as the router of `--disaggregate` does.
+    """
+    with ExitStack() as undo:
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = addresses[0]
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name
+            reason = getattr(error, "strerror", None) or str(error)
+            message = f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
+            raise ConfigError(message) from error
+        undo.pop_all()
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listening_address(bound: socket.socket) -> Address:

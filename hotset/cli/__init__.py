@@ -1,19 +1,19 @@
 """The `hotset` command. Heavy packages are imported only by the commands that need them, so `--help` is quick."""
 
+import importlib.util
 import json
-import secrets
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hotset import __version__
-from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
+from hotset.base.config import EMBEDDED, MODEL_HELP, EngineConfig, ServeConfig
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, HotsetError, MissingDependency
+from hotset.base.listeners import bound_socket
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
 from hotset.cli.flags import (
@@ -26,7 +26,7 @@ from hotset.cli.flags import (
     with_flags,
     with_key_of_file,
 )
-from hotset.cli.machine import inspect_machine, print_machine
+from hotset.cli.local_engine import open_llm
 from hotset.cli.terminal import (
     CHAT_COMMANDS,
     CHAT_KEYS,
@@ -41,9 +41,16 @@ from hotset.serve.router.config import RouterConfig
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-SERVE_PACKAGES = {
-    *("aiohttp", "fastapi", "fastapi_swagger", "prometheus_client", "pydantic", "starlette", "uvicorn", "yarl"),
-}
+SERVE_PACKAGES = (
+    "aiohttp",
+    "fastapi",
+    "fastapi_swagger",
+    "prometheus_client",
+    "pydantic",
+    "starlette",
+    "uvicorn",
+    "yarl",
+)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 
 app = typer.Typer(
@@ -107,9 +114,7 @@ def hotset(
 )
 @with_flags(EngineConfig, ServeConfig, without=("model",))
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="Model directory, .gguf file, or 'embedded' for the small built-in model.")
-    ] = EMBEDDED,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = EMBEDDED,
     disaggregate: Annotated[
         str | None,
         typer.Option(
@@ -123,29 +128,48 @@ def serve(
     """Serve a model over the OpenAI API (chat completions, completions, models)."""
     values = with_key_of_file(values, api_key_file)
     serve_config = ServeConfig(**config_values(ServeConfig, values))
+    values["model"] = model
     if disaggregate is not None:
-        raise typer.Exit(_serve_disaggregated({**values, "model": model}, serve_config, disaggregate))
-    engine_config = EngineConfig(**config_values(EngineConfig, {**values, "model": model}))
-    from hotset.engine.process import EngineProcess
+        raise typer.Exit(_serve_disaggregated(values, serve_config, disaggregate))
+    engine_config = EngineConfig(**config_values(EngineConfig, values))
+    with _check_and_bind(engine_config, serve_config) as listener:
+        from hotset.engine.process import EngineProcess
 
-    raise_descriptor_limit()  # the engine inherits the limit
-    process = EngineProcess(engine_config)  # loads the model while this process imports the server
-    try:
-        with _serve_packages("server"):
+        raise_descriptor_limit()  # the engine inherits the limit
+        process = EngineProcess(engine_config)  # loads the model while this process imports the server
+        try:
             from hotset.serve.server import run
-    except BaseException:
-        process.end(0.0)
-        raise
-    raise typer.Exit(run(engine_config, serve_config, process))
+        except BaseException:
+            process.end(0.0)
+            raise
+        raise typer.Exit(run(engine_config, serve_config, process, listener))
 
 
 def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, counts: str) -> int:
+    import secrets
+
+    from hotset.cli.shares import WorkerCounts, check_control_ports
+
     if values["role"] != "both":
         raise ConfigError("--disaggregate starts workers of both roles; leave --role out")
+    worker_counts = WorkerCounts.parse(counts)
     shared = {"handoff_secret": secrets.token_hex(16)} | config_values(EngineConfig, {**values, "role": "prefill"})
-    with _serve_packages("server"):
-        from hotset.cli.disaggregate import WorkerCounts, run
-    return run(EngineConfig(**shared), serve_config, WorkerCounts.parse(counts))
+    engine_config = EngineConfig(**shared)
+    check_control_ports(engine_config)
+    with _check_and_bind(engine_config, serve_config) as listener:
+        from hotset.cli.disaggregate import run
+
+        return run(engine_config, serve_config, worker_counts, listener)
+
+
+def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> socket.socket:
+    """Returns a socket that is bound to the server's address. Raises StartupError for mistakes that can be noticed
+    before processes are started and torch is imported."""
+    from hotset.engine.model_checks import check_model
+
+    _check_serve_packages("server")
+    check_model(engine_config)
+    return bound_socket(serve_config.host, serve_config.port)
 
 
 @app.command(
@@ -181,21 +205,18 @@ def router(
     urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
     allowed = {"allow_workers": tuple(allow_workers)} if allow_workers else {}
     config = RouterConfig(**config_values(RouterConfig, {**values, **urls, **allowed}))
-    with _serve_packages("router"):
+    _check_serve_packages("router")
+    with bound_socket(config.host, config.port) as listener:
         from hotset.serve.router.server import run
-    raise typer.Exit(run(config))
+
+        raise typer.Exit(run(config, listener))
 
 
-@contextmanager
-def _serve_packages(program: str) -> Iterator[None]:
-    """Turns a failed import of a package of the `serve` extra into an error that names the command to install it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.partition(".")[0] not in SERVE_PACKAGES:
-            raise
-        raise MissingDependency(f'the {program} needs {missing}; run: pip install "hotset[serve]"') from error
+def _check_serve_packages(program: str) -> None:
+    """Raises MissingDependency, with the command to install it, if a package of the `serve` extra is missing."""
+    for package in SERVE_PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependency(f'the {program} needs {package}; run: pip install "hotset[serve]"')
 
 
 @app.command(
@@ -218,7 +239,7 @@ def generate(
     """Continue a text and stream the continuation to standard output."""
     options = _sampling_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = read_stdin() if prompt == "-" else prompt
-    with _open_llm(values) as llm:
+    with open_llm(values) as llm:
         params = SamplingParams(**{**llm.defaults, **options})
         if as_json:
             _print_json(_generate_json(llm, text, params))
@@ -252,7 +273,7 @@ def chat(
 ) -> None:
     """Talk to a model in this terminal."""
     options = _sampling_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    with _open_llm(values) as llm:
+    with open_llm(values) as llm:
         params = SamplingParams(**{**llm.defaults, "max_tokens": None, **options})
         if sys.stdin.isatty():
             print_note(f"{CHAT_COMMANDS}; {CHAT_KEYS}")
@@ -262,6 +283,8 @@ def chat(
 @app.command(cls=CliCommand)
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, memory, and how to install optional packages that are missing."""
+    from hotset.cli.machine import inspect_machine, print_machine
+
     machine = inspect_machine()
     if as_json:
         _print_json(asdict(machine))
@@ -274,15 +297,6 @@ def _sampling_options(**values: Any) -> dict[str, Any]:
     options = {name: value for name, value in values.items() if value is not None}
     SamplingParams(**options)
     return options
-
-
-@contextmanager
-def _open_llm(values: dict[str, Any]) -> Iterator["LLM"]:
-    config = EngineConfig(**config_values(EngineConfig, values))
-    from hotset.engine.llm import LLM
-
-    with closing(LLM(**asdict(config), progress=sys.stderr.isatty())) as llm:
-        yield llm
 
 
 def _print_json(value: object) -> None:

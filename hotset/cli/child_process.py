@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from hotset.base.parent_death import PR_SET_PDEATHSIG
 
@@ -15,17 +15,20 @@ MAX_LINE_BYTES = 1 << 16
 
 
 class ChildProcess:
-    """A running `hotset` command. Its stderr is printed to our stderr, each line with `name` as a prefix."""
+    """A running `hotset` command. `print_line` prints the lines of its stderr, each with `name` as a prefix."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, print_line: Callable[[str], None]) -> None:
         self.name = name
+        self._print_line = print_line
         self._process = process
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._last_lines: deque[str] = deque(maxlen=20)
         self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
 
     @classmethod
-    async def start(cls, name: str, arguments: Sequence[str], secrets: Mapping[str, str]) -> "ChildProcess":
+    async def start(
+        cls, name: str, arguments: Sequence[str], secrets: Mapping[str, str], print_line: Callable[[str], None]
+    ) -> "ChildProcess":
         """Starts the command. `secrets` are environment variables, because any user can read a process's arguments."""
         libc = ctypes.CDLL(None)
         parent = os.getpid()
@@ -47,7 +50,7 @@ class ChildProcess:
             start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children in order
             preexec_fn=die_with_parent,
         )
-        return cls(name, process)
+        return cls(name, process, print_line)
 
     @property
     def pid(self) -> int:
@@ -107,7 +110,7 @@ class ChildProcess:
         assert self._process.stderr is not None
         async for line in _lines(self._process.stderr):
             self._last_lines.append(line)
-            print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+            self._print_line(f"[{self.name}] {line}")
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -3,27 +3,37 @@
 import asyncio
 import json
 import os
-import re
+import socket
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name
-from hotset.base.errors import ConfigError, StartupError
+from hotset.base.errors import StartupError
+from hotset.base.listeners import url_of
+from hotset.base.logs import log_to_stderr
+from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
 from hotset.cli.child_process import ChildProcess
-from hotset.cli.shares import FreeMemory, MemoryShare, divide_memory, measure_free_memory, sizes_given, weight_bytes
+from hotset.cli.shares import (
+    FreeMemory,
+    MemoryShare,
+    WorkerCounts,
+    divide_memory,
+    measure_free_memory,
+    sizes_given,
+    weight_bytes,
+)
 from hotset.cli.terminal import print_note
 from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
-from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
+from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS
 
-MAX_WORKERS = 64
 ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready before it starts
 EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
 POLL_SECONDS = 0.1  # interval between checks whether a child has ended
@@ -39,63 +49,24 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCounts:
-    """The number of workers of each role."""
-
-    prefill: int
-    decode: int
-
-    @classmethod
-    def parse(cls, text: str) -> "WorkerCounts":
-        """Parses a text like "2P1D". Raises ConfigError for any other text, for a role without workers, and for more
-        than MAX_WORKERS workers in total."""
-        match = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
-        counts = None if match is None else cls(int(match[1]), int(match[2]))
-        if counts is None or not (counts.prefill and counts.decode and counts.total <= MAX_WORKERS):
-            raise ConfigError(
-                f"--disaggregate takes the numbers of prefill and decode workers, like 1P1D or 2P1D, got {text!r}; "
-                f"the limit is {MAX_WORKERS} workers in total"
-            )
-        return counts
-
-    @property
-    def total(self) -> int:
-        return self.prefill + self.decode
-
-    @property
-    def names(self) -> list[tuple[str, str]]:
-        """The role and the name of each worker, like ("prefill", "prefill 1")."""
-        numbered = [("prefill", n) for n in range(self.prefill)] + [("decode", n) for n in range(self.decode)]
-        return [(role, f"{role} {number + 1}") for role, number in numbered]
-
-
-def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts) -> int:
+def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, reserved: socket.socket) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
     The code is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
-    `engine` has the settings that all workers share, including the handoff secret; its role is ignored.
+    `engine` has the settings that all workers share, including the handoff secret; its role is ignored. `reserved` is a
+    socket that is bound to the router's address, so that no other program takes the port while the models load.
     """
+    log_to_stderr()
     try:
-        _check(engine)
-        # Reserve the router's port first, so that a port in use is reported before the models load.
-        with bound_socket(serve.host, serve.port) as reserved:
-            bound = replace(serve, port=reserved.getsockname()[1])
-            free = FreeMemory(0) if engine.device == "cpu" and sizes_given(engine) else measure_free_memory(engine)
-            shares = divide_memory(engine, free, counts.total, weight_bytes(engine.model))
-            return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(reserved)))
+        bound = replace(serve, port=reserved.getsockname()[1])
+        free = FreeMemory(0) if engine.device == "cpu" and sizes_given(engine) else measure_free_memory(engine)
+        shares = divide_memory(engine, free, counts.total, weight_bytes(engine.model))
+        return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(reserved)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-
-
-def _check(engine: EngineConfig) -> None:
-    """Rejects a fixed control port, which several workers cannot share."""
-    for flag, address in (("--control", engine.control), ("--advertise", engine.advertise)):
-        if address is not None and not address.endswith(":0"):
-            raise ConfigError(f"--disaggregate gives each worker its own control port; use port 0 in {flag}")
 
 
 class _Deployment:
@@ -112,6 +83,7 @@ class _Deployment:
         self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
         self._stop = asyncio.Event()  # a signal was received
         self._stop_now = asyncio.Event()  # children must not finish their drain
+        self._status: StatusLine | None = None  # while this object waits for children
         secrets = {"HOTSET_API_KEY": serve.api_key, "HOTSET_HANDOFF_SECRET": engine.handoff_secret}
         self._secrets = {name: value for name, value in secrets.items() if value is not None}
 
@@ -138,24 +110,39 @@ class _Deployment:
         began = time.monotonic()
         for (role, name), share in zip(self._counts.names, self._shares, strict=True):
             arguments = worker_arguments(self._engine, self._serve, role, share)
-            self._children[role].append(await ChildProcess.start(name, arguments, self._secrets))
+            self._children[role].append(await ChildProcess.start(name, arguments, self._secrets, self._print))
         workers = [*self._children["prefill"], *self._children["decode"]]
-        with _waiting_for(", ".join(child.name for child in workers)):
+        with self._waiting_for(", ".join(child.name for child in workers)):
             lines = await asyncio.gather(*(self._ready(child, began) for child in workers))
         urls = [line.rpartition(" at ")[2].partition(" ")[0] for line in lines]
         self._urls = dict(zip((child.name for child in workers), urls, strict=True)) | {"router": url}
         arguments = router_arguments(self._serve, urls[: self._counts.prefill], urls[self._counts.prefill :])
-        router = await ChildProcess.start("router", arguments, self._secrets)
+        router = await ChildProcess.start("router", arguments, self._secrets, self._print)
         self._children["router"].append(router)
-        with _waiting_for("router"):
+        with self._waiting_for("router"):
             await self._ready(router, began)
             await self._wait_until_healthy(url)
         return lines[0].removeprefix("Hotset serves ").partition(" at ")[0]
 
     async def _ready(self, child: ChildProcess, began: float) -> str:
         line = await child.ready()
-        print_note(f"{child.name} is ready after {time.monotonic() - began:.1f} s (process {child.pid})")
+        self._print(f"{child.name} is ready after {time.monotonic() - began:.1f} s (process {child.pid})")
         return line
+
+    @contextmanager
+    def _waiting_for(self, what: str) -> Iterator[None]:
+        with StatusLine(f"Waiting for {what}") as self._status:
+            try:
+                yield
+            finally:
+                self._status = None
+
+    def _print(self, line: str) -> None:
+        """Prints a line to stderr, above the status line if there is one."""
+        if self._status is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._status.print(line)
 
     async def _wait_until_healthy(self, url: str) -> None:
         expected = {"prefill": self._counts.prefill, "decode": self._counts.decode}
@@ -274,16 +261,3 @@ def _health(url: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return health if isinstance(health, dict) else {}
-
-
-@contextmanager
-def _waiting_for(what: str) -> Iterator[None]:
-    """Shows a spinner during the block if stderr is a terminal, else prints one line."""
-    if not sys.stderr.isatty():
-        print_note(f"waiting for {what}")
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"waiting for {what}"):
-        yield

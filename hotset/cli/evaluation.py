@@ -1,10 +1,9 @@
 """`hotset eval`: measures how well a model answers. Prints a table and optionally writes JSON to a file."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,9 @@ import typer
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ConfigError
+from hotset.base.status_line import StatusLine, TaskProgress
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
+from hotset.cli.local_engine import open_llm
 from hotset.evaluate.tasks import MIN_LENGTH, TASKS
 
 if TYPE_CHECKING:
@@ -105,23 +106,23 @@ def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) 
         with closing(ServerBackend(url, api_key)) as server:
             yield server
         return
-    config = EngineConfig(**config_values(EngineConfig, values))
-    from hotset.engine.llm import LLM
-
-    with closing(LLM(**asdict(config), progress=sys.stderr.isatty())) as llm:
+    with open_llm(values) as llm:
         yield LocalBackend(llm)
 
 
 def _evaluate(backend: "Backend", plan: "EvaluationPlan") -> "EvaluationReport":
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from hotset.evaluate.retrieval import evaluate
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task(f"Asking {backend.name}", total=plan.questions * len(plan.lengths))
-        return evaluate(backend, plan, lambda count: bar.advance(task, count))
+    title, total = f"Asking {backend.name}", plan.questions * len(plan.lengths)
+    asked = 0
+    with StatusLine(title) as status:
+
+        def on_answers(count: int) -> None:
+            nonlocal asked
+            asked += count
+            status.show(TaskProgress(title, asked, total))
+
+        return evaluate(backend, plan, on_answers)
 
 
 def _print_table(report: "EvaluationReport") -> None:

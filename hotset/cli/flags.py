@@ -25,20 +25,88 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File that contains the API key, on one line. Default: see --api-key.", show_default=False),
 ]
-PANELS: dict[ConfigType, str] = {EngineConfig: "Engine", ServeConfig: "Server", RouterConfig: "Router"}
+# The settings in the order of `--help`. Those of BASICS are in its first panel.
+OWN_OPTIONS = ""  # the place of the options that only one command has
+BASICS = (
+    "model",
+    "url",
+    "prefill",
+    "decode",
+    "host",
+    "port",
+    "api_key",
+    "api_key_file",
+    "served_model_name",
+    OWN_OPTIONS,
+    "device",
+    "max_model_len",
+)
+PANELS = {
+    "Model": ("tokenizer", "dtype", "load_format", "seed"),
+    "KV cache": (
+        "tiers",
+        "device_kv_gib",
+        "device_kv_tokens",
+        "host_kv_gib",
+        "host_kv_tokens",
+        "hot_slots",
+        "kv_dtype",
+        "index_dtype",
+        "page_rows",
+    ),
+    "Batches and steps": (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "plans_in_flight",
+        "cuda_graphs",
+        "step_timeout",
+    ),
+    "Several GPUs": ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_layers", "data_parallel_size"),
+    "Prefill and decode workers": (
+        "role",
+        "control",
+        "advertise",
+        "handoff_secret",
+        "transfer",
+        "transfer_interface",
+        "transfer_protocol",
+        "staging_mib",
+    ),
+    "Requests and connections": (
+        "cors_origin",
+        "max_body_mib",
+        "max_queue",
+        "max_concurrency",
+        "max_connections",
+        "receive_timeout_seconds",
+        "send_timeout_seconds",
+        "response_timeout_seconds",
+        "idle_timeout_seconds",
+        "poll_seconds",
+        "drain_seconds",
+    ),
+}
+OTHER_PANEL = "Other settings"
 
 
 def with_flags(
     *config_types: ConfigType, without: Collection[str] = ()
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Adds flags to a command that takes `**values`: one for each field of the types, except those in `without`."""
+    """Adds flags to a command that takes `**values`: one for each field of the types, except those in `without`.
+
+    `--help` shows the command's arguments first, then BASICS, then the panels.
+    """
 
     def add(command: CommandFunction) -> CommandFunction:
         signature = inspect.signature(command)
         own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         flags = [flag for config_type in config_types for flag in _flags_of(config_type) if flag.name not in without]
-        command.__annotations__ = {p.name: p.annotation for p in (*own, *flags)}
-        vars(command)["__signature__"] = inspect.Signature([*own, *flags])
+        positions = {p.name: _position(p.name, OTHER_PANEL) for p in flags} | {
+            p.name: _position(p.name, OWN_OPTIONS) for p in own
+        }
+        ordered = sorted((*own, *flags), key=lambda parameter: positions[parameter.name])
+        command.__annotations__ = {p.name: p.annotation for p in ordered}
+        vars(command)["__signature__"] = inspect.Signature(ordered)
         return command
 
     return add
@@ -46,10 +114,23 @@ def with_flags(
 
 def _flags_of(config_type: ConfigType) -> Iterator[inspect.Parameter]:
     for setting in fields(config_type):
-        name = f"--{flag_name(setting.name)}"
-        option = typer.Option(name, help=setting.metadata["help"], rich_help_panel=PANELS[config_type])
+        name, help = f"--{flag_name(setting.name)}", setting.metadata["help"]
+        option = typer.Option(name, help=help, rich_help_panel=_panel_of(setting.name))
         hint: Any = Annotated[setting.type, option]
         yield inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=hint)
+
+
+def _panel_of(name: str) -> str | None:
+    """Returns the panel of a setting. None is the first panel."""
+    if name in BASICS:
+        return None
+    return next((panel for panel, names in PANELS.items() if name in names), OTHER_PANEL)
+
+
+def _position(name: str, unlisted: str) -> int:
+    """Returns the position of a parameter in `--help`. One that is not listed takes the position of `unlisted`."""
+    order = [*BASICS, *(listed for names in PANELS.values() for listed in names), OTHER_PANEL]
+    return order.index(name if name in order else unlisted)
 
 
 def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, Any]:

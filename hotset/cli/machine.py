@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from hotset import __version__
+from hotset.base.config import EMBEDDED
+from hotset.base.devices import has_gpu_driver
+from hotset.base.errors import MissingDependency
 from hotset.base.host_memory import host_memory
 from hotset.base.units import show_bytes
+from hotset.models.checkpoint.model_names import EMBEDDED_NAME, downloaded_models, embedded_path, local_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,10 @@ class MachineReport:
     free_ram_bytes: int
     gpus: tuple[Gpu, ...]
     packages: tuple[PackageReport, ...]
+    models: tuple[str, ...] = ()  # models that `hotset serve` finds: built in, in this folder, and downloaded ones
 
 
+MAX_MODELS = 20  # models in the table
 OPTIONAL_PACKAGES = (
     Package("serve", "HTTP server", ("fastapi",), 'pip install "hotset[serve]"'),
     Package("gguf", "GGUF files", ("gguf",), "pip install gguf"),
@@ -74,7 +80,7 @@ OPTIONAL_PACKAGES = (
 
 
 def inspect_machine() -> MachineReport:
-    """Inspects this machine. Imports torch if it is installed; only looks up the versions of other packages."""
+    """Inspects this machine. Imports torch only if there is a GPU; only looks up the versions of other packages."""
     torch_version, memory = _version("torch"), host_memory()
     return MachineReport(
         hotset=__version__,
@@ -85,11 +91,20 @@ def inspect_machine() -> MachineReport:
         ram_bytes=memory.total,
         ram_limit_bytes=memory.limit,
         free_ram_bytes=memory.free,
-        gpus=_gpus() if torch_version else (),
+        gpus=_gpus() if torch_version and has_gpu_driver() else (),
         packages=tuple(
             PackageReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in OPTIONAL_PACKAGES
         ),
+        models=(*_embedded(), *map(str, local_models()), *downloaded_models()),
     )
+
+
+def _embedded() -> tuple[str, ...]:
+    try:
+        embedded_path()
+    except MissingDependency:
+        return ()
+    return (EMBEDDED,)
 
 
 def _version(*distributions: str) -> str | None:
@@ -131,6 +146,8 @@ def print_machine(machine: MachineReport) -> None:
         facts.add_row("GPU", f"{gpu.name}, {show_bytes(gpu.memory_bytes)}, {show_bytes(gpu.free_bytes)} free")
     if not machine.gpus:
         facts.add_row("GPU", "none; models run on the CPU")
+    shown = [f"{name} ({EMBEDDED_NAME}, built in)" if name == EMBEDDED else name for name in machine.models]
+    facts.add_row("Models", escape("\n".join(shown[:MAX_MODELS])) or "none found in this folder")
 
     packages = Table("optional package", "used for", box=None, header_style="dim", padding=(0, 2, 0, 0))
     packages.add_column("version, or how to install it", no_wrap=True)

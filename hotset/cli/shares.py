@@ -1,6 +1,8 @@
-"""Divides the memory of one machine among its workers if the configuration does not set the sizes of their pools."""
+"""The workers of `--disaggregate`: how many there are, and how they divide the memory of the machine if the
+configuration does not set the sizes of their pools."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,12 +12,45 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB
-from hotset.models.checkpoint.files import model_path, weight_files
+from hotset.models.checkpoint.files import weight_files
+from hotset.models.checkpoint.model_names import model_path
 
+MAX_WORKERS = 64
 CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the remaining 0.6
 WEIGHT_LOAD_FACTOR = 1.2  # peak memory while weights load, relative to the size of their files
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pool
 SIZES = ("device_kv_gib", "device_kv_tokens", "host_kv_gib", "host_kv_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """The number of workers of each role."""
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> "WorkerCounts":
+        """Parses a text like "2P1D". Raises ConfigError for any other text, for a role without workers, and for more
+        than MAX_WORKERS workers in total."""
+        match = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
+        counts = None if match is None else cls(int(match[1]), int(match[2]))
+        if counts is None or not (counts.prefill and counts.decode and counts.total <= MAX_WORKERS):
+            raise ConfigError(
+                f"--disaggregate takes the numbers of prefill and decode workers, like 1P1D or 2P1D, got {text!r}; "
+                f"the limit is {MAX_WORKERS} workers in total"
+            )
+        return counts
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """The role and the name of each worker, like ("prefill", "prefill 1")."""
+        numbered = [("prefill", n) for n in range(self.prefill)] + [("decode", n) for n in range(self.decode)]
+        return [(role, f"{role} {number + 1}") for role, number in numbered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +68,13 @@ class MemoryShare:
     device: str | None = None
     device_kv_gib: float | None = None
     host_kv_gib: float | None = None
+
+
+def check_control_ports(engine: EngineConfig) -> None:
+    """Rejects a fixed control port, which several workers cannot share."""
+    for flag, address in (("--control", engine.control), ("--advertise", engine.advertise)):
+        if address is not None and not address.endswith(":0"):
+            raise ConfigError(f"--disaggregate gives each worker its own control port; use port 0 in {flag}")
 
 
 def sizes_given(config: EngineConfig) -> bool:
@@ -72,7 +114,7 @@ def measure_free_memory(config: EngineConfig) -> FreeMemory:
 
 
 def weight_bytes(model: str) -> int:
-    """Returns the size of a model's weight files, or 0 if none are found; workers report a missing model."""
+    """Returns the size of a model's weight files, or 0 for the embedded model, which is small."""
     return sum(file.stat().st_size for file in weight_files(model_path(model)) if file.is_file())
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.outputs import Delta
-from hotset.schedule.request import FinishReason
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these modules take longer to import than the rest of the command line
     from hotset.engine.llm import LLM
+    from hotset.engine.outputs import Delta
+    from hotset.schedule.request import FinishReason
 
 CHAT_COMMANDS = "/reset clears the conversation, /system TEXT sets the system message, /exit quits"
 CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D quits"
@@ -26,10 +26,10 @@ class PrintedAnswer:
     """The text that was printed, and why it ended."""
 
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: "FinishReason | None"
 
 
-def print_stream(deltas: Generator[Delta, None, None]) -> PrintedAnswer:
+def print_stream(deltas: "Generator[Delta, None, None]") -> PrintedAnswer:
     """Prints text as it arrives. Ctrl-C aborts the request after the current delta."""
     text = ""
     finish_reason: FinishReason | None = None
@@ -145,7 +145,7 @@ class Conversation:
         elif answer.finish_reason == "abort":
             print_note("(stopped)")
 
-    def _stream_with_turns_that_fit(self) -> Generator[Delta, None, None]:
+    def _stream_with_turns_that_fit(self) -> "Generator[Delta, None, None]":
         """Returns the stream of the answer. Drops the oldest turns until the newest question fits into the context."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         kept = self.turns

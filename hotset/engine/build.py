@@ -14,11 +14,13 @@ import torch
 from hotset.base.address import control_port
 from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import ConfigError, EngineStopped, StartupError
+from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import LoadingBar, choose_device, choose_dtype, kv_storage, load_decoder, whole_kv_shape
+from hotset.engine.loading import choose_device, choose_dtype, load_decoder, whole_kv_shape
+from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget, shared_budget
 from hotset.engine.workers.executor import Executor, InProcessExecutor
@@ -27,9 +29,9 @@ from hotset.handoff.messages import ModelIdentity
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.model_names import EMBEDDED_NAME
 from hotset.models.spec import GqaSpec, ModelSpec
-from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
+from hotset.models.split import Split
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
@@ -40,31 +42,31 @@ from hotset.transfer.engines import LANES, open_transfer
 def build_engine(
     config: EngineConfig,
     *,
-    show_progress: bool = True,
+    show: ShowProgress = ignore_progress,
     wake: Callable[[], None] = lambda: None,
     advance: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Loads the model and allocates its pools. Raises StartupError with a one-line message if that fails.
 
+    `show` is called again and again with the progress of the part that is under way.
     `wake` is called from another thread when the handoff agent has an event or has ended, or when a worker process has
     ended. The caller should then call `step`. `advance` is called during a step: after each layer or, with several
     workers, again and again while the step waits for workers that advance.
     """
     device = choose_device(config.device)
-    files = find_model(config.model)
+    files = check_model(config)
     dtype = choose_dtype(config.dtype, files.spec, device)
     kv_shape = whole_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     if config.workers == 1:
-        budget, executor = _load_in_process(config, files.spec, device, show_progress, advance)
+        budget, executor = _load_in_process(config, files.spec, device, show, advance)
     else:
-        budget, executor = _start_workers(config, files.spec, device, show_progress, wake, advance)
+        budget, executor = _start_workers(config, files.spec, device, show, wake, advance)
     try:
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
         if device.type == "cuda":
-            with LoadingBar("Capturing decode steps", show_progress, in_bytes=False) as bar:
-                engine.warm_up(bar.update)
+            engine.warm_up(show_counts(show, "Compiling kernels and capturing decode steps"))
     except BaseException:
         executor.close()
         raise
@@ -131,22 +133,16 @@ def assemble(
 
 
 def worker_splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[Split]:
-    """Returns each worker's part of the model, in the order of worker numbers: all ranks of a stage, then the next.
+    """Returns each worker's part of the model, like `model_splits`.
 
-    Raises ConfigError if the model cannot be divided in this way, or if there are fewer GPUs than workers.
+    Also raises ConfigError if there are fewer GPUs than workers.
     """
     if device.type == "cuda" and config.workers > torch.cuda.device_count():
         raise ConfigError(
             f"{config.workers} workers need one GPU each, but this machine has {torch.cuda.device_count()}; lower "
             "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size"
         )
-    replicas, tp_size = config.data_parallel_size, config.tensor_parallel_size
-    if replicas > 1:
-        check_data_parallel(spec, replicas)
-        return [Split(dp_rank=rank, dp_size=replicas) for rank in range(replicas)]
-    check_tensor_parallel(spec, tp_size)
-    stages = stage_layers(spec, config.pipeline_parallel_size, config.stage_layers)
-    return [Split(tp_rank=rank, tp_size=tp_size, layers=layers) for layers in stages for rank in range(tp_size)]
+    return model_splits(config, spec)
 
 
 def model_card(
@@ -170,21 +166,20 @@ def model_card(
 
 
 def _load_in_process(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, advance: Callable[[], None]
+    config: EngineConfig, spec: ModelSpec, device: torch.device, show: ShowProgress, advance: Callable[[], None]
 ) -> tuple[KvBudget, Executor]:
-    with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
-        model = load_decoder(config, device, bar.update)
+    model = load_decoder(config, device, show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
     model.on_layer = advance
     budget = kv_budget(config, model.kv_shape, spec.context, device)
-    with LoadingBar("Preparing the host store", show_progress) as bar:
-        return budget, in_process_executor(config, model, budget, device, spec.vocab, bar.update)
+    pinned = show_counts(show, "Preparing the host store", in_bytes=True)
+    return budget, in_process_executor(config, model, budget, device, spec.vocab, pinned)
 
 
 def _start_workers(
     config: EngineConfig,
     spec: ModelSpec,
     device: torch.device,
-    show_progress: bool,
+    show: ShowProgress,
     wake: Callable[[], None],
     advance: Callable[[], None],
 ) -> tuple[KvBudget, Executor]:
@@ -194,11 +189,9 @@ def _start_workers(
     stages = config.pipeline_parallel_size
     workers = MultiprocessExecutor(config, splits, stages, kv_heads, device, wake, advance)
     try:
-        with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
-            memories = workers.load(bar.update)
+        memories = workers.load(show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
         budget = shared_budget(config, memories, spec.context, device)
-        with LoadingBar("Preparing the workers", show_progress, in_bytes=False) as bar:
-            workers.init_cache(budget, bar.update)
+        workers.init_cache(budget, show_counts(show, "Preparing the workers"))
     except EngineStopped as error:
         workers.close()
         raise StartupError(f"the engine did not start: {error}") from error
@@ -223,4 +216,4 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
 
 def model_name(model: str) -> str:
     """Returns the default name of a model: the last component of its path, or the name of the embedded model."""
-    return "SmolLM2-135M-Instruct" if model == EMBEDDED else Path(model).resolve().name
+    return EMBEDDED_NAME if model == EMBEDDED else Path(model).resolve().name

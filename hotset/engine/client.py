@@ -14,6 +14,7 @@ from typing import TypeVar
 from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.base.status_line import ShowProgress, ignore_progress
 from hotset.engine.frontend import Frontend, load_frontend
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.output_processor import OutputProcessor
@@ -80,14 +81,16 @@ class EngineClient:
         threading.Thread(target=self._watch_process, name="hotset-watch", daemon=True).start()
 
     @classmethod
-    def start(cls, config: EngineConfig, process: EngineProcess | None = None) -> "EngineClient":
-        """Waits until the engine process (`process`, or a new one) is ready.
+    def start(
+        cls, config: EngineConfig, process: EngineProcess | None = None, show: ShowProgress = ignore_progress
+    ) -> "EngineClient":
+        """Waits until the engine process (`process`, or a new one) is ready. `show` shows its progress.
 
         Raises StartupError if the engine cannot start. In this case the process has ended.
         """
         process = process or EngineProcess(config)
         try:
-            return cls(config, load_frontend(config), process, process.wait_ready())
+            return cls(config, load_frontend(config), process, process.wait_ready(show))
         except BaseException:
             process.end(0.0)
             raise

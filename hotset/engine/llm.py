@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice, check_setting_names
 from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.base.status_line import StatusLine, ignore_progress
 from hotset.engine.build import build_engine
 from hotset.engine.frontend import Prompt, load_frontend, token_ids_of
 from hotset.engine.input_processor import Choice, InputProcessor
@@ -27,15 +29,18 @@ class LLM:
     """
 
     def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
-        """Loads the model, and shows progress bars if `progress`. Raises `StartupError` with a one-line message if that
-        fails."""
+        """Loads the model. Raises `StartupError` with a one-line message if that fails.
+
+        If `progress`, shows a bar if standard error is a terminal, and else logs a line every ten seconds.
+        """
         known_names = [*(setting.name for setting in fields(EngineConfig)), "progress"]
         check_setting_names("LLM", settings, known_names)
         config = EngineConfig(model=model, **settings)
         if config.role != "both":
             raise ConfigError(f"role {config.role!r} is for servers: hotset serve --role {config.role}")
         front = load_frontend(config)
-        self._engine = build_engine(config, show_progress=progress)
+        with StatusLine("Loading the model") if progress else nullcontext() as status:
+            self._engine = build_engine(config, show=status.show if status else ignore_progress)
         self._closed = False
         self.card = front.card(self._engine.card)
         self.tokenizer: Tokenizer | None = front.tokenizer

@@ -1,25 +1,16 @@
-"""Loads a model: chooses the device and the dtype, reads the weights, and shows progress."""
+"""Loads a model: chooses the device and the dtype, and reads the weights."""
 
 import logging
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from hotset.base.config import EngineConfig
+from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
 from hotset.base.units import show_bytes
+from hotset.engine.model_checks import kv_storage
 from hotset.engine.sizing import free_bytes
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.files import ModelFiles, find_model
@@ -46,12 +37,8 @@ def choose_device(name: str | None) -> torch.device:
         if reason is not None and torch.version.cuda is not None:
             LOGGER.warning("%s; computing on the CPU instead", reason)
         return torch.device("cuda" if reason is None else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'")
+    check_device_name(name)
+    device = torch.device(name)
     if device.type == "cuda":
         reason = why_no_gpu(device.index or 0)
         if reason is not None:
@@ -89,15 +76,6 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
-def kv_storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
-    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a GQA model, which has no fp8 layout."""
-    if isinstance(spec.attention, GqaSpec):
-        for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
-            if value != "auto":
-                raise ConfigError(f"{flag} {value} needs a model with latent KV (MLA); leave it out for this model")
-    return KvStorage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
-
-
 def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> KvShape:
     """Returns the KV shape of the whole model, over all workers."""
     if isinstance(spec.attention, GqaSpec):
@@ -133,29 +111,3 @@ def load_decoder(
     decoder = Decoder(files.spec, weights, kv_storage(config, files.spec), split, collectives)
     weights.finish()
     return decoder
-
-
-class LoadingBar:
-    """A progress bar on standard error, used as a context manager.
-
-    It counts bytes, or items if not `in_bytes`. It prints nothing if not `shown`, or if standard error is no terminal.
-    """
-
-    def __init__(self, title: str, shown: bool, *, in_bytes: bool = True) -> None:
-        console = Console(stderr=True)
-        amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-        columns = (TextColumn(title), BarColumn(), *amounts, TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
-        self._task = self._bar.add_task(title, total=None)
-
-    def update(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-
-    def __enter__(self) -> "LoadingBar":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)

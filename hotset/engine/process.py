@@ -1,7 +1,8 @@
 """Runs the engine in a child process. HTTP never delays a step, and the server can report a crash.
 
-The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
-`EngineFailed`, then `OutputsReport` and `StatsReport`, and `EngineEnding` if a step fails. If the parent dies, the pipe
+The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineStarting` while it
+loads the model, `EngineReady` or `EngineFailed`, then `OutputsReport` and `StatsReport`, and `EngineEnding` if a step
+fails. If the parent dies, the pipe
 closes and the child stops. If the child dies, the parent fails its open requests. The child counts its progress in
 shared memory (see `progress.py`), so the parent also notices a child that is stopped or hangs.
 
@@ -29,6 +30,7 @@ from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.listeners import check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
+from hotset.base.status_line import ShowProgress, TaskProgress, ignore_progress
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.progress import Progress
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("hotset.engine")
 AUDIT_AFTER_IDLE_S = 1.0
+SHOW_SECONDS = 0.1  # minimum time between two reports of the progress of one task
 EXIT_SECONDS = 1.0  # time between the end of the child's pipe and its exit code
 PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers
 
@@ -72,6 +75,14 @@ class StopEngine:
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
     """Wakes the step loop. The child sends it to itself when its engine calls `wake` (see `build_engine`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarting:
+    """Reports what the engine does before it is ready. The parent shows it, because only the parent can tidy up the
+    terminal if the child is killed."""
+
+    progress: TaskProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class EngineEnding:
 
 
 EngineCommand = AddRequests | AbortRequests | GetStats | StopEngine | WakeEngine
-EngineReport = EngineReady | EngineFailed | OutputsReport | StatsReport | EngineEnding
+EngineReport = EngineStarting | EngineReady | EngineFailed | OutputsReport | StatsReport | EngineEnding
 
 
 class EngineProcess:
@@ -137,10 +148,14 @@ class EngineProcess:
         self._process.join(EXIT_SECONDS)
         return f"the engine process has died (exit code {self._process.exitcode})"
 
-    def wait_ready(self) -> ModelCard:
-        """Waits until the engine is ready. Raises StartupError if it cannot start or if the child dies."""
+    def wait_ready(self, show: ShowProgress = ignore_progress) -> ModelCard:
+        """Waits until the engine is ready, and shows its progress with `show`.
+
+        Raises StartupError if it cannot start or if the child dies.
+        """
         try:
-            report: EngineReport = self.pipe.recv()
+            while isinstance(report := self.pipe.recv(), EngineStarting):
+                show(report.progress)
         except EOFError:
             self._process.join()
             code = self._process.exitcode
@@ -211,6 +226,21 @@ def _report_failure(pipe: Connection, error: Exception) -> None:
         pipe.send(EngineEnding(reason))
 
 
+class _StartReporter:
+    """Sends the progress of the start: every new task, and then at most one report every SHOW_SECONDS."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._title = ""
+        self._sent_at = 0.0
+
+    def show(self, progress: TaskProgress) -> None:
+        now = time.monotonic()
+        if progress.title != self._title or now >= self._sent_at + SHOW_SECONDS:
+            self._title, self._sent_at = progress.title, now
+            self._pipe.send(EngineStarting(progress))
+
+
 def _build(
     config: EngineConfig, pipe: Connection, wake: Callable[[], None], advance: Callable[[], None]
 ) -> "Engine | None":
@@ -218,7 +248,7 @@ def _build(
     try:
         from hotset.engine.build import build_engine
 
-        engine = build_engine(config, wake=wake, advance=advance)
+        engine = build_engine(config, show=_StartReporter(pipe).show, wake=wake, advance=advance)
         _check_listeners(config, engine)
     except StartupError as error:
         pipe.send(EngineFailed(error))

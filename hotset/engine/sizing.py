@@ -10,11 +10,11 @@ from hotset.base.errors import ConfigError
 from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
+from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels.swap_in import MAX_SLOTS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 
-SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer, as a multiple of the model's top-k
 CPU = torch.device("cpu")
 
 
@@ -72,11 +72,7 @@ def shared_budget(
     hold a context of two tokens.
     """
     geometry = _common_geometry(config, [worker.shape for worker in workers])
-    context = config.max_model_len or model_context
-    if context > model_context:
-        raise ConfigError(
-            f"--max-model-len {context} exceeds the {model_context} tokens of this model's context; lower it"
-        )
+    context = context_length(config, model_context)
     device_pages, flag = _device_pages(config, geometry, context, device, workers)
     host_pages, host_flag = _host_pages(config, geometry, context, device_pages, device, workers)
     longest = _longest_context(geometry.resident_pages, device_pages, context)
@@ -107,18 +103,7 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometr
 
 def _slots(config: EngineConfig, shape: KvShape) -> int:
     """Returns the number of slots in a hot buffer, or 0 if no request can be tiered."""
-    if not shape.groups:
-        for flag, is_set in (("--tiers always", config.tiers == "always"), ("--hot-slots", config.hot_slots)):
-            if is_set:
-                raise ConfigError(
-                    f"{flag} needs a model with sparse attention, but this model attends to all rows; leave it out"
-                )
-        return 0
-    if config.tiers == "off":
-        return 0
-    slots = SLOTS_PER_TOPK * shape.topk if config.hot_slots is None else config.hot_slots
-    if slots < shape.topk:
-        raise ConfigError(f"--hot-slots {slots} cannot hold the {shape.topk} rows that one step selects; raise it")
+    slots = hot_slots(config, shape.topk if shape.groups else None)
     if slots > MAX_SLOTS:
         raise ConfigError(f"--hot-slots {slots} exceeds the maximum of {MAX_SLOTS}; lower it")
     return slots

@@ -11,7 +11,7 @@ import tokenizers
 
 from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
 from hotset.base.units import MIB
-from hotset.models.checkpoint.files import ModelFiles, model_path
+from hotset.models.checkpoint.files import ModelFiles, find_tokenizer
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json, read_text
@@ -64,14 +64,10 @@ class Tokenizer:
         Returns None for a model directory without tokenizer.json. Raises `CheckpointError` for damaged files and for
         kinds of tokenizer that are not supported.
         """
-        if override is not None:
-            directory = model_path(override)
-            if not (directory / "tokenizer.json").is_file():
-                raise CheckpointError(f"{directory} holds no tokenizer.json")
-            return cls(_directory_parts(directory))
-        if files.gguf is not None:
+        path = find_tokenizer(files, override)
+        if override is None and files.gguf is not None:
             return cls(_gguf_parts(files.gguf))
-        return cls(_directory_parts(files.path)) if (files.path / "tokenizer.json").is_file() else None
+        return None if path is None else cls(_directory_parts(path))
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encodes `text`; `add_special` adds the tokens that the model expects around it (such as BOS).

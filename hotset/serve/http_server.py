@@ -1,11 +1,11 @@
-"""Code that server and router share: the socket, uvicorn's settings, and work that a disconnect cancels."""
+"""Code that server and router share: the HTTP server, its settings, and work that a disconnect cancels."""
 
 import asyncio
 import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import uvicorn
@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive
 
 from hotset.base.address import is_loopback
-from hotset.base.errors import ConfigError
 from hotset.base.listeners import check_listeners, listening_address
 from hotset.serve.connections import ConnectionLimits, Connections, LimitedProtocol
 
@@ -79,27 +78,6 @@ def uvicorn_config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
     )
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound but does not listen: clients cannot connect before the server is ready.
-
-    Raises ConfigError if another socket listens on the port or the host is not an address of this machine. Other
-    sockets with SO_REUSEADDR may still bind the port, as the router of `--disaggregate` does.
-    """
-    with ExitStack() as undo:
-        try:
-            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = addresses[0]
-            listener = undo.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name
-            reason = getattr(error, "strerror", None) or str(error)
-            message = f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
-            raise ConfigError(message) from error
-        undo.pop_all()
-    return listener
-
-
 def warn_if_open_to_all(host: str, api_key: str | None) -> None:
     """Logs a warning if other machines can send requests without a key."""
     if api_key is None and not is_loopback(host):
@@ -108,11 +86,6 @@ def warn_if_open_to_all(host: str, api_key: str | None) -> None:
             "set a key with --api-key-file or the environment variable HOTSET_API_KEY",
             host,
         )
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

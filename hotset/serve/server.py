@@ -8,7 +8,9 @@ import sys
 
 from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import StartupError
+from hotset.base.listeners import bound_socket, url_of
 from hotset.base.logs import log_to_stderr
+from hotset.base.status_line import StatusLine
 from hotset.engine.client import EngineClient
 from hotset.engine.process import EngineProcess
 from hotset.serve.app import create_app
@@ -17,8 +19,6 @@ from hotset.serve.http_server import (
     EXIT_INTERRUPTED,
     STOP_SIGNALS,
     HttpServer,
-    bound_socket,
-    url_of,
     uvicorn_config,
     warn_if_open_to_all,
 )
@@ -30,20 +30,27 @@ LIVENESS_POLL_SECONDS = 0.2
 ERROR_REPORT_SECONDS = 2.0
 
 
-def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineProcess | None = None) -> int:
+def run(
+    engine_config: EngineConfig,
+    serve_config: ServeConfig,
+    process: EngineProcess | None = None,
+    listener: socket.socket | None = None,
+) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
     The code is 0 after a drain, complete or not, 1 if start-up failed or the engine died or hung, and 130 after Ctrl-C
-    during start-up. `process` is an engine process with this configuration that is already starting; this call ends it.
+    during start-up. `process` is an engine process with this configuration that is already starting, and `listener` a
+    socket that is bound to the configured address. This call ends the process and closes the socket.
     """
     log_to_stderr()
     try:
         warn_if_open_to_all(serve_config.host, serve_config.api_key)
         # Bind the port first, so that a port in use is reported before the model loads.
-        with bound_socket(serve_config.host, serve_config.port) as listener:
+        with listener or bound_socket(serve_config.host, serve_config.port) as bound:
             fitted_config = fit_to_descriptors(serve_config)
-            client = EngineClient.start(engine_config, process)
-            return asyncio.run(_serve(client, engine_config, fitted_config, listener))
+            with StatusLine("Starting the engine") as status:
+                client = EngineClient.start(engine_config, process, status.show)
+            return asyncio.run(_serve(client, engine_config, fitted_config, bound))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1

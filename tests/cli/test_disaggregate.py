@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import typer
+from harness import tiny_directory
 
 from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.units import GIB
 from hotset.cli import app, disaggregate, main
-from hotset.cli.disaggregate import WorkerCounts, router_arguments, stop_seconds, worker_arguments
+from hotset.cli.disaggregate import router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import config_values
-from hotset.cli.shares import MemoryShare
+from hotset.cli.shares import MemoryShare, WorkerCounts
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.router.config import RouterConfig
 
@@ -185,9 +186,12 @@ def test_start_up_errors_are_one_line(
 
 
 def test_a_child_process_that_does_not_start_is_named_and_stops_all_others(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"damaged, which only the engine notices")
     flags = ["--disaggregate", "1P1D", "--port", "0", "--device", "cpu", "--device-kv-tokens", "64"]
-    command = [sys.executable, "-m", "hotset", "serve", str(tmp_path / "nothing"), *flags]
+    command = [sys.executable, "-m", "hotset", "serve", tiny_directory(tmp_path), *flags]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (1, "")
     error = result.stderr.splitlines()[-1]
-    assert error.startswith("error: ") and " 1 ended (exit code 1): " in error and "nothing" in error
+    assert (
+        error.startswith("error: ") and " 1 ended (exit code 1): " in error and "model.safetensors is damaged" in error
+    )

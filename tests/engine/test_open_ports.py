@@ -46,7 +46,7 @@ def listeners_of_engine(config: EngineConfig) -> tuple[list[Listening], str | No
 def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path, split: str) -> None:
     model = tiny_directory(tmp_path, num_key_value_heads=2)
     config = EngineConfig(model, **SETTINGS, **{f"{split}_parallel_size": 2})
-    engine = build_engine(config, show_progress=False)
+    engine = build_engine(config)
     try:
         assert isinstance(engine.executor, MultiprocessExecutor)
         pids = [worker.process.pid for worker in engine.executor._workers]

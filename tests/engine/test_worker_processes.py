@@ -140,8 +140,8 @@ def test_if_a_rank_or_stage_is_stopped_the_engine_ends_with_an_error_that_names_
 def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_all_pages(tmp_path: Path) -> None:
     settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
     model = tiny_directory(tmp_path, **TINY)
-    prefill = build_engine(EngineConfig(model, **settings, role="prefill"), show_progress=False)
-    decode = build_engine(EngineConfig(model, **settings, role="decode", tensor_parallel_size=2), show_progress=False)
+    prefill = build_engine(EngineConfig(model, **settings, role="prefill"))
+    decode = build_engine(EngineConfig(model, **settings, role="decode", tensor_parallel_size=2))
     workers = decode.executor
     assert isinstance(workers, MultiprocessExecutor)
     pids = [worker.process.pid for worker in workers._workers]
@@ -175,7 +175,7 @@ def test_a_worker_that_dies_while_the_engine_is_idle_is_noticed(tmp_path: Path) 
     woken = threading.Event()
     settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
     config = EngineConfig(tiny_directory(tmp_path, **TINY), **settings, data_parallel_size=2)
-    engine = build_engine(config, show_progress=False, wake=woken.set)
+    engine = build_engine(config, wake=woken.set)
     try:
         workers = engine.executor
         assert isinstance(workers, MultiprocessExecutor) and workers._workers[1].process.pid is not None

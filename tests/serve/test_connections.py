@@ -19,10 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError
+from hotset.base.listeners import bound_socket
 from hotset.serve import connections
 from hotset.serve.access_log import AccessLog
 from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors
-from hotset.serve.http_server import HttpServer, bound_socket, uvicorn_config
+from hotset.serve.http_server import HttpServer, uvicorn_config
 from hotset.serve.middleware import BodyLimit
 from hotset.serve.router.config import RouterConfig
 from hotset.serve.router.server import run as run_router

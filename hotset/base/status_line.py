@@ -1,0 +1,127 @@
+"""Shows how far a long task is: one line that is redrawn on a terminal, and a line in the log every ten seconds
+elsewhere."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TextIO
+
+from hotset.base.units import show_bytes
+
+LOGGER = logging.getLogger("hotset.progress")
+
+DRAW_SECONDS = 0.2
+LOG_SECONDS = 10.0
+BAR_WIDTH = 20
+DEFAULT_COLUMNS = 80
+ERASE_TO_END = "\x1b[K"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgress:
+    """How far a task is: `done` of `total` bytes or items. `total` is None while it is not known."""
+
+    title: str
+    done: int = 0
+    total: int | None = None
+    in_bytes: bool = False
+
+    @property
+    def amount(self) -> str:
+        """Text like "34 % of 1.2 GiB" or "3 of 12"; empty if the total is not known."""
+        if not self.total:
+            return ""
+        if self.in_bytes:
+            return f"{100 * self.done // self.total} % of {show_bytes(self.total)}"
+        return f"{self.done} of {self.total}"
+
+
+ShowProgress = Callable[[TaskProgress], None]
+
+
+def ignore_progress(progress: TaskProgress) -> None:
+    """Shows nothing."""
+
+
+def show_counts(show: ShowProgress, title: str, *, in_bytes: bool = False) -> Callable[[int, int], None]:
+    """Shows that a task has begun. Returns the function `(done, total)` that shows how far it is."""
+    show(TaskProgress(title))
+    return lambda done, total: show(TaskProgress(title, done, total, in_bytes))
+
+
+class StatusLine:
+    """The line of the tasks that run during a `with` block, one after the other.
+
+    On a terminal the line is erased at the end of the block, also after an error or Ctrl-C, so that the next message
+    starts on an empty line. The cursor is never hidden and rests at the start of the line. If this process is killed,
+    the terminal is therefore still usable, and messages of other processes overwrite the line.
+    """
+
+    def __init__(self, title: str, stream: TextIO | None = None, log_seconds: float = LOG_SECONDS) -> None:
+        """`stream` is standard error by default."""
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._interval = DRAW_SECONDS if self._is_terminal else log_seconds
+        self._progress, self._since = TaskProgress(title), time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hotset-status", daemon=True)
+
+    def show(self, progress: TaskProgress) -> None:
+        """Records how far the current task is. A new title begins a new task."""
+        with self._lock:
+            if progress.title != self._progress.title:
+                self._since = time.monotonic()
+            self._progress = progress
+
+    def print(self, text: str) -> None:
+        """Prints a line of text above the status line."""
+        with self._lock:
+            self._write(f"{text}{ERASE_TO_END}\n" if self._is_terminal else f"{text}\n")
+
+    def __enter__(self) -> "StatusLine":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._is_terminal:
+            self._write(ERASE_TO_END)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            with self._lock:
+                if self._is_terminal:
+                    self._write(f"{self._line()}{ERASE_TO_END}\r")
+                else:
+                    amount = f": {self._progress.amount}" if self._progress.amount else ""
+                    LOGGER.info("%s%s, %.0f s", self._progress.title, amount, time.monotonic() - self._since)
+
+    def _line(self) -> str:
+        """The text on a terminal, cut to the width of the terminal."""
+        progress, seconds = self._progress, time.monotonic() - self._since
+        parts = [progress.title]
+        if progress.total:
+            filled = min(BAR_WIDTH, BAR_WIDTH * progress.done // progress.total)
+            full, empty = "━─" if (self._stream.encoding or "").lower().startswith("utf") else "#-"
+            parts += [full * filled + empty * (BAR_WIDTH - filled), f"{progress.amount},"]
+        return " ".join([*parts, f"{seconds:.0f} s"])[: self._columns() - 1]
+
+    def _columns(self) -> int:
+        with suppress(OSError, ValueError):  # the stream is no file
+            return os.get_terminal_size(self._stream.fileno()).columns or DEFAULT_COLUMNS
+        return DEFAULT_COLUMNS
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone
+            self._stream.write(text)
+            self._stream.flush()

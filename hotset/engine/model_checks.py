@@ -1,0 +1,83 @@
+"""Checks a configuration against the model's configuration files. Needs neither torch nor the weights.
+
+The command line makes these checks before it starts a process or imports torch, so that a mistake is answered at once.
+The engine makes them again, and also checks what depends on the device and on the contents of the weights.
+"""
+
+from hotset.base.config import EngineConfig
+from hotset.base.devices import has_gpu_driver
+from hotset.base.errors import ConfigError
+from hotset.models.checkpoint.files import ModelFiles, find_model, find_tokenizer, read_weight_index, shard_paths
+from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
+from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
+
+SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer, as a multiple of the model's top-k
+
+
+def check_model(config: EngineConfig) -> ModelFiles:
+    """Returns the model's files. Raises StartupError if the model or a setting cannot be used."""
+    if config.device not in (None, "cpu") and not has_gpu_driver():
+        raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
+    files = find_model(config.model)
+    if config.load_format == "auto" and files.gguf is None:
+        shard_paths(files.path, read_weight_index(files.path))
+    find_tokenizer(files, config.tokenizer)
+    spec = files.spec
+    context_length(config, spec.context)
+    kv_storage(config, spec)
+    hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
+    model_splits(config, spec)
+    return files
+
+
+def context_length(config: EngineConfig, model_context: int) -> int:
+    """Returns the requested context length, by default the model's. Raises ConfigError if it exceeds the model's."""
+    context = config.max_model_len or model_context
+    if context > model_context:
+        raise ConfigError(
+            f"--max-model-len {context} exceeds the {model_context} tokens of this model's context; lower it"
+        )
+    return context
+
+
+def kv_storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
+    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a GQA model, which has no fp8 layout."""
+    if isinstance(spec.attention, GqaSpec):
+        for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
+            if value != "auto":
+                raise ConfigError(f"{flag} {value} needs a model with latent KV (MLA); leave it out for this model")
+    return KvStorage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
+
+
+def hot_slots(config: EngineConfig, topk: int | None) -> int:
+    """Returns the number of slots in a hot buffer, or 0 if no request can be tiered.
+
+    `topk` is None if the model attends to all rows. Raises ConfigError if the setting does not suit the model.
+    """
+    if topk is None:
+        for flag, is_set in (("--tiers always", config.tiers == "always"), ("--hot-slots", config.hot_slots)):
+            if is_set:
+                raise ConfigError(
+                    f"{flag} needs a model with sparse attention, but this model attends to all rows; leave it out"
+                )
+        return 0
+    if config.tiers == "off":
+        return 0
+    slots = SLOTS_PER_TOPK * topk if config.hot_slots is None else config.hot_slots
+    if slots < topk:
+        raise ConfigError(f"--hot-slots {slots} cannot hold the {topk} rows that one step selects; raise it")
+    return slots
+
+
+def model_splits(config: EngineConfig, spec: ModelSpec) -> list[Split]:
+    """Returns each worker's part of the model, in the order of worker numbers: all ranks of a stage, then the next.
+
+    Raises ConfigError if the model cannot be divided in this way.
+    """
+    replicas, tp_size = config.data_parallel_size, config.tensor_parallel_size
+    if replicas > 1:
+        check_data_parallel(spec, replicas)
+        return [Split(dp_rank=rank, dp_size=replicas) for rank in range(replicas)]
+    check_tensor_parallel(spec, tp_size)
+    stages = stage_layers(spec, config.pipeline_parallel_size, config.stage_layers)
+    return [Split(tp_rank=rank, tp_size=tp_size, layers=layers) for layers in stages for rank in range(tp_size)]

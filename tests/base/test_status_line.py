@@ -1,0 +1,157 @@
+"""The status line: a bar that is redrawn and erased on a terminal, and lines in the log elsewhere."""
+
+import io
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from hotset.base.status_line import LOG_SECONDS, StatusLine, TaskProgress, show_counts
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_SECONDS = 60.0
+GIB = 1 << 30
+# Fails, or is interrupted or killed, while a bar is drawn. Each prints a message like the command line does.
+FAILING = """
+import os, signal, sys, time
+from hotset.base.status_line import StatusLine, TaskProgress
+try:
+    with StatusLine("Loading") as status:
+        status.show(TaskProgress("Loading", 3, 12))
+        while not os.path.exists(sys.argv[2]):  # the test has seen the bar
+            time.sleep(0.01)
+        if sys.argv[1] == "error":
+            raise OSError("it fails")
+        os.kill(os.getpid(), signal.SIGKILL if sys.argv[1] == "kill" else signal.SIGINT)
+        time.sleep(60)
+except (OSError, KeyboardInterrupt):
+    print("error: the message", file=sys.stderr)
+"""
+
+
+def screen(output: str) -> list[str]:
+    """Returns the lines that a terminal shows after `output`, which may contain \\r, \\n and ESC [K only."""
+    lines, column = [""], 0
+    for part in re.findall(r"\x1b\[K|\r|\n|[^\x1b\r\n]+", output):
+        if part == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            lines.append("")
+            column = 0
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + part + lines[-1][column + len(part) :]
+            column += len(part)
+    assert "".join(re.findall(r"\x1b\[K|[^\x1b]+", output)) == output, f"unexpected control sequence: {output!r}"
+    return [line.rstrip() for line in lines]
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what is written to it."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.01)
+
+
+def test_a_terminal_shows_a_bar_that_is_erased_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with StatusLine("Starting", terminal) as status:
+        show = show_counts(status.show, "Loading m", in_bytes=True)
+        show(GIB // 2, 2 * GIB)
+        wait_for(lambda: "25 %" in terminal.getvalue())
+        [line] = screen(terminal.getvalue())
+        assert re.fullmatch(r"Loading m ━━━━━─{15} 25 % of 2\.0 GiB, \d+ s", line)
+        status.print("a line above")
+        show(GIB, 2 * GIB)
+        wait_for(lambda: "50 %" in terminal.getvalue())
+        assert screen(terminal.getvalue())[0] == "a line above"
+    assert screen(terminal.getvalue()) == ["a line above", ""]
+
+
+def test_the_bar_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with StatusLine("x" * 200, terminal):
+        wait_for(terminal.getvalue)
+        assert screen(terminal.getvalue()) == ["x" * 79]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["pipe", "dumb terminal"])
+def test_without_a_terminal_progress_is_logged_in_lines(
+    stream: TextIO, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    caplog.set_level(logging.INFO, logger="hotset")
+
+    def logged(pattern: str) -> bool:
+        return any(re.fullmatch(pattern, message) for message in caplog.messages)
+
+    with StatusLine("Starting", stream, log_seconds=0.02) as status:
+        wait_for(lambda: logged(r"Starting, \d+ s"))
+        status.show(TaskProgress("Loading m", GIB // 2, 2 * GIB, in_bytes=True))
+        wait_for(lambda: logged(r"Loading m: 25 % of 2\.0 GiB, \d+ s"))
+        status.show(TaskProgress("Capturing", 3, 12))
+        wait_for(lambda: logged(r"Capturing: 3 of 12, \d+ s"))
+        status.print("a line")
+    assert isinstance(stream, io.StringIO) and stream.getvalue() == "a line\n"
+    assert not [thread for thread in threading.enumerate() if thread.name == "hotset-status"]
+
+
+def test_a_task_shorter_than_the_interval_of_ten_seconds_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert LOG_SECONDS == 10.0
+    caplog.set_level(logging.INFO, logger="hotset")
+    with StatusLine("Starting", io.StringIO(), log_seconds=1000 * LOG_SECONDS) as status:
+        status.show(TaskProgress("Loading", 1, 2))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("end", ["error", "interrupt", "kill"])
+def test_the_terminal_is_left_clean_after_an_error_ctrl_c_and_a_kill(end: str, tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-c", FAILING, end, str(tmp_path / "seen")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with subprocess.Popen(command, stderr=terminal, cwd=ROOT, env=environment) as process:
+        os.close(terminal)
+        output = b""
+        try:
+            while chunk := _read(controller):
+                output += chunk
+                if b"3 of 12" in output:
+                    (tmp_path / "seen").touch()
+        finally:
+            process.kill()
+            os.close(controller)
+    text = output.decode()
+    assert "━" in text and "\x1b[?25" not in text, "the cursor is never hidden, so nothing has to show it again"
+    if end == "kill":
+        assert screen(text)[0].startswith("Loading") and text.endswith("\r")
+    else:
+        assert screen(text) == ["error: the message", ""]
+
+
+def _read(terminal: int) -> bytes:
+    """Returns the next bytes of a pseudo-terminal, or none if its other end is closed."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
