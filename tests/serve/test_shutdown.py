@@ -90,7 +90,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        arguments = ["serve", "no-such-model", "--port", str(taken.getsockname()[1])]
+        arguments = ["serve", "embedded", "--port", str(taken.getsockname()[1])]
         monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
