@@ -2,6 +2,7 @@
 are command-line flags only."""
 
 import difflib
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -243,11 +244,26 @@ class EngineConfig:
         handoff_only=True,
     )
     seed: int | None = setting(None, "Seed for requests without a seed, for repeatable output. Default: random.")
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template. Default: the model's own, or the built-in one for its architecture."
+    )
+    default_chat_template_kwargs: str | None = setting(
+        None,
+        "JSON object with variables for the chat template, like '{\"enable_thinking\": false}'. Requests can override "
+        "them with chat_template_kwargs.",
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = setting(
+        "auto",
+        "How reasoning is separated from an answer. 'think': at <think> and </think>; 'none': not at all; "
+        "'auto': like 'think' if the tokenizer has these two as tokens.",
+        choices=("auto", "think", "none"),
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.device is not None:
             check_device_name(self.device)
+        _ = self.chat_template_variables  # raises ConfigError if they are invalid
         self._check_role()
         self._check_workers()
         if self.role == "prefill" and self.tiers == "off":
@@ -263,6 +279,18 @@ class EngineConfig:
     def workers(self) -> int:
         """The number of workers that compute each step together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def chat_template_variables(self) -> dict[str, Any]:
+        """The variables in `default_chat_template_kwargs`."""
+        text = self.default_chat_template_kwargs or "{}"
+        try:
+            variables = json.loads(text)
+        except (ValueError, RecursionError):
+            variables = None
+        if not isinstance(variables, dict):
+            raise ConfigError(f"--default-chat-template-kwargs must be a JSON object, got {text!r}")
+        return variables
 
     @property
     def listening_interface(self) -> str:

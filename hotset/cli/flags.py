@@ -43,6 +43,7 @@ BASICS = (
 )
 PANELS = {
     "Model": ("tokenizer", "dtype", "load_format", "seed"),
+    "Chat": ("chat_template", "default_chat_template_kwargs", "reasoning_parser"),
     "KV cache": (
         "tiers",
         "device_kv_gib",

@@ -9,7 +9,7 @@ from hotset.base.errors import CheckpointError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import ModelCard
 from hotset.models.checkpoint.files import find_model
-from hotset.models.tokenizer import Tokenizer
+from hotset.models.tokenizer import ChatSettings, Tokenizer
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -40,7 +40,8 @@ def load_frontend(config: EngineConfig) -> Frontend:
         SamplingParams(**defaults)
     except RequestError as error:
         raise CheckpointError(f"{files.path}: generation_config.json: {error}") from error
-    return Frontend(Tokenizer.load(files, config.tokenizer), defaults)
+    chat = ChatSettings(config.chat_template, config.chat_template_variables, config.reasoning_parser)
+    return Frontend(Tokenizer.load(files, config.tokenizer, chat), defaults)
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Sequence[int]:

@@ -7,6 +7,7 @@ The engine makes them again, and also checks what depends on the device and on t
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
+from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import ModelFiles, find_model, find_tokenizer, read_weight_index, shard_paths
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
 from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
@@ -22,6 +23,8 @@ def check_model(config: EngineConfig) -> ModelFiles:
     if config.load_format == "auto" and files.gguf is None:
         shard_paths(files.path, read_weight_index(files.path))
     find_tokenizer(files, config.tokenizer)
+    if config.chat_template is not None:
+        read_template(config.chat_template)
     spec = files.spec
     context_length(config, spec.context)
     kv_storage(config, spec)

@@ -36,13 +36,11 @@ class ChatTemplate:
         self._template = environment.from_string(template)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Renders the prompt for the next answer. Raises the exceptions of the template, and OutputTooLong."""
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Renders a prompt. Raises the exceptions of the template, and OutputTooLong."""
         pieces: list[str] = []
         length = 0
-        for piece in self._template.generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-        ):
+        for piece in self._template.generate({**variables, **self._special_tokens, "messages": messages}):
             pieces.append(piece)
             length += len(piece)
             if length > MAX_RENDERED_CHARACTERS:
@@ -70,7 +68,7 @@ def main(seconds: float) -> None:
                 template = ChatTemplate(request["template"], request["special_tokens"])
                 answer: dict[str, str] = {}
             else:
-                answer = {"text": template.render(request)}
+                answer = {"text": template.render(request["messages"], request["variables"])}
         except MemoryError:
             answer = {"failed": f"needs more than {show_bytes(MAX_CHILD_BYTES)} of memory"}
         except OutputTooLong:

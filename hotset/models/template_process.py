@@ -54,13 +54,14 @@ class TemplateRenderer:
         for process in (*[None] * (PROCESSES - 1), self._start()):
             self._idle.put(process)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the prompt for the next answer. Waits while all children are rendering.
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Returns the prompt. Waits while all children are rendering. `variables` are those of the template other than
+        `messages` and the special tokens.
 
         Raises `RequestError` if the template refuses the messages, fails on them, or exceeds its limits.
         """
         try:
-            request = json_line([dict(message) for message in messages])
+            request = json_line({"messages": [dict(message) for message in messages], "variables": variables or {}})
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages must consist of JSON values: {error}", param="messages") from error
         process = self._idle.get()

@@ -3,24 +3,26 @@
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
 from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
 from hotset.base.units import MIB
+from hotset.models.answer_parser import REASONING_MARKERS, AnswerParser, PlainParser, ThinkParser, ends_in_reasoning
+from hotset.models.chat_formats import built_in_template, read_template
+from hotset.models.chat_prompt import SPECIAL_TOKEN_NAMES, ChatFormat, ChatOptions, Message
 from hotset.models.checkpoint.files import ModelFiles, find_tokenizer
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json, read_text
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
-from hotset.models.template_process import TemplateRenderer
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
 from hotset.models.tokenizer_probe import may_have_patterns, why_unusable
 
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT_CLASS = "PreTrainedTokenizerFast"
 MAX_TOKENIZER_BYTES = 256 * MIB  # vocabularies of 260,000 tokens have 35 MiB
 MAX_TOKEN_ID = (1 << 32) - 1  # the library uses 32-bit unsigned integers
 # A longer text is first encoded in slices of this length, to count its tokens: the library needs some 100 bytes for
@@ -40,34 +42,52 @@ class TokenizerParts:
     chat_stop_ids: tuple[int, ...]
     chat_template: str | None
     source: str  # the path with which error messages start
+    class_name: str = DEFAULT_CLASS  # in the `transformers` library
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """The user's settings for chats. They have precedence over the files of the model."""
+
+    template_file: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # defaults for every conversation
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
 
 
 class Tokenizer:
     """One model's tokenizer. It is immutable and safe to share between threads. `close` ends its child processes."""
 
-    def __init__(self, parts: TokenizerParts) -> None:
+    def __init__(self, parts: TokenizerParts, chat: ChatSettings | None = None) -> None:
+        chat = chat or ChatSettings()
         backend = parts.backend
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        # The markers of reasoning are never hidden, because answers are divided at them.
+        self.special_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in added.items() if token.special and token.content not in REASONING_MARKERS
+        )
         self.chat_stop_ids: tuple[int, ...] = parts.chat_stop_ids
         self._byte_level = _is_byte_level(backend)
         self._prefix = _missing_bos(parts)
-        self._chat_template = _start_renderer(parts)
+        self._chat_format = _chat_format(parts, chat.template_kwargs)
+        marked = all(backend.token_to_id(marker) is not None for marker in REASONING_MARKERS)
+        self._parses_reasoning = marked if chat.reasoning_parser == "auto" else chat.reasoning_parser == "think"
+        self.description = _description(parts)
 
     @classmethod
-    def load(cls, files: ModelFiles, override: str | None) -> "Tokenizer | None":
+    def load(cls, files: ModelFiles, override: str | None, chat: ChatSettings | None = None) -> "Tokenizer | None":
         """Loads the tokenizer of `files`, or of the directory `override`.
 
-        Returns None for a model directory without tokenizer.json. Raises `CheckpointError` for damaged files and for
-        kinds of tokenizer that are not supported.
+        The chat template is the file in `chat`, else the template that comes with the tokenizer, else the built-in one
+        of the model's architecture. Returns None for a model directory without tokenizer.json. Raises `CheckpointError`
+        for damaged files and for kinds of tokenizer that are not supported.
         """
-        path = find_tokenizer(files, override)
-        if override is None and files.gguf is not None:
-            return cls(_gguf_parts(files.gguf))
-        return None if path is None else cls(_directory_parts(path))
+        parts = _parts_of(files, override)
+        if parts is not None and chat is not None and chat.template_file is not None:
+            parts = replace(parts, chat_template=read_template(chat.template_file), source=chat.template_file)
+        return None if parts is None else cls(parts, chat)
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encodes `text`; `add_special` adds the tokens that the model expects around it (such as BOS).
@@ -136,20 +156,27 @@ class Tokenizer:
         byte = BYTE_TOKEN.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
         """Renders the prompt for the next answer. Encode it with `add_special=False`: templates write their own BOS.
 
         Raises `RequestError` if the model has no chat template, or if the template refuses the messages or fails on
         them (code chat_template_failed).
         """
-        if self._chat_template is None:
+        if self._chat_format is None:
             raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")
-        return self._chat_template.render(messages)
+        return self._chat_format.render(messages, options or ChatOptions())
+
+    def answer_parser(self, prompt: str, continued: str = "") -> AnswerParser:
+        """Returns a parser for one answer to a rendered prompt. `continued` is the text of the message that the answer
+        continues, if it continues one."""
+        if not self._parses_reasoning:
+            return PlainParser()
+        return ThinkParser(in_reasoning=ends_in_reasoning(prompt, continued))
 
     def close(self) -> None:
         """Ends the processes that render the chat template. Idempotent."""
-        if self._chat_template is not None:
-            self._chat_template.close()
+        if self._chat_format is not None:
+            self._chat_format.close()
 
     def _piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
@@ -184,12 +211,35 @@ def _missing_bos(parts: TokenizerParts) -> tuple[int, ...]:
     return (bos,)
 
 
-def _start_renderer(parts: TokenizerParts) -> TemplateRenderer | None:
+def _chat_format(parts: TokenizerParts, template_kwargs: Mapping[str, Any]) -> ChatFormat | None:
     if parts.chat_template is None:
         return None
     if importlib.util.find_spec("jinja2") is None:
         raise MissingDependency("chat templates need jinja2: pip install 'jinja2>=3.1.6'")
-    return TemplateRenderer(parts.chat_template, parts.special_tokens, parts.source)
+    return ChatFormat(parts.chat_template, parts.special_tokens, parts.source, template_kwargs)
+
+
+def _description(parts: TokenizerParts) -> dict[str, Any]:
+    """Returns what clients may want to know about the tokenizer, with the names of tokenizer_config.json."""
+    return {
+        "tokenizer_class": parts.class_name,
+        "vocab_size": parts.backend.get_vocab_size(with_added_tokens=True),
+        "add_bos_token": parts.adds_bos,
+        "chat_template": parts.chat_template,
+        **parts.special_tokens,
+    }
+
+
+def _parts_of(files: ModelFiles, override: str | None) -> TokenizerParts | None:
+    path = find_tokenizer(files, override)
+    if path is None:
+        return None
+    if override is None and files.gguf is not None:
+        return _gguf_parts(files.gguf)
+    parts = _directory_parts(path)
+    if parts.chat_template is not None:
+        return parts
+    return replace(parts, chat_template=built_in_template(files.spec.architecture))
 
 
 def _directory_parts(directory: Path) -> TokenizerParts:
@@ -199,6 +249,7 @@ def _directory_parts(directory: Path) -> TokenizerParts:
     special = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
     special_tokens = {name: token for name, token in special.items() if token is not None}
     eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+    class_name = config.get("tokenizer_class")
     return TokenizerParts(
         backend=backend,
         special_tokens=special_tokens,
@@ -206,6 +257,7 @@ def _directory_parts(directory: Path) -> TokenizerParts:
         chat_stop_ids=() if eos_id is None else (eos_id,),
         chat_template=_find_template(directory, config.get("chat_template")),
         source=str(directory),
+        class_name=class_name if isinstance(class_name, str) else DEFAULT_CLASS,
     )
 
 

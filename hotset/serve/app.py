@@ -39,6 +39,7 @@ from hotset.serve.responses import (
     ModelList,
     ModelObject,
     TokenizeResponse,
+    TokenizerInfo,
     WorkerState,
 )
 from hotset.serve.service import Service
@@ -180,11 +181,16 @@ def _model_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         limit = service.max_text_tokens
         if body.messages:
-            tokens = await service.encode_chat(body.messages, limit)
+            tokens = (await service.encode_chat(body.messages, body, limit)).token_ids
         else:
-            tokens = await service.encode(body.prompt or "", limit)
+            tokens = await service.encode(body.prompt or "", limit, add_special=body.add_special_tokens is not False)
         max_model_len = service.client.model.max_model_len
         return json_response(TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=max_model_len))
+
+    @routes.get("/tokenizer_info", responses=_full(TokenizerInfo) | _errors(400, 401, 500))
+    async def tokenizer_info() -> Response:
+        """Describes the tokenizer: class, size of the vocabulary, special tokens and chat template."""
+        return json_response(service.tokenizer_info())
 
     @routes.post("/detokenize", responses=_full(DetokenizeResponse) | errors)
     async def detokenize(body: DetokenizeRequest) -> Response:

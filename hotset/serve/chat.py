@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from hotset.base.errors import RequestError
 from hotset.engine.outputs import CompletionOutput, Delta
+from hotset.models.answer_parser import AnswerParser, DividedText
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
@@ -37,7 +38,10 @@ class ChatFormatter:
     tokenizer: Tokenizer | None
     alternatives: int | None  # number of alternatives listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
+    new_parser: Callable[[], AnswerParser]
+    show_reasoning: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of the choices that are being streamed
 
     def first_chunk(self, index: int) -> ChatCompletionChunk:
         choice = ChatChunkChoice(
@@ -50,12 +54,18 @@ class ChatFormatter:
         return self._chunk([choice])
 
     def chunk(self, delta: Delta) -> ChatCompletionChunk | None:
+        parser = self._parsers.setdefault(delta.index, self.new_parser())
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+        text = DividedText.of(parts)
+        reasoning = text.reasoning if self.show_reasoning else ""
         shows_tokens = self.alternatives is not None or self.prompt_token_ids is not None
-        if not delta.text and delta.finish_reason is None and not shows_tokens:
+        if not text.content and not reasoning and delta.finish_reason is None and not shows_tokens:
             return None
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=DeltaMessage(content=delta.text or None),
+            delta=DeltaMessage(content=text.content or None, reasoning_content=reasoning or None),
             logprobs=self._logprobs(delta),
             finish_reason=api_finish_reason(delta),
             stop_reason=delta.stop_reason,
@@ -70,7 +80,7 @@ class ChatFormatter:
         choices = [
             ChatChoice(
                 index=output.index,
-                message=AssistantMessage(role="assistant", content=output.text),
+                message=self._message(output.text),
                 logprobs=self._logprobs(output),
                 finish_reason=api_finish_reason(output),
                 stop_reason=output.stop_reason,
@@ -80,6 +90,15 @@ class ChatFormatter:
             for output in outputs
         ]
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    def _message(self, text: str) -> AssistantMessage:
+        parser = self.new_parser()
+        divided = DividedText.of([*parser.push(text), *parser.finish()])
+        return AssistantMessage(
+            role="assistant",
+            content=divided.content or (None if divided.reasoning else ""),
+            reasoning_content=(divided.reasoning or None) if self.show_reasoning else None,
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
         return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
@@ -101,17 +120,19 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prefill_at = service.prefill_at(request.headers)
-    prompt = await unless_disconnected(request.receive, service.encode_chat(body.messages))
+    prompt = await unless_disconnected(request.receive, service.encode_chat(body.messages, body))
     formatter = ChatFormatter(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=service.model_name,
         tokenizer=service.client.tokenizer,
         alternatives=alternatives,
-        prompt_token_ids=prompt if body.return_token_ids else None,
+        prompt_token_ids=prompt.token_ids if body.return_token_ids else None,
+        new_parser=prompt.new_parser,
+        show_reasoning=body.include_reasoning is not False,
     )
     job = GenerationJob(
         request_id=formatter.id,
-        prompts=[prompt],
+        prompts=[prompt.token_ids],
         params=params,
         formatter=formatter,
         stream=bool(body.stream),

@@ -239,8 +239,29 @@ class SamplingFields(StrictModel):
         return self
 
 
-class ChatRequest(SamplingFields):
+class ChatFields(StrictModel):
+    """The fields that decide how a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="Open the model's next message. Default: true, unless the last message is continued."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="End the prompt with the text of the last message, for the model to continue it."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Add tokens like BOS. Default: true for a prompt, false for messages: templates write them."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, like enable_thinking."
+    )
+    reasoning_effort: Annotated[Text, Field(max_length=MAX_SHOWN_CHARACTERS)] | None = Field(
+        None, description="'none' turns thinking off, any other value turns it on, in models that can do both."
+    )
+
+
+class ChatRequest(SamplingFields, ChatFields):
     messages: Messages
+    include_reasoning: bool | None = Field(None, description="false leaves reasoning_content out of the answer.")
     max_completion_tokens: int | None = Field(
         None, ge=1, description="Same as max_tokens, which it replaces in the OpenAI API."
     )
@@ -261,7 +282,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(ChatFields):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None

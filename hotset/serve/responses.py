@@ -60,7 +60,8 @@ class Choice(BaseModel):
 
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # None if the answer ended within its reasoning
+    reasoning_content: str | None = _omitted_if_none()
 
 
 class ChatChoice(Choice):
@@ -71,6 +72,7 @@ class ChatChoice(Choice):
 class DeltaMessage(BaseModel):
     role: Literal["assistant"] | None = _omitted_if_none()
     content: str | None = _omitted_if_none()
+    reasoning_content: str | None = _omitted_if_none()
 
 
 class ChatChunkChoice(Choice):
@@ -142,6 +144,23 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeResponse(BaseModel):
     prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer, with the names of tokenizer_config.json."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    add_bos_token: bool
+    chat_template: str | None
+    bos_token: str | None = _omitted_if_none()
+    eos_token: str | None = _omitted_if_none()
+    unk_token: str | None = _omitted_if_none()
+    sep_token: str | None = _omitted_if_none()
+    pad_token: str | None = _omitted_if_none()
+    cls_token: str | None = _omitted_if_none()
+    mask_token: str | None = _omitted_if_none()
 
 
 class Health(BaseModel):

@@ -22,12 +22,14 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import check_token_ids
 from hotset.engine.outputs import EngineStats
+from hotset.models.answer_parser import AnswerParser
+from hotset.models.chat_prompt import ChatOptions
 from hotset.models.template_process import PROCESSES
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
-from hotset.serve.protocol import ChatMessage, SamplingFields
-from hotset.serve.responses import Health, WorkerState
+from hotset.serve.protocol import ChatFields, ChatMessage, SamplingFields
+from hotset.serve.responses import Health, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
@@ -81,6 +83,14 @@ class Load:
     async def _fetch(self, client: EngineClient) -> None:
         with suppress(EngineStopped):
             await client.stats()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a conversation. `new_parser` makes a parser for one answer to it."""
+
+    token_ids: list[int]
+    new_parser: Callable[[], AnswerParser]
 
 
 @dataclass(frozen=True)
@@ -195,21 +205,28 @@ class Service:
         """The maximum number of tokens of /tokenize and /detokenize."""
         return max(self.client.model.max_model_len, MAX_TEXT_TOKENS)
 
-    async def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+    async def encode(self, text: str, max_tokens: int | None = None, *, add_special: bool = True) -> list[int]:
         """Returns the token ids of a prompt. Raises ContextLengthExceeded for a long text with more than `max_tokens`
         tokens; the default is the model's context length."""
-        return await self._encode(text, add_special=True, max_tokens=max_tokens)
+        return await self._encode(text, add_special=add_special, max_tokens=max_tokens)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int | None = None) -> list[int]:
-        """Returns the token ids of a conversation, up to the start of the model's next message. Raises like `encode`,
-        and RequestError if the chat template fails."""
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], fields: ChatFields, max_tokens: int | None = None
+    ) -> ChatPrompt:
+        """Returns the prompt of a conversation. Raises like `encode`, and RequestError if the chat template fails."""
+        options = _chat_options(fields)
         turns = [message.for_template() for message in messages]
-        text = await self._run(self.template_threads, lambda: self.tokenizer.render_chat(turns))
+        text = await self._run(self.template_threads, lambda: self.tokenizer.render_chat(turns, options))
         try:
-            return await self._encode(text, add_special=False, max_tokens=max_tokens)
+            ids = await self._encode(text, add_special=bool(fields.add_special_tokens), max_tokens=max_tokens)
         except ContextLengthExceeded as error:
             error.param = "messages"
             raise
+        continued = turns[-1]["content"] if options.continue_final_message else ""
+        return ChatPrompt(ids, lambda: self.tokenizer.answer_parser(text, continued))
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        return TokenizerInfo(model_max_length=self.client.model.max_model_len, **self.tokenizer.description)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, including special tokens. Raises RequestError if there are too many, or if one
@@ -236,3 +253,17 @@ class Service:
         values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None)
+
+
+def _chat_options(fields: ChatFields) -> ChatOptions:
+    """Returns the options of a rendering. `chat_template_kwargs` has precedence over `reasoning_effort`, for which
+    templates have several names."""
+    thinking: dict[str, Any] = {}
+    if fields.reasoning_effort is not None:
+        thinks = fields.reasoning_effort != "none"
+        thinking = {"reasoning_effort": fields.reasoning_effort, "thinking": thinks, "enable_thinking": thinks}
+    return ChatOptions(
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=bool(fields.continue_final_message),
+        template_kwargs=thinking | (fields.chat_template_kwargs or {}),
+    )

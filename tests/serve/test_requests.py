@@ -54,7 +54,7 @@ BOUNDED = settings(
 )
 GENERATING = (CHAT, TEXT)
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/handoff", "/metrics")
+GETS = ("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/health", "/handoff", "/metrics")
 VOCABULARY = 257
 # Generated values are clamped to these ranges: the document does not declare all limits, and answers must be short.
 SAMPLING_RANGES = {

@@ -39,6 +39,7 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
         Route("/v1/models/{model_id:path}", relay.forward, methods=["GET"]),
         Route("/tokenize", relay.forward, methods=["POST"]),
         Route("/detokenize", relay.forward, methods=["POST"]),
+        Route("/tokenizer_info", relay.forward, methods=["GET"]),
         *(Route(path, relay.forward, methods=["GET"]) for path in ("/openapi.json", *DOCS_PATHS)),
         Route("/", local.root, methods=["GET"]),
         Route("/health", local.health, methods=["GET"]),

@@ -1,0 +1,130 @@
+"""Turns a conversation into the prompt of the model's next message."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotset.base.errors import ConfigError, RequestError
+from hotset.models.template_process import TemplateRenderer
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Variables of templates that `chat_template_kwargs` may not set.
+REQUEST_FIELDS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+MAX_KWARGS_CHARACTERS = 16384  # of `chat_template_kwargs` as JSON
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of one rendering. Raises `RequestError` if they contradict each other or are too large.
+
+    By default, the prompt opens the model's next message. With `continue_final_message` it ends exactly with the text
+    of the last message, which the model continues.
+    """
+
+    add_generation_prompt: bool | None = None  # None: True, unless the last message is continued
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template, like enable_thinking
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "continue_final_message continues the last message, and add_generation_prompt opens a new one; "
+                "set only one of them to true",
+                param="continue_final_message",
+            )
+        check_template_kwargs(self.template_kwargs)
+
+    @property
+    def opens_message(self) -> bool:
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raises `RequestError` if variables of a template are reserved, too large or not JSON."""
+    param = "chat_template_kwargs"
+    for name in kwargs:
+        if name in REQUEST_FIELDS:
+            raise RequestError(f"chat_template_kwargs may not set {name!r}, a field of the request", param=param)
+        if name in SPECIAL_TOKEN_NAMES:
+            raise RequestError(f"chat_template_kwargs may not set {name!r}, which the model defines", param=param)
+    try:
+        characters = len(json.dumps(kwargs, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"chat_template_kwargs must consist of JSON values: {error}", param=param) from error
+    if characters > MAX_KWARGS_CHARACTERS:
+        message = f"chat_template_kwargs has {characters} characters, and the limit is {MAX_KWARGS_CHARACTERS}"
+        raise RequestError(message, param=param)
+
+
+class ChatFormat:
+    """The chat template of a model with its default variables. `close` ends the processes that render it."""
+
+    def __init__(
+        self, template: str, special_tokens: Mapping[str, str], source: str, defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raises `CheckpointError`, whose message names `source`, if the template does not compile, and `ConfigError`
+        if `defaults` are not allowed."""
+        self.template = template
+        self._defaults = dict(defaults or {})
+        try:
+            check_template_kwargs(self._defaults)
+        except RequestError as error:
+            raise ConfigError(f"--default-chat-template-kwargs: {error}") from error
+        self._renderer = TemplateRenderer(template, special_tokens, source)
+
+    def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """Returns the prompt. Raises `RequestError` if the template refuses the messages or fails on them."""
+        prepared = [self._prepared(message) for message in messages]
+        variables = {
+            **self._defaults,
+            **options.template_kwargs,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": options.opens_message,
+        }
+        if not options.continue_final_message:
+            return self._renderer.render(prepared, variables)
+        text = prepared[-1].get("content") if prepared else None
+        if not isinstance(text, str) or not text:
+            raise RequestError("continue_final_message needs text in the last message", param="messages")
+        # A mark after the text shows where the template ends the text. As in the `transformers` library, the mark ends
+        # with a space: if that space is gone, the template trims texts, and so must we.
+        mark = f"[{secrets.token_hex(16)}] "
+        prepared[-1]["content"] = text + mark
+        before, found, after = self._renderer.render(prepared, variables).rpartition(mark.rstrip())
+        if not found or not before.rstrip().endswith(text.strip()):
+            message = (
+                "continue_final_message is not possible: the chat template does not render the last message as it is"
+            )
+            raise RequestError(message, param="continue_final_message")
+        return before if after.startswith(" ") else before.rstrip()
+
+    def close(self) -> None:
+        """Ends the processes that render the template. Idempotent."""
+        self._renderer.close()
+
+    def _prepared(self, message: Message) -> dict[str, Any]:
+        """Returns the message in the form that templates expect: the arguments of tool calls are objects, not JSON
+        texts, and the role `developer` is `system` in templates that do not know it."""
+        prepared = dict(message)
+        if prepared.get("role") == "developer" and "developer" not in self.template:
+            prepared["role"] = "system"
+        if isinstance(prepared.get("tool_calls"), list):
+            prepared["tool_calls"] = [_with_parsed_arguments(call) for call in prepared["tool_calls"]]
+        return prepared
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Returns a tool call whose `arguments` are an object. Arguments that are not the JSON text of one are kept."""
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call

@@ -1,0 +1,428 @@
+"""The built-in message formats: expected prompts are written by hand, from the published descriptions."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from hotset.base.errors import CheckpointError, ConfigError, RequestError
+from hotset.models.chat_formats import FILES, built_in_template
+from hotset.models.chat_prompt import MAX_KWARGS_CHARACTERS, ChatFormat, ChatOptions
+from hotset.models.checkpoint.files import ModelFiles, find_model
+from hotset.models.tokenizer import ChatSettings, Tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+SPECIAL_TOKENS = {"bos_token": "<s>"}
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def developer(text: str) -> dict[str, Any]:
+    return {"role": "developer", "content": text}
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, reasoning: str | None = None, *calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call-{name}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for name, arguments in calls
+        ]
+    return message
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": "call-1"}
+
+
+def with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a copy of the messages in which the arguments of tool calls are objects."""
+    parsed: list[dict[str, Any]] = json.loads(json.dumps(messages))
+    for message in parsed:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return parsed
+
+
+CALLS = (("weather", {"city": "Genève", "days": 2, "units": ["C", "m/s"]}), ("now", {}))
+DEEPSEEK_CALLS = (
+    "\n\n<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Genève</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="units" string="false">["C", "m/s"]</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+    '<｜DSML｜invoke name="now">\n'
+    "\n"
+    "</｜DSML｜invoke>\n"
+    "</｜DSML｜function_calls>"
+)
+TOOL_TURN = [user("Weather?"), assistant(None, "Ask.", *CALLS), tool("rain"), tool("noon")]
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+THINKING = {"thinking": True}
+DEEPSEEK = [
+    ("one question", {}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜></think>"),
+    ("a question to think about", THINKING, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
+    ("the other name", {"enable_thinking": True}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
+    (
+        "a system message and earlier turns",
+        {},
+        [system("Be brief."), user("Hi"), assistant("Hello."), user("Bye")],
+        f"Be brief.<｜User｜>Hi<｜Assistant｜></think>Hello.{EOS}<｜User｜>Bye<｜Assistant｜></think>",
+    ),
+    (
+        "earlier reasoning is dropped",
+        THINKING,
+        [user("Hi"), assistant("Hello.", "A greeting."), user("Bye")],
+        f"<｜User｜>Hi<｜Assistant｜></think>Hello.{EOS}<｜User｜>Bye<｜Assistant｜><think>",
+    ),
+    (
+        "results of tools",
+        {},
+        TOOL_TURN,
+        f"<｜User｜>Weather?<｜Assistant｜></think>{DEEPSEEK_CALLS}{EOS}"
+        "\n\n<function_results>\n<result>rain</result>\n<result>noon</result>\n</function_results>\n\n</think>",
+    ),
+    (
+        "reasoning after the last question is kept",
+        THINKING,
+        [system("Be brief."), *TOOL_TURN],
+        f"Be brief.<｜User｜>Weather?<｜Assistant｜><think>Ask.</think>{DEEPSEEK_CALLS}{EOS}"
+        "\n\n<function_results>\n<result>rain</result>\n<result>noon</result>\n</function_results>\n\n<think>",
+    ),
+    (
+        "a finished tool turn before the last question",
+        THINKING,
+        [*TOOL_TURN, assistant("It rains.", "Rain."), user("Thanks")],
+        f"<｜User｜>Weather?<｜Assistant｜></think>{DEEPSEEK_CALLS}{EOS}"
+        "\n\n<function_results>\n<result>rain</result>\n<result>noon</result>\n</function_results>\n\n</think>"
+        f"It rains.{EOS}<｜User｜>Thanks<｜Assistant｜><think>",
+    ),
+    (
+        "a developer's question",
+        THINKING,
+        [system("Search."), developer("Who?")],
+        "Search.<｜User｜>\n\n# The user's message is: Who?<｜Assistant｜><think>",
+    ),
+    (
+        "a developer's instruction",
+        THINKING,
+        [developer("Be brief."), user("Who?")],
+        "Be brief.<｜User｜>Who?<｜Assistant｜><think>",
+    ),
+    ("a system message alone", {}, [system("Tell a joke.")], "Tell a joke.<｜Assistant｜></think>"),
+    (
+        "a second answer",
+        {},
+        [user("Hi"), assistant("Hello.")],
+        f"<｜User｜>Hi<｜Assistant｜></think>Hello.{EOS}<｜Assistant｜></think>",
+    ),
+]
+GLM_CALLS = (
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>Genève</arg_value><arg_key>days</arg_key>"
+    '<arg_value>2</arg_value><arg_key>units</arg_key><arg_value>["C", "m/s"]</arg_value></tool_call>'
+    "<tool_call>now</tool_call>"
+)
+OFF = {"enable_thinking": False}
+GLM = [
+    ("one question", {}, [user("Hi")], "<|user|>Hi<|assistant|><think>"),
+    ("a question not to think about", OFF, [user("Hi")], "<|user|>Hi<|assistant|></think>"),
+    (
+        "a system message and earlier turns",
+        {},
+        [system("Be brief."), user("Hi"), assistant(" Hello.\n", "A greeting."), user("Bye")],
+        "<|system|>Be brief.<|user|>Hi<|assistant|></think>Hello.<|user|>Bye<|assistant|><think>",
+    ),
+    (
+        "earlier reasoning is kept on request",
+        {"clear_thinking": False},
+        [user("Hi"), assistant("Hello.", " A greeting. "), user("Bye")],
+        "<|user|>Hi<|assistant|><think>A greeting.</think>Hello.<|user|>Bye<|assistant|><think>",
+    ),
+    (
+        "reasoning within the content",
+        {"clear_thinking": False},
+        [user("Hi"), assistant("<think>\nA greeting.\n</think>\nHello."), user("Bye")],
+        "<|user|>Hi<|assistant|><think>A greeting.</think>Hello.<|user|>Bye<|assistant|><think>",
+    ),
+    (
+        "results of tools",
+        {},
+        TOOL_TURN,
+        f"<|user|>Weather?<|assistant|><think>Ask.</think>{GLM_CALLS}"
+        "<|observation|><tool_response>rain</tool_response><tool_response>noon</tool_response><|assistant|><think>",
+    ),
+    (
+        "a developer's instruction",
+        {},
+        [developer("Be brief."), user("Who?")],
+        "<|system|>Be brief.<|user|>Who?<|assistant|><think>",
+    ),
+]
+GOLDEN = [
+    pytest.param(architecture, kwargs, messages, start + expected, id=f"{architecture}: {name}")
+    for architecture, start, cases in (("deepseek_v32", BOS, DEEPSEEK), ("glm_moe_dsa", "[gMASK]<sop>", GLM))
+    for name, kwargs, messages, expected in cases
+]
+
+
+@pytest.fixture(scope="module")
+def formats() -> Iterator[dict[str, ChatFormat]]:
+    built_in = {name: ChatFormat(built_in_template(name) or "", SPECIAL_TOKENS, name) for name in FILES}
+    yield built_in
+    for chat_format in built_in.values():
+        chat_format.close()
+
+
+@pytest.mark.parametrize(("architecture", "kwargs", "messages", "expected"), GOLDEN)
+def test_a_conversation_becomes_the_published_prompt(
+    formats: dict[str, ChatFormat],
+    architecture: str,
+    kwargs: dict[str, Any],
+    messages: list[dict[str, Any]],
+    expected: str,
+) -> None:
+    chat_format = formats[architecture]
+    assert chat_format.render(messages, ChatOptions(template_kwargs=kwargs)) == expected
+    without = chat_format.render(messages, ChatOptions(add_generation_prompt=False, template_kwargs=kwargs))
+    assert expected.startswith(without) and not without.endswith("think>")
+
+
+@pytest.mark.parametrize(("architecture", "kwargs", "messages", "expected"), GOLDEN)
+def test_transformers_renders_a_built_in_template_in_the_same_way(
+    architecture: str, kwargs: dict[str, Any], messages: list[dict[str, Any]], expected: str
+) -> None:
+    parsed = json.loads(json.dumps(messages))
+    for message in parsed:
+        message["role"] = (
+            "system" if architecture == "glm_moe_dsa" and message["role"] == "developer" else message["role"]
+        )
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    template = built_in_template(architecture)
+    rendered, _ = render_jinja_template([parsed], chat_template=template, add_generation_prompt=True, **kwargs)
+    assert rendered == [expected]
+
+
+# Texts without markers. A text with markers makes the prompt ambiguous: nothing in a prompt tells who wrote a marker.
+TEXTS = st.text(st.characters(exclude_characters="<", exclude_categories=("Cs",)), max_size=12)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+
+
+@settings(deadline=None, max_examples=50)
+@given(conversation=st.lists(st.tuples(ROLES, TEXTS), min_size=1))
+def test_texts_without_markers_can_be_read_back_from_a_glm_prompt(
+    formats: dict[str, ChatFormat], conversation: list[tuple[str, str]]
+) -> None:
+    messages = [{"role": role, "content": text} for role, text in conversation]
+    prompt = formats["glm_moe_dsa"].render(messages, ChatOptions(add_generation_prompt=False))
+    read = [piece.partition("|>") for piece in prompt.replace("</think>", "").split("<|")[1:]]
+    trimmed = [(role, text.strip() if role == "assistant" else text) for role, text in conversation]
+    assert [(role, text) for role, _, text in read] == trimmed
+
+
+@settings(deadline=None, max_examples=50)
+@given(instructions=TEXTS, turns=st.lists(st.tuples(TEXTS, TEXTS)), thinks=st.booleans())
+def test_texts_without_markers_can_be_read_back_from_a_deepseek_prompt(
+    formats: dict[str, ChatFormat], instructions: str, turns: list[tuple[str, str]], thinks: bool
+) -> None:
+    messages = [system(instructions), *(message for q, a in turns for message in (user(q), assistant(a)))]
+    options = ChatOptions(add_generation_prompt=False, template_kwargs={"thinking": thinks})
+    prompt = formats["deepseek_v32"].render(messages, options)
+    read = re.split(r"<｜User｜>|<｜Assistant｜>(?:<think>)?</think>", prompt.removeprefix(BOS).replace(EOS, ""))
+    assert read == [instructions, *(text for turn in turns for text in turn)]
+
+
+def test_what_a_format_cannot_express_is_refused(formats: dict[str, ChatFormat]) -> None:
+    for messages, reason in [
+        ([user("Hi"), tool("rain")], "a tool message must follow an assistant message with tool_calls"),
+        (
+            [user("Hi"), {**assistant(None), "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}],
+            "of the tool call f",
+        ),
+        ([{"role": "critic", "content": "Hi"}], "there is no role critic"),
+    ]:
+        with pytest.raises(RequestError, match=reason) as refusal:
+            formats["deepseek_v32"].render(messages, ChatOptions())
+        assert refusal.value.param == "messages"
+
+
+def test_the_last_message_is_continued_where_its_text_ends(formats: dict[str, ChatFormat]) -> None:
+    options = ChatOptions(continue_final_message=True)
+    deepseek, glm = formats["deepseek_v32"], formats["glm_moe_dsa"]
+    assert deepseek.render([user("Hi"), assistant("Hel ")], options) == f"{BOS}<｜User｜>Hi<｜Assistant｜></think>Hel "
+    assert deepseek.render([user("Hi"), user("Hel")], options).endswith("<｜Assistant｜></think><｜User｜>Hel")
+    thinking = ChatOptions(continue_final_message=True, template_kwargs=THINKING)
+    assert deepseek.render([user("Hi"), assistant("Hel", "Greet.")], thinking).endswith("<think>Greet.</think>Hel")
+    # The template trims the answer, so the prompt ends with the trimmed text.
+    assert glm.render([user("Hi"), assistant("Hel ")], options) == "[gMASK]<sop><|user|>Hi<|assistant|></think>Hel"
+
+
+CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{{ messages[0].content }}"
+TRIMMED = CONTINUED.replace("m.content", "m.content.strip()")
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=TEXTS.filter(str.strip), trims=st.booleans())
+def test_a_continued_prompt_equals_that_of_transformers(continued: list[ChatFormat], text: str, trims: bool) -> None:
+    messages = [user("Hi"), assistant(text)]
+    ours = continued[trims].render(messages, ChatOptions(continue_final_message=True))
+    theirs, _ = render_jinja_template(
+        [messages], chat_template=[CONTINUED, TRIMMED][trims], continue_final_message=True
+    )
+    assert [ours] == theirs
+    assert trims or ours.endswith(f"<assistant>{text}")
+
+
+@pytest.fixture(scope="module")
+def continued() -> Iterator[list[ChatFormat]]:
+    with closing(ChatFormat(CONTINUED, {}, "plain")) as plain, closing(ChatFormat(TRIMMED, {}, "trimmed")) as trimmed:
+        yield [plain, trimmed]
+
+
+def test_a_message_that_cannot_be_continued_is_refused(continued: list[ChatFormat]) -> None:
+    with pytest.raises(RequestError, match="set only one of them to true"):
+        ChatOptions(add_generation_prompt=True, continue_final_message=True)
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(RequestError, match="needs text in the last message"):
+        continued[0].render([user("Hi"), assistant(None)], options)
+    with closing(ChatFormat("{{ messages[-1].content | replace('Hi', 'Ho') }}", {}, "changed")) as changed:
+        assert changed.render([user("Hey")], options) == "Hey"
+        with pytest.raises(RequestError, match="does not render the last message as it is") as refusal:
+            changed.render([user("Hi")], options)
+        assert refusal.value.param == "continue_final_message"
+
+
+def test_variables_of_a_template_come_from_the_request_then_from_the_server() -> None:
+    template = "{{ bos_token }}{{ tone }}{{ add_generation_prompt }}{{ self is defined }}"
+    with closing(ChatFormat(template, SPECIAL_TOKENS, "variables", {"tone": "calm"})) as variables:
+        assert variables.render([user("Hi")], ChatOptions()) == "<s>calmTrueTrue"
+        own = ChatOptions(template_kwargs={"tone": "loud", "self": 1}, add_generation_prompt=False)
+        assert variables.render([user("Hi")], own) == "<s>loudFalseTrue"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"messages": []}, "may not set 'messages', a field of the request"),
+        ({"tools": []}, "may not set 'tools', a field of the request"),
+        ({"bos_token": "<s>"}, "may not set 'bos_token', which the model defines"),
+        ({"tone": "x" * MAX_KWARGS_CHARACTERS}, f"the limit is {MAX_KWARGS_CHARACTERS}"),
+        ({"tone": object()}, "must consist of JSON values"),
+    ],
+)
+def test_variables_that_a_request_may_not_set_are_refused(kwargs: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as refusal:
+        ChatOptions(template_kwargs=kwargs)
+    assert refusal.value.param == "chat_template_kwargs"
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs: .*" + reason):
+        ChatFormat("", {}, "the model", kwargs)
+
+
+# A template of our own with the features of Jinja that the published template of GLM-5 uses: macros, namespaces, loop
+# controls, tests for types, methods of strings and objects, the previous message, and `tojson` with its argument.
+FEATURES = """<start>
+{%- macro plain(value) -%}
+    {%- if value is none -%}
+    {%- elif value is string -%}{{- value -}}
+    {%- elif value is mapping -%}{{- value.text -}}
+    {%- elif value is iterable -%}{%- for item in value -%}{{- plain(item) -}}{%- endfor -%}
+    {%- else -%}{{- value | string -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set found = namespace(question=0, count=0) %}
+{%- for turn in messages[::-1] %}
+    {%- set found.count = found.count + 1 %}
+    {%- if turn.role == 'user' %}
+        {% set found.question = messages | length - found.count -%}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{% for turn in messages %}
+{%- if turn.role == 'developer' or turn['role'] == 'none' %}{% continue %}{% endif -%}
+{{- '[' ~ turn.role ~ ']' if loop.first or messages[loop.index0 - 1].role != turn.role else '+' -}}
+{%- set words = plain(turn.content) -%}
+{%- set thoughts = turn.reasoning_content if turn.reasoning_content is string else '' -%}
+{%- if not thoughts and '</think>' in words -%}
+    {%- set thoughts = words.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') -%}
+    {%- set words = words.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{%- if thoughts and (loop.index0 > found.question or not (clear_thinking is not defined or clear_thinking)) -%}
+(<i>{{ thoughts.strip() }}</i> & more)
+{%- endif -%}
+{{- words.strip() -}}
+{%- for call in turn.tool_calls or [] -%}
+    {%- for key, value in (call.function or call).arguments.items() %}
+ {{ key }}={{ value | tojson(ensure_ascii=False) if value is not string else value }}
+    {%- endfor %}
+{%- endfor %}
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<answer>{{- '' if enable_thinking is defined and not enable_thinking else '<think>' -}}
+{%- endif -%}
+"""
+
+
+def test_the_features_of_published_templates_render_as_in_transformers() -> None:
+    with closing(ChatFormat(FEATURES, {}, "features")) as features:
+        for _, kwargs, messages, _ in [
+            *GLM,
+            ("parts", {}, [user("Hi"), user([{"type": "text", "text": "<é>"}, 3])], ""),
+        ]:
+            ours = features.render(messages, ChatOptions(template_kwargs=kwargs))
+            theirs, _ = render_jinja_template(
+                [with_parsed_arguments(messages)], chat_template=FEATURES, add_generation_prompt=True, **kwargs
+            )
+            assert [ours] == theirs and ours.startswith("<start>[")
+
+
+@pytest.fixture
+def bare_model(tmp_path: Path) -> ModelFiles:
+    """A model whose directory has a tokenizer, but no chat template."""
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    return ModelFiles(tmp_path, find_model(str(DEMO)).spec)
+
+
+def rendered(files: ModelFiles, chat: ChatSettings | None = None) -> str:
+    tokenizer = Tokenizer.load(files, None, chat)
+    assert tokenizer is not None
+    with closing(tokenizer):
+        return tokenizer.render_chat([user("Hi")])
+
+
+def test_a_chat_template_file_wins_over_the_models_own_and_this_over_the_built_in_one(
+    bare_model: ModelFiles, tmp_path: Path
+) -> None:
+    assert rendered(bare_model) == f"{BOS}<｜User｜>Hi<｜Assistant｜></think>"
+    glm = replace(bare_model, spec=replace(bare_model.spec, architecture="glm_moe_dsa"))
+    assert rendered(glm) == "[gMASK]<sop><|user|>Hi<|assistant|><think>"
+    assert rendered(glm, ChatSettings(template_kwargs=OFF)) == "[gMASK]<sop><|user|>Hi<|assistant|></think>"
+    with pytest.raises(RequestError, match="has no chat template"):
+        rendered(replace(bare_model, spec=replace(bare_model.spec, architecture="llama")))
+    (tmp_path / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
+    assert rendered(bare_model) == "own: Hi"
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine: {{ messages[0].content }}")
+    assert rendered(bare_model, ChatSettings(template_file=str(file))) == "mine: Hi"
+    for name, reason in (("missing.jinja", "cannot be read"), ("tokenizer.json", "the chat template is broken")):
+        file.write_text("{% if %}")
+        path = tmp_path / name if name == "missing.jinja" else file
+        with pytest.raises(CheckpointError, match=reason):
+            rendered(bare_model, ChatSettings(template_file=str(path)))
