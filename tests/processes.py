@@ -1,8 +1,10 @@
-"""Pauses other processes."""
+"""Pauses other processes, and looks at what they hold."""
 
 import os
+import re
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 TIMEOUT_SECONDS = 60.0
@@ -28,9 +30,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def shared_memory() -> set[str]:
-    """Returns the names of all files in /dev/shm except semaphores."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Returns the files in /dev/shm that the processes have mapped, so that tests in parallel do not see each other's."""
+    maps = "\n".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids if is_running(pid))
+    paths = {Path("/dev/shm", name) for name in re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE)}
+    return {path for path in paths if path.exists()}
 
 
 def _state(task: Path) -> str:

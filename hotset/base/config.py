@@ -226,7 +226,7 @@ class EngineConfig:
     transfer_interface: str | None = setting(
         None,
         "Network interface on which the transfer engine listens, like eth0, or RDMA device, like mlx5_0:1. Default: lo "
-        "if --control is a loopback address; required otherwise. Every program that reaches this port can "
+        "if --control is a loopback address; required otherwise. Every program that can reach it can "
         "write to the memory of the worker, so choose a network in which you trust every machine.",
         handoff_only=True,
     )
@@ -267,7 +267,9 @@ class EngineConfig:
         self._check_role()
         self._check_workers()
         if self.role == "prefill" and self.tiers == "off":
-            raise ConfigError("--role prefill sends KV from the host store, which --tiers off disables; leave it out")
+            raise ConfigError(
+                "--role prefill sends KV from the host store, which --tiers off disables; leave --tiers out"
+            )
         if self.tiers == "off":
             for name in ("host_kv_gib", "host_kv_tokens", "hot_slots"):
                 if getattr(self, name) is not None:
@@ -330,7 +332,7 @@ class EngineConfig:
         if self.workers > 1 and self.role != "both" and self.tiers == "off":
             raise ConfigError(
                 "an engine with several workers hands KV over through the host store, which --tiers off disables; "
-                "leave it out"
+                "leave --tiers out"
             )
         if self.workers > 1 and self.device is not None and ":" in self.device:
             raise ConfigError(
@@ -347,8 +349,8 @@ class EngineConfig:
         interface = self.listening_interface
         if self.transfer == "mooncake" and interface not in interface_addresses():
             raise ConfigError(
-                f"--transfer mooncake listens on one network interface, not on {interface!r}; its RDMA devices are not "
-                "named by --transfer-interface"
+                f"--transfer mooncake listens on a network interface, and {interface!r} is none of this machine's; "
+                "give --transfer-interface an interface (Mooncake finds RDMA devices itself)"
             )
         if self.transfer_protocol is not None and self.transfer != "mooncake":
             raise ConfigError(

@@ -115,7 +115,7 @@ class HandoffRole(Protocol):
     def handle_message(self, peer: str, message: Message, now: float) -> bool: ...
     def handle_pong(self, peer: str, pong: Pong, now: float) -> None: ...
     def connected_to(self, peer: str) -> bool:
-        """Returns the field `connected` of Pong."""
+        """Returns the value of `connected` in the Pong that answers a Ping of this peer."""
 
     def run_actions(self) -> Sequence[HandoffEvent]: ...
     def peer_restarted(self, peer: str, now: float) -> None: ...
@@ -187,8 +187,10 @@ class HandoffAgent:
         timing: PeerTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hello` introduces this worker to peers. That of a decode worker has no `description`, which depends on the
-        peer. The agent's thread calls `wake` when there is an event, and when the thread ends; `wake` must not block.
+        """`hello` introduces this worker to peers. A decode worker leaves out `description`: it differs from peer to
+        peer and is added later.
+
+        The agent's thread calls `wake` when there is an event, and when the thread ends; `wake` must not block.
         """
         assert hello.control == channel.address, f"hello has address {hello.control}, the channel {channel.address}"
         assert hello.stores, "hello has no store"

@@ -241,7 +241,10 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
     if topk_group > groups:
         fields.refuse("topk_group", f"at most n_group ({groups})")
     if experts_per_token > topk_group * (experts // groups):
-        fields.refuse("num_experts_per_tok", f"at most the {topk_group * (experts // groups)} experts of topk_group")
+        fields.refuse(
+            "num_experts_per_tok",
+            f"at most {topk_group * (experts // groups)}, the number of experts in topk_group groups",
+        )
     return MoeSpec(
         experts=experts,
         experts_per_token=experts_per_token,

@@ -131,8 +131,8 @@ class Preemptor:
     def make_room(self, need: PageCounts, spare: PageCounts) -> bool:
         """Demotes requests, if necessary, until `need` fits with `spare` pages left. Returns whether it fits now.
 
-        No request is demoted if that would not suffice, or while a change is pending. Demotions that plans in flight
-        delay become pending; `need` may then fit in a later plan.
+        No request is demoted if that would not suffice, or while a change is pending. If plans in flight delay
+        a demotion, it becomes pending, and `need` may fit in a later plan.
         """
         if self._ledger.fits(need, spare):
             return True

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from hotset.base.errors import RequestError
 
-MAX_FIELDS = 2048  # of one object; validation reports every unknown field, and a body has room for a million
+MAX_FIELDS = 2048  # fields of one object; the error for a body with a million unknown fields would name them all
 MAX_LOOP_BYTES = 1 << 16  # a smaller body is parsed on the event loop, in about a millisecond
 
 
 def json_route(threads: Executor) -> type[APIRoute]:
-    """Returns the class of routes whose JSON bodies are parsed in `threads`, which are borrowed."""
+    """Returns the class of routes whose large JSON bodies are parsed in `threads`, which are borrowed."""
 
     class JsonRequest(Request):
         async def json(self) -> Any:
@@ -39,8 +39,8 @@ def json_route(threads: Executor) -> type[APIRoute]:
 
 
 def parsed(body: bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError or RecursionError if it is not JSON, and RequestError if an
-    object has more than MAX_FIELDS fields."""
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON, RecursionError if it is nested too
+    deeply, and RequestError if an object has more than MAX_FIELDS fields."""
     return json.loads(body, object_pairs_hook=_checked_object)
 
 

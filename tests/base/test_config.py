@@ -42,7 +42,7 @@ SECRET = "at least sixteen characters"
         ({"transfer_interface": "lo"}, "--transfer-interface is for"),
         ({"role": "decode", "control": "10.0.0.1:0", "handoff_secret": SECRET}, "must name the interface"),
         ({"role": "decode", "transfer_interface": "eth77"}, "no interface 'eth77'; it has lo "),
-        ({"role": "decode", "transfer": "mooncake", "transfer_interface": "lo,lo"}, "on one network interface, not on"),
+        ({"role": "decode", "transfer": "mooncake", "transfer_interface": "lo,lo"}, "is none of this machine's"),
     ],
 )
 def test_handoff_settings_that_are_invalid_or_without_effect_are_refused_before_a_model_is_loaded(

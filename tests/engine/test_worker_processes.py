@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import tiny_directory
-from processes import is_running, pause, shared_memory
+from processes import is_running, pause, shared_memory_of
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
@@ -65,7 +65,7 @@ def wait_until(condition: Callable[[], bool], description: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_in_two_stages_give_the_same_answers_as_one_process(tmp_path: Path, ranks: int) -> None:
-    model, before = tiny_directory(tmp_path, **TINY), shared_memory()
+    model = tiny_directory(tmp_path, **TINY)
     with LLM(model, **SETTINGS) as single:
         expected = answers(single)
     with LLM(model, **SETTINGS, tensor_parallel_size=ranks, pipeline_parallel_size=2) as llm:
@@ -73,8 +73,9 @@ def test_ranks_in_two_stages_give_the_same_answers_as_one_process(tmp_path: Path
         llm.audit()
         assert llm.stats().host_pages_held == 0
         pids = pids_of(llm)
+        shared = shared_memory_of(pids)
     assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
-    assert shared_memory() <= before
+    assert not any(path.exists() for path in shared), "a worker has left shared memory"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_if_a_rank_or_stage_is_killed_the_engine_ends_with_an_error_that_names_i
     degree = {f"{split}_parallel_size": 2}
     with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **degree) as llm:
         pids = pids_of(llm)
+        shared = shared_memory_of(pids)
         long = {"prompt_token_ids": [1 + position % 40 for position in range(3000 if when == "prefill" else 3)]}
         stream = llm.stream(long, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
         if when == "decode":
@@ -103,6 +105,7 @@ def test_if_a_rank_or_stage_is_killed_the_engine_ends_with_an_error_that_names_i
             list(stream)
         assert time.monotonic() - killed_at < DEADLINE_S
     assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
+    assert not any(path.exists() for path in shared), "a worker has left shared memory"
 
 
 @pytest.mark.parametrize(
@@ -119,9 +122,9 @@ def test_if_a_rank_or_stage_is_killed_the_engine_ends_with_an_error_that_names_i
 def test_if_a_rank_or_stage_is_stopped_the_engine_ends_with_an_error_that_names_it(
     tmp_path: Path, when: str, split: str
 ) -> None:
-    before = shared_memory()
     with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **{f"{split}_parallel_size": 2}, step_timeout=3.0) as llm:
         pids = pids_of(llm)
+        shared = shared_memory_of(pids)
         long = {"prompt_token_ids": [1 + position % 40 for position in range(3000 if when == "prefill" else 3)]}
         stream = llm.stream(long, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
         if when == "decode":
@@ -134,7 +137,7 @@ def test_if_a_rank_or_stage_is_stopped_the_engine_ends_with_an_error_that_names_
         with pytest.raises(EngineStopped, match=message):
             list(stream)
     assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
-    assert shared_memory() <= before
+    assert not any(path.exists() for path in shared), "a worker has left shared memory"
 
 
 def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_all_pages(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import plain_http
 import pytest
-from processes import is_running, pause, shared_memory
+from processes import is_running, pause, shared_memory_of
 from running_server import RunningServer, error_of, serving
 
 from hotset.base.errors import EngineStopped
@@ -76,7 +76,8 @@ def wait_for_503(server: RunningServer) -> dict[str, Any]:
 
 def assert_fails_and_exits(server: RunningServer, reason: str) -> None:
     """Waits until the server reports `reason`, and checks that it fails requests and exits with 1."""
-    family, before = descendants(server.process.pid), shared_memory()
+    family = {server.process.pid, *descendants(server.process.pid)}
+    shared = shared_memory_of(family)
     error = wait_for_503(server)
     assert error["code"] == "engine_stopped" and re.search(reason, error["message"]), error
     with ThreadPoolExecutor(2) as clients:  # at the same time, because the server ends soon
@@ -87,7 +88,7 @@ def assert_fails_and_exits(server: RunningServer, reason: str) -> None:
     assert (late_error["code"], late_error["message"]) == (error["code"], error["message"])
     assert server.process.wait(WAIT_SECONDS) == 1
     wait_until_gone(family)
-    assert shared_memory() <= before
+    assert not any(path.exists() for path in shared), "a process has left shared memory"
     assert f"error: {error['message']}\n" in server.log() and "Traceback" not in server.log()
 
 

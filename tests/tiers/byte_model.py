@@ -20,8 +20,8 @@ from hotset.tiers.residence import Residence
 
 POISON = 0xAB
 
-# In this order, rows have 10 bytes with a stride of 12; 26 with 32; 144 with 144 (fp8, two scales); 13 with 16; and 12
-# with 16. "gqa" has no indexer.
+# Bytes of a row and its stride, in the order of these shapes: 10 of 12, 26 of 32, 144 of 144 (fp8, two scales), 13 of
+# 16, and 12 of 16. "gqa" has no indexer.
 SHAPES = {
     "shared": KvShape(4, RowLayout(5, torch.bfloat16, align=4), (0, 2), index_key_row(3, torch.bfloat16), topk=3),
     "uneven": KvShape(4, mla_row(9, 4, torch.bfloat16), (0, 1, 3), index_key_row(5, torch.float32), topk=4),
@@ -190,8 +190,8 @@ class SlotModel:
     def move_tail_to_slots(self, seat: int, start: int) -> None:
         """If the row at `start` is the first to overwrite a tail page, moves the newest rows of that page into slots.
 
-        Moves the whole page if all rows outside the tail fit into slots. Otherwise moves no more rows than there are
-        slots that the step before has certainly not used.
+        Moves the whole page if all rows outside the tail fit into slots. Otherwise the previous step may have used up
+        to topk slots, and the number of rows that move is limited to the others.
         """
         page_rows, slots = self._geometry.page_rows, self._geometry.slots
         first = start - TAIL_PAGES * page_rows
@@ -224,7 +224,7 @@ class SlotModel:
     def _demoted(self, chosen: Sequence[int], length: int, first: int) -> Slots:
         """Keeps rows in place as slots.
 
-        Rows of the last selection that are in neither slots nor tail replace rows in slots that it does not contain.
+        Selected rows that are neither in slots nor in the tail replace rows in slots that are not selected.
         """
         begin, tail_first = first * self._geometry.page_rows, self._geometry.tail_first(length)
         held = list(range(begin, begin + self._geometry.slots))

@@ -1,8 +1,9 @@
 """Tiles of rows for the Gluon kernels of sparse_attention: loading row ids, copying rows, dequantising fp8 rows.
 
 A tile holds 64 rows in shared memory. Plain rows are copied asynchronously. The codes of fp8 rows are loaded into
-registers, and are dequantised to float16 on their way to shared memory. The docstring of triton_impl explains units;
-a ratio is scale / unit. Row ids are passed in registers, in the layout of the tensor that is loaded with them.
+registers, and are dequantised to float16 on their way to shared memory. A ratio is the
+scale of a part divided by the row's unit, a power of two that the docstring of triton_impl explains. Row ids are
+passed in registers, in the layout of the tensor whose rows they name.
 """
 
 from triton.experimental import gluon
@@ -11,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from hotset.kernels.sparse_attention.launch import RANK, ROPE
 
-# Triton 3.6 has another name for this function.
+# Triton 3.6 has this function under the longer name.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 TILE_KEYS = gl.constexpr(64)

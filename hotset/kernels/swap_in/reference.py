@@ -141,7 +141,8 @@ def _list_copies(missing: Tensor, host_rows: Tensor, device_rows: Tensor) -> Row
 def _assign_slots(missing: Tensor, topk: _TieredTopk, maps: _Maps) -> None:
     """Assigns the least recently used slots of each seat to its positions at `missing` [seats, k], in the maps."""
     at_seat, victim = _least_recently_used(missing.sum(1, keepdim=True), topk.stamp, maps).nonzero(as_tuple=True)
-    # Misses and victims are ordered by seat, then misses by list order and victims ascending: they match one to one.
+    # Both lists are ordered by seat. Within a seat, misses keep the order of the top-k, and victims ascend by slot
+    # number, so the n-th miss gets the n-th victim.
     position = topk.positions[missing]
     assert victim.shape == position.shape, f"{position.shape[0]} misses, but {victim.shape[0]} evictable slots"
     victim_maps = _Maps(maps.pages[at_seat], maps.slots, maps.words, maps.words_per_page)
