@@ -31,7 +31,7 @@ def is_running(pid: int) -> bool:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Returns the files in /dev/shm that the processes have mapped, so that tests in parallel do not see each other's."""
+    """Returns the files in /dev/shm that the processes have mapped. Tests in parallel have others."""
     maps = "\n".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids if is_running(pid))
     paths = {Path("/dev/shm", name) for name in re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE)}
     return {path for path in paths if path.exists()}
