@@ -53,7 +53,7 @@ def fields_as_flags(*config_types: Any) -> set[str]:
     return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in fields(config_type)}
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "eval", "info"])
+@pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "eval", "bench", "info"])
 def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert shown.exit_code == 0

@@ -24,13 +24,14 @@ FLOORS = {
     "schedule": 5,
     "handoff": 5,
     "engine": 6,
+    "bench": 7,
     "evaluate": 7,
     "serve": 7,
     "__init__": 7,
     "cli": 8,
     "__main__": 9,
 }
-NO_TORCH = ("base", "schedule", "serve")
+NO_TORCH = ("base", "bench", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
@@ -168,7 +169,7 @@ def test_base_and_schedule_import_without_torch(hotset_tree: Tree) -> None:
 def test_server_router_and_command_line_import_without_torch(hotset_tree: Tree) -> None:
     """Without torch, server and router start a few seconds earlier and need a quarter of the memory."""
     modules = ["hotset.serve.server", "hotset.serve.router.server", "hotset.engine.client"]
-    assert failed_import(ROOT, [*modules, *modules_of(hotset_tree, "cli")], ["torch"]) == ""
+    assert failed_import(ROOT, [*modules, *modules_of(hotset_tree, "cli", "bench")], ["torch"]) == ""
 
 
 def test_the_checks_of_a_model_import_without_torch_and_numpy() -> None:

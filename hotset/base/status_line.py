@@ -31,15 +31,17 @@ class TaskProgress:
     done: int = 0
     total: int | None = None
     in_bytes: bool = False
+    details: str = ""  # shown after the amount
 
     @property
     def amount(self) -> str:
-        """Text like "34 % of 1.2 GiB" or "3 of 12"; empty if the total is not known."""
+        """Text like "34 % of 1.2 GiB" or "3 of 12". If the total is not known, only the details."""
+        details = f", {self.details}" if self.details else ""
         if not self.total:
-            return ""
+            return self.details
         if self.in_bytes:
-            return f"{100 * self.done // self.total} % of {show_bytes(self.total)}"
-        return f"{self.done} of {self.total}"
+            return f"{100 * self.done // self.total} % of {show_bytes(self.total)}{details}"
+        return f"{self.done} of {self.total}{details}"
 
 
 ShowProgress = Callable[[TaskProgress], None]
@@ -113,7 +115,9 @@ class StatusLine:
         if progress.total:
             filled = min(BAR_WIDTH, BAR_WIDTH * progress.done // progress.total)
             full, empty = "━─" if (self._stream.encoding or "").lower().startswith("utf") else "#-"
-            parts += [full * filled + empty * (BAR_WIDTH - filled), f"{progress.amount},"]
+            parts.append(full * filled + empty * (BAR_WIDTH - filled))
+        if progress.amount:
+            parts.append(f"{progress.amount},")
         return " ".join([*parts, f"{seconds:.0f} s"])[: self._columns() - 1]
 
     def _columns(self) -> int:

@@ -16,6 +16,7 @@ from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.listeners import bound_socket
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
+from hotset.cli.benchmark import add_bench
 from hotset.cli.flags import (
     SERVER_ONLY_SETTINGS,
     ApiKeyFile,
@@ -66,6 +67,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(evaluation.app, name="eval")
+add_bench(app)
 
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 always takes the most likely token. Default: the model's.")

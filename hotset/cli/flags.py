@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -13,9 +13,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from hotset.base.config import HANDOFF_SETTINGS, EngineConfig, ServeConfig, environment_defaults, flag_name, nearest
 from hotset.base.errors import ConfigError
+from hotset.bench.config import BenchConfig
 from hotset.serve.router.config import RouterConfig
 
-ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig]
+ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig] | type[BenchConfig]
+Panels = Mapping[str, tuple[str, ...]]
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
@@ -41,7 +43,7 @@ BASICS = (
     "device",
     "max_model_len",
 )
-PANELS = {
+PANELS: Panels = {
     "Model": ("tokenizer", "dtype", "load_format", "seed"),
     "Chat": ("chat_template", "default_chat_template_kwargs", "reasoning_parser"),
     "KV cache": (
@@ -91,7 +93,7 @@ OTHER_PANEL = "Other settings"
 
 
 def with_flags(
-    *config_types: ConfigType, without: Collection[str] = ()
+    *config_types: ConfigType, without: Collection[str] = (), panels: Panels = PANELS
 ) -> Callable[[CommandFunction], CommandFunction]:
     """Adds flags to a command that takes `**values`: one for each field of the types, except those in `without`.
 
@@ -101,9 +103,10 @@ def with_flags(
     def add(command: CommandFunction) -> CommandFunction:
         signature = inspect.signature(command)
         own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        flags = [flag for config_type in config_types for flag in _flags_of(config_type) if flag.name not in without]
-        positions = {p.name: _position(p.name, OTHER_PANEL) for p in flags} | {
-            p.name: _position(p.name, OWN_OPTIONS) for p in own
+        flags = [flag for config_type in config_types for flag in _flags_of(config_type, panels)]
+        flags = [flag for flag in flags if flag.name not in without]
+        positions = {p.name: _position(p.name, OTHER_PANEL, panels) for p in flags} | {
+            p.name: _position(p.name, OWN_OPTIONS, panels) for p in own
         }
         ordered = sorted((*own, *flags), key=lambda parameter: positions[parameter.name])
         command.__annotations__ = {p.name: p.annotation for p in ordered}
@@ -113,24 +116,24 @@ def with_flags(
     return add
 
 
-def _flags_of(config_type: ConfigType) -> Iterator[inspect.Parameter]:
+def _flags_of(config_type: ConfigType, panels: Panels) -> Iterator[inspect.Parameter]:
     for setting in fields(config_type):
         name, help = f"--{flag_name(setting.name)}", setting.metadata["help"]
-        option = typer.Option(name, help=help, rich_help_panel=_panel_of(setting.name))
+        option = typer.Option(name, help=help, rich_help_panel=_panel_of(setting.name, panels))
         hint: Any = Annotated[setting.type, option]
         yield inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=hint)
 
 
-def _panel_of(name: str) -> str | None:
+def _panel_of(name: str, panels: Panels) -> str | None:
     """Returns the panel of a setting. None is the first panel."""
     if name in BASICS:
         return None
-    return next((panel for panel, names in PANELS.items() if name in names), OTHER_PANEL)
+    return next((panel for panel, names in panels.items() if name in names), OTHER_PANEL)
 
 
-def _position(name: str, unlisted: str) -> int:
+def _position(name: str, unlisted: str, panels: Panels) -> int:
     """Returns the position of a parameter in `--help`. One that is not listed takes the position of `unlisted`."""
-    order = [*BASICS, *(listed for names in PANELS.values() for listed in names), OTHER_PANEL]
+    order = [*BASICS, *(listed for names in panels.values() for listed in names), OTHER_PANEL]
     return order.index(name if name in order else unlisted)
 
 
