@@ -6,8 +6,10 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from random import Random, SystemRandom
+from types import TracebackType
 from typing import Any
 
 from hotset import __version__
@@ -85,7 +87,9 @@ def _record_json(record: RequestRecord) -> dict[str, Any]:
 class Benchmark:
     """One run over all loads. `on_update` gets the progress, and `on_result` each finished load.
 
-    When `stop` is set, the run ends, and the report contains what was measured until then.
+    `async with` asks the server what it accepts, and closes the connections at the end. It raises StartupError or
+    RequestError if the server cannot be measured. When `stop` is set, the run ends, and the report contains what was
+    measured until then.
     """
 
     def __init__(
@@ -104,20 +108,33 @@ class Benchmark:
         self._workload = Workload(config, self._seed)
         self._target = Target(url, config)
 
-    async def run(self) -> BenchReport:
-        """Measures all loads. Raises StartupError or RequestError if the server cannot be measured at all."""
-        async with self._target:
-            source = await self._target.probe()
+        self._source: PromptSource | None = None
+
+    async def __aenter__(self) -> "Benchmark":
+        async with AsyncExitStack() as opened:
+            await opened.enter_async_context(self._target)
+            self._source = await self._target.probe()
             self._check_lengths(self._target.report)
-            report = BenchReport(self._target.report, self._config, self._seed, source.as_text)
-            await self._warm_up(source)
-            for index, load in enumerate(self._config.loads):
-                if self._stop.is_set():
-                    break
-                report.results.append(await self._measure(load, index, source, self._workload.num_requests))
-                self._on_result(report)
-            report.interrupted = self._stop.is_set()
-            return report
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._opened.aclose()
+
+    async def run(self) -> BenchReport:
+        """Warms up the server and measures all loads. Raises RequestError if all requests of the warm-up fail."""
+        assert self._source is not None, "run is called inside `async with`"
+        report = BenchReport(self._target.report, self._config, self._seed, self._source.as_text)
+        await self._warm_up(self._source)
+        for index, load in enumerate(self._config.loads):
+            if self._stop.is_set():
+                break
+            report.results.append(await self._measure(load, index, self._source, self._workload.num_requests))
+            self._on_result(report)
+        report.interrupted = self._stop.is_set()
+        return report
 
     async def _measure(self, load: Load, index: int, source: PromptSource, total: int | None) -> LevelResult:
         on_update = self._on_update if index != WARMUP else lambda tally: None

@@ -110,7 +110,7 @@ def bench(
 
 
 async def _run(url: str, config: BenchConfig, console: "Console") -> "BenchReport":
-    """Runs the benchmark. The first Ctrl-C ends it with what was measured; the second one ends the program."""
+    """Runs the benchmark. Ctrl-C during a measurement ends it with what was measured, a second one ends the program."""
     from hotset.bench.benchmark import Benchmark
     from hotset.bench.results import summarize
     from hotset.bench.tables import print_load
@@ -128,12 +128,13 @@ async def _run(url: str, config: BenchConfig, console: "Console") -> "BenchRepor
         print_load(console, result.load, summarize(result, config.objectives))
 
     display = _Display()
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    try:
-        return await Benchmark(url, config, stop, display.update, on_result).run()
-    finally:
-        display.end()
-        loop.remove_signal_handler(signal.SIGINT)
+    async with Benchmark(url, config, stop, display.update, on_result) as benchmark:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            return await benchmark.run()
+        finally:
+            display.end()
+            loop.remove_signal_handler(signal.SIGINT)
 
 
 class _Display:

@@ -37,7 +37,8 @@ def run(scenario: Coroutine[Any, Any, Value]) -> Value:
 
 
 async def benchmark(server: ScriptedServer, config: BenchConfig, stop: asyncio.Event | None = None) -> BenchReport:
-    return await Benchmark(server.url, config, stop or asyncio.Event()).run()
+    async with Benchmark(server.url, config, stop or asyncio.Event()) as opened:
+        return await opened.run()
 
 
 def measure(server: ScriptedServer, **values: Any) -> LevelResult:
@@ -269,7 +270,8 @@ def test_loads_of_a_sweep_are_measured_in_order_with_prompts_of_their_own() -> N
     async def scenario() -> tuple[BenchReport, list[Body]]:
         async with ScriptedServer() as server:
             config = settings(concurrency="1,2,4", num_requests=8, warmup=1, api_key="secret")
-            return await Benchmark(server.url, config, asyncio.Event(), updates.append).run(), server.bodies
+            async with Benchmark(server.url, config, asyncio.Event(), updates.append) as opened:
+                return await opened.run(), server.bodies
 
     report, bodies = run(scenario())
     assert [result.load.concurrency for result in report.results] == [1, 2, 4]

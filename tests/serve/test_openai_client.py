@@ -12,6 +12,9 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from running_server import RunningServer, serving
 
+from hotset.bench.benchmark import Benchmark, BenchReport
+from hotset.bench.config import BenchConfig
+
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 EMBEDDED = "SmolLM2-135M-Instruct"
 MODEL = "demo-dsa"
@@ -276,3 +279,41 @@ def test_simultaneous_requests_get_their_own_answers(demo_server: RunningServer,
     one_by_one = [complete(client, prompt=prompt).choices[0].text for prompt in prompts]
     assert len(set(one_by_one)) == 3
     assert asyncio.run(all_at_once(prompts * 2)) == one_by_one * 2
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"prompt_format": "ids"},
+        {"endpoint": "chat"},
+        pytest.param({"prompt_format": "text"}, marks=pytest.mark.slow),
+    ],
+)
+def test_hotset_bench_counts_what_the_server_counts_and_no_token_comes_earlier(
+    demo_server: RunningServer, prompts: dict[str, Any]
+) -> None:
+    """The server's own metrics are the oracle: exact numbers of tokens, and lower bounds of the times."""
+    before: dict[str, float] = {}
+    config = BenchConfig(concurrency="3", num_requests=4, input_tokens="40", output_tokens="5", warmup=0, **prompts)
+
+    async def measure() -> BenchReport:
+        async with Benchmark(demo_server.url, config, asyncio.Event()) as benchmark:
+            before.update(bench_metrics(demo_server))  # without the probe
+            return await benchmark.run()
+
+    [result] = asyncio.run(measure()).results
+    assert [(record.input_tokens, record.output_tokens) for record in result.completed] == [(40, 5)] * 4
+    after = bench_metrics(demo_server)
+    difference = {name: after[name] - before[name] for name in after}
+    assert difference["hotset_tokens_prefilled_total"] == 4 * 40
+    assert difference["hotset_tokens_generated_total"] == 4 * 5
+    assert difference["hotset_time_to_first_token_seconds_count"] == 4
+    assert difference["hotset_time_to_first_token_seconds_sum"] <= sum(
+        record.ttft or record.e2e for record in result.completed
+    )
+
+
+def bench_metrics(server: RunningServer) -> dict[str, float]:
+    tokens = ("hotset_tokens_prefilled_total", "hotset_tokens_generated_total")
+    times = ("hotset_time_to_first_token_seconds_count", "hotset_time_to_first_token_seconds_sum")
+    return {name: server.gauge(name) for name in (*tokens, *times)}
