@@ -227,7 +227,8 @@ def _status_routes(service: Service) -> APIRouter:
         client = service.client
         with suppress(EngineStopped):  # `alive` is False then
             await client.recent_stats(METRICS_WAIT_SECONDS)
-        text = service.metrics.render(client.newest_stats, client.seconds_without_progress if client.alive else None)
+        seconds_without_progress = client.seconds_without_progress if client.alive else None
+        text = service.metrics.render(client.newest_stats, seconds_without_progress, service.model_name)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes

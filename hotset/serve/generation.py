@@ -79,9 +79,8 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
     If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
     service.check_open(job.choices)
-    deltas = _timed(
-        _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load), service.metrics
-    )
+    waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)
+    deltas = _measured(waiting, job, service.metrics)
     if not job.stream:
         return json_response(await unless_disconnected(request.receive, _full_response(job, deltas)))
     # The status line is sent only after the first delta, so a request that the engine rejects gets an error status.
@@ -181,10 +180,13 @@ async def _chained(first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGe
         yield delta
 
 
-async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas unchanged and records their timing."""
+async def _measured(
+    deltas: AsyncGenerator[Delta, None], job: GenerationJob, metrics: Metrics
+) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas unchanged, and records their timing and the tokens of each choice."""
     began = time.monotonic()
     last: dict[int, float] = {}
+    tokens = [0] * job.choices
     async with aclosing(deltas):
         async for delta in deltas:
             now = time.monotonic()
@@ -194,6 +196,11 @@ async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> Async
                 elif delta.index in last:
                     metrics.inter_token_seconds.observe((now - last[delta.index]) / len(delta.token_ids))
                 last[delta.index] = now
+                tokens[delta.index] += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                metrics.choice_seconds.observe(now - began)
+                metrics.prompt_tokens.observe(job.prompt_tokens_of(delta.index))
+                metrics.generation_tokens.observe(tokens[delta.index])
             yield delta
 
 

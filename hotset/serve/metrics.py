@@ -1,6 +1,7 @@
 """Prometheus metrics: measurements of the HTTP server, and the engine's statistics at the time of a scrape."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
@@ -8,10 +9,20 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from hotset.engine.client import ReceivedStats
+from hotset.engine.outputs import EngineStats
 from hotset.handoff.agent import HandoffStats
+from hotset.schedule.request import FinishReason
 from hotset.serve.access_log import SECONDS_BUCKETS
+from hotset.serve.vllm_metrics import (
+    FIRST_TOKEN_BUCKETS,
+    INTER_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    TOKEN_BUCKETS,
+    vllm_metrics,
+)
 
-TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# Each histogram that vLLM has too has vLLM's buckets, so that vLLM's can be derived from it.
+TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
 
 # Each table maps fields of EngineStats or HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
 GAUGES = {
@@ -91,7 +102,7 @@ class Metrics:
         self.first_token_seconds = Histogram(
             "hotset_time_to_first_token_seconds",
             "Time from a request's submission to its first token.",
-            buckets=SECONDS_BUCKETS,
+            buckets=sorted({*SECONDS_BUCKETS, *FIRST_TOKEN_BUCKETS}),
             registry=self._registry,
         )
         self.inter_token_seconds = Histogram(
@@ -100,33 +111,54 @@ class Metrics:
             buckets=TOKEN_SECONDS_BUCKETS,
             registry=self._registry,
         )
+        self.choice_seconds = Histogram(
+            "hotset_request_seconds",
+            "Time from a request's submission to the end of each of its choices.",
+            buckets=REQUEST_BUCKETS,
+            registry=self._registry,
+        )
+        self.prompt_tokens = Histogram(
+            "hotset_request_prompt_tokens",
+            "Prompt tokens of each choice that has ended.",
+            buckets=TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.generation_tokens = Histogram(
+            "hotset_request_generation_tokens",
+            "Generated tokens of each choice that has ended.",
+            buckets=TOKEN_BUCKETS,
+            registry=self._registry,
+        )
 
-    def render(self, received: ReceivedStats | None, seconds_without_progress: float | None) -> bytes:
+    def render(self, received: ReceivedStats | None, seconds_without_progress: float | None, model_name: str) -> bytes:
         """Returns the text of one scrape.
 
         `received` are the newest statistics, if any have arrived. `seconds_without_progress` is None if the engine has
         ended or hangs; then `hotset_engine_up` is 0.
         """
-        scrape = CollectorRegistry()
-        scrape.register(_EngineCollector(received, seconds_without_progress))
-        return generate_latest(self._registry) + generate_latest(scrape)
+        families = [*self._registry.collect(), *_engine_metrics(received, seconds_without_progress)]
+        return generate_latest(_Scrape([*families, *vllm_metrics(families, model_name)]))
 
 
-class _EngineCollector(Collector):
-    def __init__(self, received: ReceivedStats | None, seconds_without_progress: float | None) -> None:
-        self._received = received
-        self._seconds_without_progress = seconds_without_progress
+class _Scrape(Collector):
+    """The metrics of one scrape."""
 
-    def collect(self) -> Iterator[Metric]:
-        seconds = self._seconds_without_progress
-        help = "1 if the engine process runs and advances, else 0."
-        yield GaugeMetricFamily("hotset_engine_up", help, value=int(seconds is not None))
-        if seconds is None:
-            return
-        help = "Time without a sign of life of the engine, or without progress of its step."
-        yield GaugeMetricFamily("hotset_engine_seconds_without_progress", help, value=seconds)
-        if self._received is not None:
-            yield from _stats_metrics(self._received)
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _engine_metrics(received: ReceivedStats | None, seconds_without_progress: float | None) -> Iterator[Metric]:
+    is_up = seconds_without_progress is not None
+    yield GaugeMetricFamily("hotset_engine_up", "1 if the engine process runs and advances, else 0.", value=int(is_up))
+    if seconds_without_progress is None:
+        return
+    help = "Time without a sign of life of the engine, or without progress of its step."
+    yield GaugeMetricFamily("hotset_engine_seconds_without_progress", help, value=seconds_without_progress)
+    if received is not None:
+        yield from _stats_metrics(received)
 
 
 def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
@@ -135,6 +167,8 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("hotset_engine_stats_age_seconds", help, value=received.age_seconds)
     for field, (name, help) in GAUGES.items():
         yield GaugeMetricFamily(name, help, value=getattr(stats, field))
+    help = "Share of the KV memory in use, from 0 to 1: of the host store, or with --tiers off of the device pool."
+    yield GaugeMetricFamily("hotset_kv_usage", help, value=_kv_usage(stats))
     for field, (name, help) in COUNTERS.items():
         yield CounterMetricFamily(name, help, value=getattr(stats, field))
     for field, (name, help) in LAYER_COUNTERS.items():
@@ -145,11 +179,18 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
     finished = CounterMetricFamily(
         "hotset_requests_finished", "Finished requests by finish reason.", labels=("reason",)
     )
-    for reason, count in stats.requests_finished.items():
-        finished.add_metric((reason,), count)
+    for reason in get_args(FinishReason):
+        finished.add_metric((reason,), stats.requests_finished.get(reason, 0))
     yield finished
     if stats.handoff is not None:
         yield from _handoff_metrics(stats.handoff)
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    # The host store has a page for every row; the device pool is its cache, and being full does not limit it.
+    if stats.host_pages_total:
+        return stats.host_pages_held / stats.host_pages_total
+    return stats.device_pages_held / max(1, stats.device_pages_total)
 
 
 def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:

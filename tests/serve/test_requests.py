@@ -402,6 +402,13 @@ def test_metrics_count_requests_and_tokens(server: RunningServer) -> None:
     assert increase['hotset_requests_finished_total{"reason": "length"}'] == 2
     assert increase["hotset_time_to_first_token_seconds_count"] == 1
     assert increase["hotset_inter_token_seconds_count"] == 8
+    assert increase["hotset_request_seconds_count"] == 2
+    assert increase["hotset_request_prompt_tokens_sum"] == 6 and increase["hotset_request_generation_tokens_sum"] == 10
+    labels = '{"engine": "0", "model_name": "tiny"}'
+    assert (
+        increase[f"vllm:generation_tokens_total{labels}"] == 10 and increase[f"vllm:prompt_tokens_total{labels}"] == 6
+    )
+    assert increase[f"vllm:request_generation_tokens_sum{labels}"] == 10
     assert increase[ANSWERED % 200] == increase[ANSWERED % 400] == 1
     assert after["hotset_device_pages_held"] == 0 and after["hotset_device_pages_total"] > 0
 
