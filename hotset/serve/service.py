@@ -47,7 +47,7 @@ class Load:
 
     def __init__(self) -> None:
         self.waiting_tokens = 0
-        self._queue = Turnover()
+        self.queue = Turnover()  # the requests that wait for their first token
         self._refresh: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -55,14 +55,14 @@ class Load:
         """Counts a request and its prompt tokens as waiting until the yielded function is called or the block ends."""
         is_waiting = True
         self.waiting_tokens += tokens
-        self._queue.arrive()
+        self.queue.arrive()
 
         def started() -> None:
             nonlocal is_waiting
             if is_waiting:
                 is_waiting = False
                 self.waiting_tokens -= tokens
-                self._queue.leave()
+                self.queue.leave()
 
         try:
             yield started
@@ -71,7 +71,7 @@ class Load:
 
     def seconds_until_started(self) -> int:
         """Estimates the time until all requests that wait now have started."""
-        return self._queue.seconds_until(self._queue.present)
+        return self.queue.seconds_until(self.queue.present)
 
     def stats(self, client: EngineClient) -> EngineStats:
         """Returns the statistics that were received last, and requests new ones in the background, unless the engine

@@ -192,7 +192,10 @@ def send_slowly(client: socket.socket, piece: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("earlier_requests", [0, 1])
-def test_headers_that_arrive_slowly_end_with_408_at_the_time_limit(earlier_requests: int) -> None:
+def test_headers_that_arrive_slowly_end_with_408_at_the_time_limit(
+    earlier_requests: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hotset.serve")
     with running() as server, server.connect() as client:
         for _ in range(earlier_requests):
             get(client)
@@ -201,6 +204,7 @@ def test_headers_that_arrive_slowly_end_with_408_at_the_time_limit(earlier_reque
         answer = send_slowly(client, b"a")
         assert time.monotonic() - began >= LIMIT_SECONDS
         assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
+    assert "408: the headers did not arrive within" in caplog.text
 
 
 def test_a_body_that_arrives_slowly_ends_with_408_at_the_time_limit() -> None:

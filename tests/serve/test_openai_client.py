@@ -1,7 +1,7 @@
 """The `openai` package gets the expected answers from servers of the embedded and of the demo model."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,31 +114,6 @@ def test_usage_counts_prompt_and_completion_tokens(client: openai.OpenAI, http: 
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     *_, last = ask(client, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage == answer.usage
-
-
-@pytest.mark.parametrize("start", [ask, complete])
-def test_continuous_usage_counts_the_tokens_of_each_choice_so_far(
-    start: Callable[..., Any], client: openai.OpenAI
-) -> None:
-    both = {"include_usage": True, "continuous_usage_stats": True}
-    options = {"n": 2, "temperature": 1, "seed": 3, "extra_body": {"return_token_ids": True}}
-    *chunks, last = start(client, stream=True, stream_options=both, **options)
-    usage = start(client, **options).usage
-    assert last.choices == [] and last.usage == usage, "the last chunk has the usage of the whole request"
-    generated = [0, 0]
-    for chunk in chunks:
-        (choice,) = chunk.choices
-        generated[choice.index] += len(choice.model_extra.get("token_ids", ()))
-        assert chunk.usage.completion_tokens == generated[choice.index]
-        assert chunk.usage.prompt_tokens == usage.prompt_tokens
-        assert chunk.usage.total_tokens == usage.prompt_tokens + generated[choice.index]
-    assert sum(generated) == usage.completion_tokens > 2
-
-
-@pytest.mark.parametrize("include", [False, None])
-def test_continuous_usage_alone_changes_nothing_as_in_vllm(include: bool | None, client: openai.OpenAI) -> None:
-    chunks = list(ask(client, stream=True, stream_options={"include_usage": include, "continuous_usage_stats": True}))
-    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
 def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: openai.OpenAI) -> None:

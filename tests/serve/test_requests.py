@@ -6,6 +6,7 @@ These tests are in one file because they share one server.
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -368,6 +369,39 @@ def test_min_tokens_may_exceed_the_default_max_tokens(http: httpx.Client) -> Non
     assert error["code"] == "context_length_exceeded", (
         "the error must not mention max_tokens, which the client did not send"
     )
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("include", [True, False, None])
+def test_continuous_usage_needs_include_usage_and_counts_the_tokens_of_each_choice_so_far(
+    http: httpx.Client, path: str, include: bool | None
+) -> None:
+    body = {**VALID[path], "n": 2, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    if path == TEXT:
+        body["prompt"] = ["hello", "a longer prompt"]
+    usage = http.post(path, json=body).json()["usage"]
+    options = {"include_usage": include, "continuous_usage_stats": True}
+    events = http.post(path, json={**body, "stream": True, "stream_options": options}).text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    if not include:
+        assert all("usage" not in chunk and chunk["choices"] for chunk in chunks), "vLLM ignores the option, too"
+        return
+    *chunks, last = chunks
+    assert last["choices"] == [] and last["usage"] == usage, "the last chunk has the usage of the whole request"
+    counted: dict[int, dict[str, int]] = {}
+    generated: Counter[int] = Counter()
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        index, counts = choice["index"], chunk["usage"]
+        generated[index] += len(choice.get("token_ids", ()))
+        assert counts["completion_tokens"] == generated[index]
+        assert counts["total_tokens"] == counts["prompt_tokens"] + generated[index]
+        counted[index] = counts
+    assert set(generated.values()) == {5} and len(counted) == (4 if path == TEXT else 2)
+    n = body["n"]
+    assert sum(counts["prompt_tokens"] for counts in counted.values()) == n * usage["prompt_tokens"]
+    assert sum(counts["completion_tokens"] for counts in counted.values()) == usage["completion_tokens"]
 
 
 def test_rejected_requests_hold_no_pages(server: RunningServer, http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from hotset.base.errors import QueueFull
 from hotset.serve.retry_after import MAX_DEPARTURES, MAX_RETRY_AFTER_SECONDS, Turnover
+from hotset.serve.service import Load
 
 
 class Clock:
@@ -54,6 +55,16 @@ def test_time_without_requests_does_not_count_and_old_departures_are_forgotten()
         clock.now += seconds
         queue.leave()
     assert queue.seconds_until(80) == 10, "only the newest departures count"
+
+
+def test_a_request_leaves_the_queue_once_with_its_first_token_or_without_any() -> None:
+    load = Load()
+    with load.waiting(10) as first_started, load.waiting(20):
+        assert (load.queue.present, load.waiting_tokens) == (2, 30)
+        for _ in range(3):
+            first_started()
+        assert (load.queue.present, load.waiting_tokens) == (1, 20)
+    assert (load.queue.present, load.waiting_tokens) == (0, 0)
 
 
 def test_the_message_of_a_full_queue_contains_the_seconds() -> None:
