@@ -36,9 +36,9 @@ class Turnover:
     def seconds_until(self, departures: int) -> int:
         """Estimates the time until this many requests have left, in whole seconds from 1 to MAX_RETRY_AFTER_SECONDS.
 
-        If none has left yet, the estimate is the time that they have been present.
+        If none has left yet, the estimate is made as if one left now.
         """
         elapsed = self._clock() - self._times[0] if self._times else 0.0
-        departed = len(self._times) - 1
-        seconds = elapsed * departures / departed if departed > 0 else elapsed
+        departed = max(1, len(self._times) - 1)
+        seconds = elapsed * departures / departed
         return min(max(1, math.ceil(seconds)), MAX_RETRY_AFTER_SECONDS)

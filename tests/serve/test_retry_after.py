@@ -33,10 +33,10 @@ def test_the_estimate_is_at_least_1_s_and_at_most_what_clients_obey() -> None:
     queue.arrive()
     assert queue.seconds_until(1) == 1
     clock.now += 20.0
-    assert queue.seconds_until(1) == queue.seconds_until(500) == 20, "none has left yet, so nothing else is known"
+    assert (queue.seconds_until(1), queue.seconds_until(2)) == (20, 40), "as if one left now"
     queue.arrive()
     queue.leave()
-    assert queue.seconds_until(500) == MAX_RETRY_AFTER_SECONDS
+    assert (queue.seconds_until(1), queue.seconds_until(500)) == (20, MAX_RETRY_AFTER_SECONDS)
 
 
 def test_time_without_requests_does_not_count_and_old_departures_are_forgotten() -> None:
