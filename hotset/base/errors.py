@@ -10,7 +10,7 @@ HotsetError
 │   ├── UnsupportedField
 │   ├── UnknownModel
 │   ├── WrongApiKey
-│   ├── NotAllowed           the request names an address that the operator did not allow
+│   ├── NotAllowed           the request names an address, or comes from a web page, that the operator did not allow
 │   ├── BodyTooLarge
 │   ├── AmbiguousLength      a request declares the length of its body in two ways
 │   ├── RequestTimeout       the client did not send its request within the time limit
@@ -67,7 +67,7 @@ class ContextLengthExceeded(RequestError):
 
 
 class UnsupportedField(RequestError):
-    """The field exists in the OpenAI API, but Hotset does not implement it."""
+    """The request has a field that Hotset does not implement and must not ignore, or a misspelt one."""
 
     code = "unsupported_field"
 
@@ -85,7 +85,8 @@ class WrongApiKey(RequestError):
 
 
 class NotAllowed(RequestError):
-    """The request names an address to which this server must not connect for it."""
+    """The request names an address to which this server must not connect for it, or a web page sent it whose origin
+    is not allowed."""
 
     code = "not_allowed"
 

@@ -54,7 +54,7 @@ class SamplingParams:
 
     n: int = 1
     temperature: float = 1.0
-    top_k: int = 0  # 0 means all tokens
+    top_k: int = 0  # 0 means all tokens; so does -1, which becomes 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -74,6 +74,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):

@@ -22,7 +22,9 @@ CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a client that disc
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # no characters that could forge a log line
 MAX_PATH_CHARACTERS = 200
 MAX_ERROR_BYTES = 1 << 16  # a longer body is not one of our errors
-QUIET_PATHS = frozenset({"/handoff", "/health"})  # success is logged at DEBUG level, because these paths are polled
+QUIET_PATHS = frozenset(
+    {"/handoff", "/health", "/ping"}
+)  # success is logged at DEBUG level, because these paths are polled
 # The start of an event that ends a stream with an error. Text inside an event cannot contain it: JSON escapes quotes.
 ERROR_EVENT = b'data: {"error":'
 LINES_PER_SECOND = 10  # of errors with the same status
@@ -59,7 +61,7 @@ class ErrorLines:
 
 
 class AccessLog:
-    """Writes one log line and updates the metrics for each request. It is outermost and handles uncaught errors.
+    """Writes one log line and updates the metrics for each request. It handles uncaught errors.
 
     The line of a refused request, and of a stream that ends with an error, includes the error's message and field.
     """

@@ -5,13 +5,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -19,14 +17,13 @@ from hotset import __version__
 from hotset.base.config import ServeConfig
 from hotset.base.errors import EngineStopped, HotsetError, RequestError
 from hotset.engine.client import EngineClient
-from hotset.serve.access_log import AccessLog
 from hotset.serve.chat import chat_completion
 from hotset.serve.completions import completion
 from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
-from hotset.serve.middleware import ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
+from hotset.serve.middleware import middleware_of
 from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hotset.serve.responses import (
     ChatCompletion,
@@ -40,6 +37,7 @@ from hotset.serve.responses import (
     ModelObject,
     TokenizeResponse,
     TokenizerInfo,
+    Version,
     WorkerState,
 )
 from hotset.serve.service import Service
@@ -51,7 +49,8 @@ SCHEMAS = "#/components/schemas/"
 DESCRIPTIONS = {
     400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
     401: "The API key is missing or wrong.",
-    403: "The request names a prefill worker that the router did not choose.",
+    403: "A web page whose origin is not allowed sent the request, or it names a prefill worker that the router did "
+    "not choose.",
     404: "The model does not exist.",
     408: "The request did not arrive within the server's time limit.",
     409: "This worker has the wrong role for the request; the message names the right one.",
@@ -68,12 +67,14 @@ def create_app(
     *,
     aliases: frozenset[str] = frozenset(),
     handoff_secret: str | None = None,
+    fingerprint: str = "",
 ) -> FastAPI:
     """Builds the application over a running engine. The caller keeps ownership of `client` and closes it.
 
     `aliases` are further names that requests may use for the model. `handoff_secret` is that of the engine.
+    `fingerprint` is the `system_fingerprint` of answers.
     """
-    service = Service(client, config, aliases, handoff_secret)
+    service = Service(client, config, aliases, handoff_secret, fingerprint)
     app = _Api(
         title="Hotset",
         version=__version__,
@@ -81,7 +82,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=_middleware(service),
+        middleware=middleware_of(config, service.metrics),
         exception_handlers={
             HotsetError: _on_hotset_error,
             RequestValidationError: _on_invalid_body,
@@ -89,7 +90,8 @@ def create_app(
         },
     )
     # This only documents the key. The middleware ApiKey enforces it before a body is read.
-    key = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
+    schemes = (HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False))
+    key = [Depends(scheme) for scheme in schemes] if config.api_key else []
     app.include_router(_completion_routes(service), dependencies=key)
     app.include_router(_model_routes(service), dependencies=key)
     app.include_router(_status_routes(service))
@@ -115,21 +117,6 @@ class _Api(FastAPI):
             )
             document["components"]["schemas"] = chunk_schemas["$defs"] | schemas
         return super().openapi()
-
-
-def _middleware(service: Service) -> list[Middleware]:
-    """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
-    config = service.config
-    layers = [Middleware(AccessLog, metrics=service.metrics), Middleware(UnambiguousLength)]
-    if config.cors_origin is not None:
-        origins = [config.cors_origin]
-        layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    if config.api_key is not None:
-        layers.append(Middleware(ApiKey, api_key=config.api_key))
-    layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
-    body_limits = {"max_body_mib": config.max_body_mib, "receive_timeout_seconds": config.receive_timeout_seconds}
-    layers.append(Middleware(BodyLimit, **body_limits))
-    return layers
 
 
 def _completion_routes(service: Service) -> APIRouter:
@@ -173,7 +160,7 @@ def _model_routes(service: Service) -> APIRouter:
         service.check_model(model_id)
         return json_response(served())
 
-    errors = _errors(400, 401, 404, 408, 413, 500)
+    errors = _errors(400, 401, 403, 404, 408, 413, 500)
 
     @routes.post("/tokenize", responses=_full(TokenizeResponse) | errors)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -213,6 +200,16 @@ def _status_routes(service: Service) -> APIRouter:
         """Returns 200 and the progress of steps while the engine works, 503 with the reason if it has died or hangs, or
         if quarantine leaves too few pages for a request of the maximum length. Never waits for the engine."""
         return json_response(service.health())
+
+    @routes.get("/ping", responses=_full(Health) | _errors(500, 503))
+    async def ping() -> Response:
+        """Returns the same as /health, for clients that expect this path."""
+        return json_response(service.health())
+
+    @routes.get("/version", responses=_full(Version) | _errors(500))
+    async def version() -> Response:
+        """Returns the version of Hotset."""
+        return json_response(Version(version=__version__))
 
     @routes.get("/handoff", responses=_full(WorkerState) | _errors(500, 503))
     async def handoff() -> Response:

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,6 +36,7 @@ class ChatFormatter:
 
     id: str
     model: str
+    fingerprint: str
     tokenizer: Tokenizer | None
     alternatives: int | None  # number of alternatives listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
@@ -89,7 +91,7 @@ class ChatFormatter:
             )
             for output in outputs
         ]
-        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return ChatCompletion(**self._header(), choices=choices, usage=usage)
 
     def _message(self, text: str) -> AssistantMessage:
         parser = self.new_parser()
@@ -101,7 +103,16 @@ class ChatFormatter:
         )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return ChatCompletionChunk(**self._header(), choices=choices, usage=usage)
+
+    def _header(self) -> dict[str, Any]:
+        """Returns the fields that all responses and chunks have."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def _token_ids(self, piece: Delta | CompletionOutput) -> list[int] | None:
         return None if self.prompt_token_ids is None else list(piece.token_ids)
@@ -124,6 +135,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     formatter = ChatFormatter(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=service.model_name,
+        fingerprint=service.fingerprint,
         tokenizer=service.client.tokenizer,
         alternatives=alternatives,
         prompt_token_ids=prompt.token_ids if body.return_token_ids else None,

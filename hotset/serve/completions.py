@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +30,7 @@ class CompletionFormatter:
 
     id: str
     model: str
+    fingerprint: str
     tokenizer: Tokenizer | None
     prompts: Sequence[list[int]]
     params: SamplingParams
@@ -52,10 +53,19 @@ class CompletionFormatter:
 
     def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> Completion:
         choices = [self._choice(output) for output in outputs]
-        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return Completion(**self._header(), choices=choices, usage=usage)
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionChunk:
-        return CompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return CompletionChunk(**self._header(), choices=choices, usage=usage)
+
+    def _header(self) -> dict[str, Any]:
+        """Returns the fields that all responses and chunks have."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def _choice(self, piece: Delta | CompletionOutput) -> CompletionChoice:
         prompt_ids = None
@@ -100,6 +110,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     formatter = CompletionFormatter(
         id=f"cmpl-{uuid.uuid4().hex}",
         model=service.model_name,
+        fingerprint=service.fingerprint,
         tokenizer=service.client.tokenizer,
         prompts=prompts,
         params=params,

@@ -134,7 +134,7 @@ def validation_error(error: RequestValidationError) -> RequestError:
     if param is None and kind == "string_unicode":
         return RequestError("the name of a field must not contain lone surrogates", code="invalid_value")
     if param is None:
-        return RequestError("the body must be a JSON object, sent as application/json", code="invalid_json")
+        return RequestError("the body must be a JSON object", code="invalid_json")
     if kind == "missing":
         return RequestError(f"{param} is required", param=param, code="missing_field")
     message = finding["msg"]

@@ -1,15 +1,21 @@
-"""Middleware of the server and the router: API key, and limits on requests and bodies."""
+"""Middleware of the server and the router: request ids, API key, web pages, and limits on requests and bodies."""
 
 import asyncio
 import hmac
+import uuid
+from typing import Protocol
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotset.base.errors import AmbiguousLength, BodyTooLarge, QueueFull, RequestTimeout, WrongApiKey
+from hotset.base.errors import AmbiguousLength, BodyTooLarge, NotAllowed, QueueFull, RequestTimeout, WrongApiKey
 from hotset.base.units import MIB
+from hotset.serve.access_log import REQUEST_ID, AccessLog, HttpMetrics
 from hotset.serve.errors import error_response
+from hotset.serve.protocol import REQUEST_ID_HEADER
 from hotset.serve.retry_after import Turnover
 
 DOCS_PATHS = (
@@ -19,7 +25,75 @@ DOCS_PATHS = (
     "/docs/swagger-ui.css",
     "/docs/favicon-32x32.png",
 )
-PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS})
+PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS})
+
+
+class HttpConfig(Protocol):
+    """The settings of the HTTP port that servers and routers share."""
+
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def cors_origin(self) -> str | None: ...
+    @property
+    def max_concurrency(self) -> int: ...
+    @property
+    def max_body_mib(self) -> float: ...
+    @property
+    def receive_timeout_seconds(self) -> float: ...
+
+
+def middleware_of(config: HttpConfig, metrics: HttpMetrics) -> list[Middleware]:
+    """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
+    layers = [
+        Middleware(RequestId),
+        Middleware(AccessLog, metrics=metrics),
+        Middleware(UnambiguousLength),
+        Middleware(CanonicalRequest),
+    ]
+    if config.cors_origin is not None:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=[config.cors_origin],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+        )
+        layers.append(cors)
+    if config.api_key is not None:
+        layers.append(Middleware(ApiKey, api_key=config.api_key))
+    layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
+    layers.append(Middleware(JsonBody, allowed_origin=config.cors_origin))
+    body_limits = {"max_body_mib": config.max_body_mib, "receive_timeout_seconds": config.receive_timeout_seconds}
+    layers.append(Middleware(BodyLimit, **body_limits))
+    return layers
+
+
+class RequestId:
+    """Gives every request an id: the client's x-request-id if it is valid, else a new one.
+
+    The id replaces the header of the request, and is a header of the response.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        MutableHeaders(scope=scope)[REQUEST_ID_HEADER] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 class UnambiguousLength:
@@ -41,8 +115,33 @@ class UnambiguousLength:
         await self._app(scope, receive, send)
 
 
+class CanonicalRequest:
+    """Answers HEAD like GET, and a path with a slash at its end like the path without it.
+
+    The HTTP server sends no body in response to HEAD.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].rstrip("/") and scope["raw_path"].endswith(b"/"):
+            scope["path"], scope["raw_path"] = scope["path"].rstrip("/"), scope["raw_path"].rstrip(b"/")
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        inner = {**scope, "method": "GET"}
+        try:
+            await self._app(inner, receive, send)
+        finally:
+            scope["route"] = inner.get("route")  # for the access log
+
+
 class ApiKey:
-    """Requires the bearer token on every path that is not public."""
+    """Requires the API key on every path that is not public, as a bearer token or in the header x-api-key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -50,9 +149,11 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._api_key):
-                message = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
+            headers = dict(scope["headers"])
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            bearer = token.strip() if scheme.lower() == b"bearer" else b""
+            if not any(hmac.compare_digest(key, self._api_key) for key in (bearer, headers.get(b"x-api-key", b""))):
+                message = "missing or wrong API key; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
                 await error_response(WrongApiKey(message))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -83,6 +184,37 @@ class ConcurrencyLimit:
             await self._app(scope, receive, send)
         finally:
             self._requests.leave()
+
+
+class JsonBody:
+    """Treats bodies of every content type as JSON, except those that a web page of another origin may have sent.
+
+    Many clients name no content type, or that of a form (curl -d). But every web page can make the browser of its
+    visitor send such a body to this server, without asking the server first. Browsers ask only before they send
+    application/json, with a preflight request that `--cors-origin` allows. They name the page in the header Origin.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origin: str | None) -> None:
+        self._app = app
+        self._allowed_origin = allowed_origin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        headers = MutableHeaders(scope=scope)
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            origin = headers.get("origin")
+            if origin is not None and self._allowed_origin not in ("*", origin):
+                message = (
+                    f"a web page of {origin} sent this request, with a body that is not declared as application/json; "
+                    "pages of other origins need --cors-origin"
+                )
+                await error_response(NotAllowed(message))(scope, receive, send)
+                return
+            headers["content-type"] = "application/json"
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -1,8 +1,10 @@
 """Request bodies: the fields of the OpenAI API that Hotset implements, and a few of Hotset's own.
 
-An unknown field is rejected, never ignored. `SamplingParams` checks the ranges of sampling fields.
+`fields.py` decides about all other fields. `SamplingParams` checks the ranges of sampling fields.
 """
 
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -12,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     Tag,
     ValidationInfo,
     field_validator,
@@ -27,6 +30,13 @@ from hotset.base.sampling import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+)
+from hotset.serve.fields import (
+    IGNORED,
+    UNSUPPORTED,
+    UNSUPPORTED_IN_MESSAGES,
+    implemented_fields,
+    unsupported_message,
 )
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -89,9 +99,43 @@ LogitBias = Annotated[
 
 
 class StrictModel(BaseModel):
-    """The base of request bodies. It converts no type except int to float, and rejects unknown fields, inf and NaN."""
+    """The base of what clients send. It converts no type except int to float, and rejects unknown keys, inf and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _other_fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Returns the JSON schema of the fields that a body does not declare, by the pattern of their names. They are not
+    listed as properties, which would hide the declared ones."""
+    names: dict[str, list[str]] = {}  # by the accepted values
+    schemas: dict[str, Any] = {}
+    for name, entry in UNSUPPORTED.items():
+        if name not in model.model_fields:
+            names.setdefault(entry.shown, []).append(name)
+            schemas[entry.shown] = {"enum": [*entry.values, None]}
+    ignored = [name for name in IGNORED if name not in model.model_fields]
+    patterns = {_pattern(names[shown]): schema for shown, schema in schemas.items()}
+    return patterns | {_pattern(ignored): {"description": "Accepted and ignored."}}
+
+
+def _pattern(names: Iterable[str]) -> str:
+    return f"^({'|'.join(map(re.escape, names))})$"
+
+
+class RequestBody(StrictModel):
+    """The base of request bodies. The table of `fields.py` decides about fields that are not declared."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_implemented(cls, body: Any) -> Any:
+        return implemented_fields(body, cls.model_fields) if isinstance(body, dict) else body
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> Any:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        schema["patternProperties"] = _other_fields(cls)
+        schema["additionalProperties"] = {"type": "null"}
+        return schema
 
 
 class LenientModel(StrictModel):
@@ -165,6 +209,21 @@ class ChatMessage(LenientModel):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_call_id: Text | None = Field(None, description="The id of the call that a message of role tool answers.")
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> Any:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, entry in UNSUPPORTED_IN_MESSAGES.items():
+            schema["properties"][name] = {"enum": [*entry.values, None]}
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unsupported_key(cls, message: Any) -> Any:
+        for name, entry in UNSUPPORTED_IN_MESSAGES.items() if isinstance(message, dict) else ():
+            if not entry.accepts(message.get(name)):
+                raise PydanticCustomError("unsupported", "{reason}", {"reason": unsupported_message(name, entry)})
+        return message
+
     @field_validator("content")
     @classmethod
     def _is_given(cls, content: Any, others: ValidationInfo) -> Any:
@@ -199,15 +258,16 @@ class StreamOptions(StrictModel):
         None,
         description="With include_usage: send the usage of its choice so far in every chunk, too.",
     )
+    include_obfuscation: bool | None = Field(None, description="Ignored: chunks are never padded.")
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(RequestBody):
     """The fields that both completion endpoints share."""
 
-    model: str
+    model: str | None = Field(None, description="Default: the served model.")
     temperature: float | None = Field(None, description="0 selects the most likely token.")
     top_p: float | None = None
-    top_k: int | None = Field(None, description="0 considers all tokens.")
+    top_k: int | None = Field(None, description="0 or -1 considers all tokens.")
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -230,16 +290,10 @@ class SamplingFields(StrictModel):
         None, description="Where KV from a prefill worker arrives. 'auto': on the device if all of it fits there."
     )
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @model_validator(mode="after")
-    def _options_need_stream(self) -> "SamplingFields":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options may be given only with stream: true")
-        return self
+    stream_options: StreamOptions | None = Field(None, description="Ignored without stream: true.")
 
 
-class ChatFields(StrictModel):
+class ChatFields(RequestBody):
     """The fields that decide how a conversation becomes a prompt."""
 
     add_generation_prompt: bool | None = Field(
@@ -268,11 +322,17 @@ class ChatRequest(SamplingFields, ChatFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _equals_max_tokens(cls, limit: int | None, others: ValidationInfo) -> int | None:
+        if None not in (limit, other := others.data.get("max_tokens")) and limit != other:
+            message = "is {limit}, but max_tokens is {other}, which means the same; send one of them"
+            raise PydanticCustomError("max_tokens", message, {"limit": limit, "other": other})
+        return limit
+
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens mean the same; send only one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs may be given only with logprobs: true")
         return self
 
@@ -280,6 +340,15 @@ class ChatRequest(SamplingFields, ChatFields):
 class CompletionRequest(SamplingFields):
     prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, description="Must equal n: every choice that is generated is returned.")
+
+    @field_validator("best_of")
+    @classmethod
+    def _equals_n(cls, best_of: int | None, others: ValidationInfo) -> int | None:
+        if best_of is not None and best_of != (choices := others.data.get("n") or 1):
+            message = "is {best_of}, but must equal n ({choices}); use n, and choose among the choices yourself"
+            raise PydanticCustomError("best_of", message, {"best_of": best_of, "choices": choices})
+        return best_of
 
 
 class TokenizeRequest(ChatFields):
@@ -294,6 +363,6 @@ class TokenizeRequest(ChatFields):
         return self
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestBody):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

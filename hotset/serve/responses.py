@@ -91,6 +91,7 @@ class CompletionBase(BaseModel):
     id: str
     created: int
     model: str
+    system_fingerprint: str  # of the version, the model and the settings; see Service.fingerprint
 
 
 class ChunkBase(CompletionBase):
@@ -161,6 +162,10 @@ class TokenizerInfo(BaseModel):
     pad_token: str | None = _omitted_if_none()
     cls_token: str | None = _omitted_if_none()
     mask_token: str | None = _omitted_if_none()
+
+
+class Version(BaseModel):
+    version: str
 
 
 class Health(BaseModel):

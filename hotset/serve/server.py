@@ -22,6 +22,7 @@ from hotset.serve.http_server import (
     uvicorn_config,
     warn_if_open_to_all,
 )
+from hotset.serve.service import fingerprint
 
 logger = logging.getLogger("hotset.serve")
 
@@ -67,7 +68,13 @@ async def _serve(
     """Serves with `client`, which it owns and closes on every exit path."""
     client.listen()
     aliases = frozenset({engine_config.model, client.model.name})
-    app = create_app(client, config, aliases=aliases, handoff_secret=engine_config.handoff_secret)
+    app = create_app(
+        client,
+        config,
+        aliases=aliases,
+        handoff_secret=engine_config.handoff_secret,
+        fingerprint=fingerprint(engine_config, client.model),
+    )
     server = HttpServer(
         uvicorn_config(app, config.drain_seconds),
         ConnectionLimits.of(config),

@@ -1,14 +1,17 @@
 """The state that all endpoints share: engine client, configuration, metrics, load, and checks of requests."""
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from hotset.base.config import ServeConfig
+from hotset import __version__
+from hotset.base.config import HANDOFF_SETTINGS, EngineConfig, ServeConfig
 from hotset.base.errors import (
     ContextLengthExceeded,
     EngineStopped,
@@ -20,7 +23,7 @@ from hotset.base.errors import (
 )
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
-from hotset.engine.input_processor import check_token_ids
+from hotset.engine.input_processor import ModelCard, check_token_ids
 from hotset.engine.outputs import EngineStats
 from hotset.models.answer_parser import AnswerParser
 from hotset.models.chat_prompt import ChatOptions
@@ -36,10 +39,19 @@ from hotset.serve.retry_after import Turnover
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
 SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
 
+NOT_IN_FINGERPRINT = {"model", "tokenizer", "device", "role", "seed", "step_timeout", *HANDOFF_SETTINGS}
 TEXT_THREADS = 2
 MAX_TEXT_TOKENS = 1 << 18  # what /tokenize returns and /detokenize accepts, unless the model's context is longer
 
 T = TypeVar("T")
+
+
+def fingerprint(config: EngineConfig, model: ModelCard) -> str:
+    """Returns a stable hash of what may change the tokens of a seeded request: the version of Hotset, the model, and
+    the settings of the engine. Servers that differ only in paths, addresses and time limits have the same one."""
+    settings = {name: value for name, value in asdict(config).items() if name not in NOT_IN_FINGERPRINT}
+    described = [__version__, model.name, model.architecture, model.device.partition(":")[0], model.dtype, settings]
+    return "fp_" + hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 class Load:
@@ -101,6 +113,7 @@ class Service:
     config: ServeConfig
     aliases: frozenset[str] = frozenset()
     handoff_secret: str | None = None
+    fingerprint: str = ""  # the system_fingerprint of answers
     metrics: Metrics = field(default_factory=Metrics)
     load: Load = field(default_factory=Load)
     started: int = field(default_factory=lambda: int(time.time()))

@@ -32,6 +32,13 @@ class RunningServer:
     def log(self) -> str:
         return self.log_path.read_text()
 
+    def wait_for_log(self, pattern: str, seconds: float = 60.0) -> None:
+        """Waits for text in the log: a request is logged after its response was sent."""
+        deadline = time.monotonic() + seconds
+        while re.search(pattern, self.log()) is None:
+            assert time.monotonic() < deadline, f"{pattern!r} was not logged within {seconds:g} s: {self.log()}"
+            time.sleep(0.02)
+
     def gauge(self, name: str) -> float:
         """Returns the current value of a metric without labels."""
         text = plain_http.get(f"{self.url}/metrics", timeout=30).text

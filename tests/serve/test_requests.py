@@ -23,6 +23,8 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
 
+import hotset
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -33,6 +35,7 @@ VALID = {
     "/detokenize": {"tokens": [1]},
 }
 JSON = {"Content-Type": "application/json"}
+ALL_TOKENS: list[dict[str, int]] = [{}, {"top_k": 0}, {"top_k": -1}]
 METRICS = {  # every scrape contains these metrics
     "hotset_engine_up",
     "hotset_requests_running",
@@ -55,7 +58,16 @@ BOUNDED = settings(
 )
 GENERATING = (CHAT, TEXT)
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/health", "/handoff", "/metrics")
+GETS = (
+    "/v1/models",
+    "/v1/models/{model_id}",
+    "/tokenizer_info",
+    "/health",
+    "/ping",
+    "/version",
+    "/handoff",
+    "/metrics",
+)
 VOCABULARY = 257
 # Generated values are clamped to these ranges: the document does not declare all limits, and answers must be short.
 SAMPLING_RANGES = {
@@ -96,15 +108,16 @@ def test_the_requests_that_other_tests_make_invalid_are_valid(http: httpx.Client
 
 
 INVALID: list[tuple[str, dict[str, Any], str, str]] = [
-    # Fields that are not implemented are rejected by name.
+    # Fields that would change the answer and are not implemented are rejected by name; test_fields.py tests the others.
     *[(CHAT, {field: value}, "unsupported_field", field) for field, value in [
-        ("tools", []), ("tool_choice", "auto"), ("functions", []), ("response_format", {"type": "json_object"}),
-        ("user", "me"), ("audio", {}), ("modalities", ["text"]), ("parallel_tool_calls", True), ("store", False),
-        ("metadata", {}), ("prediction", None), ("unheard_of", 1),
+        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("audio", {}),
+        ("tool_choice", "required"), ("best_of", 2), ("unheard_of", 1), ("temprature", 1), ("prompt", "a"),
     ]],
     *[(TEXT, {field: value}, "unsupported_field", field) for field, value in [
-        ("echo", True), ("suffix", "!"), ("best_of", 2), ("user", "me"),
+        ("suffix", "!"), ("use_beam_search", True), ("guided_json", {}), ("messages", MESSAGES), ("n" * 9000, 1),
     ]],
+    ("/tokenize", {"promt": "a"}, "unsupported_field", "promt"),
+    ("/detokenize", {"token": [1]}, "unsupported_field", "token"),
     (CHAT, {"stream": True, "stream_options": {"x": 1}}, "unsupported_field", "stream_options.x"),
     # Conversations.
     (CHAT, {"messages": []}, "invalid_value", "messages"),
@@ -118,7 +131,7 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"prompt": []}, "invalid_value", "prompt"),
     (TEXT, {"prompt": [[]]}, "invalid_value", "prompt[0]"),
     (TEXT, {"prompt": ""}, "empty_prompt", "prompt"),
-    (TEXT, {"prompt": None}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": None}, "missing_field", "prompt"),
     (TEXT, {"prompt": [1, "a"]}, "invalid_value", "prompt[1]"),
     (TEXT, {"prompt": [1.5]}, "invalid_value", "prompt[0]"),
     (TEXT, {"prompt": [257]}, "invalid_token_id", "prompt"),
@@ -140,7 +153,7 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     # Sampling.
     *[(TEXT, {field: value}, "invalid_value", field) for field, value in [
         ("temperature", -0.1), ("temperature", 11), ("temperature", "1"), ("temperature", True), ("top_p", 0),
-        ("top_p", 1.1), ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", 3),
+        ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("best_of", 2), ("repetition_penalty", 0), ("presence_penalty", 3),
         ("frequency_penalty", -3), ("n", 0), ("n", 129), ("n", 1.5), ("max_tokens", 0), ("max_tokens", "4"),
         ("min_tokens", 3), ("logprobs", 21), ("logprobs", True), ("seed", 1 << 63), ("seed", 0.5),
         ("stop", ["a"] * 17), ("stop", 5), ("stream", "yes"), ("ignore_eos", 1),
@@ -151,10 +164,11 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"logit_bias": {"257": 1}}, "invalid_token_id", "logit_bias"),
     (TEXT, {"stop_token_ids": [257]}, "invalid_token_id", "stop_token_ids"),
     (TEXT, {"temperature": 10**400}, "invalid_value", "temperature"),
-    (CHAT, {"max_completion_tokens": 2}, "invalid_value", None),
+    (CHAT, {"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
+    (TEXT, {"best_of": 1, "n": 2}, "invalid_value", "best_of"),
     (CHAT, {"top_logprobs": 2}, "invalid_value", None),
     (CHAT, {"logprobs": 2}, "invalid_value", "logprobs"),
-    (CHAT, {"stream_options": {"include_usage": True}}, "invalid_value", None),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "invalid_value", "messages[0]"),
 ]  # fmt: skip
 
 
@@ -163,9 +177,45 @@ def test_the_error_names_the_invalid_field(
     http: httpx.Client, path: str, change: dict[str, Any], code: str, param: str | None
 ) -> None:
     error = error_of(http.post(path, json={**VALID[path], **change}), 400)
-    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+    assert (error["code"], error["type"]) == (code, "invalid_request_error")
+    assert error["param"] == (param if param is None or len(param) <= 500 else param[:500] + "...")
     if param is not None:
-        assert param in error["message"]
+        assert param[:64] in error["message"]
+
+
+# What clients send although it asks for nothing, by the client. The bodies of benchmarks are those of their sources.
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
+            "reasoning_effort": "low", "verbosity": "low", "safety_identifier": "x", "prompt_cache_key": "x"}),
+    (CHAT, {"tools": [], "tool_choice": "none", "functions": None, "function_call": None, "modalities": ["text"],
+            "response_format": {"type": "text"}, "audio": None, "prediction": None, "web_search_options": None}),
+    (CHAT, dict.fromkeys(["temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "logprobs", "unheard_of",
+                          "top_logprobs", "stream_options", "max_completion_tokens"])),
+    (CHAT, {"max_tokens": 2, "max_completion_tokens": 2, "top_logprobs": 0, "logprobs": False}),
+    (CHAT, {"stream_options": {"include_usage": True, "include_obfuscation": False}}),
+    (CHAT, {"model": None, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "use_beam_search": False,
+            "length_penalty": 1, "skip_special_tokens": True, "guided_json": None, "priority": 0}),  # vLLM
+    (CHAT, {"messages": [{"role": "developer", "content": "a"}, {"role": "user", "content": "b", "name": "me"},
+                         {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "audio": None,
+                          "function_call": None, "tool_calls": None, "provider_specific_fields": {}}]}),  # LiteLLM
+    (CHAT, {"max_tokens": None, "max_completion_tokens": 2, "temperature": 0.0, "ignore_eos": False}),  # SGLang
+    (TEXT, {"best_of": 1, "temperature": 0.0, "ignore_eos": True}),  # sglang.bench_serving
+    (TEXT, {"best_of": 2, "n": 2, "suffix": "", "echo": False, "user": "me"}),
+    (TEXT, {"repetition_penalty": 1.0, "logprobs": None, "stop": None, "bad_words": []}),  # vllm bench
+    ("/tokenize", {"model": None, "messages": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change"), ACCEPTED, ids=lambda value: str(value)[:40])
+def test_hints_nulls_and_defaults_are_accepted(http: httpx.Client, path: str, change: dict[str, Any]) -> None:
+    answer = http.post(path, json={**VALID[path], **change})
+    assert answer.status_code == 200, answer.text
+
+
+def test_top_k_of_minus_one_and_zero_mean_all_tokens(http: httpx.Client) -> None:
+    sampled = {**VALID[TEXT], "max_tokens": 8, "temperature": 1.0, "seed": 7}
+    texts = {http.post(TEXT, json={**sampled, **top_k}).json()["choices"][0]["text"] for top_k in ALL_TOKENS}
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -194,9 +244,77 @@ def test_malformed_bodies_are_rejected(http: httpx.Client, body: bytes) -> None:
     assert error_of(http.post(TEXT, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
 
-def test_a_body_of_another_content_type_is_rejected_with_a_hint(http: httpx.Client) -> None:
-    answer = http.post(TEXT, data={"model": "tiny"})
-    assert "application/json" in error_of(answer, 400)["message"]
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "image/png", "x"])
+def test_json_is_accepted_whatever_its_content_type(http: httpx.Client, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    body = json.dumps(VALID[TEXT]).encode()
+    assert http.post(TEXT, content=body, headers=headers).status_code == 200
+    assert error_of(http.post(TEXT, content=b"model=tiny", headers=headers), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("origin", [ORIGIN, "null"])
+def test_a_web_page_of_another_origin_cannot_send_what_browsers_send_without_asking(
+    http: httpx.Client, origin: str
+) -> None:
+    body = json.dumps(VALID[TEXT]).encode()
+    for content_type in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        error = error_of(http.post(TEXT, content=body, headers={"Origin": origin, **content_type}), 403)
+        assert error["code"] == "not_allowed" and origin in error["message"]
+    preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    assert http.request("OPTIONS", TEXT, headers=preflight).status_code == 405, "browsers ask before they send JSON"
+    assert http.post(TEXT, content=body, headers={**JSON, "Origin": origin}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/ping", "/version", "/metrics", "/docs"])
+def test_head_answers_like_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"") == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+
+
+def test_head_of_a_path_that_takes_posts_is_refused(http: httpx.Client) -> None:
+    assert http.head(TEXT).status_code == 405
+    assert http.head("/v1/nothing").status_code == 404
+
+
+def test_paths_may_end_with_slashes(server: RunningServer, http: httpx.Client) -> None:
+    before = samples(server)[ANSWERED % 200]
+    for path in ("/v1/models/", "/v1/models/tiny/", "/health/", "/version//", "/docs/"):
+        assert http.get(path).status_code == 200
+    for path in VALID:
+        assert http.post(f"{path}/", json=VALID[path]).status_code == 200
+    assert samples(server)[ANSWERED % 200] == before + 1, "metrics count both forms as one endpoint"
+
+
+def test_the_id_of_a_request_is_returned_and_logged_and_an_invalid_one_is_replaced(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    for path, sent in (("/version", "id-of-mine"), ("/v1/nothing", "id-of-an-error"), (CHAT, "id-of-a-refusal")):
+        answer = http.get(path, headers={"X-Request-Id": sent})
+        assert answer.headers.get_list("x-request-id") == [sent]
+        server.wait_for_log(sent)
+    for invalid in ("", "two words of mine", "x" * 129):
+        (created,) = http.get("/version", headers={"X-Request-Id": invalid}).headers.get_list("x-request-id")
+        assert created not in ("", invalid)
+        server.wait_for_log(f"/version 200 .*{created}")
+        assert not invalid or invalid not in server.log()
+    with http.stream("POST", TEXT, json={**VALID[TEXT], "stream": True}) as stream:
+        server.wait_for_log(stream.headers["x-request-id"])
+
+
+def test_version_and_ping_answer(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": hotset.__version__}
+    assert http.get("/ping").json()["status"] == "ok"
+
+
+def test_answers_and_chunks_have_the_same_fingerprint(http: httpx.Client) -> None:
+    prints = {http.post(path, json=VALID[path]).json()["system_fingerprint"] for path in GENERATING}
+    for path in GENERATING:
+        with http.stream("POST", path, json={**VALID[path], "stream": True}) as stream:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+        prints |= {chunk["system_fingerprint"] for chunk in chunks}
+    assert len(prints) == 1 and prints.pop().startswith("fp_")
 
 
 @pytest.mark.parametrize(
@@ -463,6 +581,8 @@ def make_acceptable(path: str, body: Any) -> None:
         body["model"] = "tiny"
     if "tokens" in body:
         body["tokens"] = in_vocabulary(body["tokens"])
+    if path == "/tokenize" and (body.get("prompt") is None) == (body.get("messages") is None):
+        body.update(prompt="text", messages=None)
     if path not in GENERATING:
         return
     if "prompt" in body:
@@ -471,8 +591,7 @@ def make_acceptable(path: str, body: Any) -> None:
         if body.get(name) is not None:
             body[name] = min(max(body[name], low), high)
     body["max_tokens"] = None if body.get("max_completion_tokens") else 2
-    if not body.get("stream"):
-        body.pop("stream_options", None)
+    body.pop("best_of", None)
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
     body["stop_token_ids"] = in_vocabulary(body.get("stop_token_ids") or [])

@@ -6,16 +6,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from hotset import __version__
 from hotset.base.errors import HotsetError, NoRoomLeft, NoWorkers, RequestError, WrongApiKey
-from hotset.serve.access_log import AccessLog
 from hotset.serve.errors import error_response, http_error_response
-from hotset.serve.middleware import DOCS_PATHS, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
+from hotset.serve.middleware import DOCS_PATHS, middleware_of
 from hotset.serve.protocol import StrictModel
 from hotset.serve.router.config import RouterConfig
 from hotset.serve.router.fleet import ROLES, Fleet, RoutedWorker
@@ -43,13 +41,15 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
         *(Route(path, relay.forward, methods=["GET"]) for path in ("/openapi.json", *DOCS_PATHS)),
         Route("/", local.root, methods=["GET"]),
         Route("/health", local.health, methods=["GET"]),
+        Route("/ping", local.health, methods=["GET"]),
+        Route("/version", local.version, methods=["GET"]),
         Route("/metrics", local.metrics, methods=["GET"]),
         Route("/workers", local.list_workers, methods=["GET"]),
         Route("/workers", local.add_worker, methods=["POST"]),
         Route("/workers", local.remove_worker, methods=["DELETE"]),
     ]
     handlers: Any = {HotsetError: _on_hotset_error, HTTPException: _on_http_error}
-    app = Starlette(routes=routes, middleware=_middleware(config, metrics), exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=middleware_of(config, metrics), exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
@@ -76,6 +76,9 @@ class _LocalRoutes:
 
     async def root(self, request: Request) -> Response:
         return RedirectResponse("/docs")
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -116,20 +119,6 @@ def _worker_json(worker: RoutedWorker) -> dict[str, Any]:
         "tokens_in_flight": worker.tokens,
         "state": None if worker.state is None else worker.state.model_dump(),
     }
-
-
-def _middleware(config: RouterConfig, metrics: RouterMetrics) -> list[Middleware]:
-    """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
-    layers = [Middleware(AccessLog, metrics=metrics), Middleware(UnambiguousLength)]
-    if config.cors_origin is not None:
-        origins = [config.cors_origin]
-        layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    if config.api_key is not None:
-        layers.append(Middleware(ApiKey, api_key=config.api_key))
-    layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
-    body_limits = {"max_body_mib": config.max_body_mib, "receive_timeout_seconds": config.receive_timeout_seconds}
-    layers.append(Middleware(BodyLimit, **body_limits))
-    return layers
 
 
 async def _on_hotset_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from hotset.base.errors import DeadlineExceeded, EngineStopped, HotsetError, NoWorkers, WorkerLost
 from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.protocol import REQUEST_ID_HEADER
 from hotset.serve.router.config import RouterConfig
 from hotset.serve.router.fleet import Fleet, RoutedWorker
 from hotset.serve.router.metrics import RouterMetrics
@@ -127,7 +126,7 @@ class Relay:
         if last_response is None:
             raise WorkerLost(f"all {MAX_ATTEMPTS} attempts failed, the last one without a response; retry later")
         names = {name.lower() for name, _ in last_response.headers}
-        return _full_response(last_response, request, () if b"retry-after" in names else ((b"retry-after", b"1"),))
+        return _full_response(last_response, () if b"retry-after" in names else ((b"retry-after", b"1"),))
 
     async def _try(
         self, request: UpstreamRequest, decode: RoutedWorker, prefill: RoutedWorker | None
@@ -153,7 +152,7 @@ class Relay:
             self._metrics.first_byte_seconds.observe(first_byte_at - began)
             if isinstance(outcome, FullResponse):
                 self._metrics.upstream_seconds.observe(time.monotonic() - began)
-                return _full_response(outcome, request)
+                return _full_response(outcome)
             stream, stream_cleanup = outcome, cleanup.pop_all()
 
         def on_end(outcome: str) -> None:
@@ -164,7 +163,6 @@ class Relay:
 
         return RelayedStream(
             stream,
-            request.request_id,
             idle_timeout_seconds=self._config.idle_timeout_seconds,
             interruption=self._interruption,
             on_end=on_end,
@@ -192,7 +190,6 @@ class RelayedStream(Response):
     def __init__(
         self,
         stream: StreamedResponse,
-        request_id: str,
         *,
         idle_timeout_seconds: float,
         interruption: Callable[[], HotsetError],
@@ -200,7 +197,7 @@ class RelayedStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.raw_headers = _headers(stream.headers, request_id)
+        self.raw_headers = _headers(stream.headers)
         self._stream = stream
         self._idle_timeout_seconds = idle_timeout_seconds
         self._interruption = interruption
@@ -233,16 +230,16 @@ class RelayedStream(Response):
         return "completed"
 
 
-def _full_response(full: FullResponse, request: UpstreamRequest, extra_headers: RawHeaders = ()) -> Response:
+def _full_response(full: FullResponse, extra_headers: RawHeaders = ()) -> Response:
     response = Response(full.body, full.status)
     length = (b"content-length", str(len(full.body)).encode())
-    response.raw_headers = _headers([*full.headers, *extra_headers, length], request.request_id)
+    response.raw_headers = _headers([*full.headers, *extra_headers, length])
     return response
 
 
-def _headers(headers: RawHeaders, request_id: str) -> list[tuple[bytes, bytes]]:
-    """Returns headers in ASGI form, with the id under which router and worker log the request."""
-    return [*((name.lower(), value) for name, value in headers), (REQUEST_ID_HEADER.encode(), request_id.encode())]
+def _headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """Returns headers in ASGI form."""
+    return [(name.lower(), value) for name, value in headers]
 
 
 def _outcome_of(error: BaseException) -> str:

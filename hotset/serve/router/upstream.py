@@ -1,7 +1,6 @@
 """One attempt to get an answer from a decode worker, up to the first byte that the client receives."""
 
 import json
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +11,6 @@ from yarl import URL
 
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft
 from hotset.base.units import show_bytes
-from hotset.serve.access_log import REQUEST_ID
 from hotset.serve.prefill_header import PREFILL_HEADER, SIGNATURE_HEADER, prefill_headers
 from hotset.serve.protocol import REQUEST_ID_HEADER
 from hotset.serve.router.fleet import RoutedWorker
@@ -89,10 +87,9 @@ async def read_request(request: Request) -> UpstreamRequest:
     """Reads a client's request, including its body."""
     query = request.scope["query_string"].decode("latin-1")
     path = request.scope["raw_path"].decode("latin-1")
-    client_id = request.headers.get(REQUEST_ID_HEADER, "")
     kept_headers = ((name, value) for name, value in request.headers.items() if name not in DROPPED_REQUEST_HEADERS)
     return UpstreamRequest(
-        request_id=client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex,
+        request_id=request.headers[REQUEST_ID_HEADER],  # set by the middleware RequestId
         method=request.method,
         target=f"{path}?{query}" if query else path,
         headers=tuple(kept_headers),

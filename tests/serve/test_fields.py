@@ -1,0 +1,91 @@
+"""The table of fields that are not implemented: complete, and applied as it says."""
+
+import re
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+
+from hotset.base.errors import UnsupportedField
+from hotset.serve.fields import IGNORED, LIST, UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, implemented_fields
+from hotset.serve.protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+
+BODIES = {ChatRequest: chat_params, CompletionRequest: text_params}
+OTHER = object()  # equal to no JSON value
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_every_field_of_the_openai_client_is_implemented_or_in_the_table(body: Any) -> None:
+    types = (BODIES[body].CompletionCreateParamsNonStreaming, BODIES[body].CompletionCreateParamsStreaming)
+    sent = {name for kind in types for name in kind.__annotations__}
+    assert sent > {"model", "temperature", "stream"}
+    missing = sent - {*body.model_fields, *IGNORED, *UNSUPPORTED}
+    assert not missing, f"openai sends {missing}: implement them, or add them to hotset/serve/fields.py"
+    assert set(ChatCompletionStreamOptionsParam.__annotations__) <= set(StreamOptions.model_fields)
+
+
+def test_a_field_is_in_one_part_of_the_table_only() -> None:
+    assert not IGNORED.keys() & UNSUPPORTED.keys()
+    everywhere = ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys()
+    assert not everywhere & {*IGNORED, *UNSUPPORTED}, "an implemented field needs no entry"
+
+
+@pytest.mark.parametrize("value", [None, "me", 3, [], {"a": 1}, False])
+def test_hints_are_dropped_whatever_their_value(value: Any) -> None:
+    assert implemented_fields({"prompt": "a", **dict.fromkeys(IGNORED, value)}, {"prompt"}) == {"prompt": "a"}
+
+
+def test_values_that_ask_for_nothing_are_dropped_and_others_are_refused_with_advice() -> None:
+    for name, entry in UNSUPPORTED.items():
+        for value in (None, *entry.values):
+            assert implemented_fields({name: value}, ()) == {}
+        with pytest.raises(UnsupportedField, match=re.escape(name)) as refused:
+            implemented_fields({name: OTHER}, ())
+        assert refused.value.param == name and entry.advice in str(refused.value)
+
+
+def test_true_is_not_one_and_false_is_not_zero() -> None:
+    for name, value in (("mirostat", False), ("best_of", True), ("echo", 0), ("do_sample", 1)):
+        with pytest.raises(UnsupportedField, match=name):
+            implemented_fields({name: value}, ())
+    assert implemented_fields({"length_penalty": 1}, ()) == {}, "1 and 1.0 are the same number"
+
+
+def test_null_means_not_sent_for_every_name() -> None:
+    assert implemented_fields({"prompt": None, "tools": None, "unheard_of": None}, {"prompt"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("Temperature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("maxTokens", "max_tokens"),
+        ("top-p", "top_p"),
+        ("stop_words", "stop_token_ids"),
+        ("presense_penalty", "presence_penalty"),
+        ("response_fromat", "response_format"),
+    ],
+)
+def test_a_misspelt_field_is_refused_with_the_nearest_one(misspelt: str, meant: str) -> None:
+    with pytest.raises(UnsupportedField, match=re.escape(f"did you mean {meant}?")) as refused:
+        ChatRequest.model_validate({"messages": [], misspelt: 1})
+    assert refused.value.param == misspelt
+
+
+@pytest.mark.parametrize("name", ["zzzz", "", "temperature" * 1000, "\ud800"], ids=lambda name: repr(name[:12]))
+def test_a_name_that_is_near_to_no_field_is_refused_with_the_place_of_the_list(name: str) -> None:
+    with pytest.raises(UnsupportedField, match=re.escape(LIST)):
+        implemented_fields({name: 1}, ChatRequest.model_fields)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_IN_MESSAGES)
+def test_keys_of_messages_that_would_change_the_answer_are_refused_unless_they_ask_for_nothing(name: str) -> None:
+    entry = UNSUPPORTED_IN_MESSAGES[name]
+    for value in (None, *entry.values):
+        ChatMessage.model_validate({"role": "assistant", "content": "a", name: value})
+    with pytest.raises(ValueError, match=f"{name} is not supported.*{entry.advice}"):
+        ChatMessage.model_validate({"role": "assistant", "content": "a", name: {"id": "x"}})
