@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 def fingerprint(config: EngineConfig, model: ModelCard) -> str:
     """Returns a stable hash of what may change the tokens of a seeded request: the version of Hotset, the model, and
-    the settings of the engine. Servers that differ only in paths, addresses and time limits have the same one."""
+    the settings of the engine, without the paths of the model, addresses, secrets and time limits."""
     settings = {name: value for name, value in asdict(config).items() if name not in NOT_IN_FINGERPRINT}
     described = [__version__, model.name, model.architecture, model.device.partition(":")[0], model.dtype, settings]
     return "fp_" + hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:12]

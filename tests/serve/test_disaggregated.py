@@ -237,7 +237,7 @@ def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: Runnin
     stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_disaggregated.log())
     assert stopped == ["router", "decode", "prefill"]
     assert re.search(
-        r"\[router\] .* POST /v1/completions 401 \d+ ms: missing or wrong API key", tiny_disaggregated.log()
+        r"\[router\] .* POST /v1/completions 401 \d+ ms \S+: missing or wrong API key", tiny_disaggregated.log()
     )
     assert "Traceback" not in tiny_disaggregated.log()
 

@@ -113,6 +113,10 @@ def test_without_the_right_key_health_and_metrics_are_accessible_and_the_api_is_
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
             assert stranger.get("/health").status_code == stranger.get("/metrics").status_code == 200
+        with plain_http.Client(base_url=http.base_url, headers={"x-api-key": f"{API_KEY}x"}) as stranger:
+            assert error_of(stranger.get("/v1/models/"), 401)["code"] == "invalid_api_key"
+    with plain_http.Client(base_url=http.base_url, headers={"x-api-key": API_KEY}) as friend:
+        assert friend.post(TEXT, json=body).status_code == 200
     assert http.post(TEXT, json=body).status_code == 200
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["renamed"]
 
@@ -201,6 +205,11 @@ def test_only_pages_of_the_configured_origin_may_call_the_server(http: httpx.Cli
         allowed = browser.options(CHAT, headers=preflight)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert browser.options(CHAT, headers={**preflight, "Origin": "http://other.example"}).status_code == 400
+        private = browser.options(CHAT, headers={**preflight, "Access-Control-Request-Private-Network": "true"})
+        assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")
+    assert http.post(TEXT, content=json.dumps(SHORT).encode(), headers={"Origin": ORIGIN}).status_code == 200
+    other = http.post(TEXT, content=json.dumps(SHORT).encode(), headers={"Origin": "http://other.example"})
+    assert error_of(other, 403)["code"] == "not_allowed"
 
 
 def test_one_request_more_than_the_limit_gets_429_until_another_ends(server: RunningServer, http: httpx.Client) -> None:
@@ -261,8 +270,8 @@ def test_every_refusal_is_logged_with_its_reason_but_without_keys_and_prompts(
     http.get("/health")  # on the same connection, so the previous requests have been logged
     log = server.log()
     assert re.search(r"POST /v1/completions 400 \d+ ms refused-1: temperature .*\(field temperature\)\n", log), log
-    assert re.search(r"GET /v1/models 401 \d+ ms: missing or wrong API key", log)
-    assert re.search(r"404 \d+ ms: model 'a\\nb' does not exist; .* \(field model\)\n", log), log
+    assert re.search(r"GET /v1/models 401 \d+ ms \S+: missing or wrong API key", log)
+    assert re.search(r"404 \d+ ms \S+: model 'a\\nb' does not exist; .* \(field model\)\n", log), log
     assert "400: Invalid HTTP request received." in log
     assert all(secret not in log for secret in ("confidential", "a-stolen-key", API_KEY))
 

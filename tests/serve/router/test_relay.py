@@ -14,6 +14,8 @@ from idle_connections import exchange, health_seconds, many_idle_connections
 from running_router import Cluster, Router, Stub, wait_until
 from stub_worker import LATE_SECONDS, event
 
+import hotset
+
 PATH = "/v1/completions"
 
 
@@ -141,7 +143,7 @@ def test_a_rejection_is_forwarded_and_not_retried(router: Router, idle_workers: 
     assert (answer.status_code, answer.headers["retry-after"], error_code_of(answer.text)) == (429, "7", "queue_full")
     assert len(requests_of(idle_workers)) == 1
     assert router.metric("hotset_router_requests_total", outcome="rejected") == rejections + 1
-    line = re.compile(rf"POST {PATH} 429 \d+ ms: queue_full\n")  # the stub's code is also its message
+    line = re.compile(rf"POST {PATH} 429 \d+ ms \S+: queue_full\n")  # the stub's code is also its message
     assert wait_until(lambda: line.search(router.log()) is not None)
 
 
@@ -196,9 +198,27 @@ def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(cluster: Cluste
         *_, last = [line for line in stream.iter_lines() if line]
     assert error_code_of(last.removeprefix("data: ")) == "worker_lost"
     assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
-    assert wait_until(lambda: "ms: the worker was lost in the middle" in router.log())
+    assert wait_until(lambda: ": the worker was lost in the middle" in router.log())
     assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
     assert router.metric("hotset_router_requests_total", outcome="failed") == 1
+
+
+def test_the_router_is_as_lenient_as_a_worker(router: Router, idle_workers: list[Stub]) -> None:
+    with plain_http.Client(base_url=router.url, timeout=30) as http:
+        assert http.get("/version").json() == {"version": hotset.__version__}
+        assert http.get("/ping/").json()["status"] == "ok"
+        for path in ("/v1/models/", "/health", "/metrics"):
+            head = http.head(path)
+            assert (head.status_code, head.content) == (200, b"") and int(head.headers["content-length"]) > 0
+        answer = http.post(
+            f"{PATH}/", content=b"{}", headers={"Content-Type": "text/plain", "X-Request-Id": "two words"}
+        )
+        assert answer.status_code == 200
+        page = {"Content-Type": "text/plain", "Origin": "http://page.example"}
+        assert error_code_of(http.post(PATH, content=b"{}", headers=page).text) == "not_allowed"
+    (seen,) = [request for request in requests_of(idle_workers) if "body" in request]
+    assert seen["headers"]["content-type"] == "application/json"
+    assert answer.headers.get_list("x-request-id") == [seen["headers"]["x-request-id"]] != ["two words"]
 
 
 def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list[Stub]) -> None:
