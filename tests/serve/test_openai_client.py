@@ -1,4 +1,7 @@
-"""The `openai` package gets the expected answers from servers of the embedded and of the demo model."""
+"""The `openai` package gets the expected answers from a server of the demo model.
+
+test_clients.py has the tests with the embedded model.
+"""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -16,24 +19,10 @@ from hotset.bench.benchmark import Benchmark, BenchReport
 from hotset.bench.config import BenchConfig
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
-EMBEDDED = "SmolLM2-135M-Instruct"
 MODEL = "demo-dsa"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CAPITAL = "The capital of France is"
 COUNTING = "1, 2, 3, 4,"
-
-
-@pytest.fixture(scope="module")
-def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the embedded chat model."""
-    with serving(tmp_path_factory.mktemp("embedded"), "embedded") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def embedded_client(embedded_server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -80,28 +69,6 @@ def tokenize(http: httpx.Client, body: dict[str, Any]) -> list[int]:
     assert answer["count"] == len(answer["tokens"])
     tokens: list[int] = answer["tokens"]
     return tokens
-
-
-def ask_embedded(embedded_client: openai.OpenAI, **options: Any) -> Any:
-    return ask(embedded_client, **{"model": EMBEDDED, **options})
-
-
-def test_chat_names_the_capital_of_france(embedded_client: openai.OpenAI) -> None:
-    answer = ask_embedded(embedded_client)
-    assert "Paris" in answer.choices[0].message.content
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == EMBEDDED
-
-
-def test_streamed_chat_equals_the_full_response(embedded_client: openai.OpenAI) -> None:
-    chunks = list(ask_embedded(embedded_client, stream=True))
-    assert streamed_text(chunks) == ask_embedded(embedded_client).choices[0].message.content
-    assert "Paris" in streamed_text(chunks)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert all(chunk.usage is None for chunk in chunks), "usage was not requested"
 
 
 def test_usage_counts_prompt_and_completion_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -227,14 +194,6 @@ def test_stop_token_ids_end_the_answer_and_special_tokens_can_be_shown(
 def test_text_parts_are_joined(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]
     assert ask(client, messages=[{"role": "user", "content": parts}]).usage == ask(client).usage
-
-
-def test_models_are_listed_and_found(embedded_client: openai.OpenAI) -> None:
-    assert [model.id for model in embedded_client.models.list()] == [EMBEDDED]
-    assert embedded_client.models.retrieve(EMBEDDED).model_extra["max_model_len"] == 8192
-    assert ask(embedded_client, model="embedded", max_tokens=1).model == EMBEDDED
-    with pytest.raises(openai.NotFoundError):
-        embedded_client.models.retrieve("some/other")
 
 
 def test_detokenize_undoes_tokenize(http: httpx.Client) -> None:

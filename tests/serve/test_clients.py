@@ -1,0 +1,156 @@
+"""Real clients get the expected answers from a server of the embedded model: `openai`, LiteLLM and LangChain."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_openai import ChatOpenAI, OpenAI
+from running_server import RunningServer, serving
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
+NEXT_QUESTION = "And of Italy?"
+PROMPT = "The capital of France is"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+DEADLINE = 240.0
+
+SESSION = Path(__file__).resolve().parents[1] / "clients" / "litellm_session.py"
+LITELLM_PYTHON = Path(sys.prefix) / "litellm" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def litellm_process() -> Iterator[subprocess.Popen[str]]:
+    """LiteLLM in its own environment. It imports its packages while the server starts."""
+    assert LITELLM_PYTHON.exists(), f"{LITELLM_PYTHON} does not exist; run `make setup`"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([LITELLM_PYTHON, SESSION], text=True, **pipes) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, litellm_process: subprocess.Popen[str]) -> Iterator[RunningServer]:
+    with serving(tmp_path_factory.mktemp("embedded"), "embedded") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def litellm_answers(server: RunningServer, litellm_process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = litellm_process.communicate(f"{server.url} {EMBEDDED}\n", timeout=DEADLINE)
+    assert litellm_process.returncode == 0, f"{errors}\nThe server's log:\n{server.log()}"
+    answers: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def first_answer(client: openai.OpenAI) -> Any:
+    return ask(client)
+
+
+@pytest.fixture(scope="module")
+def chat_model(server: RunningServer) -> ChatOpenAI:
+    return ChatOpenAI(model=EMBEDDED, base_url=f"{server.url}/v1", api_key="none", max_retries=0, **GREEDY)
+
+
+@pytest.fixture(scope="module")
+def first_message(chat_model: ChatOpenAI) -> AIMessage:
+    return chat_model.invoke(QUESTION)
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    messages = [{"role": "user", "content": QUESTION}]
+    return client.chat.completions.create(**{"model": EMBEDDED, "messages": messages, **GREEDY, **options})
+
+
+def test_openai_is_told_the_capital_of_france(first_answer: Any) -> None:
+    assert "Paris" in first_answer.choices[0].message.content
+    assert first_answer.choices[0].message.role == "assistant"
+    assert first_answer.choices[0].finish_reason == "stop"
+    assert first_answer.id.startswith("chatcmpl-") and first_answer.object == "chat.completion"
+    assert first_answer.model == EMBEDDED
+
+
+def test_openai_gets_the_same_text_streamed_as_in_one_response(client: openai.OpenAI, first_answer: Any) -> None:
+    chunks = list(ask(client, stream=True))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == first_answer.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks), "usage was not requested"
+
+
+def test_openai_replays_the_first_answer_in_the_second_turn(client: openai.OpenAI, first_answer: Any) -> None:
+    first = first_answer.choices[0].message
+    messages = [{"role": "user", "content": QUESTION}, first, {"role": "user", "content": NEXT_QUESTION}]
+    assert "Rome" in ask(client, messages=messages).choices[0].message.content
+
+
+def test_openai_lists_and_finds_the_model(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [EMBEDDED]
+    assert client.models.retrieve(EMBEDDED).model_extra["max_model_len"] == 8192
+    assert ask(client, model="embedded", max_tokens=1).model == EMBEDDED
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
+
+
+def test_litellm_replays_the_first_answer_in_the_second_turn(litellm_answers: dict[str, Any]) -> None:
+    assert "Paris" in litellm_answers["first"]
+    assert "Rome" in litellm_answers["second"]
+    assert litellm_answers["hosted_vllm"] == litellm_answers["second"]
+
+
+def test_litellm_gets_the_same_text_streamed_as_in_one_response(litellm_answers: dict[str, Any]) -> None:
+    streamed = litellm_answers["streamed"]
+    assert streamed["text"] == litellm_answers["first"]
+    assert streamed["finish_reason"] == "stop"
+    assert 3 < streamed["completion_tokens"] <= streamed["chunks"]
+
+
+def test_litellm_continues_a_prompt(litellm_answers: dict[str, Any]) -> None:
+    assert litellm_answers["continued"]["whole"].startswith(" Paris")
+    assert litellm_answers["continued"]["streamed"] == litellm_answers["continued"]["whole"]
+
+
+def test_langchain_replays_the_first_answer_in_the_second_turn(
+    chat_model: ChatOpenAI, first_message: AIMessage
+) -> None:
+    assert "Paris" in first_message.text
+    second = chat_model.invoke([HumanMessage(QUESTION), first_message, HumanMessage(NEXT_QUESTION)])
+    assert "Rome" in second.text
+
+
+def test_langchain_gets_the_same_text_and_usage_streamed_as_in_one_response(
+    chat_model: ChatOpenAI, first_message: AIMessage
+) -> None:
+    streamed = reduce(add, chat_model.stream(QUESTION, stream_usage=True))
+    assert streamed.text == first_message.text
+    assert streamed.usage_metadata == first_message.usage_metadata and streamed.usage_metadata["output_tokens"] > 3
+
+
+def test_langchain_gets_the_answers_of_a_batch_in_order(chat_model: ChatOpenAI, first_message: AIMessage) -> None:
+    answers = [answer.text for answer in chat_model.batch([QUESTION, "Hello"], max_tokens=2)]
+    assert answers[0] and first_message.text.startswith(answers[0])
+    assert answers[1].startswith("Hello")
+
+
+def test_langchain_continues_prompts(server: RunningServer) -> None:
+    greedy = GREEDY | {"max_tokens": 3}
+    model = OpenAI(model=EMBEDDED, base_url=f"{server.url}/v1", api_key="none", max_retries=0, **greedy)
+    texts = model.batch([PROMPT, "1, 2, 3, 4,"])
+    assert texts[0].startswith(" Paris") and texts[1].startswith(" 5,")
+    assert "".join(model.stream(PROMPT)) == texts[0]
