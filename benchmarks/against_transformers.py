@@ -4,8 +4,9 @@
 
 Both engines answer the same long prompts greedily in bfloat16. transformers keeps its KV in host memory and loads a
 whole layer at a time. The table shows the time of all answers including prompts, the decode rate (the time of answers
-with one token is subtracted), and the number of correct answers. Times are means of two rounds. There is no required
-result. After each measurement, the table of all results so far is printed, and the JSON file is overwritten.
+with one token is subtracted), and the number of correct answers. Times are means of two rounds. No
+ratio is required to pass. After each measurement, the table of all results so far is printed, and the JSON file is
+overwritten.
 transformers computes all indexer scores of a batch at once. A batch of all prompts can therefore exceed the GPU's
 memory; the row of this batch then shows "out of memory".
 

@@ -23,6 +23,7 @@ MODEL_HELP = (
     "built-in chat model."
 )
 # Settings that servers and routers share.
+MIN_CONNECTIONS = 8
 MAX_CONNECTIONS_HELP = (
     "Maximum number of open connections. At the limit, a new connection replaces the one that has been idle for "
     "longest. Lowered at start-up if the limit of open files is too low."
@@ -392,7 +393,7 @@ class ServeConfig:
         "Maximum number of completion requests in progress; further ones are answered with 429.",
         positive=True,
     )
-    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, positive=True)
+    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, minimum=MIN_CONNECTIONS)
     receive_timeout_seconds: float = setting(60.0, RECEIVE_TIMEOUT_HELP, positive=True)
     send_timeout_seconds: float = setting(60.0, SEND_TIMEOUT_HELP, positive=True)
     drain_seconds: float = setting(

@@ -80,8 +80,8 @@ class Channel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._new_socket(zmq.ROUTER)
         # ZeroMQ stops reading from a connection with more unread messages than `rcvhwm`. If the peer then disconnects,
-        # a heartbeat of either side aborts this process (ZeroMQ 4.3.5). So there is no limit; `receive` discards
-        # messages about as fast as a connection brings them.
+        # a heartbeat of either side aborts this process (ZeroMQ 4.3.5). So there is no limit; `receive` takes
+        # messages from the queue about as fast as a connection brings them.
         self._router.rcvhwm = 0
         self._router.handshake_ivl = HANDSHAKE_MS
         try:
@@ -256,7 +256,8 @@ class Channel:
             self._router.unbind(self._endpoint)  # this also closes the connections that were accepted there
             self._listening = False
         if not self._listening:
-            # ZeroMQ closes the old socket in another thread. While that one is open, the next call tries again.
+            # A thread of ZeroMQ closes the old socket. Until it has done so, `bind` fails; the next call of this method
+            # tries again.
             with contextlib.suppress(zmq.ZMQError):
                 self._router.bind(self._endpoint)
                 self._listening = True

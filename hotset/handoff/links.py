@@ -1,4 +1,4 @@
-"""Links of a decode worker: through each, one prefill worker writes to an endpoint of its own, and can be cut off.
+"""Links of a decode worker: it has one endpoint for each prefill worker, so that it can cut off a single one.
 
 A prefill worker that is lost may still write. When its endpoint is closed, the memory is no longer registered for it,
 and the threads and sockets that would receive its bytes are gone. This is enough for a peer on another machine, whose
@@ -35,8 +35,9 @@ class Link:
     peer: str
     hello: Hello | None = None  # introduces this worker with this endpoint; None until the endpoint is open
     process: ProcessIdentity | None = None  # the peer's process; known after Welcome
-    held_since: float | None = None  # no new handoff uses the link, because it will be retired
-    unconfirmed: set[HandoffKey] = field(default_factory=set)  # of a retired link: failed handoffs that it can write
+    held_since: float | None = None  # if set, the link will be retired, and no new handoff uses it since this time
+    # Set when the link is retired: failed handoffs to whose memory the peer may still write.
+    unconfirmed: set[HandoffKey] = field(default_factory=set)
     closing: bool = False
 
 
@@ -104,8 +105,10 @@ class Links:
         return observable and link.process is not None and not has_ended(link.process)
 
     def close_retired(self, unconfirmed: set[HandoffKey], now: float) -> None:
-        """Begins to close the endpoints of retired links that this cuts off, or that have no handoff in `unconfirmed`
-        any more."""
+        """Begins to close the endpoints of retired links.
+
+        Waits if the peer's process could still write to a handoff in `unconfirmed` after that.
+        """
         waiting = False
         for link in self._retired.values():
             link.unconfirmed &= unconfirmed

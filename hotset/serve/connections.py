@@ -21,7 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from hotset.base.config import ServeConfig
+from hotset.base.config import MIN_CONNECTIONS, ServeConfig
 from hotset.base.descriptors import descriptor_limit, free_descriptors, raise_descriptor_limit
 from hotset.base.errors import ConfigError, RequestTimeout
 from hotset.serve.access_log import ErrorLines
@@ -40,7 +40,6 @@ CHECK_SECONDS = 1.0  # interval between two checks of the time limits
 LOG_SECONDS = 60.0  # warnings about connections are logged at most this often
 RESERVED_DESCRIPTORS = 128  # kept free for everything other than connections of clients
 SPARE_CONNECTIONS = 64  # kept free for requests other than completions
-MIN_CONNECTIONS = 8
 
 Config = TypeVar("Config", ServeConfig, RouterConfig)
 
@@ -63,7 +62,7 @@ def fit_to_descriptors(config: Config, *, to_workers: bool = False) -> Config:
     if connections < MIN_CONNECTIONS or requests < 1:
         raise ConfigError(
             f"the limit of {descriptor_limit()} open files leaves too few for {MIN_CONNECTIONS} connections; raise it "
-            "with ulimit -n, or raise --max-connections"
+            "with ulimit -n"
         )
     if (connections, requests) != (config.max_connections, config.max_concurrency):
         logger.warning(
@@ -83,7 +82,7 @@ class ConnectionLimits:
     """The limits of the connections of one server. A request that waits for its answer has no time limit here."""
 
     max_connections: int
-    receive_seconds: float  # for a new client to send its headers; for a later request from its first byte on
+    receive_seconds: float  # to send headers, from the connection on; of later requests, from their first byte on
     send_seconds: float  # for a client that reads nothing of a response that is being sent
 
     @classmethod
@@ -98,8 +97,8 @@ class ConnectionLimits:
 class Connections:
     """Accepts connections on one socket, and closes those that exceed the limits.
 
-    asyncio's own server cannot be used: it accepts without a limit, and if no file descriptor is left, it logs a
-    traceback for every place in its queue, over and over.
+    asyncio's own server cannot be used. It accepts without a limit, and if no file descriptor is left, it tries again
+    without end and logs a traceback for each attempt.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:

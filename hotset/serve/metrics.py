@@ -107,7 +107,8 @@ class Metrics:
         )
         self.inter_token_seconds = Histogram(
             "hotset_inter_token_seconds",
-            "Time between tokens of one choice; tokens that arrive together count once, with their mean time.",
+            "Time between tokens of one choice. If several tokens arrive together, the time since the previous ones is "
+            "divided by their number and counted once.",
             buckets=TOKEN_SECONDS_BUCKETS,
             registry=self._registry,
         )

@@ -527,7 +527,8 @@ def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, l
         world.pass_time(5.0)
     world.pass_time(400.0)  # longer than a piece waits for a lease in a ring that is full of quarantined leases
     world.finish()
-    # What no sender has confirmed is still in quarantine. Closing the endpoints of all peers ends this.
+    # Memory of handoffs whose end no sender has confirmed is still in quarantine. `end_writers` stands for the closing
+    # of the peers' endpoints, which ends the quarantine.
     assert set(world.receiver.phases()) == world.receiver.unconfirmed_keys()
     world.receiver.end_writers(world.receiver.unconfirmed_keys(), world.now)
     world.run_actions()

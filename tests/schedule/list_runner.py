@@ -50,7 +50,10 @@ class ListRunner:
         self.landed |= self.device_pages(reservation)
 
     def device_pages(self, reservation: Reservation) -> set[int]:
-        """Returns the device pages of a reservation. Without index keys, `key_pages` are host pages."""
+        """Returns the device pages of a reservation.
+
+        A model without an indexer stores no index keys on the device; `key_pages` then repeats the host pages.
+        """
         keys = reservation.key_pages if self.geometry.keys_per_page else ()
         return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 

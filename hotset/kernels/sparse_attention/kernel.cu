@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     for (int n = 0; n < steps; ++n, at = wrapped(at + KEYS)) {
         wait_for_copies<(AHEAD - KEYS) / GROUP>();
         __syncthreads();  // all rows of this step have arrived; those of the previous step may be overwritten
-        if (n * KEYS + AHEAD < steps * KEYS) {  // the last step is filled up with rows of zeros
+        if (n * KEYS + AHEAD < steps * KEYS) {  // not `stop`: rows of zeros fill up the last step
             begin_rows<ROWS_OF_WARP>(shared, wrapped(at + AHEAD), entry, rows, row_stride);
         } else {
             begin_nothing();

@@ -14,7 +14,7 @@ MAX_SPLITS = 32  # limit of the merge
 # The cost model that decides the number of splits. It reproduces times measured on an H200. The unit of cost is a key:
 # the time in which a program that is alone on its multiprocessor processes one key.
 TWO_AT_ONCE = 1.7  # time of two programs that share a multiprocessor, relative to the time of one
-PROGRAM_KEYS = 2048  # fixed cost of a program, in keys x heads
+PROGRAM_KEYS = 2048  # start-up cost of a program with one head; a program with n heads has 1/n of it, in keys
 SUMS_KEYS = 0.75  # cost of storing the sums of one head and reading them in the merge
 MERGE_KEYS = 96  # remaining cost of the merge
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from hotset.base.address import MIN_SECRET_CHARACTERS
 from hotset.base.config import (
     MAX_CONNECTIONS_HELP,
+    MIN_CONNECTIONS,
     RECEIVE_TIMEOUT_HELP,
     SEND_TIMEOUT_HELP,
     check_settings,
@@ -51,7 +52,7 @@ class RouterConfig:
     max_concurrency: int = setting(
         4096, "Maximum number of completion requests in progress; further ones are answered with 429.", positive=True
     )
-    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, positive=True)
+    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, minimum=MIN_CONNECTIONS)
     receive_timeout_seconds: float = setting(60.0, RECEIVE_TIMEOUT_HELP, positive=True)
     send_timeout_seconds: float = setting(60.0, SEND_TIMEOUT_HELP, positive=True)
     response_timeout_seconds: float = setting(

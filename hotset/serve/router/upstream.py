@@ -32,7 +32,7 @@ HOP_BY_HOP = {
     "transfer-encoding",
     "upgrade",
 }
-# These headers are not forwarded either. The router or its HTTP library sets its own where HTTP needs them.
+# These headers are not forwarded either. The router and its HTTP library set their own.
 DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect"}
 DROPPED_REQUEST_HEADERS |= {PREFILL_HEADER, SIGNATURE_HEADER, REQUEST_ID_HEADER}
 DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {"content-length", "date", "server", REQUEST_ID_HEADER}

@@ -35,7 +35,7 @@ def test_a_worker_that_dies_before_the_first_byte_is_replaced_by_another(
     assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
     assert doomed.process.wait(WAIT_SECONDS) == -signal.SIGKILL
     assert router.up(prefill, idle_workers[2]), (
-        "the failed request and the next health check must be the two failures that take a worker down"
+        "two failures, the failed request and the next health check, must be enough to mark a worker as down"
     )
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
     assert router.metric("hotset_router_workers", role="decode", state="down") == 1
