@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import typer
+from harness import tiny_directory
+from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
 from hotset import LLM, SamplingParams, __version__
@@ -156,9 +158,10 @@ def test_an_api_key_from_two_flags_is_refused(tmp_path: Path, monkeypatch: pytes
     assert "leave one of them out" in capsys.readouterr().err
 
 
-def test_the_command_line_imports_neither_torch_nor_rich_tables() -> None:
-    code = "import sys, hotset.cli; sys.exit('torch' in sys.modules or 'rich.table' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def test_the_command_line_imports_no_package_that_would_delay_its_answers() -> None:
+    slow = ("torch", "numpy", "tokenizers", "fastapi", "uvicorn", "asyncio", "rich.table")
+    code = f"import sys, hotset.cli; print([name for name in {slow} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_version_is_printed() -> None:
@@ -198,6 +201,15 @@ def test_start_up_error_of_a_hotset_process_is_one_line_and_exit_status_1() -> N
     done = hotset("serve", "--port", "65536", stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: --port must lie in") and done.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_engine_follows_an_erased_bar_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"damaged, which only the engine notices")
+    command = [sys.executable, "-m", "hotset", "serve", tiny_directory(tmp_path), "--port", "0"]
+    code, output = run_on_terminal(command, ROOT, os.environ | {"TERM": "xterm"})
+    assert "Starting the engine" in output
+    error, last = screen(output)
+    assert (code, last) == (1, "") and error.startswith(f"error: {tmp_path / 'model.safetensors'} is damaged")
 
 
 def test_server_without_its_packages_prints_the_command_that_installs_them() -> None:

@@ -1,12 +1,14 @@
 """Names of devices, and whether this machine has a GPU driver. Both are found out without torch."""
 
 import ctypes
+import os
 import re
 
 from hotset.base.errors import ConfigError
 
 DEVICE_NAME = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 GPU_DRIVER = "libcuda.so.1"
+GPU_FILES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg")  # of the driver on servers, on Tegra, and on WSL
 
 
 def check_device_name(name: str) -> None:
@@ -16,9 +18,9 @@ def check_device_name(name: str) -> None:
 
 
 def has_gpu_driver() -> bool:
-    """Returns False if the library of the GPU's driver is missing, without which torch finds no GPU either."""
+    """Returns False if this machine has neither the library nor the files of a GPU driver: torch finds no GPU then."""
     try:
         ctypes.CDLL(GPU_DRIVER)
     except OSError:
-        return False
+        return any(map(os.path.exists, GPU_FILES))
     return True

@@ -215,5 +215,12 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
 
 
 def model_name(model: str) -> str:
-    """Returns the default name of a model: the last component of its path, or the name of the embedded model."""
-    return EMBEDDED_NAME if model == EMBEDDED else Path(model).resolve().name
+    """Returns the default name of a model: the last component of its path, or the name of the embedded model.
+
+    The path of a snapshot in a Hugging Face cache ends in a hash, so its name is that of the repository.
+    """
+    if model == EMBEDDED:
+        return EMBEDDED_NAME
+    path = Path(model).resolve()
+    repository = path.parent.parent.name
+    return repository.rpartition("--")[2] if repository.startswith("models--") else path.name

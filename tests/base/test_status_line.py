@@ -3,9 +3,7 @@
 import io
 import logging
 import os
-import pty
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from pseudo_terminal import run_on_terminal, screen
 
 from hotset.base.status_line import LOG_SECONDS, StatusLine, TaskProgress, show_counts
 
@@ -36,24 +35,6 @@ try:
 except (OSError, KeyboardInterrupt):
     print("error: the message", file=sys.stderr)
 """
-
-
-def screen(output: str) -> list[str]:
-    """Returns the lines that a terminal shows after `output`, which may contain \\r, \\n and ESC [K only."""
-    lines, column = [""], 0
-    for part in re.findall(r"\x1b\[K|\r|\n|[^\x1b\r\n]+", output):
-        if part == "\x1b[K":
-            lines[-1] = lines[-1][:column]
-        elif part == "\r":
-            column = 0
-        elif part == "\n":
-            lines.append("")
-            column = 0
-        else:
-            lines[-1] = lines[-1][:column].ljust(column) + part + lines[-1][column + len(part) :]
-            column += len(part)
-    assert "".join(re.findall(r"\x1b\[K|[^\x1b]+", output)) == output, f"unexpected control sequence: {output!r}"
-    return [line.rstrip() for line in lines]
 
 
 class Terminal(io.StringIO):
@@ -127,31 +108,16 @@ def test_a_task_shorter_than_the_interval_of_ten_seconds_is_not_logged(caplog: p
 
 @pytest.mark.parametrize("end", ["error", "interrupt", "kill"])
 def test_the_terminal_is_left_clean_after_an_error_ctrl_c_and_a_kill(end: str, tmp_path: Path) -> None:
-    controller, terminal = pty.openpty()
+    def on_output(output: str) -> None:
+        if "3 of 12" in output:
+            (tmp_path / "seen").touch()
+
     command = [sys.executable, "-c", FAILING, end, str(tmp_path / "seen")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    with subprocess.Popen(command, stderr=terminal, cwd=ROOT, env=environment) as process:
-        os.close(terminal)
-        output = b""
-        try:
-            while chunk := _read(controller):
-                output += chunk
-                if b"3 of 12" in output:
-                    (tmp_path / "seen").touch()
-        finally:
-            process.kill()
-            os.close(controller)
-    text = output.decode()
-    assert "━" in text and "\x1b[?25" not in text, "the cursor is never hidden, so nothing has to show it again"
+    _, output = run_on_terminal(command, ROOT, environment, on_output)
+    assert "━" in output, "no bar was drawn, so this test checks nothing"
+    # `screen` refuses the control sequence that hides the cursor, so nothing has to show it again.
     if end == "kill":
-        assert screen(text)[0].startswith("Loading") and text.endswith("\r")
+        assert screen(output)[-1].startswith("Loading") and output.endswith("\r"), "the next text overwrites the bar"
     else:
-        assert screen(text) == ["error: the message", ""]
-
-
-def _read(terminal: int) -> bytes:
-    """Returns the next bytes of a pseudo-terminal, or none if its other end is closed."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:
-        return b""
+        assert screen(output) == ["error: the message", ""]

@@ -110,7 +110,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
     no_config.mkdir()
     (Path(broken) / "config.json").write_text("{")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
-    no_tokenizer = model(tmp_path, "no-tokenizer")
+    sparse, no_tokenizer = model(tmp_path, "sparse", model_type="deepseek_v32"), model(tmp_path, "no-tokenizer")
     (Path(no_tokenizer) / "tokenizer.json").unlink()
     serve = ["serve", "--port", "0"]
     cases: list[tuple[list[str], str]] = [
@@ -141,7 +141,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
         ([*serve, tiny, "--pipeline-parallel-size", "3"], "the model has 2 layers; from 1 to 2 stages work"),
         ([*serve, tiny, "--kv-dtype", "fp8"], "--kv-dtype fp8 needs a model with latent KV"),
         ([*serve, tiny, "--hot-slots", "64"], "--hot-slots needs a model with sparse attention"),
-        ([*serve, "models/demo-dsa", "--hot-slots", "4"], "--hot-slots 4 cannot hold the 128 rows"),
+        ([*serve, sparse, "--hot-slots", "4"], "--hot-slots 4 cannot hold the 2048 rows"),
         ([*serve, tiny, "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
         ([*serve, str(tmp_path / "tinny"), "--disaggregate", "1P1D"], "does not exist"),
         (["serve", tiny, "--disaggregate", "1P1D", "--port", taken_port], f"port {taken_port}: Address already in use"),

@@ -1,6 +1,7 @@
 """The client of an engine process: answers, aborts, start-up errors, and a process that dies, is stopped or hangs."""
 
 import asyncio
+import multiprocessing
 import os
 import queue
 import signal
@@ -18,6 +19,7 @@ from processes import pause
 from hotset.base.config import EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.base.status_line import TaskProgress
 from hotset.engine import process as process_module
 from hotset.engine import progress as progress_module
 from hotset.engine.client import EngineClient
@@ -27,6 +29,7 @@ from hotset.engine.outputs import Delta
 from hotset.engine.process import AddRequests, EngineProcess, StopEngine
 from hotset.engine.progress import Progress
 from hotset.models import decoder as decoder_module
+from hotset.models.checkpoint.model_names import embedded_path
 
 DEADLINE_S = 200.0
 NOTICE_S = 60.0  # time for a client to notice a process that is stopped or hangs; the limit is 3 s
@@ -287,6 +290,36 @@ def test_draining_finishes_running_requests_and_accepts_no_new_ones(tmp_path: Pa
         await task
 
     with_client(config_of(tmp_path), scenario)
+
+
+def test_the_progress_of_the_start_reaches_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "SHOW_SECONDS", 0.0)
+    process = EngineProcess.__new__(EngineProcess)
+    process.pipe, child_end = multiprocessing.Pipe()
+    config = EngineConfig(device="cpu", device_kv_tokens=256)
+    building = threading.Thread(target=process_module._build, args=(config, child_end, lambda: None, lambda: None))
+    building.start()
+    shown: list[TaskProgress] = []
+    card = process.wait_ready(shown.append)
+    building.join()
+    title, size = f"Loading {card.name}", embedded_path().stat().st_size
+    loading = [progress for progress in shown if progress.title == title]
+    assert loading[0].total is None and loading[-1] == TaskProgress(title, size, size, in_bytes=True)
+    assert [progress.done for progress in loading] == sorted(progress.done for progress in loading)
+
+
+def test_no_more_progress_is_sent_than_a_person_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent reads the pipe late, so many reports would fill it and delay the start."""
+    monkeypatch.setattr(process_module, "SHOW_SECONDS", 1000.0)
+    pipe, child_end = multiprocessing.Pipe()
+    reporter = process_module._StartReporter(child_end)
+    for title in ("a", "b"):
+        for done in range(20):
+            reporter.show(TaskProgress(title, done, 20))
+    child_end.close()
+    assert [pipe.recv().progress.title for _ in range(2)] == ["a", "b"]
+    with pytest.raises(EOFError):
+        pipe.recv()
 
 
 def test_start_up_errors_of_the_process_are_raised_with_their_type_and_message(tmp_path: Path) -> None:

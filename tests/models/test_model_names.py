@@ -88,7 +88,7 @@ def test_a_downloaded_model_is_found_by_its_hub_name(main: str | None, used: str
     folder = download(empty_folder / "hub", OLD, NEW, main=main)
     assert find_model(NAME).path == folder / "snapshots" / used
     assert check_model(EngineConfig(NAME, load_format="dummy", tokenizer=None)).spec.vocab == 50
-    assert model_name(NAME) == "Tiny-Model-1.0"
+    assert model_name(NAME) == model_name(str(folder / "snapshots" / used)) == "Tiny-Model-1.0"
     assert downloaded_models() == [NAME]
 
 
