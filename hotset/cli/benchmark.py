@@ -1,6 +1,5 @@
 """`hotset bench`: measures a running server over HTTP, prints tables, and optionally writes JSON and a picture."""
 
-import asyncio
 import json
 import signal
 from pathlib import Path
@@ -84,6 +83,8 @@ def bench(
     values = with_key_of_file(values, api_key_file)
     config = BenchConfig(**config_values(BenchConfig, values))
     _check_output_files(json_file, plot_file)
+    import asyncio  # would delay the answers of all other commands
+
     try:
         from hotset.bench import plot, tables
     except ModuleNotFoundError as error:
@@ -111,6 +112,8 @@ def bench(
 
 async def _run(url: str, config: BenchConfig, console: "Console") -> "BenchReport":
     """Runs the benchmark. Ctrl-C during a measurement ends it with what was measured, a second one ends the program."""
+    import asyncio
+
     from hotset.bench.benchmark import Benchmark
     from hotset.bench.results import summarize
     from hotset.bench.tables import print_load
