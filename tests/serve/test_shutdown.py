@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import plain_http
 import pytest
 from running_server import serving
@@ -63,15 +65,24 @@ def test_death_of_the_engine_fails_its_requests_and_ends_the_server_with_1(tiny_
         with (
             plain_http.Client(base_url=server.url, timeout=60) as http,
             http.stream("POST", TEXT, json=body_of(8000)) as stream,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
         ):
+            endless = {"model": "tiny", "prompt": [1], "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
+            chunks = client.completions.create(**endless, stream=True)
+            next(chunks)
             os.kill(server.engine_pid(), signal.SIGKILL)
             *_, last = events_of(stream)
             assert (last["error"]["code"], last["error"]["type"]) == ("engine_stopped", "service_unavailable_error")
+            with pytest.raises(openai.APIError) as raised:
+                list(chunks)
+            assert (raised.value.code, raised.value.message) == ("engine_stopped", last["error"]["message"])
             for answer in (http.get("/health"), http.post(TEXT, json=body_of(1))):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
             assert "hotset_engine_up 0.0" in http.get("/metrics").text
         assert server.process.wait(90) == 1
         assert "Traceback" not in server.log()
+        cut = re.findall(rf"POST {TEXT} 200 \d+ ms: (.*)\n", server.log())
+        assert cut == [last["error"]["message"]] * 2, "the log has the reason why the streams ended"
 
 
 def start_up_error(*arguments: str) -> str:
