@@ -97,9 +97,12 @@ class RecordingModel:
     def kv_shape(self) -> KvShape:
         return self.inner.kv_shape
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
         assert isinstance(view, ResidentView)
-        return self.inner.forward(token_ids, RecordingView(view, self._recorded), logit_indices)
+        return self.inner.forward(token_ids, RecordingView(view, self._recorded))
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self.inner.logits(hidden, indices)
 
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:
         """Returns the recorded positions [requests, steps, layers, k] int32, EMPTY-padded.

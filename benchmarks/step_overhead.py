@@ -35,8 +35,11 @@ class NullModel:
     def __init__(self, rows: int) -> None:
         self._logits = torch.zeros(rows, VOCAB)
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
-        return self._logits[: token_ids.shape[0] if logit_indices is None else logit_indices.shape[0]]
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
+        return token_ids
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self._logits[: hidden.shape[0] if indices is None else indices.shape[0]]
 
 
 def measure(requests: int, steps: int) -> list[float]:

@@ -46,7 +46,7 @@ class SyntheticModel:
         self._rows = torch.randn(tokens, shape.row.width, generator=random).to(shape.row.dtype)
         self._keys = torch.randn(tokens, shape.key.width, generator=random).to(shape.key.dtype)
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
         count = token_ids.shape[0]
         for group in range(self._shape.groups):
             view.keys(group).store(view.segments.positions, self._keys[:count])
@@ -54,7 +54,10 @@ class SyntheticModel:
             for layer in self._shape.layers_of(group):
                 view.new_rows(layer).store(self._rows[:count])
                 view.select(layer, positions)
-        return self._logits[: count if logit_indices is None else logit_indices.shape[0]]
+        return token_ids
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self._logits[: hidden.shape[0] if indices is None else indices.shape[0]]
 
     def _select(self, view: View, group: int) -> Tensor:
         """Returns [tokens, topk] positions. In a step with a prompt, only the last token of each segment selects: other
@@ -102,10 +105,14 @@ class SyntheticDemoModel:
         self.kv_shape = self._decoder.kv_shape
         self.synthetic = SyntheticModel(self.kv_shape, self.spec.vocab)
         self.computes_decode = False
+        self._step_model: Decoder | SyntheticModel = self.synthetic  # the model of the current step
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
-        model = self._decoder if self.computes_decode and view.segments.decoding else self.synthetic
-        return model.forward(token_ids, view, logit_indices)
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
+        self._step_model = self._decoder if self.computes_decode and view.segments.decoding else self.synthetic
+        return self._step_model.forward(token_ids, view)
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self._step_model.logits(hidden, indices)
 
 
 class DemoEngine:

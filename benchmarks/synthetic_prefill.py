@@ -83,16 +83,18 @@ class SyntheticPrefillModel:
         self._keys = torch.randn(max_step_tokens, shape.key.width, device=self.device).to(shape.key.dtype)
         self._empty_selection = torch.full((1, shape.topk), EMPTY, device=self.device)
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
         if view.segments.decoding:
             if self._selection is not None:
                 view = SelectionOverride(view, self._selection.positions(view.segments.positions))
-            return self._decoder.forward(token_ids, view, logit_indices)
+            return self._decoder.forward(token_ids, view)
         count = token_ids.shape[0]
         for group in range(self.kv_shape.groups):
             view.keys(group).store(view.segments.positions, self._keys[:count])
             for layer in self.kv_shape.layers_of(group):
                 view.new_rows(layer).store(self._rows[:count])
                 view.select(layer, self._empty_selection.expand(count, -1))
-        sampled = count if logit_indices is None else logit_indices.shape[0]
-        return torch.zeros(sampled, self._decoder.spec.vocab, device=self.device)
+        return torch.zeros(count, self._decoder.hidden, dtype=self.dtype, device=self.device)
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self._decoder.logits(hidden, indices)

@@ -24,6 +24,7 @@ from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.spec import ModelSpec
+from hotset.schedule.plan import LogprobColumns
 
 CPU = torch.device("cpu")
 
@@ -58,13 +59,13 @@ class RandomWeights:
 
 
 class Recorder:
-    """Wraps a decoder and records all logits. `logits` maps the tokens of a context, up to and including a computed
+    """Wraps a decoder and records all logits. `recorded` maps the tokens of a context, up to and including a computed
     token, to the logits of that token: one tensor for each time that the token was computed."""
 
     def __init__(self, inner: RunnerModel) -> None:
         self._inner = inner
         self.device = inner.device
-        self.logits: dict[tuple[int, ...], list[Tensor]] = {}
+        self.recorded: dict[tuple[int, ...], list[Tensor]] = {}
         # [seats, context + 1]: the runner's token ids, which are complete for resumed requests too
         self.tokens = torch.empty(0, 0)
 
@@ -72,24 +73,30 @@ class Recorder:
     def kv_shape(self) -> KvShape:
         return self._inner.kv_shape
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
         assert isinstance(view, ResidentView)
-        logits = self._inner.forward(token_ids, view, None)
+        hidden = self._inner.forward(token_ids, view)
+        assert hidden is not None
+        logits = self._inner.logits(hidden, None)
         for _segment, first, last, length in view.segments:
             context = self.tokens[int(view.seat_of[first]), :length].tolist()
             assert context[length - (last - first) :] == token_ids[first:last].tolist()
             for index in range(first, last):
                 prefix = tuple(context[: length - (last - 1 - index)])
-                self.logits.setdefault(prefix, []).append(logits[index].clone())
-        return logits if logit_indices is None else logits[logit_indices]
+                self.recorded.setdefault(prefix, []).append(logits[index].clone())
+        return hidden
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self._inner.logits(hidden, indices)
 
 
 @dataclass
 class Answer:
-    """The tokens of one request and its finish reason."""
+    """The tokens of one request, its finish reason, and the log-probabilities of its prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
 
 
 def make_engine(model: RunnerModel, spec: ModelSpec, **settings: Any) -> Engine:
@@ -127,6 +134,8 @@ def run_all(
                 engine.add(choice)
         outputs = engine.step()
         engine.audit()
+        for request_id, columns in outputs.prompt_logprobs:
+            answers[request_id].prompt_logprobs.append(columns)
         for request_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             answers[request_id].token_ids.append(token)
         for request_id, reason in outputs.finished.items():

@@ -49,7 +49,7 @@ class SamplingParams:
     The parameters take effect on the logits in this order: `logit_bias`, repetition, presence and frequency penalties,
     `min_tokens` (stop ids are excluded), temperature, `top_k`, `top_p`, `min_p`, draw. The random number of a draw
     depends only on the seed and the token's position, so it does not change if the request is parked or handed over.
-    Reported log-probabilities are those of the logits before any of these changes.
+    Reported log-probabilities, those of the prompt too, are those of the logits before any of these changes.
     """
 
     n: int = 1
@@ -61,12 +61,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None  # None means that the engine draws a seed for each request
-    max_tokens: int | None = 16  # None means up to the end of the context
+    max_tokens: int | None = 16  # None means up to the end of the context; with 0, only the prompt is computed
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives to report in addition to the sampled token
+    prompt_logprobs: int | None = None  # the same for every token of the prompt, except the first
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -96,7 +97,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_count("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.max_tokens is not None:
-            _check_count("max_tokens", self.max_tokens, 1)
+            _check_count("max_tokens", self.max_tokens, 0)
         _check_count("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"is {self.min_tokens}, but must not exceed max_tokens ({self.max_tokens})")
@@ -112,8 +113,9 @@ class SamplingParams:
             _refuse("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, got {len(self.logit_bias or ())}")
         for token in self.stop_token_ids:
             _check_count("stop_token_ids", token, 0)
-        if self.logprobs is not None:
-            _check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), 0, MAX_LOGPROBS)
         for token, bias in (self.logit_bias or {}).items():
             _check_count("logit_bias", token, 0)
             _check_number("logit_bias", bias, -100.0, 100.0)

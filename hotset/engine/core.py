@@ -220,6 +220,7 @@ def _merge(outputs: Sequence[TokenOutputs]) -> TokenOutputs:
         merged.token_ids += replica_outputs.token_ids
         alternatives = replica_outputs.alternatives
         merged.alternatives.update({first + index: of_token for index, of_token in alternatives.items()})
+        merged.prompt_logprobs += replica_outputs.prompt_logprobs
         merged.finished.update(replica_outputs.finished)
         merged.errors.update(replica_outputs.errors)
     return merged

@@ -16,6 +16,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
+from hotset.models.logprobs import TokenLogprobs
 from hotset.schedule.plan import Plan
 from hotset.tiers.kv_memory import KvMemory
 
@@ -32,21 +33,25 @@ class RunnerModel(Protocol):
     def kv_shape(self) -> KvShape:
         """The layout of the model's KV."""
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor | None:
-        """Computes a step, reading and writing KV through the view, and returns logits.
+    def forward(self, token_ids: Tensor, view: View) -> Tensor | None:
+        """Computes the layers of a step, reading and writing KV through the view, and returns hidden states.
 
-        `logit_indices` are the indices in `token_ids` of the tokens whose logits are returned; None means all. A
-        pipeline stage that is not the last returns None.
+        A pipeline stage that is not the last returns None.
         """
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        """Returns the logits [n, vocab] of the tokens at the n `indices`, from the hidden states of all tokens of the
+        step. None means all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogits:
-    """The logits from which a step samples."""
+    """The logits from which a step samples, and the log-probabilities of prompt tokens that it computes."""
 
     logits: Tensor  # [tokens, vocab]
     positions: Tensor  # [tokens] int64: the position of each token in its context
     seat_of: Tensor  # [tokens] int64
+    prompt_logprobs: TokenLogprobs | None = None  # of all prompt ranges of the plan, in order; None if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +128,9 @@ class DecodeGraphs:
 
         def step() -> Tensor:
             view = self._memory.captured_view(seat_of, positions, has_tiered)
-            logits = self._model.forward(self._tokens[seat_of, positions], view, None)
-            assert logits is not None, "only whole models can be captured"
-            return logits
+            hidden = self._model.forward(self._tokens[seat_of, positions], view)
+            assert hidden is not None, "only whole models can be captured"
+            return self._model.logits(hidden, None)
 
         step()
         torch.cuda.synchronize()

@@ -77,7 +77,8 @@ class InputProcessor:
         card = self._card
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-        answer_tokens = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
+        # The prompt is followed by room for at least one token: with max_tokens 0, that token is sampled and dropped.
+        answer_tokens = max(1, params.min_tokens if params.max_tokens is None else params.max_tokens)
         length = len(prompt) + answer_tokens
         if length > card.max_model_len:
             raise ContextLengthExceeded(
@@ -93,6 +94,10 @@ class InputProcessor:
         self._check_tiers(tiers, length)
         if prefill_at is not None:
             prefill_at = self._normalized_peer(prefill_at)
+        if params.prompt_logprobs is not None or params.max_tokens == 0:
+            prefill_at = (
+                None  # a handoff brings the KV of a prompt, but not its logits: this worker computes the prompt
+            )
         self._check_landing(landing, prefill_at, tiers, length)
         if tiers == "resident":
             max_length = min(max_length, card.resident_len)

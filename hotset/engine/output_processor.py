@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from hotset.engine.input_processor import Choice
-from hotset.engine.outputs import Delta, Logprob, TokenLogprobs
+from hotset.engine.outputs import Delta, Logprob, PromptLogprobs, TokenLogprobs
 from hotset.engine.text import TextAssembler
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.plan import Alternatives, TokenOutputs
+from hotset.schedule.plan import Alternatives, LogprobColumns, TokenOutputs
 from hotset.schedule.request import FinishReason
 
 
@@ -20,6 +20,13 @@ class ChoiceState:
         self._stop_token_ids = params.stop_token_ids
         stream = None if tokenizer is None else tokenizer.stream(skip_special=params.skip_special_tokens)
         self._text = TextAssembler(stream, params)
+        self._prompt_ids = choice.prompt.token_ids
+        # The log-probabilities of the prompt so far; None if they were not requested, or were returned already
+        self._prompt_parts: list[LogprobColumns] | None = None if params.prompt_logprobs is None else []
+
+    def add_prompt_logprobs(self, part: LogprobColumns) -> None:
+        assert self._prompt_parts is not None, "log-probabilities of a prompt that were not requested, or come twice"
+        self._prompt_parts.append(part)
 
     def push(self, token: int, alternatives: Alternatives | None, finish_reason: FinishReason | None) -> Delta:
         """Returns the delta of one token. A stop string in the text ends the choice, even if the scheduler has not
@@ -33,12 +40,20 @@ class ChoiceState:
             finish_reason, stop_reason = "stop", self._text.stopped_by
         self.ended = finish_reason is not None
         logprobs = None if alternatives is None else (_logprobs(alternatives),)
-        return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason)
+        prompt_logprobs = self._take_prompt_logprobs()
+        return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason, prompt_logprobs=prompt_logprobs)
 
     def end(self, reason: FinishReason, error: str) -> Delta:
         """Returns the last delta of a choice that ended without a further token."""
         self.ended = True
-        return Delta(self.index, self._text.finish(), (), None, reason, error=error)
+        # A request that ends before its prompt is computed has only some of the log-probabilities, and reports none.
+        prompt_logprobs = self._take_prompt_logprobs() if reason in ("length", "stop") else None
+        return Delta(self.index, self._text.finish(), (), None, reason, error=error, prompt_logprobs=prompt_logprobs)
+
+    def _take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Returns the log-probabilities of the prompt, once, when they are complete."""
+        parts, self._prompt_parts = self._prompt_parts, None
+        return None if parts is None else PromptLogprobs(self._prompt_ids, parts)
 
 
 class OutputProcessor:
@@ -75,6 +90,9 @@ class OutputProcessor:
         last_token: dict[str, int] = {}
         if outputs.finished:
             last_token = {name: index for index, name in enumerate(outputs.request_ids) if name in outputs.finished}
+        for request_id, part in outputs.prompt_logprobs:
+            if (choice := self._open.get(request_id)) is not None:
+                choice.add_prompt_logprobs(part)
         for index, (request_id, token) in enumerate(zip(outputs.request_ids, outputs.token_ids, strict=True)):
             choice = self._open.get(request_id)
             if choice is None:

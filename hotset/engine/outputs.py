@@ -1,9 +1,12 @@
 """The output of an engine: deltas of answers as they arrive, finished requests, and statistics."""
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from hotset.handoff.agent import HandoffStats
+from hotset.schedule.plan import LogprobColumns
 from hotset.schedule.request import FinishReason
 
 
@@ -18,6 +21,55 @@ class Logprob:
 TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; includes the sampled token
 
 
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
+    """The log-probabilities of a prompt, with one entry per token.
+
+    The entry of the first token, which nothing predicts, is None. Any other entry has the token's own log-probability,
+    followed by those of the likeliest tokens at its position.
+
+    Entries are created when they are read, because a long prompt has millions of log-probabilities.
+    """
+
+    def __init__(self, token_ids: Sequence[int], parts: Iterable[LogprobColumns]) -> None:
+        """`parts` are the log-probabilities of all tokens except the first, in order."""
+        self._token_ids = token_ids
+        self._columns = LogprobColumns(array("d"), array("i"), array("i"), array("d"))
+        for part in parts:
+            self._columns.logprobs.extend(part.logprobs)
+            self._columns.ranks.extend(part.ranks)
+            self._columns.top_ids.extend(part.top_ids)
+            self._columns.top_logprobs.extend(part.top_logprobs)
+        assert len(self._columns) == len(token_ids) - 1, (
+            f"a prompt of {len(token_ids)} tokens has {len(self._columns)} log-probabilities"
+        )
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        positions = range(len(self))[index]
+        return self._entry(positions) if isinstance(positions, int) else [self._entry(each) for each in positions]
+
+    def _entry(self, position: int) -> TokenLogprobs | None:
+        if position == 0:
+            return None
+        columns, entry = self._columns, position - 1
+        alternatives = len(columns.top_ids) // len(columns)
+        own = Logprob(columns.logprobs[entry], columns.ranks[entry])
+        logprobs = {self._token_ids[position]: own}
+        first = entry * alternatives
+        for rank in range(1, alternatives + 1):
+            top = first + rank - 1
+            logprobs.setdefault(columns.top_ids[top], Logprob(columns.top_logprobs[top], rank))
+        return logprobs
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text and tokens of one choice since its previous delta."""
@@ -29,6 +81,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the id from `stop_token_ids`, that ended the choice
     error: str = ""  # the cause, if finish_reason is 'lost' or 'no_room'
+    prompt_logprobs: PromptLogprobs | None = None  # in the first delta of a choice, if requested
 
 
 @dataclass(slots=True)
@@ -41,6 +94,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def extend(self, delta: Delta) -> None:
         self.text += delta.text
@@ -49,6 +103,7 @@ class CompletionOutput:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -59,6 +114,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: PromptLogprobs | None = None  # None unless requested
 
 
 @dataclass(frozen=True, slots=True)

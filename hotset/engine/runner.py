@@ -1,16 +1,19 @@
 """The runner executes plans. It owns the model, the KV memory and the tokens of every seat, and makes no decisions."""
 
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits
 from hotset.kernels.device_copies import list_to_device, to_host_async
+from hotset.models.logprobs import TokenLogprobs, prompt_logprobs
 from hotset.models.sampler import Sampler, SamplerOutput
-from hotset.schedule.plan import Alternatives, AssignSeat, Plan, StepResult
+from hotset.schedule.plan import Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
 
@@ -27,17 +30,21 @@ class SampledToken:
 class SubmittedStep:
     """A plan that was submitted. On a GPU it may still be running."""
 
-    def __init__(self, number: int, sampled: SamplerOutput | None) -> None:
+    def __init__(
+        self, number: int, sampled: SamplerOutput | None = None, prompts: "PromptLogprobsCopy | None" = None
+    ) -> None:
         self.number = number
         self._sampled = sampled
+        self._prompts = prompts
         if sampled is not None:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
 
     def result(self) -> StepResult:
         """Returns the result of this step. Waits for its sampled tokens, if any, but not for later steps, unless
-        log-probabilities were requested: their copy waits for everything submitted so far."""
+        log-probabilities of sampled tokens were requested: their copy waits for everything submitted so far."""
+        prompt_columns = () if self._prompts is None else self._prompts.columns()
         if self._sampled is None:
-            return StepResult(self.number, ())
+            return StepResult(self.number, (), prompt_logprobs=prompt_columns)
         self._wait_for_token_ids()
         token_ids = self._token_ids.tolist()
         alternatives: dict[int, Alternatives] = {}
@@ -45,7 +52,41 @@ class SubmittedStep:
             on_host = self._sampled.logprobs.to_host()
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
-        return StepResult(self.number, token_ids, alternatives)
+        return StepResult(self.number, token_ids, alternatives, prompt_columns)
+
+
+class PromptLogprobsCopy:
+    """A copy to the host of the log-probabilities of a plan's prompt ranges."""
+
+    def __init__(self, ranges: Sequence[PromptRange], computed: TokenLogprobs) -> None:
+        self._ranges = ranges
+        tensors = (
+            computed.logprobs.double(),
+            computed.ranks.int(),
+            computed.top_ids.int(),
+            computed.top_logprobs.double(),
+        )
+        self._copies = [to_host_async(tensor) for tensor in tensors]
+
+    def columns(self) -> list[LogprobColumns]:
+        """Waits for the copy, and returns the columns of each range."""
+        for _, wait in self._copies:
+            wait()
+        lengths = [len(prompt_range) for prompt_range in self._ranges]
+        parts = zip(self._ranges, *(tensor.split(lengths) for tensor, _ in self._copies), strict=True)
+        return [
+            LogprobColumns(
+                logprobs=_to_array("d", logprobs),
+                ranks=_to_array("i", ranks),
+                top_ids=_to_array("i", top_ids[:, : prompt_range.alternatives]),
+                top_logprobs=_to_array("d", top_logprobs[:, : prompt_range.alternatives]),
+            )
+            for prompt_range, logprobs, ranks, top_ids, top_logprobs in parts
+        ]
+
+
+def _to_array(typecode: str, tensor: Tensor) -> "array[Any]":
+    return array(typecode, tensor.contiguous().numpy().tobytes())
 
 
 class Runner:
@@ -70,6 +111,7 @@ class Runner:
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
         self._barrier = barrier
+        self._vocab = vocab
         self._sampler = Sampler(seats, vocab, self._device)
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
 
@@ -98,30 +140,55 @@ class Runner:
             flushed |= isinstance(command, Flush)
             self._memory.execute(command)
         if not plan.seats:
-            return SubmittedStep(plan.number, None)
+            return SubmittedStep(plan.number)
         graphs = self._graphs
         sampled_logits = graphs.run(plan) if graphs is not None and graphs.can_run(plan) else self._forward(plan)
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
-        if sampled_logits is None or not plan.sampled:
-            return SubmittedStep(plan.number, None)
+        if sampled_logits is None:
+            return SubmittedStep(plan.number)
+        computed = sampled_logits.prompt_logprobs
+        prompts = None if computed is None else PromptLogprobsCopy(plan.prompt_ranges, computed)
+        if not plan.sampled:
+            return SubmittedStep(plan.number, prompts=prompts)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[index] for index in plan.sampled]
         next_positions = sampled_logits.positions + 1
         sampled = self._sampler.sample(sampled_logits.logits, seats, next_positions)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
-        return SubmittedStep(plan.number, sampled)
+        return SubmittedStep(plan.number, sampled, prompts)
 
     def _forward(self, plan: Plan) -> SampledLogits | None:
         """Computes a step without a graph. Returns None if a later pipeline stage computes the logits."""
         view = self._memory.view(plan.seats, plan.starts, plan.counts)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
-        logit_indices = self._last_tokens(plan)
-        logits = self._model.forward(token_ids, view, logit_indices)
-        if logits is None:
+        hidden = self._model.forward(token_ids, view)
+        if hidden is None:
             return None
-        if logit_indices is not None:
-            positions, seat_of = positions[logit_indices], seat_of[logit_indices]
-        return SampledLogits(logits, positions, seat_of)
+        prompts = self._prompt_logprobs(plan, hidden, positions, seat_of) if plan.prompt_ranges else None
+        last_tokens = self._last_tokens(plan)
+        logits = self._model.logits(hidden, last_tokens)
+        if last_tokens is not None:
+            positions, seat_of = positions[last_tokens], seat_of[last_tokens]
+        return SampledLogits(logits, positions, seat_of, prompts)
+
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, seat_of: Tensor) -> TokenLogprobs:
+        """Computes the log-probabilities of the plan's prompt ranges. The tensors are of all tokens of the step."""
+        ends = list(accumulate(plan.counts))
+        on_host: list[int] = []
+        for prompt_range in plan.prompt_ranges:
+            segment = prompt_range.segment
+            first_token = ends[segment] - plan.counts[segment]  # index of the segment's first token in the step
+            first = first_token + prompt_range.first - 1 - plan.starts[segment]
+            on_host += range(first, first + len(prompt_range))
+        indices = list_to_device(on_host, torch.int64, self._device)
+        token_ids = self._tokens[seat_of[indices], positions[indices] + 1].long()
+        return prompt_logprobs(
+            lambda some: self._model.logits(hidden, some),
+            indices,
+            token_ids,
+            alternatives=max(prompt_range.alternatives for prompt_range in plan.prompt_ranges),
+            vocab=self._vocab,
+        )
 
     def _assign_seat(self, command: AssignSeat) -> None:
         seat, prompt = command.seat, command.prompt

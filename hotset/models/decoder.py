@@ -49,8 +49,8 @@ class _Layer:
 class Decoder:
     """Turns token ids into logits, and reads and writes KV through a view.
 
-    `forward` runs a whole model. In a pipeline, the first stage calls `embed`, every stage calls `run_layers`, and the
-    last calls `logits`. Views number the layers and index groups of a stage from 0.
+    `forward` runs all layers of a whole model. In a pipeline, the first stage calls `embed`, and every stage calls
+    `run_layers`. `logits` then applies the LM head. Views number the layers and index groups of a stage from 0.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Decoder:
         check_data_parallel(spec, split.dp_size)
         self.spec = spec
         self.hidden = spec.hidden
-        self.on_layer: Callable[[], None] = lambda: None  # called after each layer; shows that a long step advances
+        self.on_layer: Callable[[], None] = lambda: None  # called after each layer and LM head; a long step advances
         self._storage, self._split, self._collectives = storage, split, collectives
         loader = ShardLoader(weights, split, collectives)
         skipping = ShardLoader(SkippedWeights(weights), split, collectives)
@@ -99,9 +99,9 @@ class Decoder:
             return gqa_kv_shape(len(stage), attention, self._split, self.dtype)
         return dsa_kv_shape(stage, attention, self.dtype, self._storage)
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
-        """Returns the logits [n, vocab] of the tokens at the n indices `logit_indices` (None: of all tokens)."""
-        return self.logits(self.run_layers(self.embed(token_ids), view), logit_indices)
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
+        """Returns the residual stream [tokens, hidden] after the last layer, for `logits`."""
+        return self.run_layers(self.embed(token_ids), view)
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [tokens] int64 -> [tokens, hidden]
         assert self._embedding is not None, "only the first stage holds the embedding"
@@ -118,10 +118,13 @@ class Decoder:
             self.on_layer()
         return x if delta is None else x + delta
 
-    def logits(self, x: Tensor, logit_indices: Tensor | None) -> Tensor:
-        """Returns the logits as `forward` does, in the accumulation dtype. Every rank gets the whole vocabulary."""
+    def logits(self, x: Tensor, indices: Tensor | None) -> Tensor:
+        """Returns the logits [n, vocab] of the tokens at the n `indices` (None: all tokens), in the accumulation dtype.
+        Every rank gets the whole vocabulary."""
         assert self._head is not None, "only the last stage holds the LM head"
-        return self._head(x if logit_indices is None else x[logit_indices])
+        logits = self._head(x if indices is None else x[indices])
+        self.on_layer()
+        return logits
 
     def idle_moe_step(self) -> None:
         """Data parallel: runs this rank's experts in a step in which only other ranks have tokens."""

@@ -9,49 +9,10 @@ from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
-from hotset.models.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, leading, uniforms
+from hotset.models.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
+from hotset.models.logprobs import SampledLogprobs, finite_logits, token_logprobs
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest normal float32: logits are divided by the temperature
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """The model's own log-probabilities for the `m` requests of a batch that requested them.
-
-    Ranks start at 1 and are unique: ties are ranked by ascending id. A token with logit -inf has log-probability -inf.
-    """
-
-    entries: Mapping[int, tuple[int, int]]  # index in the batch -> (index in the tensors, number of alternatives)
-    chosen_ids: Tensor  # [m] int64
-    chosen_logprobs: Tensor  # [m]
-    chosen_ranks: Tensor  # [m] int64
-    top_ids: Tensor  # [m, most] int64, likeliest first
-    top_logprobs: Tensor  # [m, most]
-
-    def to_host(self) -> "Logprobs":
-        """Copies everything to host memory and waits for the device, so that later calls of `of` do not wait."""
-        return Logprobs(
-            self.entries,
-            self.chosen_ids.cpu(),
-            self.chosen_logprobs.cpu(),
-            self.chosen_ranks.cpu(),
-            self.top_ids.cpu(),
-            self.top_logprobs.cpu(),
-        )
-
-    def of(self, index: int) -> dict[int, tuple[float, int]] | None:
-        """Returns {token id: (log-probability, rank)} of one request of the batch, or None if it requested none.
-
-        The chosen token comes first, then the likeliest ones.
-        """
-        if index not in self.entries:
-            return None
-        entry, count = self.entries[index]
-        logprobs = {int(self.chosen_ids[entry]): (float(self.chosen_logprobs[entry]), int(self.chosen_ranks[entry]))}
-        top = zip(self.top_ids[entry, :count].tolist(), self.top_logprobs[entry, :count].tolist(), strict=True)
-        for rank, (token, logprob) in enumerate(top, start=1):
-            logprobs.setdefault(token, (logprob, rank))
-        return logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +20,7 @@ class SamplerOutput:
     """The sampled tokens of one step. The tensors are on the logits' device, which may still be computing them."""
 
     token_ids: Tensor  # [n] int64
-    logprobs: Logprobs | None  # None if no request asked for log-probabilities
+    logprobs: SampledLogprobs | None  # None if no request asked for log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +128,7 @@ class Sampler:
         request are -inf, its token is 0.
         """
         batch = self._batch_of(seats)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        raw = logits.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.finfo(dtype).max, neginf=-torch.inf)
+        raw = finite_logits(logits)
         x = self._adjusted(raw, batch, positions) if batch.adjusts_logits else raw
         token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
         if batch.penalised is not None:
@@ -176,7 +136,9 @@ class Sampler:
         if not batch.logprobs:
             return SamplerOutput(token_ids, None)
         index = batch.logprob_index
-        return SamplerOutput(token_ids, token_logprobs(raw[index], token_ids[index], batch.logprobs))
+        most = max(count for _, count in batch.logprobs.values())
+        computed = token_logprobs(raw[index], token_ids[index], most)
+        return SamplerOutput(token_ids, SampledLogprobs(batch.logprobs, token_ids[index], computed))
 
     def _adjusted(self, raw: Tensor, batch: _Batch, positions: Tensor) -> Tensor:
         """Returns a copy of `raw` after bias, penalties and banned ids, in this order."""
@@ -317,22 +279,3 @@ class TokenCounts:
         self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(more, self._in_prompt.shape[1])])
         self._in_answer = torch.cat([self._in_answer, self._in_answer.new_zeros(more, self._in_answer.shape[1])])
         self._free.extend(range(before, before + more))
-
-
-def token_logprobs(logits: Tensor, chosen_ids: Tensor, entries: Mapping[int, tuple[int, int]]) -> Logprobs:
-    """Computes `Logprobs` from `logits` [m, vocab] and `chosen_ids` [m] of the requests in `entries`, in that order.
-
-    The logits contain no NaN.
-    """
-    m, vocab = logits.shape
-    most = min(vocab, max(count for _, count in entries.values()))
-    logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-    chosen = chosen_ids.unsqueeze(-1)
-    # Ranks follow the logits, because log_softmax may round two different logits to one value.
-    value = logits.gather(-1, chosen)
-    earlier = torch.arange(vocab, device=logits.device) < chosen
-    ranks = 1 + ((logits > value) | ((logits == value) & earlier)).sum(dim=-1)
-    top_ids = leading(logits, most).ids if most else chosen.new_empty(m, 0)
-    return Logprobs(
-        entries, chosen_ids, logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids)
-    )

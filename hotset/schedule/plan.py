@@ -1,5 +1,6 @@
 """Plans and results: the values that the scheduler exchanges with the runner and with the handoff endpoint."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,35 @@ from hotset.schedule.request import FinishReason, Request
 from hotset.tiers.commands import Command
 
 Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRange:
+    """Requests the log-probabilities of prompt tokens [first, last) of one request.
+
+    They follow from the logits of tokens [first - 1, last - 1), which segment `segment` of the same plan computes.
+    """
+
+    segment: int
+    first: int
+    last: int
+    alternatives: int  # number of likeliest tokens to report for each of the prompt tokens
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """The log-probabilities of consecutive prompt tokens, in columns: a prompt can have millions of them."""
+
+    logprobs: "array[float]"  # of each token
+    ranks: "array[int]"
+    top_ids: "array[int]"  # the likeliest tokens at each position, likeliest first: the same number for each token
+    top_logprobs: "array[float]"
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +116,7 @@ class Plan:
     starts: Sequence[int]
     counts: Sequence[int]
     sampled: Sequence[int]
+    prompt_ranges: Sequence[PromptRange] = ()
     announcements: Sequence[Announcement] = ()  # about prompts computed for peers
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
 
@@ -108,6 +139,21 @@ class PlanBuilder:
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.sampled: list[int] = []
+        self.prompt_ranges: list[PromptRange] = []
+
+    def add_prompt_range(self, request: Request, count: int) -> None:
+        """Adds the log-probabilities that follow from the newest `count` scheduled tokens of a request.
+
+        The request will be the next segment. The logits of a token give the log-probability of the token after it. Each
+        is requested once: if a request is computed again, those of its first tokens are known already.
+        """
+        known, alternatives = request.num_prompt_logprobs, request.prompt.params.prompt_logprobs
+        first = max(known, request.num_scheduled - count) + 1
+        last = min(request.num_scheduled + 1, len(request.prompt))
+        if first < last:
+            assert first == known + 1 and alternatives is not None, f"{request.request_id} has no logits of its prompt"
+            self.prompt_ranges.append(PromptRange(len(self.requests), first, last, alternatives))
+            request.num_prompt_logprobs = last - 1
 
     def build(self, announcements: Sequence[Announcement], *, reads_host: bool) -> Plan:
         """Returns the collected plan and begins the next one."""
@@ -118,6 +164,7 @@ class PlanBuilder:
             starts=self.starts,
             counts=self.counts,
             sampled=self.sampled,
+            prompt_ranges=self.prompt_ranges,
             announcements=announcements,
             reads_host=reads_host,
         )
@@ -128,11 +175,12 @@ class PlanBuilder:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens that the execution of a plan has sampled."""
+    """The tokens that the execution of a plan has sampled, and log-probabilities of prompts."""
 
     number: int
     token_ids: Sequence[int]  # aligned with the plan's `sampled`
     alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, if requested
+    prompt_logprobs: Sequence[LogprobColumns] = ()  # aligned with the plan's `prompt_ranges`
 
 
 @dataclass(slots=True)
@@ -142,11 +190,14 @@ class TokenOutputs:
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     alternatives: dict[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, if requested
+    # The next log-probabilities of a request's prompt, from its second token on. Those of its last token come before
+    # the first token of the answer.
+    prompt_logprobs: list[tuple[str, LogprobColumns]] = field(default_factory=list)
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # messages for requests that ended as 'lost' or 'no_room'
 
     def __bool__(self) -> bool:
-        return bool(self.request_ids or self.finished)
+        return bool(self.request_ids or self.prompt_logprobs or self.finished)
 
     def add(self, request_id: str, token_id: int, alternatives: Alternatives | None) -> None:
         if alternatives is not None:

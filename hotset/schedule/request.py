@@ -49,6 +49,7 @@ class Request:
         "landing",
         "max_length",
         "num_announced",
+        "num_prompt_logprobs",
         "num_scheduled",
         "num_unsampled",
         "parks",
@@ -95,12 +96,24 @@ class Request:
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample
+        # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
+        self.num_prompt_logprobs = 0
         self.in_flight = 0  # number of plans in flight that this request is part of
 
     def move(self, to: Phase) -> None:
         if to not in PHASE_TRANSITIONS[self.phase]:
             raise IllegalTransition(self.phase, to)
         self.phase = to
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """True if the logits of the whole prompt are needed, so that the whole prompt must be computed here."""
+        return self.prompt.params.prompt_logprobs is not None and not self.for_peer
+
+    @property
+    def prompt_only(self) -> bool:
+        """True if the request ends when its prompt is computed. The token that is sampled then is dropped."""
+        return self.prompt.params.max_tokens == 0
 
     @property
     def running(self) -> bool:

@@ -15,7 +15,15 @@ from hotset.base.config import TiersMode
 from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
 from hotset.schedule.landings import Announcements, Landings
-from hotset.schedule.plan import Alternatives, Plan, PlanBuilder, Reservation, StepResult, TokenOutputs, Withdrawal
+from hotset.schedule.plan import (
+    Alternatives,
+    Plan,
+    PlanBuilder,
+    Reservation,
+    StepResult,
+    TokenOutputs,
+    Withdrawal,
+)
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, FinishReason, Phase, Request
@@ -249,6 +257,10 @@ class Scheduler:
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         for request in requests:
             request.in_flight -= 1
+        for prompt_range, columns in zip(in_flight.plan.prompt_ranges, result.prompt_logprobs, strict=True):
+            request = requests[prompt_range.segment]
+            if request.phase is not Phase.ENDING:
+                outputs.prompt_logprobs.append((request.request_id, columns))
         for index, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
             request = requests[segment]
             if request.phase is Phase.ENDING:
@@ -256,6 +268,9 @@ class Scheduler:
             alternatives = result.alternatives.get(index)
             if request.for_peer:
                 self._hand_off(request, token, alternatives)
+                continue
+            if request.prompt_only:
+                self._end(request, "length")
                 continue
             outputs.add(request.request_id, token, alternatives)
             self._append_token(request, token)
@@ -334,6 +349,8 @@ class Scheduler:
         if request.phase is Phase.PREFILL and request.num_unsampled == 0:
             self.counters.tokens_prefilled += count
         request.num_scheduled += count
+        if request.needs_prompt_logits:
+            next_plan.add_prompt_range(request, count)
         if request.for_peer:
             self._announcements.announce_rows(request)
         if request.num_scheduled == len(request.tokens) + request.num_unsampled:

@@ -15,7 +15,7 @@ from hotset.models.answer_parser import AnswerParser, DividedText
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.logprobs import chat_logprobs
+from hotset.serve.logprobs import chat_logprobs, prompt_logprobs
 from hotset.serve.protocol import ChatRequest
 from hotset.serve.responses import (
     AssistantMessage,
@@ -25,6 +25,7 @@ from hotset.serve.responses import (
     ChatCompletionChunk,
     ChatLogprobs,
     DeltaMessage,
+    PromptLogprobs,
     Usage,
 )
 from hotset.serve.service import Service
@@ -40,6 +41,7 @@ class ChatFormatter:
     tokenizer: Tokenizer | None
     alternatives: int | None  # number of alternatives listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
+    prompt_alternatives: int | None  # number of alternatives listed per token of the prompt; None: none at all
     new_parser: Callable[[], AnswerParser]
     show_reasoning: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
@@ -62,7 +64,7 @@ class ChatFormatter:
             parts += parser.finish()
         text = DividedText.of(parts)
         reasoning = text.reasoning if self.show_reasoning else ""
-        shows_tokens = self.alternatives is not None or self.prompt_token_ids is not None
+        shows_tokens = self.alternatives is not None or self.prompt_token_ids is not None or delta.prompt_logprobs
         if not text.content and not reasoning and delta.finish_reason is None and not shows_tokens:
             return None
         choice = ChatChunkChoice(
@@ -73,7 +75,7 @@ class ChatFormatter:
             stop_reason=delta.stop_reason,
             token_ids=self._token_ids(delta),
         )
-        return self._chunk([choice])
+        return self._chunk([choice], prompt_logprobs=self._prompt_logprobs(delta))
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         return self._chunk([], usage)
@@ -91,7 +93,8 @@ class ChatFormatter:
             )
             for output in outputs
         ]
-        return ChatCompletion(**self._header(), choices=choices, usage=usage)
+        prompt_logprobs = self._prompt_logprobs(outputs[0])
+        return ChatCompletion(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def _message(self, text: str) -> AssistantMessage:
         parser = self.new_parser()
@@ -102,8 +105,13 @@ class ChatFormatter:
             reasoning_content=(divided.reasoning or None) if self.show_reasoning else None,
         )
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._header(), choices=choices, usage=usage)
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def _header(self) -> dict[str, Any]:
         """Returns the fields that all responses and chunks have."""
@@ -113,6 +121,12 @@ class ChatFormatter:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
+
+    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> PromptLogprobs | None:
+        """Returns the log-probabilities of the prompt, which come with the first choice."""
+        if piece.prompt_logprobs is None or self.prompt_alternatives is None or piece.index != 0:
+            return None
+        return prompt_logprobs(self.tokenizer, piece.prompt_logprobs, self.prompt_alternatives)
 
     def _token_ids(self, piece: Delta | CompletionOutput) -> list[int] | None:
         return None if self.prompt_token_ids is None else list(piece.token_ids)
@@ -131,20 +145,23 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prefill_at = service.prefill_at(request.headers)
-    prompt = await unless_disconnected(request.receive, service.encode_chat(body.messages, body))
+    encoding = service.encode_chat(body.messages, body, service.max_untruncated(body))
+    prompt = await unless_disconnected(request.receive, encoding)
+    token_ids = service.truncated(prompt.token_ids, body, max_tokens or 1)
     formatter = ChatFormatter(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=service.model_name,
         fingerprint=service.fingerprint,
         tokenizer=service.client.tokenizer,
         alternatives=alternatives,
-        prompt_token_ids=prompt.token_ids if body.return_token_ids else None,
+        prompt_token_ids=token_ids if body.return_token_ids else None,
+        prompt_alternatives=body.prompt_logprobs,
         new_parser=prompt.new_parser,
         show_reasoning=body.include_reasoning is not False,
     )
     job = GenerationJob(
         request_id=formatter.id,
-        prompts=[prompt.token_ids],
+        prompts=[token_ids],
         params=params,
         formatter=formatter,
         stream=bool(body.stream),

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -15,9 +15,16 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.logprobs import CompletionLogprobWriter
+from hotset.serve.logprobs import CompletionLogprobWriter, prompt_logprobs
 from hotset.serve.protocol import MAX_PROMPTS, CompletionRequest
-from hotset.serve.responses import Completion, CompletionChoice, CompletionChunk, CompletionLogprobs, Usage
+from hotset.serve.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Usage,
+)
 from hotset.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -35,15 +42,18 @@ class CompletionFormatter:
     prompts: Sequence[list[int]]
     params: SamplingParams
     show_token_ids: bool
+    echoed: Sequence[str] | None  # the texts of the prompts, if they are shown before the answers
+    prompt_alternatives: int | None  # number of alternatives listed per token of a prompt; None: no prompt_logprobs
     created: int = field(default_factory=lambda: int(time.time()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
-    _prompts_shown: set[int] = field(default_factory=set)  # choices whose prompt ids were already sent
+    _started: set[int] = field(default_factory=set)  # choices whose prompts were already shown
 
     def first_chunk(self, index: int) -> CompletionChunk | None:
         return None
 
     def chunk(self, delta: Delta) -> CompletionChunk | None:
-        shows_tokens = self.params.logprobs is not None or self.show_token_ids
+        shows_prompt = (self.echoed is not None or delta.prompt_logprobs) and delta.index not in self._started
+        shows_tokens = self.params.logprobs is not None or self.show_token_ids or shows_prompt
         if not delta.text and delta.finish_reason is None and not shows_tokens:
             return None
         return self._chunk([self._choice(delta)])
@@ -68,28 +78,39 @@ class CompletionFormatter:
         }
 
     def _choice(self, piece: Delta | CompletionOutput) -> CompletionChoice:
-        prompt_ids = None
-        if self.show_token_ids and piece.index not in self._prompts_shown:
-            self._prompts_shown.add(piece.index)
-            prompt_ids = self.prompts[piece.index // self.params.n]
+        first = piece.index not in self._started
+        self._started.add(piece.index)
+        prompt = piece.index // self.params.n
+        echoed = self.echoed[prompt] if first and self.echoed is not None else None
         return CompletionChoice(
             index=piece.index,
-            text=piece.text,
-            logprobs=self._logprobs(piece),
+            text=(echoed or "") + piece.text,
+            logprobs=self._logprobs(piece, echoed),
             finish_reason=api_finish_reason(piece),
             stop_reason=piece.stop_reason,
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=self.prompts[prompt] if first and self.show_token_ids else None,
             token_ids=list(piece.token_ids) if self.show_token_ids else None,
+            prompt_logprobs=self._prompt_logprobs(piece),
         )
 
-    def _logprobs(self, piece: Delta | CompletionOutput) -> CompletionLogprobs | None:
+    def _logprobs(self, piece: Delta | CompletionOutput, echoed: str | None) -> CompletionLogprobs | None:
+        """Returns the log-probabilities of a piece, after those of its prompt if `echoed` is the prompt's text."""
         if self.params.logprobs is None:
             return None
         writer = self._writers.get(piece.index)
         if writer is None:
-            writer = CompletionLogprobWriter(self.tokenizer, self.params.skip_special_tokens)
+            writer = CompletionLogprobWriter(self.tokenizer, self.params.skip_special_tokens, self.params.logprobs)
             self._writers[piece.index] = writer
-        return writer.write(piece.token_ids, piece.logprobs or ())
+        if echoed is None:
+            return writer.write(piece.token_ids, piece.logprobs or ())
+        assert piece.prompt_logprobs is not None, "echo with logprobs needs the log-probabilities of the prompt"
+        of_prompt = writer.write_prompt(self.prompts[piece.index // self.params.n], piece.prompt_logprobs, echoed)
+        return of_prompt.followed_by(writer.write(piece.token_ids, piece.logprobs or ()))
+
+    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> PromptLogprobs | None:
+        if piece.prompt_logprobs is None or self.prompt_alternatives is None:
+            return None
+        return prompt_logprobs(self.tokenizer, piece.prompt_logprobs, self.prompt_alternatives)
 
 
 async def completion(request: Request, service: Service, body: CompletionRequest) -> Response:
@@ -104,9 +125,12 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     default = max(1, body.min_tokens or 0, min(DEFAULT_MAX_TOKENS, room))
     max_tokens = default if body.max_tokens is None else body.max_tokens
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     if len(prompts) * params.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts with n = {params.n} make more than {MAX_PROMPTS} choices; send fewer"
         raise RequestError(message, param="n", code="invalid_value")
+    echoed = await service.texts(prompts, skip_special=params.skip_special_tokens) if body.echo else None
     formatter = CompletionFormatter(
         id=f"cmpl-{uuid.uuid4().hex}",
         model=service.model_name,
@@ -115,6 +139,8 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         prompts=prompts,
         params=params,
         show_token_ids=bool(body.return_token_ids),
+        echoed=echoed,
+        prompt_alternatives=body.prompt_logprobs,
     )
     job = GenerationJob(
         request_id=formatter.id,
@@ -131,7 +157,8 @@ async def completion(request: Request, service: Service, body: CompletionRequest
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Returns the prompts as token ids. The API accepts a text, texts, token ids, or lists of token ids.
+    """Returns the prompts as token ids, truncated as requested. The API accepts a text, texts, token ids, or lists of
+    token ids.
 
     Raises RequestError if all prompts together have too many tokens.
     """
@@ -140,7 +167,9 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]
     prompts: list[list[int]] = []
     total = 0
     for item in items:
-        prompts.append(await service.encode(item) if isinstance(item, str) else item)
+        token_ids = item if isinstance(item, list) else await _encoded(service, body, item)
+        answer_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts.append(service.truncated(token_ids, body, answer_tokens))
         total += len(prompts[-1])
         if len(items) > 1 and total > limit:
             raise RequestError(
@@ -150,6 +179,11 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]
                 code="invalid_value",
             )
     return prompts
+
+
+async def _encoded(service: Service, body: CompletionRequest, text: str) -> list[int]:
+    add_special = body.add_special_tokens is not False
+    return await service.encode(text, service.max_untruncated(body), add_special=add_special)
 
 
 def _as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> object:

@@ -211,9 +211,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "continue_final_message": Unsupported(_IN_CHAT, (False,)),
     "chat_template_kwargs": Unsupported(_IN_CHAT, ({},)),
     "chat_template": Unsupported("a template is a program; start the server with --chat-template"),
-    "add_special_tokens": Unsupported("send token ids as prompt"),
-    "truncate_prompt_tokens": Unsupported("send a shorter prompt"),
-    "prompt_logprobs": Unsupported("only generated tokens have log-probabilities"),
 }
 
 # Keys of a message. All others are ignored, because clients send back what they received.

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from pydantic import BaseModel
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hotset.base.config import LandingChoice, TiersChoice
-from hotset.base.errors import EngineStopped
+from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import CompletionOutput, Delta
@@ -24,6 +25,7 @@ from hotset.serve.protocol import StreamOptions
 from hotset.serve.responses import ChunkBase, Usage
 from hotset.serve.service import Load, Service
 
+MAX_PROMPT_LOGPROBS = 1 << 20  # of one response; they need about 300 MiB of memory while they are formatted
 DONE = b"data: [DONE]\n\n"
 # These characters are valid in JSON and do not end a line of an event stream, but many clients split lines at them.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
@@ -67,6 +69,21 @@ class GenerationJob:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    def check_size(self) -> None:
+        """Raises RequestError if the response would have too many log-probabilities of prompts."""
+        if self.params.prompt_logprobs is None:
+            return
+        tokens = self.prompt_tokens * self.params.n
+        count = tokens * (1 + self.params.prompt_logprobs)
+        if count > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"{tokens} tokens in prompts, each with {self.params.prompt_logprobs} alternatives, have {count} "
+                f"log-probabilities, and the limit for a response is {MAX_PROMPT_LOGPROBS}; send fewer or shorter "
+                "prompts, or request fewer alternatives",
+                param="prompt_logprobs",
+                code="invalid_value",
+            )
+
     def prompt_tokens_of(self, index: int) -> int:
         """Returns the number of prompt tokens of one choice."""
         return len(self.prompts[index // self.params.n])
@@ -79,13 +96,14 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
     If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
     service.check_open(job.choices)
+    job.check_size()
     waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)
     deltas = _measured(waiting, job, service.metrics)
     if not job.stream:
-        return json_response(await unless_disconnected(request.receive, _full_response(job, deltas)))
+        return await unless_disconnected(request.receive, _full_response(service, job, deltas))
     # The status line is sent only after the first delta, so a request that the engine rejects gets an error status.
     first = await unless_disconnected(request.receive, _first(deltas))
-    return EventStream(_events(job, first, deltas), deltas)
+    return EventStream(_events(service, job, first, deltas), deltas)
 
 
 def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
@@ -128,16 +146,22 @@ async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
     return await anext(deltas)
 
 
-async def _full_response(job: GenerationJob, deltas: AsyncGenerator[Delta, None]) -> BaseModel:
+async def _full_response(service: Service, job: GenerationJob, deltas: AsyncGenerator[Delta, None]) -> Response:
     outputs = [CompletionOutput(index) for index in range(job.choices)]
     async with aclosing(deltas):
         async for delta in deltas:
             outputs[delta.index].extend(delta)
     usage = _usage(job.prompt_tokens, sum(len(output.token_ids) for output in outputs))
-    return job.formatter.full_response(outputs, usage)
+
+    def formatted() -> Response:
+        return json_response(job.formatter.full_response(outputs, usage))
+
+    return formatted() if job.params.prompt_logprobs is None else await service.in_text_thread(formatted)
 
 
-async def _events(job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    service: Service, job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta, None]
+) -> AsyncGenerator[bytes, None]:
     completion_tokens = [0] * job.choices
     # As in vLLM, usage in every chunk needs both options, and is that of the chunk's choice.
     options = job.stream_options
@@ -149,14 +173,22 @@ async def _events(job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta
             chunk.usage = _usage(job.prompt_tokens_of(index), completion_tokens[index])
         return event_of(chunk)
 
+    def event_of_delta(delta: Delta) -> bytes | None:
+        chunk = job.formatter.chunk(delta)
+        return None if chunk is None else event_of_choice(delta.index, chunk)
+
     try:
         for index in range(job.choices):
             if (chunk := job.formatter.first_chunk(index)) is not None:
                 yield event_of_choice(index, chunk)
         async for delta in _chained(first, deltas):
             completion_tokens[delta.index] += len(delta.token_ids)
-            if (chunk := job.formatter.chunk(delta)) is not None:
-                yield event_of_choice(delta.index, chunk)
+            if delta.prompt_logprobs is None:
+                event = event_of_delta(delta)
+            else:
+                event = await service.in_text_thread(partial(event_of_delta, delta))
+            if event is not None:
+                yield event
     except Exception as error:
         yield event_of(error_body(error))
         return

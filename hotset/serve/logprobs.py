@@ -1,11 +1,19 @@
-"""Log-probabilities in the two formats of the OpenAI API: one for chat and one for completions."""
+"""Log-probabilities in the two formats of the OpenAI API, for chat and for completions, and vLLM's for prompts."""
 
 import codecs
 from collections.abc import Sequence
+from functools import cache
 
 from hotset.engine.outputs import Logprob, TokenLogprobs
 from hotset.models.tokenizer import Tokenizer
-from hotset.serve.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TokenLogprob
+from hotset.serve.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprobs,
+    PromptTokenLogprob,
+    TokenLogprob,
+)
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
 
@@ -23,33 +31,75 @@ def chat_logprobs(
     return ChatLogprobs(content=content)
 
 
+def prompt_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs | None], most: int) -> PromptLogprobs:
+    """Returns one entry per token of a prompt: the token itself, then the `most` likeliest tokens."""
+    names = cache(lambda token: None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace"))
+    return [
+        None
+        if entry is None
+        else {
+            str(token): PromptTokenLogprob(logprob=_finite(value), rank=value.rank, decoded_token=names(token))
+            for number, (token, value) in enumerate(entry.items())
+            if number == 0 or value.rank <= most
+        }
+        for entry in entries
+    ]
+
+
 class CompletionLogprobWriter:
     """Writes the log-probabilities of one choice in the completions format, which includes text offsets."""
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, alternatives: int) -> None:
         self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._name = cache(self._name_of)  # a token occurs at many positions of a prompt
         # Tokens that are not part of the text do not advance the offset.
         self._hidden = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
         self._offset = 0
-        # A character may span several tokens; it advances the offset at the token that completes it.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._start_text(0)
 
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+    def write_prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str
+    ) -> CompletionLogprobs:
+        """Returns the entries of an echoed prompt, whose text comes before that of the answer."""
+        written = self.write(token_ids, logprobs)
+        self._start_text(len(text))
+        return written
+
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
         """Returns the entries of tokens that follow those of the previous call."""
         written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token, ranked in zip(token_ids, logprobs, strict=True):
             written.tokens.append(self._name(token))
-            written.token_logprobs.append(_finite(ranked[token]))
-            top: dict[str, float] = {}
-            for candidate, logprob in _by_rank(ranked):
-                top.setdefault(self._name(candidate), _finite(logprob))
-            written.top_logprobs.append(top)
+            written.token_logprobs.append(None if ranked is None else _finite(ranked[token]))
+            written.top_logprobs.append(None if ranked is None else self._top(token, ranked))
             written.text_offset.append(self._offset)
             if self._tokenizer is not None and token not in self._hidden:
-                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+                self._offset += len(self._visible(token, self._tokenizer))
         return written
 
-    def _name(self, token: int) -> str:
+    def _top(self, token: int, ranked: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for candidate, logprob in _by_rank(ranked):
+            if logprob.rank <= self._alternatives or candidate == token:
+                top.setdefault(self._name(candidate), _finite(logprob))
+        return top
+
+    def _start_text(self, offset: int) -> None:
+        self._offset = offset
+        self._at_start = True
+        # A character may span several tokens; it advances the offset at the token that completes it.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def _visible(self, token: int, tokenizer: Tokenizer) -> str:
+        """Returns the characters that the token completes. Some tokenizers drop the space at the start of a text."""
+        text = self._decoder.decode(tokenizer.token_bytes(token))
+        if self._at_start and text.startswith(" ") and tokenizer.decode([token], skip_special=False)[:1] != " ":
+            text = text[1:]
+        self._at_start = False
+        return text
+
+    def _name_of(self, token: int) -> str:
         """Returns the token's text. A token that is not valid UTF-8 is escaped as a whole, to keep names distinct."""
         if self._tokenizer is None:
             return f"token_id:{token}"

@@ -252,6 +252,15 @@ class ChatMessage(LenientModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+def _not_zero(tokens: int) -> int:
+    if tokens == 0:
+        raise PydanticCustomError("tokens", "must be -1 or at least 1")
+    return tokens
+
+
+TruncatePromptTokens = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)]
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool | None = Field(
@@ -275,13 +284,20 @@ class SamplingFields(RequestBody):
     logit_bias: LogitBias | None = Field(None, description="Maps token ids to the value added to their logits.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0, description="0 only with echo or prompt_logprobs: nothing is generated.")
     min_tokens: int | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Report the prompt's tokens and this many alternatives for each."
+    )
+    truncate_prompt_tokens: TruncatePromptTokens | None = Field(
+        None,
+        description="Keep only this many tokens at the end of the prompt; -1: as many as the context has room for.",
+    )
     return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the choices.")
     tiers: TiersChoice | None = Field(
         None, description="Where this request's KV is stored. 'auto': on the device while there is room."
@@ -291,6 +307,11 @@ class SamplingFields(RequestBody):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Ignored without stream: true.")
+
+    @property
+    def shows_prompt(self) -> bool:
+        """True if the response shows the prompt, so that it has content even if nothing is generated."""
+        return self.prompt_logprobs is not None
 
 
 class ChatFields(RequestBody):
@@ -340,6 +361,8 @@ class ChatRequest(SamplingFields, ChatFields):
 class CompletionRequest(SamplingFields):
     prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(None, description="Return the prompt before the answer, also in logprobs.")
+    add_special_tokens: bool | None = Field(None, description="false: add no BOS or other special tokens to a text.")
     best_of: int | None = Field(None, description="Must equal n: every choice that is generated is returned.")
 
     @field_validator("best_of")
@@ -349,6 +372,10 @@ class CompletionRequest(SamplingFields):
             message = "is {best_of}, but must equal n ({choices}); use n, and choose among the choices yourself"
             raise PydanticCustomError("best_of", message, {"best_of": best_of, "choices": choices})
         return best_of
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo) or super().shows_prompt
 
 
 class TokenizeRequest(ChatFields):

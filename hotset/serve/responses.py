@@ -2,7 +2,8 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SkipValidation
+from typing_extensions import TypedDict
 
 
 class ErrorDetail(BaseModel):
@@ -38,9 +39,29 @@ class ChatLogprobs(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None for the first token of a prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+    def followed_by(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
+        return CompletionLogprobs(
+            tokens=self.tokens + other.tokens,
+            token_logprobs=self.token_logprobs + other.token_logprobs,
+            top_logprobs=self.top_logprobs + other.top_logprobs,
+            text_offset=self.text_offset + other.text_offset,
+        )
+
+
+class PromptTokenLogprob(TypedDict):
+    """One log-probability of `prompt_logprobs`. It is a dictionary, because a response can have a million."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+# For each token of the prompt: token id -> log-probability. None for the first token.
+PromptLogprobs = SkipValidation[list[dict[str, PromptTokenLogprob] | None]]
 
 
 def _omitted_if_none() -> Any:
@@ -83,6 +104,7 @@ class ChatChunkChoice(Choice):
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = _omitted_if_none()
 
 
 class CompletionBase(BaseModel):
@@ -104,11 +126,13 @@ class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = _omitted_if_none()
 
 
 class ChatCompletionChunk(ChunkBase):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
+    prompt_logprobs: PromptLogprobs | None = _omitted_if_none()
 
 
 class Completion(CompletionBase):

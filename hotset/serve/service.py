@@ -256,12 +256,40 @@ class Service:
             self.text_threads, lambda: self.tokenizer.encode(text, add_special=add_special, max_tokens=limit)
         )
 
+    def max_untruncated(self, body: SamplingFields) -> int:
+        """Returns how many tokens a prompt may have before it is truncated. Without truncation, the context length."""
+        return self.client.model.max_model_len if body.truncate_prompt_tokens is None else self.max_text_tokens
+
+    def truncated(self, prompt: list[int], body: SamplingFields, answer_tokens: int) -> list[int]:
+        """Returns the last `truncate_prompt_tokens` tokens of a prompt, or all if the request sets no limit. -1 leaves
+        room for `answer_tokens`, and for at least one token."""
+        kept = body.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(1, self.client.model.max_model_len - max(1, answer_tokens, body.min_tokens or 0))
+        return prompt if kept is None else prompt[-kept:]
+
+    async def texts(self, prompts: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Returns the texts of prompts. They are empty, as the texts of answers are, if the model has no tokenizer."""
+        tokenizer = self.client.tokenizer
+        if tokenizer is None:
+            return [""] * len(prompts)
+        return await self.in_text_thread(
+            lambda: [tokenizer.decode(prompt, skip_special=skip_special) for prompt in prompts]
+        )
+
+    async def in_text_thread(self, work: Callable[[], T]) -> T:
+        """Does work that takes too long for the event loop."""
+        return await self._run(self.text_threads, work)
+
     @staticmethod
     async def _run(threads: Executor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def sampling_params(self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams."""
+        if max_tokens == 0 and not body.shows_prompt:
+            message = "max_tokens is 0, so that nothing is generated: this is only for echo or prompt_logprobs"
+            raise RequestError(message, param="max_tokens", code="invalid_value")
         values: dict[str, Any] = dict(self.client.defaults)
         values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}

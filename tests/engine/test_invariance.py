@@ -154,11 +154,14 @@ class FailingModel:
         self.device = self._inner.device
         self.kv_shape = self._inner.kv_shape
 
-    def forward(self, token_ids: torch.Tensor, view: View, logit_indices: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, view: View) -> torch.Tensor:
         self._steps_left -= 1
         if self._steps_left < 0:
             raise RuntimeError("the device is gone")
-        return self._inner.forward(token_ids, view, logit_indices)
+        return self._inner.forward(token_ids, view)
+
+    def logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        return self._inner.logits(hidden, indices)
 
 
 def test_a_failed_step_raises_and_ends_the_engine_instead_of_hanging() -> None:

@@ -75,7 +75,8 @@ class Prepared:
             )
             flat = torch.tensor([token for new in tokens for token in new])
             last_tokens = torch.cumsum(torch.tensor([len(new) for new in tokens]), 0) - 1
-            chosen = self.model.forward(flat, DamagedView(view, damage), last_tokens).argmax(-1).tolist()
+            hidden = self.model.forward(flat, DamagedView(view, damage))
+            chosen = self.model.logits(hidden, last_tokens).argmax(-1).tolist()
             starts = [start + len(new) for start, new in zip(starts, tokens, strict=True)]
             tokens = [[token] for token in chosen]
             for answer, token in zip(answers, chosen, strict=True):
@@ -138,5 +139,5 @@ def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question])
         for first in range(0, len(prompt) - QUESTION_TOKENS, CHUNK):
             chunk = prompt[first : min(first + CHUNK, len(prompt) - QUESTION_TOKENS)]
             view = ResidentView(pool, tables, make_batch([seat], [first], [len(chunk)], CPU))
-            model.forward(torch.tensor(chunk), view, torch.tensor([len(chunk) - 1]))
+            model.forward(torch.tensor(chunk), view)
     return Prepared(questions, prompts, model, tokenizer, pool, tables)

@@ -219,7 +219,7 @@ def worst_difference(recorder: Recorder, sequence: list[int], oracle: torch.Tens
     """
     worst = torch.zeros(len(sequence))
     for position in range(len(sequence)):
-        ours = torch.stack(recorder.logits[tuple(sequence[: position + 1])])
+        ours = torch.stack(recorder.recorded[tuple(sequence[: position + 1])])
         worst[position] = (ours - oracle[position]).abs().max()
     return worst
 

@@ -5,10 +5,11 @@ are granted, except pages with landed KV. The slots, maps, index keys and worksp
 each step of the request, so a page with two owners fails a check.
 """
 
+from array import array
 from collections.abc import Iterable
 
 from hotset.memory.geometry import TAIL_PAGES, Geometry
-from hotset.schedule.plan import AssignSeat, Plan, Reservation, StepResult
+from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, Reservation, StepResult
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.residence import PageUse, Residence
 
@@ -83,7 +84,16 @@ class ListRunner:
             if segment in plan.sampled:
                 results.append(next_token(context))
                 self.seats[seat].tokens.append(results[-1])
-        return StepResult(plan.number, results)
+        scored = [self._score(plan, prompt_range) for prompt_range in plan.prompt_ranges]
+        return StepResult(plan.number, results, prompt_logprobs=scored)
+
+    @staticmethod
+    def _score(plan: Plan, scored: PromptRange) -> LogprobColumns:
+        """Returns the positions of the prompt tokens as their ranks. Their logits must be computed in the same plan."""
+        first = plan.starts[scored.segment]
+        assert first <= scored.first - 1 and scored.last - 1 <= first + plan.counts[scored.segment]
+        positions = array("i", range(scored.first, scored.last))
+        return LogprobColumns(array("d", [0.0] * len(scored)), positions, array("i"), array("d"))
 
     def execute(self, command: Command) -> None:
         seat = self.seats[command.seat]

@@ -73,6 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.withdrawn: set[tuple[str, int]] = set()
         self.announced: dict[str, int] = {}  # number of announced rows of each prompt computed for a peer
         self.first_tokens: dict[str, int] = {}  # first token announced for each of those prompts
+        self.scored: dict[str, int] = {}  # log-probabilities reported for each prompt that asks for them
+        self.prompt_only: set[str] = set()  # requests with max_tokens 0
 
     @rule(data=st.data())
     @precondition(lambda self: not self.for_peers)
@@ -96,7 +98,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             possible = ["auto"] + ["host"] * (self.ledger.host is not None)
             possible += ["device"] * (tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1)
             landing = data.draw(st.sampled_from(possible))
-        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), frozenset({STOP}))
+        params = SamplingParams(seed=0)
+        if prefill_at is None:
+            self.scored[name] = 0
+            if limit == length + 1 and length % 2:
+                self.prompt_only.add(name)
+            params = SamplingParams(seed=0, prompt_logprobs=0, max_tokens=0 if name in self.prompt_only else None)
+        prompt = PromptSpec(tuple(self.prompts[name]), params, frozenset({STOP}))
         self.scheduler.add(Request(name, prompt, limit, tiers, prefill_at, landing))
 
     @rule(data=st.data())
@@ -203,8 +211,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.audit()
 
     def record(self, outputs: TokenOutputs) -> None:
+        for name, columns in outputs.prompt_logprobs:
+            first = self.scored[name] + 1
+            assert [*columns.ranks] == [*range(first, first + len(columns))], "a log-probability came twice or never"
+            assert name not in self.reasons and not self.answers[name], (
+                "a log-probability came after a token or the end"
+            )
+            self.scored[name] += len(columns)
         for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             assert name not in self.reasons, "a request got a token after its end"
+            assert self.scored.get(name) in (None, len(self.prompts[name]) - 1), "a token came before log-probabilities"
             self.answers[name].append(token)
         for name, reason in outputs.finished.items():
             assert name not in self.reasons, "a request ended twice"
@@ -240,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, prompt in self.prompts.items():
             if name in self.announced:
                 continue
-            expected = alone(prompt, self.limits[name])
+            expected = [] if name in self.prompt_only else alone(prompt, self.limits[name])
             if self.reasons[name] == "abort":
                 assert name in self.aborted
                 assert self.answers[name] == expected[: len(self.answers[name])]
@@ -250,7 +266,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.answers[name] == expected[: len(self.answers[name])]
             else:
                 assert self.answers[name] == expected
-                assert self.reasons[name] == ("stop" if expected[-1] == STOP else "length")
+                assert self.reasons[name] == ("stop" if expected[-1:] == [STOP] else "length")
+                assert self.scored.get(name) in (None, len(prompt) - 1)
 
 
 def alone(prompt: list[int], limit: int) -> list[int]:

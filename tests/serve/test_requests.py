@@ -156,6 +156,8 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
         ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("best_of", 2), ("repetition_penalty", 0), ("presence_penalty", 3),
         ("frequency_penalty", -3), ("n", 0), ("n", 129), ("n", 1.5), ("max_tokens", 0), ("max_tokens", "4"),
         ("min_tokens", 3), ("logprobs", 21), ("logprobs", True), ("seed", 1 << 63), ("seed", 0.5),
+        ("max_tokens", -1), ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2), ("echo", "yes"), ("add_special_tokens", 1),
         ("stop", ["a"] * 17), ("stop", 5), ("stream", "yes"), ("ignore_eos", 1),
     ]],
     (TEXT, {"stop": ["a", ""]}, "invalid_value", "stop[1]"),

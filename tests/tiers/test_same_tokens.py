@@ -76,9 +76,9 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
         recorders.append(recorder)
     off, always = recorders
     assert tokens[0] == tokens[1]
-    assert off.logits.keys() == always.logits.keys()
-    for context, rows in off.logits.items():
-        assert torch.equal(torch.stack(rows), torch.stack(always.logits[context])), (
+    assert off.recorded.keys() == always.recorded.keys()
+    for context, rows in off.recorded.items():
+        assert torch.equal(torch.stack(rows), torch.stack(always.recorded[context])), (
             f"logits differ at position {len(context) - 1}"
         )
 
@@ -95,9 +95,9 @@ def test_the_demo_model_gives_the_same_answers_with_tiers_always_and_off(length:
     weights.finish()
     chunks = {"device_kv_tokens": 2048, "max_num_batched_tokens": 512}
     off = answers(recorder, files.spec, prompts, tokens, tiers="off", **chunks)
-    logits_off = recorder.logits
-    recorder.logits = {}
+    logits_off = recorder.recorded
+    recorder.recorded = {}
     always = answers(recorder, files.spec, prompts, tokens, tiers="always", hot_slots=128, **chunks)
     assert off == always
     for context, rows in logits_off.items():
-        assert torch.equal(torch.stack(rows), torch.stack(recorder.logits[context]))
+        assert torch.equal(torch.stack(rows), torch.stack(recorder.recorded[context]))

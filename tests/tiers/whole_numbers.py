@@ -50,7 +50,7 @@ class IntegerModel:
     def __init__(self) -> None:
         self.chosen: list[tuple[int, int, list[list[int]]]] = []  # seat, position of the token, selections by group
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
         hidden = _mix(token_ids.long() + 1, view.segments.positions + 1)
         selections: list[Tensor] = []
         for layer in range(LAYERS):
@@ -63,7 +63,10 @@ class IntegerModel:
         for _segment, _first, last, length in view.segments:
             selected = [[p for p in positions[last - 1].tolist() if p != EMPTY] for positions in selections]
             self.chosen.append((int(view.seat_of[last - 1]), length - 1, selected))
-        tokens = hidden % VOCAB if logit_indices is None else hidden[logit_indices] % VOCAB
+        return hidden
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        tokens = hidden % VOCAB if indices is None else hidden[indices] % VOCAB
         return F.one_hot(tokens, VOCAB).float()
 
     def _choose(self, view: View, group: int, query: Tensor) -> Tensor:

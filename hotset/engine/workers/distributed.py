@@ -49,8 +49,8 @@ class Stage:
     def kv_shape(self) -> KvShape:
         return self._decoder.kv_shape
 
-    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor | None:
-        """Returns logits at the last stage, and None at all others."""
+    def forward(self, token_ids: Tensor, view: View) -> Tensor | None:
+        """Returns hidden states at the last stage, and None at all others."""
         if self._previous_worker is None:
             x = self._decoder.embed(token_ids)
         else:
@@ -58,9 +58,12 @@ class Stage:
             self._world.receive(x, self._previous_worker)
         x = self._decoder.run_layers(x, view)
         if self._next_worker is None:
-            return self._decoder.logits(x, logit_indices)
+            return x
         self._world.send(x, self._next_worker)
         return None
+
+    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        return self._decoder.logits(hidden, indices)
 
     def idle_moe_step(self) -> None:
         """Takes part in the expert collectives of a step in which only other replicas compute tokens."""
