@@ -171,7 +171,7 @@ def _load_in_process(
     model = load_decoder(config, device, show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
     model.on_layer = advance
     budget = kv_budget(config, model.kv_shape, spec.context, device)
-    pinned = show_counts(show, "Preparing the host store", in_bytes=True)
+    pinned = show_counts(show, "Preparing the KV cache", in_bytes=True)
     return budget, in_process_executor(config, model, budget, device, spec.vocab, pinned)
 
 

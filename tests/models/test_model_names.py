@@ -1,8 +1,11 @@
 """The model that a user names: suggestions for a misspelt one, and models of the Hugging Face cache."""
 
+import importlib.util
 import os
+import runpy
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from harness import tiny_directory
 
@@ -87,6 +90,9 @@ def test_a_hub_name_that_was_not_downloaded_is_explained(empty_folder: Path) -> 
 def test_a_downloaded_model_is_found_by_its_hub_name(main: str | None, used: str, empty_folder: Path) -> None:
     folder = download(empty_folder / "hub", OLD, NEW, main=main)
     assert find_model(NAME).path == folder / "snapshots" / used
+    if main == used:
+        found = huggingface_hub.snapshot_download(NAME, cache_dir=empty_folder / "hub", local_files_only=True)
+        assert Path(found) == folder / "snapshots" / used
     assert check_model(EngineConfig(NAME, load_format="dummy", tokenizer=None)).spec.vocab == 50
     assert model_name(NAME) == model_name(str(folder / "snapshots" / used)) == "Tiny-Model-1.0"
     assert downloaded_models() == [NAME]
@@ -109,10 +115,23 @@ def test_only_hub_names_are_looked_up_in_the_cache(name: str, empty_folder: Path
     assert "hub" not in refusal(name).replace(name, "")
 
 
-def test_the_cache_is_where_the_tools_of_hugging_face_keep_it() -> None:
-    """The variables and their order are those of `huggingface_hub.constants`."""
-    home = Path.home()
-    assert hub_cache({}) == home / ".cache" / "huggingface" / "hub"
-    assert hub_cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
-    assert hub_cache({"HF_HOME": "~/h", "XDG_CACHE_HOME": "/x"}) == home / "h" / "hub"
-    assert hub_cache({"HF_HUB_CACHE": "/c", "HF_HOME": "/h"}) == Path("/c")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/x"},
+        {"HF_HOME": "~/h", "XDG_CACHE_HOME": "/x"},
+        {"HF_HUB_CACHE": "$HOME/c", "HF_HOME": "/h"},
+        {"HUGGINGFACE_HUB_CACHE": "/old", "HF_HOME": "/h"},
+    ],
+)
+def test_the_cache_is_where_the_tools_of_hugging_face_keep_it(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    path = importlib.util.find_spec("huggingface_hub.constants").origin  # type: ignore[union-attr]
+    constants = runpy.run_path(path, {"__package__": "huggingface_hub"})  # a fresh copy, which reads the environment
+    assert str(hub_cache()) == constants["HF_HUB_CACHE"]
