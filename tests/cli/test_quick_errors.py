@@ -137,6 +137,8 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
             "--max-model-len 129 exceeds the 128 tokens of this model's context",
         ),
         ([*serve, tiny, "--tokenizer", str(no_config)], f"{no_config} holds no tokenizer.json"),
+        ([*serve, tiny, "--chat-template", str(tmp_path / "chat.jinja")], "chat.jinja"),
+        ([*serve, tiny, "--default-chat-template-kwargs", "{"], "must be a JSON object, got '{'"),
         ([*serve, tiny, "--tensor-parallel-size", "3"], "does not divide 2 attention heads"),
         ([*serve, tiny, "--pipeline-parallel-size", "3"], "the model has 2 layers; from 1 to 2 stages work"),
         ([*serve, tiny, "--kv-dtype", "fp8"], "--kv-dtype fp8 needs a model with latent KV"),
