@@ -81,7 +81,7 @@ def test_death_of_the_engine_fails_its_requests_and_ends_the_server_with_1(tiny_
             assert "hotset_engine_up 0.0" in http.get("/metrics").text
         assert server.process.wait(90) == 1
         assert "Traceback" not in server.log()
-        cut = re.findall(rf"POST {TEXT} 200 \d+ ms: (.*)\n", server.log())
+        cut = re.findall(rf"POST {TEXT} 200 \d+ ms \S+: (.*)\n", server.log())
         assert cut == [last["error"]["message"]] * 2, "the log has the reason why the streams ended"
 
 
