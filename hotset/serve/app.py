@@ -145,8 +145,9 @@ def _model_routes(service: Service) -> APIRouter:
     routes = APIRouter(tags=["model"], route_class=json_route(service.text_threads))
 
     def served() -> ModelObject:
+        model = service.client.model
         return ModelObject(
-            id=service.model_name, created=service.started, max_model_len=service.client.model.max_model_len
+            id=service.model_name, created=service.started, root=model.name, max_model_len=model.max_model_len
         )
 
     @routes.get("/v1/models", responses=_full(ModelList) | _errors(401, 500))

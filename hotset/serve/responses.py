@@ -153,6 +153,8 @@ class ModelObject(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["hotset"] = "hotset"
+    root: str  # the model's own name, which --served-model-name does not change
+    parent: None = None
     max_model_len: int
 
 

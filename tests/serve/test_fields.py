@@ -1,17 +1,28 @@
 """The table of fields that are not implemented: complete, and applied as it says."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+from pydantic import BaseModel
 
 from hotset.base.errors import UnsupportedField
-from hotset.serve.fields import IGNORED, LIST, UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, implemented_fields
-from hotset.serve.protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from hotset.serve.fields import IGNORED, LIST, UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, Unsupported, implemented_fields
+from hotset.serve.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 
+API = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 BODIES = {ChatRequest: chat_params, CompletionRequest: text_params}
 OTHER = object()  # equal to no JSON value
 
@@ -89,3 +100,40 @@ def test_keys_of_messages_that_would_change_the_answer_are_refused_unless_they_a
         ChatMessage.model_validate({"role": "assistant", "content": "a", name: value})
     with pytest.raises(ValueError, match=f"{name} is not supported.*{entry.advice}"):
         ChatMessage.model_validate({"role": "assistant", "content": "a", name: {"id": "x"}})
+
+
+def rows(fields: dict[str, str]) -> list[str]:
+    """Returns the rows of a table in the document: the fields that have the same remaining columns share a row."""
+    names: dict[str, list[str]] = {}
+    for name, columns in fields.items():
+        names.setdefault(columns, []).append(f"`{name}`")
+    return [f"| {', '.join(names[columns])} | {columns} |" for columns in names]
+
+
+def ignored_rows() -> list[str]:
+    return rows(dict(IGNORED))
+
+
+def unsupported_rows() -> list[str]:
+    def columns(entry: Unsupported) -> str:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in entry.values)
+        return f"{values or 'none'} | {entry.advice}"
+
+    return rows({name: columns(entry) for name, entry in UNSUPPORTED.items()})
+
+
+def test_the_document_has_the_rows_of_the_table() -> None:
+    """If this fails, replace the rows in docs/api.md by those of the two functions above."""
+    document = API.read_text()
+    for heading, expected in (
+        ("| field | why |\n|---|---|\n", ignored_rows()),
+        ("| field | values | instead |\n|---|---|---|\n", unsupported_rows()),
+    ):
+        _, _, rest = document.partition(heading)
+        assert rest.partition("\n\n")[0].splitlines() == expected
+
+
+@pytest.mark.parametrize("body", [*BODIES, TokenizeRequest, DetokenizeRequest, StreamOptions, ChatMessage])
+def test_the_document_names_every_implemented_field(body: type[BaseModel]) -> None:
+    missing = set(body.model_fields) - set(re.findall(r"`(\w+)", API.read_text()))
+    assert not missing, f"describe {missing} in docs/api.md"

@@ -118,7 +118,7 @@ def test_without_the_right_key_health_and_metrics_are_accessible_and_the_api_is_
     with plain_http.Client(base_url=http.base_url, headers={"x-api-key": API_KEY}) as friend:
         assert friend.post(TEXT, json=body).status_code == 200
     assert http.post(TEXT, json=body).status_code == 200
-    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["renamed"]
+    assert [(model["id"], model["root"]) for model in http.get("/v1/models").json()["data"]] == [("renamed", "tiny")]
 
 
 def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(http: httpx.Client) -> None:
