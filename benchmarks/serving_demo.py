@@ -40,7 +40,8 @@ from hotset.base.units import GIB, show_bytes
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.loading import choose_device, choose_dtype, kv_storage
+from hotset.engine.loading import choose_device, choose_dtype
+from hotset.engine.model_checks import kv_storage
 from hotset.engine.outputs import EngineStats
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions

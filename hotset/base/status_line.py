@@ -65,11 +65,11 @@ class StatusLine:
     the terminal is therefore still usable, and messages of other processes overwrite the line.
     """
 
-    def __init__(self, title: str, stream: TextIO | None = None, log_seconds: float = LOG_SECONDS) -> None:
-        """`stream` is standard error by default."""
+    def __init__(self, title: str, stream: TextIO | None = None, log_seconds: float | None = None) -> None:
+        """`stream` is standard error by default, and `log_seconds` is LOG_SECONDS."""
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._interval = DRAW_SECONDS if self._is_terminal else log_seconds
+        self._interval = DRAW_SECONDS if self._is_terminal else log_seconds or LOG_SECONDS
         self._progress, self._since = TaskProgress(title), time.monotonic()
         self._lock = threading.Lock()
         self._ended = threading.Event()

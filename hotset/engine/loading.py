@@ -9,18 +9,17 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
-from hotset.base.units import show_bytes
-from hotset.engine.model_checks import kv_storage
+from hotset.engine.model_checks import check_weights_fit, dtype_name, kv_storage
 from hotset.engine.sizing import free_bytes
 from hotset.memory.device_pool import KvShape
-from hotset.models.checkpoint.files import ModelFiles, find_model
+from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.gqa import gqa_kv_shape
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
-from hotset.models.split import WHOLE_MODEL, Split, layer_weights
+from hotset.models.split import WHOLE_MODEL, Split
 
 LOGGER = logging.getLogger("hotset.engine")
 MIN_CAPABILITY = (8, 0)  # the oldest compute capability with bfloat16 matrix units, which the kernels require
@@ -67,11 +66,8 @@ def why_no_gpu(index: int) -> str | None:
 
 
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """Returns the named dtype. The default is the checkpoint's on a GPU (bfloat16 for float16), float32 on a CPU."""
-    if name is None:
-        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
-        name = "float32" if device.type == "cpu" else of_checkpoint
-    dtype = getattr(torch, name)
+    """Returns the dtype whose name is that of `dtype_name`."""
+    dtype = getattr(torch, dtype_name(name, spec, device.type))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -81,19 +77,6 @@ def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> Kv
     if isinstance(spec.attention, GqaSpec):
         return gqa_kv_shape(spec.layers, spec.attention, WHOLE_MODEL, dtype)
     return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
-
-
-def check_weights_fit(files: ModelFiles, dtype: torch.dtype, free: int, workers: int) -> None:
-    """Raises ConfigError if a worker's share of the weights, at least 1 / `workers`, exceeds `free` bytes."""
-    spec = files.spec
-    vocabulary_matrices = 1 if spec.tied_embeddings else 2
-    count = sum(layer_weights(spec)) + vocabulary_matrices * spec.vocab * spec.hidden
-    needed = count * dtype.itemsize // workers
-    if needed > free:
-        raise ConfigError(
-            f"{files.path}: the weights that its configuration describes take {show_bytes(needed)} per worker, but "
-            f"only {show_bytes(free)} are free; use more workers, another device or a smaller model"
-        )
 
 
 def load_decoder(
@@ -106,7 +89,7 @@ def load_decoder(
     """Loads one worker's part of the model. `progress(done, total)` counts bytes."""
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
-    check_weights_fit(files, dtype, free_bytes(device), config.workers)
+    check_weights_fit(files, dtype.itemsize, free_bytes(device), config.workers)
     weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
     decoder = Decoder(files.spec, weights, kv_storage(config, files.spec), split, collectives)
     weights.finish()

@@ -1,23 +1,27 @@
 """Checks a configuration against the model's configuration files. Needs neither torch nor the weights.
 
 The command line makes these checks before it starts a process or imports torch, so that a mistake is answered at once.
-The engine makes them again, and also checks what depends on the device and on the contents of the weights.
+The engine makes them again, and also checks what depends on a GPU and on the contents of the weights.
 """
 
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
+from hotset.base.host_memory import host_memory
+from hotset.base.units import show_bytes
 from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import ModelFiles, find_model, find_tokenizer, read_weight_index, shard_paths
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
-from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
+from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, layer_weights, stage_layers
 
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer, as a multiple of the model's top-k
 
 
 def check_model(config: EngineConfig) -> ModelFiles:
     """Returns the model's files. Raises StartupError if the model or a setting cannot be used."""
-    if config.device not in (None, "cpu") and not has_gpu_driver():
+    on_gpu = config.device != "cpu" and has_gpu_driver()
+    if config.device not in (None, "cpu") and not on_gpu:
         raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
     files = find_model(config.model)
     if config.load_format == "auto" and files.gguf is None:
@@ -30,7 +34,31 @@ def check_model(config: EngineConfig) -> ModelFiles:
     kv_storage(config, spec)
     hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
     model_splits(config, spec)
+    if not on_gpu:
+        dtype = dtype_name(config.dtype, spec, "cpu")
+        check_weights_fit(files, DTYPE_BYTES[dtype], host_memory().free, config.workers)
     return files
+
+
+def dtype_name(name: str | None, spec: ModelSpec, device_type: str) -> str:
+    """Returns `name`. The default is the checkpoint's dtype on a GPU (bfloat16 for float16), and float32 on a CPU."""
+    if name is None:
+        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
+        return "float32" if device_type == "cpu" else of_checkpoint
+    return name
+
+
+def check_weights_fit(files: ModelFiles, dtype_bytes: int, free: int, workers: int) -> None:
+    """Raises ConfigError if a worker's share of the weights, at least 1 / `workers`, exceeds `free` bytes."""
+    spec = files.spec
+    vocabulary_matrices = 1 if spec.tied_embeddings else 2
+    count = sum(layer_weights(spec)) + vocabulary_matrices * spec.vocab * spec.hidden
+    needed = count * dtype_bytes // workers
+    if needed > free:
+        raise ConfigError(
+            f"{files.path}: the weights that its configuration describes take {show_bytes(needed)} per worker, but "
+            f"only {show_bytes(free)} are free; use more workers, another device or a smaller model"
+        )
 
 
 def context_length(config: EngineConfig, model_context: int) -> int:

@@ -14,7 +14,12 @@ from typing import TextIO
 import pytest
 from pseudo_terminal import run_on_terminal, screen
 
-from hotset.base.status_line import LOG_SECONDS, StatusLine, TaskProgress, show_counts
+from hotset import LLM
+from hotset.base import status_line
+from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.errors import StartupError
+from hotset.base.status_line import LOG_SECONDS, ShowProgress, StatusLine, TaskProgress, show_counts
+from hotset.serve.server import run as run_server
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 60.0
@@ -121,3 +126,34 @@ def test_the_terminal_is_left_clean_after_an_error_ctrl_c_and_a_kill(end: str, t
         assert screen(output)[-1].startswith("Loading") and output.endswith("\r"), "the next text overwrites the bar"
     else:
         assert screen(output) == ["error: the message", ""]
+
+
+def start_server() -> None:
+    assert run_server(EngineConfig(), ServeConfig(port=0)) == 1
+
+
+def start_llm() -> None:
+    with pytest.raises(StartupError, match="as planned"):
+        LLM()
+
+
+@pytest.mark.parametrize("start", [start_server, start_llm])
+def test_a_start_without_a_terminal_logs_its_progress(
+    start: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(config: EngineConfig, *rest: object, show: ShowProgress) -> None:
+        show(TaskProgress("Loading m", GIB, 4 * GIB, in_bytes=True))
+        wait_for(lambda: any(message.startswith("Loading m: 25 % of 4.0 GiB, ") for message in caplog.messages))
+        raise StartupError("it fails, as planned")
+
+    monkeypatch.setattr(status_line, "LOG_SECONDS", 0.02)
+    monkeypatch.setattr("hotset.engine.llm.build_engine", load)
+    monkeypatch.setattr(
+        "hotset.serve.server.EngineClient.start", lambda config, process, show: load(config, process, show=show)
+    )
+    caplog.set_level(logging.INFO, logger="hotset")
+    start()
+    assert "\x1b" not in capsys.readouterr().err

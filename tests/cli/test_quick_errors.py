@@ -112,6 +112,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     sparse, no_tokenizer = model(tmp_path, "sparse", model_type="deepseek_v32"), model(tmp_path, "no-tokenizer")
     (Path(no_tokenizer) / "tokenizer.json").unlink()
+    huge = model(tmp_path, "huge", hidden_size=1 << 20, intermediate_size=1 << 20)
     serve = ["serve", "--port", "0"]
     cases: list[tuple[list[str], str]] = [
         (["sevre"], "Did you mean 'serve'?"),
@@ -136,6 +137,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
             [*serve, tiny, "--max-model-len", "129"],
             "--max-model-len 129 exceeds the 128 tokens of this model's context",
         ),
+        ([*serve, huge, "--device", "cpu"], "take 49152.4 GiB per worker, but only"),
         ([*serve, tiny, "--tokenizer", str(no_config)], f"{no_config} holds no tokenizer.json"),
         ([*serve, tiny, "--chat-template", str(tmp_path / "chat.jinja")], "chat.jinja"),
         ([*serve, tiny, "--default-chat-template-kwargs", "{"], "must be a JSON object, got '{'"),

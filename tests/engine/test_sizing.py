@@ -16,7 +16,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB
 from hotset.engine import sizing
 from hotset.engine.input_processor import InputProcessor, ModelCard
-from hotset.engine.loading import kv_storage
+from hotset.engine.model_checks import kv_storage
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
 from hotset.memory.device_pool import KvShape

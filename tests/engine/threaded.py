@@ -19,7 +19,8 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.engine.build import assemble, model_card, worker_splits
 from hotset.engine.core import Engine
-from hotset.engine.loading import kv_storage, whole_kv_shape
+from hotset.engine.loading import whole_kv_shape
+from hotset.engine.model_checks import kv_storage
 from hotset.engine.progress import Progress
 from hotset.engine.sizing import shared_budget
 from hotset.engine.workers import worker as worker_module

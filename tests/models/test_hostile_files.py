@@ -18,7 +18,8 @@ from tokenizers import models, pre_tokenizers
 from hotset.base.config import EngineConfig
 from hotset.base.errors import RequestError, StartupError
 from hotset.engine.frontend import load_frontend
-from hotset.engine.loading import check_weights_fit, whole_kv_shape
+from hotset.engine.loading import whole_kv_shape
+from hotset.engine.model_checks import check_weights_fit
 from hotset.models import gguf_tokenizer, tokenizer_probe
 from hotset.models import tokenizer as tokenizer_module
 from hotset.models.checkpoint.files import ModelFiles, find_model
@@ -136,7 +137,7 @@ def check_config(model_dir: Path, architecture: str, changes: Iterable[tuple[tup
         if spec.rope.dim <= 4096:
             Rope(spec.rope, torch.float32, CPU).at(torch.arange(3))
         with accepted_or_refused(str(model_dir)):
-            check_weights_fit(files, torch.float32, 1 << 40, 1)
+            check_weights_fit(files, torch.float32.itemsize, 1 << 40, 1)
 
 
 @pytest.mark.parametrize(
