@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hotset.base.sampling import SamplingParams
     from hotset.engine.llm import LLM
+    from hotset.models.chat_prompt import ChatOptions
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "ChatOptions", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "hotset.engine.llm", "SamplingParams": "hotset.base.sampling"}
+_HOME = {
+    "LLM": "hotset.engine.llm",
+    "ChatOptions": "hotset.models.chat_prompt",
+    "SamplingParams": "hotset.base.sampling",
+}
 
 
 def __getattr__(name: str) -> object:

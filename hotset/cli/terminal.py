@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.models.answer_parser import AnswerParser, DividedText, PlainParser, TextPart
 
 if TYPE_CHECKING:  # these modules take longer to import than the rest of the command line
     from hotset.engine.llm import LLM
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # these modules take longer to import than the rest of the co
     from hotset.schedule.request import FinishReason
 
 CHAT_COMMANDS = "/reset clears the conversation, /system TEXT sets the system message, /exit quits"
+DIM, NOT_DIM = "\x1b[2m", "\x1b[0m"
 CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D quits"
 
 
@@ -26,22 +28,39 @@ class PrintedAnswer:
     """The text that was printed, and why it ended."""
 
     text: str
+    reasoning: str
     finish_reason: "FinishReason | None"
 
 
-def print_stream(deltas: "Generator[Delta, None, None]") -> PrintedAnswer:
-    """Prints text as it arrives. Ctrl-C aborts the request after the current delta."""
-    text = ""
+def print_stream(deltas: "Generator[Delta, None, None]", parser: AnswerParser | None = None) -> PrintedAnswer:
+    """Prints text as it arrives, and reasoning to stderr in a dim style. Ctrl-C aborts the request after the current
+    delta."""
+    parser = parser or PlainParser()
+    parts: list[TextPart] = []
     finish_reason: FinishReason | None = None
     with _deferred_interrupt() as interrupted, closing(deltas):
         for delta in deltas:
-            print(delta.text, end="", flush=True)
-            text, finish_reason = text + delta.text, delta.finish_reason
+            finish_reason = delta.finish_reason
             if interrupted.is_set() and finish_reason is None:
                 finish_reason = "abort"
+            for part in parser.push(delta.text) + (parser.finish() if finish_reason is not None else []):
+                _print_part(part, parts[-1].channel if parts else part.channel)
+                parts.append(part)
+            if finish_reason == "abort":
                 break
     print()
-    return PrintedAnswer(text, finish_reason)
+    text = DividedText.of(parts)
+    return PrintedAnswer(text.content, text.reasoning, finish_reason)
+
+
+def _print_part(part: TextPart, previous_channel: str) -> None:
+    if part.channel == "content":
+        if previous_channel == "reasoning":
+            print(file=sys.stderr, flush=True)
+        print(part.text, end="", flush=True)
+    else:
+        text = f"{DIM}{part.text}{NOT_DIM}" if sys.stderr.isatty() else part.text
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -138,20 +157,23 @@ class Conversation:
                 raise
             print_note(f"error: {error}")
             return
-        answer = print_stream(deltas)
-        self.turns.append({"role": "assistant", "content": answer.text})
+        answer = print_stream(deltas, self.llm.answer_parser(self._with_system(self.turns)))
+        reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        self.turns.append({"role": "assistant", "content": answer.text, **reasoning})
         if answer.finish_reason == "length":
             print_note("(cut off: --max-tokens was reached, or the context is full)")
         elif answer.finish_reason == "abort":
             print_note("(stopped)")
 
+    def _with_system(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}, *turns] if self.system else turns
+
     def _stream_with_turns_that_fit(self) -> "Generator[Delta, None, None]":
         """Returns the stream of the answer. Drops the oldest turns until the newest question fits into the context."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
         kept = self.turns
         while True:
             try:
-                deltas = self.llm.stream_chat([*system, *kept], self.params)
+                deltas = self.llm.stream_chat(self._with_system(kept), self.params)
                 break
             except ContextLengthExceeded:
                 if len(kept) == 1:

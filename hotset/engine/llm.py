@@ -16,9 +16,9 @@ from hotset.engine.frontend import Prompt, load_frontend, token_ids_of
 from hotset.engine.input_processor import Choice, InputProcessor
 from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import CompletionOutput, Delta, EngineStats, RequestOutput
+from hotset.models.answer_parser import AnswerParser
+from hotset.models.chat_prompt import ChatOptions, Message
 from hotset.models.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -88,10 +88,15 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
         tiers: TiersChoice = "auto",
+        options: ChatOptions | None = None,
     ) -> list[RequestOutput]:
-        """Returns the answers to one conversation, or to a list of conversations."""
+        """Returns the answers to one conversation, or to a list of conversations.
+
+        `options` decide how a conversation becomes a prompt, for instance whether the model thinks. The text of an
+        answer includes its reasoning; `answer_parser` separates the two.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [{"prompt_token_ids": self._chat_ids(conversation)} for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [{"prompt_token_ids": self._chat_ids(conversation, options)} for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, params, tiers)
 
     def stream(
@@ -103,10 +108,20 @@ class LLM:
         return self._deltas(choices)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, tiers: TiersChoice = "auto"
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        tiers: TiersChoice = "auto",
+        options: ChatOptions | None = None,
     ) -> Generator[Delta, None, None]:
         """Yields the deltas of the answer to one conversation."""
-        return self.stream({"prompt_token_ids": self._chat_ids(messages)}, params, tiers)
+        return self.stream({"prompt_token_ids": self._chat_ids(messages, options)}, params, tiers)
+
+    def answer_parser(self, messages: Sequence[Message], options: ChatOptions | None = None) -> AnswerParser:
+        """Returns a parser that separates the reasoning in one answer to a conversation from its content."""
+        options = options or ChatOptions()
+        continued = str(messages[-1]["content"]) if options.continue_final_message else ""
+        return self._chat_tokenizer.answer_parser(self._chat_tokenizer.render_chat(messages, options), continued)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -147,11 +162,15 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         return token_ids_of(prompt, self.tokenizer, self.card.max_model_len)
 
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    @property
+    def _chat_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; give token ids", param="messages")
-        text = self.tokenizer.render_chat(messages)
-        return self.tokenizer.encode(text, add_special=False, max_tokens=self.card.max_model_len)
+        return self.tokenizer
+
+    def _chat_ids(self, messages: Sequence[Message], options: ChatOptions | None) -> list[int]:
+        text = self._chat_tokenizer.render_chat(messages, options)
+        return self._chat_tokenizer.encode(text, add_special=False, max_tokens=self.card.max_model_len)
 
     def _accept(self, token_ids: Sequence[int], params: SamplingParams, tiers: TiersChoice) -> list[Choice]:
         self._check_open()

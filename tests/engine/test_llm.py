@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 from harness import tiny_directory
 
-from hotset import LLM, SamplingParams
+from hotset import LLM, ChatOptions, SamplingParams
 from hotset.base.errors import CheckpointError, ConfigError, ContextLengthExceeded, EngineStopped, RequestError
+from hotset.models.answer_parser import DividedText
 
 IDS = {"prompt_token_ids": [5, 6, 7]}
 
@@ -187,6 +188,22 @@ def test_the_embedded_model_answers_with_paris_and_ends_its_turn(embedded: LLM) 
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
     assert "<|im_end|>" not in answer.text
+
+
+def test_an_answer_can_continue_the_last_message(embedded: LLM) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    messages = [question, {"role": "assistant", "content": "The capital of France is the city of"}]
+    options = ChatOptions(continue_final_message=True)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (answer,) = embedded.chat(messages, params, options=options)
+    assert embedded.tokenizer is not None
+    assert embedded.tokenizer.decode(answer.prompt_token_ids).endswith(
+        "assistant\nThe capital of France is the city of"
+    )
+    streamed = "".join(delta.text for delta in embedded.stream_chat(messages, params, options=options))
+    assert streamed == answer.outputs[0].text and streamed.startswith(" Paris")
+    parser = embedded.answer_parser(messages, options)
+    assert DividedText.of([*parser.push(streamed), *parser.finish()]) == DividedText("", streamed)
 
 
 def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_tokenized(embedded: LLM) -> None:
