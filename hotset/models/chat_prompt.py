@@ -110,9 +110,11 @@ class ChatFormat:
         self._renderer.close()
 
     def _prepared(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form that templates expect: the arguments of tool calls are objects, not JSON
-        texts, and the role `developer` is `system` in templates that do not know it."""
+        """Returns the message in the form that templates expect: content is a text, the arguments of tool calls are
+        objects and not JSON texts, and the role `developer` is `system` in templates that do not know it."""
         prepared = dict(message)
+        if prepared.get("content") is None:
+            prepared["content"] = ""  # many templates would render None as a word
         if prepared.get("role") == "developer" and "developer" not in self.template:
             prepared["role"] = "system"
         if isinstance(prepared.get("tool_calls"), list):

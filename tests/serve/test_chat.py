@@ -4,12 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tokenizers
+from harness import tiny_directory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -21,12 +21,11 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import Delta
-from hotset.models.checkpoint.files import ModelFiles, find_model
+from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import ChatSettings, Tokenizer
 from hotset.schedule.plan import TokenOutputs
 from hotset.serve.app import create_app
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 TEMPLATE = (
     "{{ bos_token }}"
@@ -89,7 +88,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedClient]
     backend.save(str(directory / "tokenizer.json"))
     config = {"bos_token": "<bos>", "eos_token": "<end>", "add_bos_token": True, "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(ModelFiles(directory, find_model(DEMO).spec), None, ChatSettings())
+    tokenizer = Tokenizer.load(find_model(tiny_directory(directory)), None, ChatSettings())
     assert tokenizer is not None
     with closing(tokenizer):
         yield ScriptedClient(tokenizer)
@@ -147,6 +146,15 @@ def test_reasoning_is_separate_from_the_answer(app: Starlette, engine: ScriptedC
         assert (choice.model_extra or {})["token_ids"] == tokens, "token ids stay whole"
         assert choice.logprobs is not None and len(choice.logprobs.content or ()) == len(tokens)
     assert answer.usage is not None and answer.usage.completion_tokens == sum(map(len, engine.answers))
+
+
+def test_each_choice_of_a_stream_has_its_own_reasoning(app: Starlette, engine: ScriptedClient) -> None:
+    engine.say(ANSWER + "<end>", "2</think>!<end>")
+    chunks = [chunk.choices[0] for chunk in stream(app, **THINKING, n=2)]
+    for index, (reasoning, content) in enumerate([("I add.", "2"), ("2", "!")]):
+        deltas = [chunk.delta for chunk in chunks if chunk.index == index]
+        assert "".join(reasoning_of(delta) or "" for delta in deltas) == reasoning
+        assert "".join(delta.content or "" for delta in deltas) == content
 
 
 ANSWERS = st.lists(st.sampled_from(["<think>", "</think>", "<", "/think>", "é", " "])).map("".join)
