@@ -24,7 +24,7 @@ from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ContextLengthExceeded
 from hotset.base.host_memory import HostMemory
 from hotset.cli import app, machine, main
-from hotset.cli.flags import BASICS, PANELS, SERVER_ONLY_SETTINGS, config_values
+from hotset.cli.flags import BASICS, CHAT_SETTINGS, PANELS, SERVER_ONLY_SETTINGS, config_values
 from hotset.cli.machine import MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
 from hotset.engine import sizing
@@ -68,7 +68,8 @@ def test_every_setting_is_a_flag_and_every_flag_is_a_setting_or_an_option_of_the
     serve_only = {"--disaggregate", "--api-key-file"}
     assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | serve_only
     assert flags_of("router") == fields_as_flags(RouterConfig) | {"--api-key-file"}
-    assert flags_of("generate") == fields_as_flags(EngineConfig) - server_only | sampling | {"--json"}
+    chat_only = {f"--{flag_name(name)}" for name in CHAT_SETTINGS}
+    assert flags_of("generate") == fields_as_flags(EngineConfig) - server_only - chat_only | sampling | {"--json"}
     assert flags_of("chat") == fields_as_flags(EngineConfig) - server_only | sampling | {"--system"}
 
 

@@ -18,6 +18,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
 from hotset.cli.benchmark import add_bench
 from hotset.cli.flags import (
+    CHAT_SETTINGS,
     SERVER_ONLY_SETTINGS,
     ApiKeyFile,
     CliCommand,
@@ -226,7 +227,8 @@ def _check_serve_packages(program: str) -> None:
     epilog='Examples:\n\n[bold]hotset generate "The capital of France is" --temperature 0[/bold]\n\n'
     "[bold]cat notes.txt | hotset generate - --max-tokens 64 --json[/bold]",
 )
-@with_flags(EngineConfig, without=("seed", *SERVER_ONLY_SETTINGS))  # --seed is the request's seed here
+# --seed is the request's seed here.
+@with_flags(EngineConfig, without=("seed", *CHAT_SETTINGS, *SERVER_ONLY_SETTINGS))
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue, or '-' to read it from standard input.")],
     max_tokens: Annotated[int, typer.Option(help="Maximum length of the continuation, in tokens.")] = 256,

@@ -22,6 +22,8 @@ CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
 SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS)
+# Settings that have no effect outside a chat.
+CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
 MAX_KEY_CHARACTERS = 4096
 ApiKeyFile = Annotated[
     Path | None,
@@ -45,7 +47,7 @@ BASICS = (
 )
 PANELS: Panels = {
     "Model": ("tokenizer", "dtype", "load_format", "seed"),
-    "Chat": ("chat_template", "default_chat_template_kwargs", "reasoning_parser"),
+    "Chat": CHAT_SETTINGS,
     "KV cache": (
         "tiers",
         "device_kv_gib",

@@ -35,6 +35,7 @@ class ChatOptions:
                 "continue_final_message continues the last message, and add_generation_prompt opens a new one; "
                 "set only one of them to true",
                 param="continue_final_message",
+                code="invalid_value",
             )
         check_template_kwargs(self.template_kwargs)
 
@@ -47,19 +48,19 @@ class ChatOptions:
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Raises `RequestError` if variables of a template are reserved, too large or not JSON."""
-    param = "chat_template_kwargs"
-    for name in kwargs:
-        if name in REQUEST_FIELDS:
-            raise RequestError(f"chat_template_kwargs may not set {name!r}, a field of the request", param=param)
-        if name in SPECIAL_TOKEN_NAMES:
-            raise RequestError(f"chat_template_kwargs may not set {name!r}, which the model defines", param=param)
-    try:
-        characters = len(json.dumps(kwargs, ensure_ascii=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"chat_template_kwargs must consist of JSON values: {error}", param=param) from error
-    if characters > MAX_KWARGS_CHARACTERS:
-        message = f"chat_template_kwargs has {characters} characters, and the limit is {MAX_KWARGS_CHARACTERS}"
-        raise RequestError(message, param=param)
+    reserved = next((name for name in kwargs if name in REQUEST_FIELDS or name in SPECIAL_TOKEN_NAMES), None)
+    if reserved is not None:
+        owner = "is a field of the request" if reserved in REQUEST_FIELDS else "the model defines"
+        problem = f"may not set {reserved!r}, which {owner}"
+    else:
+        try:
+            characters = len(json.dumps(kwargs, ensure_ascii=False))
+            if characters <= MAX_KWARGS_CHARACTERS:
+                return
+            problem = f"has {characters} characters, and the limit is {MAX_KWARGS_CHARACTERS}"
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"must consist of JSON values: {error}"
+    raise RequestError(f"chat_template_kwargs {problem}", param="chat_template_kwargs", code="invalid_value")
 
 
 class ChatFormat:
@@ -92,7 +93,8 @@ class ChatFormat:
             return self._renderer.render(prepared, variables)
         text = prepared[-1].get("content") if prepared else None
         if not isinstance(text, str) or not text:
-            raise RequestError("continue_final_message needs text in the last message", param="messages")
+            message = "continue_final_message needs text in the last message"
+            raise RequestError(message, param="messages", code="invalid_value")
         # A mark after the text shows where the template ends the text. As in the `transformers` library, the mark ends
         # with a space: if that space is gone, the template trims texts, and so must we.
         mark = f"[{secrets.token_hex(16)}] "
@@ -102,7 +104,7 @@ class ChatFormat:
             message = (
                 "continue_final_message is not possible: the chat template does not render the last message as it is"
             )
-            raise RequestError(message, param="continue_final_message")
+            raise RequestError(message, param="continue_final_message", code="invalid_value")
         return before if after.startswith(" ") else before.rstrip()
 
     def close(self) -> None:

@@ -15,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hotset.base.config import EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, RequestError
+from hotset.engine.frontend import load_frontend
+from hotset.models.answer_parser import PlainParser, ThinkParser
 from hotset.models.chat_formats import FILES, built_in_template
 from hotset.models.chat_prompt import MAX_KWARGS_CHARACTERS, ChatFormat, ChatOptions
 from hotset.models.checkpoint.files import ModelFiles, find_model
-from hotset.models.tokenizer import ChatSettings, Tokenizer
+from hotset.models.tokenizer import ChatSettings, Tokenizer, TokenizerParts
 
 SPECIAL_TOKENS = {"bos_token": "<s>"}
 
@@ -326,8 +329,8 @@ def test_variables_of_a_template_come_from_the_request_then_from_the_server() ->
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        ({"messages": []}, "may not set 'messages', a field of the request"),
-        ({"tools": []}, "may not set 'tools', a field of the request"),
+        ({"messages": []}, "may not set 'messages', which is a field of the request"),
+        ({"tools": []}, "may not set 'tools', which is a field of the request"),
         ({"bos_token": "<s>"}, "may not set 'bos_token', which the model defines"),
         ({"tone": "x" * MAX_KWARGS_CHARACTERS}, f"the limit is {MAX_KWARGS_CHARACTERS}"),
         ({"tone": object()}, "must consist of JSON values"),
@@ -432,8 +435,29 @@ def test_a_chat_template_file_wins_over_the_models_own_and_this_over_the_built_i
         rendered(replace(bare_model, spec=replace(bare_model.spec, architecture="llama")))
     (tmp_path / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
     assert rendered(bare_model) == "own: Hi"
-    file = tmp_path / "mine.jinja"
-    file.write_text("mine: {{ messages[0].content }}")
-    assert rendered(bare_model, ChatSettings(template_file=str(file))) == "mine: Hi"
     with pytest.raises(CheckpointError, match=r"missing\.jinja cannot be read"):
         rendered(bare_model, ChatSettings(template_file=str(tmp_path / "missing.jinja")))
+
+
+def test_the_settings_of_the_command_line_reach_the_tokenizer(bare_model: ModelFiles, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ tone }}: {{ messages[0].content }}")
+    settings = {"chat_template": str(file), "default_chat_template_kwargs": '{"tone": "calm"}'}
+    front = load_frontend(EngineConfig(model=str(tmp_path), reasoning_parser="think", **settings))
+    assert front.tokenizer is not None
+    with closing(front.tokenizer) as tokenizer:
+        assert tokenizer.render_chat([user("Hi")]) == "calm: Hi"
+        assert isinstance(tokenizer.answer_parser("Hi"), ThinkParser)
+    for text in ("[1]", "thinking", "1"):
+        with pytest.raises(ConfigError, match="--default-chat-template-kwargs must be a JSON object, got '"):
+            EngineConfig(default_chat_template_kwargs=text)
+
+
+@pytest.mark.parametrize(("choice", "kinds"), [("auto", (PlainParser, ThinkParser)), ("none", (PlainParser,) * 2)])
+def test_answers_are_divided_if_the_tokenizer_has_both_markers(choice: Any, kinds: tuple[type, type]) -> None:
+    for markers, kind in zip((["<think>"], ["<think>", "</think>"]), kinds, strict=True):
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+        backend.add_tokens(markers)
+        parts = TokenizerParts(backend, {}, False, (), None, "test")
+        assert type(Tokenizer(parts, ChatSettings(reasoning_parser=choice)).answer_parser("")) is kind

@@ -236,7 +236,11 @@ def test_a_message_continued_within_its_reasoning_goes_on_as_reasoning(app: Star
     ("fields", "param", "reason"),
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "only one of them"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages', a field of the request"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "'messages', which is a field of the request",
+        ),
         ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "'eos_token', which the model defines"),
         ({"chat_template_kwargs": {"x": "y" * 17000}}, "chat_template_kwargs", "the limit is 16384"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "chat_template"),
@@ -247,6 +251,7 @@ def test_a_prompt_that_cannot_be_made_is_refused(
 ) -> None:
     error = error_of(send(app, path, {"model": "scripted", "messages": QUESTION, **fields}), 400)
     assert error["param"] == param and reason in error["message"]
+    assert error["code"] == ("unsupported_field" if param == "chat_template" else "invalid_value")
 
 
 def test_a_prompt_is_tokenized_with_and_without_special_tokens(app: Starlette, engine: ScriptedClient) -> None:
