@@ -239,7 +239,8 @@ def implemented_fields(body: Mapping[str, Any], implemented: Collection[str]) ->
 
 
 def unsupported_message(name: str, entry: Unsupported) -> str:
-    return f"{name} is not supported, except as {entry.shown}; {entry.advice}"
+    exception = f", except as {entry.shown}" if entry.values else ""
+    return f"{name} is not supported{exception}; {entry.advice}"
 
 
 def _unknown(name: str, implemented: Iterable[str]) -> str:

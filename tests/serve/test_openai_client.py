@@ -196,6 +196,19 @@ def test_text_parts_are_joined(client: openai.OpenAI) -> None:
     assert ask(client, messages=[{"role": "user", "content": parts}]).usage == ask(client).usage
 
 
+def test_the_message_of_an_answer_can_be_sent_back_and_answers_have_the_id_of_their_request(
+    client: openai.OpenAI,
+) -> None:
+    first = ask(client, extra_headers={"X-Request-Id": "first-turn"})
+    assert first._request_id == "first-turn"
+    assert first.system_fingerprint is not None
+    turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Spain?"}]
+    second = ask(client, messages=turns)
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens + 1
+    whole = first.choices[0].message.model_dump()  # with every null
+    assert ask(client, messages=[QUESTION[0], whole, turns[-1]]).choices == second.choices
+
+
 def test_detokenize_undoes_tokenize(http: httpx.Client) -> None:
     for text in (CAPITAL, "naïve café 🦊", "<|end|>user\n"):
         tokens = tokenize(http, {"prompt": text})
