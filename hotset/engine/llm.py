@@ -16,7 +16,7 @@ from hotset.engine.frontend import Prompt, load_frontend, token_ids_of
 from hotset.engine.input_processor import Choice, InputProcessor
 from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import CompletionOutput, Delta, EngineStats, RequestOutput
-from hotset.models.answer_parser import AnswerParser
+from hotset.models.answer_parser import AnswerParser, ends_in_reasoning
 from hotset.models.chat_prompt import ChatOptions, Message
 from hotset.models.tokenizer import Tokenizer
 
@@ -120,8 +120,9 @@ class LLM:
     def answer_parser(self, messages: Sequence[Message], options: ChatOptions | None = None) -> AnswerParser:
         """Returns a parser that separates the reasoning in one answer to a conversation from its content."""
         options = options or ChatOptions()
-        continued = str(messages[-1]["content"]) if options.continue_final_message else ""
-        return self._chat_tokenizer.answer_parser(self._chat_tokenizer.render_chat(messages, options), continued)
+        prompt = self._chat_tokenizer.render_chat(messages, options)
+        in_reasoning = ends_in_reasoning(prompt, messages[-1]["content"] if options.continue_final_message else "")
+        return self._chat_tokenizer.answer_parser(in_reasoning=in_reasoning)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

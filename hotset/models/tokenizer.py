@@ -11,7 +11,7 @@ import tokenizers
 
 from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
 from hotset.base.units import MIB
-from hotset.models.answer_parser import REASONING_MARKERS, AnswerParser, PlainParser, ThinkParser, ends_in_reasoning
+from hotset.models.answer_parser import REASONING_MARKERS, AnswerParser, PlainParser, ThinkParser
 from hotset.models.chat_formats import built_in_template, read_template
 from hotset.models.chat_prompt import SPECIAL_TOKEN_NAMES, ChatFormat, ChatOptions, Message
 from hotset.models.checkpoint.files import ModelFiles, find_tokenizer
@@ -166,12 +166,9 @@ class Tokenizer:
             raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")
         return self._chat_format.render(messages, options or ChatOptions())
 
-    def answer_parser(self, prompt: str, continued: str = "") -> AnswerParser:
-        """Returns a parser for one answer to a rendered prompt. `continued` is the text of the message that the answer
-        continues, if it continues one."""
-        if not self._parses_reasoning:
-            return PlainParser()
-        return ThinkParser(in_reasoning=ends_in_reasoning(prompt, continued))
+    def answer_parser(self, *, in_reasoning: bool) -> AnswerParser:
+        """Returns a parser for one answer. See `ends_in_reasoning` for `in_reasoning`."""
+        return ThinkParser(in_reasoning=in_reasoning) if self._parses_reasoning else PlainParser()
 
     def close(self) -> None:
         """Ends the processes that render the chat template. Idempotent."""

@@ -58,7 +58,9 @@ class ChatFormatter:
         return self._chunk([choice])
 
     def chunk(self, delta: Delta) -> ChatCompletionChunk | None:
-        parser = self._parsers.setdefault(delta.index, self.new_parser())
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self.new_parser()
+        parser = self._parsers[delta.index]
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()

@@ -25,7 +25,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard, check_token_ids
 from hotset.engine.outputs import EngineStats
-from hotset.models.answer_parser import AnswerParser
+from hotset.models.answer_parser import AnswerParser, ends_in_reasoning
 from hotset.models.chat_prompt import ChatOptions
 from hotset.models.template_process import PROCESSES
 from hotset.models.tokenizer import Tokenizer
@@ -235,8 +235,8 @@ class Service:
         except ContextLengthExceeded as error:
             error.param = "messages"
             raise
-        continued = turns[-1]["content"] if options.continue_final_message else ""
-        return ChatPrompt(ids, lambda: self.tokenizer.answer_parser(text, continued))
+        in_reasoning = ends_in_reasoning(text, turns[-1]["content"] if options.continue_final_message else "")
+        return ChatPrompt(ids, lambda: self.tokenizer.answer_parser(in_reasoning=in_reasoning))
 
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo(model_max_length=self.client.model.max_model_len, **self.tokenizer.description)

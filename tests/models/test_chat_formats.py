@@ -448,7 +448,7 @@ def test_the_settings_of_the_command_line_reach_the_tokenizer(bare_model: ModelF
     assert front.tokenizer is not None
     with closing(front.tokenizer) as tokenizer:
         assert tokenizer.render_chat([user("Hi")]) == "calm: Hi"
-        assert isinstance(tokenizer.answer_parser("Hi"), ThinkParser)
+        assert isinstance(tokenizer.answer_parser(in_reasoning=True), ThinkParser)
     for text in ("[1]", "thinking", "1"):
         with pytest.raises(ConfigError, match="--default-chat-template-kwargs must be a JSON object, got '"):
             EngineConfig(default_chat_template_kwargs=text)
@@ -460,4 +460,5 @@ def test_answers_are_divided_if_the_tokenizer_has_both_markers(choice: Any, kind
         backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
         backend.add_tokens(markers)
         parts = TokenizerParts(backend, {}, False, (), None, "test")
-        assert type(Tokenizer(parts, ChatSettings(reasoning_parser=choice)).answer_parser("")) is kind
+        tokenizer = Tokenizer(parts, ChatSettings(reasoning_parser=choice))
+        assert type(tokenizer.answer_parser(in_reasoning=False)) is kind
