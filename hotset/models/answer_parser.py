@@ -118,5 +118,7 @@ def _parts(channel: Channel, text: str) -> list[AnswerPart]:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest proper prefix of `marker` with which `text` ends."""
-    return next(length for length in range(len(marker) - 1, -1, -1) if text.endswith(marker[:length]))
+    """Returns the length of the proper prefix of `marker` with which `text` ends, or 0. Markers contain their first
+    character only once, so there is at most one such prefix."""
+    start = text.rfind(marker[0], max(0, len(text) - len(marker) + 1))
+    return len(text) - start if start >= 0 and marker.startswith(text[start:]) else 0
