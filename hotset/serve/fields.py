@@ -1,7 +1,7 @@
 """The one table of request fields that Hotset does not implement but clients send.
 
 The bodies in `protocol.py` declare the fields that Hotset implements. This table holds the others: those of the OpenAI
-API, and those that clients of vLLM, SGLang, llama.cpp, Ollama and OpenRouter send. For every field:
+API, all of vLLM and SGLang (as of August 2026), and some of llama.cpp, Ollama and OpenRouter. For every field:
 
 - null means that the field was not sent, also for a field that nobody knows;
 - a hint, which cannot change the answer, is ignored;
@@ -136,6 +136,10 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "return_spec_tokens_details": Unsupported(_NO_EXTRAS, (False,)),
     "return_meta_info": Unsupported(_NO_EXTRAS, (False,)),
     "return_sampling_mask": Unsupported(_NO_EXTRAS, (False,)),
+    "return_assistant_tokens_mask": Unsupported(_NO_EXTRAS, (False,)),
+    "return_token_strs": Unsupported("use /detokenize", (False,)),
+    "routed_experts_prompt_start": Unsupported(_NO_EXTRAS, (0,)),
+    "routed_experts_start_len": Unsupported(_NO_EXTRAS, (0,)),
     "no_stop_trim": Unsupported("use include_stop_str_in_output", (False,)),
     "stop_regex": Unsupported("use stop"),
     "structured_outputs": Unsupported(_NO_GRAMMAR),
@@ -155,6 +159,11 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "documents": Unsupported("put the documents into messages", ([],)),
     "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
     "media_io_kwargs": Unsupported(_TEXT_ONLY, ({},)),
+    "images_config": Unsupported(_TEXT_ONLY),
+    "video_config": Unsupported(_TEXT_ONLY),
+    "max_dynamic_patch": Unsupported(_TEXT_ONLY),
+    "min_dynamic_patch": Unsupported(_TEXT_ONLY),
+    "use_audio_in_video": Unsupported(_TEXT_ONLY, (False,)),
     "prompt_embeds": Unsupported("send the prompt as text or token ids"),
     "input_ids": Unsupported("send token ids as prompt to /v1/completions"),
     "lora_path": Unsupported(_ONE_MODEL),
