@@ -1,7 +1,7 @@
 """Log-probabilities in the two formats of the OpenAI API, for chat and for completions, and vLLM's for prompts."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from hotset.engine.outputs import Logprob, TokenLogprobs
@@ -31,19 +31,23 @@ def chat_logprobs(
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs | None], most: int) -> PromptLogprobs:
-    """Returns one entry per token of a prompt: the token itself, then the `most` likeliest tokens."""
-    names = cache(lambda token: None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace"))
-    return [
-        None
-        if entry is None
-        else {
-            str(token): PromptTokenLogprob(logprob=_finite(value), rank=value.rank, decoded_token=names(token))
-            for number, (token, value) in enumerate(entry.items())
-            if number == 0 or value.rank <= most
-        }
-        for entry in entries
-    ]
+def prompt_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprobs | None], most: int) -> PromptLogprobs:
+    """Yields one entry per token of a prompt: the token itself, then the `most` likeliest tokens."""
+
+    @cache  # a token occurs at many positions
+    def name_of(token: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    for entry in entries:
+        yield (
+            None
+            if entry is None
+            else {
+                str(token): PromptTokenLogprob(logprob=_finite(value), rank=value.rank, decoded_token=name_of(token))
+                for number, (token, value) in enumerate(entry.items())
+                if number == 0 or value.rank <= most
+            }
+        )
 
 
 class CompletionLogprobWriter:
@@ -52,7 +56,7 @@ class CompletionLogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, alternatives: int) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
-        self._name = cache(self._name_of)  # a token occurs at many positions of a prompt
+        self._name = cache(self._name_of)  # a token occurs at many positions
         # Tokens that are not part of the text do not advance the offset.
         self._hidden = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
         self._offset = 0

@@ -1,5 +1,6 @@
 """Response bodies: those of the OpenAI API, and those of Hotset's own endpoints."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, SkipValidation
@@ -53,15 +54,16 @@ class CompletionLogprobs(BaseModel):
 
 
 class PromptTokenLogprob(TypedDict):
-    """One log-probability of `prompt_logprobs`. It is a dictionary, because a response can have a million."""
+    """One log-probability of `prompt_logprobs`, as in vLLM."""
 
     logprob: float
     rank: int
     decoded_token: str | None
 
 
-# For each token of the prompt: token id -> log-probability. None for the first token.
-PromptLogprobs = SkipValidation[list[dict[str, PromptTokenLogprob] | None]]
+# For each token of the prompt: token id -> log-probability. None for the first token. A response is formatted from an
+# iterator, so that a million of these objects do not exist at the same time.
+PromptLogprobs = SkipValidation[Iterable[dict[str, PromptTokenLogprob] | None]]
 
 
 def _omitted_if_none() -> Any:

@@ -78,6 +78,9 @@ def test_invalid_prompts_are_refused_with_a_reason_and_hold_no_pages(
         {"top_p": 0},
         {"n": 0},
         {"min_tokens": 17},
+        {"max_tokens": -1},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": True},
     ],
 )
 def test_a_sampling_parameter_of_the_wrong_type_or_range_is_refused_and_named(field: dict[str, Any]) -> None:
@@ -127,6 +130,25 @@ def test_stop_ids_end_the_answer_but_not_before_min_tokens(tiny: LLM) -> None:
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
     delayed = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop], min_tokens=8)
     assert stop not in tiny.generate(IDS, delayed)[0].outputs[0].token_ids[:7]
+
+
+def test_the_answer_as_part_of_a_prompt_has_the_log_probabilities_that_it_had_as_an_answer(tiny: LLM) -> None:
+    prompt = IDS["prompt_token_ids"]
+    params = SamplingParams(seed=1, max_tokens=9, logprobs=3, ignore_eos=True, repetition_penalty=1.4, n=2)
+    for answer in tiny.generate(IDS, params)[0].outputs:
+        whole = {"prompt_token_ids": [*prompt, *answer.token_ids]}
+        output = tiny.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=3))[0]
+        assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "length"
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt) + 9
+        assert output.prompt_logprobs[0] is None and answer.logprobs is not None
+        for as_prompt, as_answer in zip(output.prompt_logprobs[-9:], answer.logprobs, strict=True):
+            assert as_prompt is not None and as_prompt.keys() == as_answer.keys()
+            for token, entry in as_answer.items():
+                assert as_prompt[token].rank == entry.rank
+                assert as_prompt[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
+    (delta,) = tiny.stream(IDS, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert delta.prompt_logprobs is not None and [len(entry or ()) for entry in delta.prompt_logprobs] == [0, 1, 1]
+    assert tiny.generate(IDS, SamplingParams(max_tokens=1))[0].prompt_logprobs is None
 
 
 def test_logprobs_include_the_sampled_token_and_the_most_likely_ones(tiny: LLM) -> None:

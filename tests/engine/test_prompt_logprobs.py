@@ -17,6 +17,7 @@ from models.tiny_deepseek import oracle_logprobs, save_random_deepseek
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
+from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.outputs import PromptLogprobs
 from hotset.models import logprobs as logprobs_module
 from hotset.models.checkpoint.files import find_model
@@ -196,6 +197,19 @@ def test_with_max_tokens_0_nothing_is_generated_and_all_pages_are_freed() -> Non
     assert list(map(_reported, answers)) == [0, 3, 8]
     stats = engine.stats()
     assert (stats.tokens_generated, stats.device_pages_held, stats.requests_finished) == (0, 0, {"length": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "computed_here"),
+    [({}, False), ({"logprobs": 1}, False), ({"prompt_logprobs": 0}, True), ({"max_tokens": 0}, True)],
+)
+def test_a_decode_worker_computes_a_prompt_whose_logits_are_needed(
+    changes: dict[str, int], computed_here: bool
+) -> None:
+    """A handoff brings the KV and the first token, but no logits of the prompt."""
+    card = ModelCard("tiny", "llama", 64, VOCAB, (), False, 64, "cpu", "float32", role="decode")
+    (choice,) = InputProcessor(card, 0).accept("r", [1, 2], SamplingParams(**changes), prefill_at="127.0.0.1:7001")  # type: ignore[arg-type]
+    assert choice.prefill_at == (None if computed_here else "127.0.0.1:7001")
 
 
 def _reported(answer: Answer) -> int:

@@ -389,6 +389,19 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     assert counts == [[1, 4], [1, 4], [1, 4], [1, 1]]
 
 
+def test_log_probabilities_of_a_prompt_are_in_the_plans_that_compute_their_logits() -> None:
+    scheduler, runner = make(pages=20, step_tokens=4)
+    params = SamplingParams(seed=0, prompt_logprobs=2, max_tokens=1)
+    scheduler.add(Request("scored", PromptSpec(tuple(range(10)), params), 11))
+    ranges = []
+    while not scheduler.idle:
+        plan = scheduler.plan()
+        assert plan is not None
+        ranges.append([(scored.first, scored.last, scored.alternatives) for scored in plan.prompt_ranges])
+        scheduler.commit(runner.submit(plan))
+    assert ranges == [[(1, 5, 2)], [(5, 9, 2)], [(9, 10, 2)]], "the logits of token 3 predict token 4"
+
+
 def test_no_token_is_computed_past_the_maximal_length() -> None:
     scheduler, runner = make(pages=64, page_rows=2)
     scheduler.add(request("r", 3, 6))

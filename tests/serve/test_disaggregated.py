@@ -80,6 +80,20 @@ def test_seeded_choices_and_logprobs_equal_those_of_one_server(
     assert tokens[0] == tokens[1] and len(tokens[0]) == 4
 
 
+def test_log_probabilities_of_a_prompt_equal_those_of_one_server(
+    colocated: RunningServer, disaggregated: RunningServer
+) -> None:
+    (prefill,) = workers_of(disaggregated, "prefill")
+    handed_off = metrics_of(prefill)["hotset_prompts_handed_off_total"]
+    for fields in ({"max_tokens": 0, "echo": True, "logprobs": 1}, {"max_tokens": 2, "prompt_logprobs": 1}):
+        (expected,), (choice,) = (choices_of(server, 300, **fields) for server in (colocated, disaggregated))
+        assert choice == expected and len(choice["token_ids"]) == fields["max_tokens"]
+    assert metrics_of(prefill)["hotset_prompts_handed_off_total"] == handed_off, "the decode worker computes them"
+    body = {"model": "demo-dsa", "prompt": prompt_of(9), "prompt_logprobs": 0, "landing": "host"}
+    refused = plain_http.post(disaggregated.url + TEXT, json=body, timeout=120)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "landing"
+
+
 def test_stream_equals_that_of_one_server(colocated: RunningServer, disaggregated: RunningServer) -> None:
     received = []
     for server in (colocated, disaggregated):

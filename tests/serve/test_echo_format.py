@@ -2,8 +2,9 @@
 
 import asyncio
 import operator
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer, TokenizerParts
 from hotset.schedule.plan import LogprobColumns, TokenOutputs
 from hotset.serve.completions import CompletionFormatter, _prompts
+from hotset.serve.generation import GenerationJob, ResponseFormatter, _events, _full_response
 from hotset.serve.protocol import CompletionRequest
 from hotset.serve.responses import CompletionChoice, Usage
 from hotset.serve.service import Service
@@ -81,7 +83,8 @@ def deltas_of(
     """Returns the deltas of an answer, as the engine client produces them."""
     processor = OutputProcessor(tokenizer)
     processor.add([Choice("r/0", 0, PromptSpec(tuple(prompt), params), 1000)])
-    outputs = [TokenOutputs(prompt_logprobs=[("r/0", columns(len(prompt)))])]
+    scored = [] if params.prompt_logprobs is None else [("r/0", columns(len(prompt)))]
+    outputs = [TokenOutputs(prompt_logprobs=scored)]
     for token in answer:
         outputs.append(TokenOutputs(["r/0"], [token], alternatives={0: {token: (-3.0, 2), 0: (-1.0, 1)}}))
     outputs.append(TokenOutputs(finished={"r/0": "length"}))
@@ -100,12 +103,12 @@ def joined(choices: Sequence[CompletionChoice]) -> tuple[str, dict[str, list[Any
 @pytest.mark.parametrize("skip_special", [True, False])
 def test_offsets_of_an_echoed_prompt_and_its_answer_point_at_their_tokens(kind: str, skip_special: bool) -> None:
     tokenizer = TOKENIZERS[kind]()
-    some_ids = st.integers(1, 255 + len(PIECES) + 3)
-    special_or_piece = st.integers(256, 256 + len(PIECES))
-    ids = st.lists(some_ids | special_or_piece | special_or_piece, min_size=1, max_size=12)
+    pieces = st.integers(256, 256 + len(PIECES) + 3)  # whole characters, parts of characters, special tokens
+    valid = st.lists(pieces | st.integers(40, 100), min_size=1, max_size=12)
+    invalid = st.lists(pieces | st.integers(1, 255), min_size=1, max_size=12)
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    @given(ids, st.lists(some_ids | special_or_piece, max_size=8))
+    @given(valid | invalid, st.just([]) | valid | invalid)
     def check(prompt: list[int], answer: list[int]) -> None:
         params = SamplingParams(seed=0, logprobs=1, prompt_logprobs=1, skip_special_tokens=skip_special)
         text_of_prompt = tokenizer.decode(prompt, skip_special=skip_special)
@@ -199,3 +202,48 @@ def test_a_text_longer_than_the_context_is_encoded_only_to_be_truncated() -> Non
     with pytest.raises(ContextLengthExceeded):
         prompt_of(prompt=text)
     assert prompt_of(prompt=text, truncate_prompt_tokens=4) == prompt_of(prompt="abab", add_special_tokens=False)
+
+
+class ThreadRecorder:
+    """A formatter that records the threads in which it is called."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def first_chunk(self, index: int) -> None:
+        return None
+
+    def chunk(self, delta: Delta) -> None:
+        self.threads.append(threading.current_thread().name)
+
+    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> Usage:
+        self.threads.append(threading.current_thread().name)
+        return usage
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_of_prompts_are_formatted_outside_the_event_loop(
+    stream: bool, prompt_logprobs: int | None
+) -> None:
+    tokenizer, prompt = byte_level(), [1, 2, 3]
+    params = SamplingParams(seed=0, prompt_logprobs=prompt_logprobs)
+    first, *others = deltas_of(tokenizer, prompt, [5, 6], params)
+    formatter = ThreadRecorder()
+    job = GenerationJob("id", [prompt], params, cast(ResponseFormatter, formatter), stream, None, "auto")
+
+    async def rest() -> AsyncGenerator[Delta, None]:
+        for delta in others if stream else (first, *others):
+            yield delta
+
+    async def respond() -> None:
+        service = service_of(tokenizer)
+        if not stream:
+            await _full_response(service, job, rest())
+            return
+        async for _ in _events(service, job, first, rest()):
+            pass
+
+    asyncio.run(respond())
+    assert formatter.threads[0].startswith("hotset-text" if prompt_logprobs is not None else "MainThread")
+    assert set(formatter.threads[1:]) <= {"MainThread"}, "deltas without log-probabilities of a prompt are small"
