@@ -25,6 +25,7 @@ SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS)
 # Settings that have no effect outside a chat.
 CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
 MAX_KEY_CHARACTERS = 4096
+EXIT_USAGE = 2  # the exit status of a wrong command line
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File that contains the API key, on one line. Default: see --api-key.", show_default=False),
@@ -179,19 +180,23 @@ def with_key_of_file(values: dict[str, Any], file: Path | None) -> dict[str, Any
 
 
 class CliCommand(TyperCommand):
-    """A command that suggests the nearest existing flag when a flag is unknown."""
+    """A command that answers a wrong command line in plain text, with the nearest existing flag."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _nearest_flag_suggested(self, ctx, args):
+        with _usage_errors_printed(self, ctx, args):
             return super().parse_args(ctx, args)
 
 
 class CliGroup(TyperGroup):
-    """A group of commands that suggests the nearest existing flag when a flag is unknown."""
+    """A group of commands that answers a wrong command line in plain text, with the nearest flag or command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _nearest_flag_suggested(self, ctx, args):
+        with _usage_errors_printed(self, ctx, args):
             return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with _usage_errors_printed(self, ctx, args):
+            return super().resolve_command(ctx, args)
 
 
 class RouterCommand(CliCommand):
@@ -212,24 +217,31 @@ class RouterCommand(CliCommand):
 
 
 @contextmanager
-def _nearest_flag_suggested(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[None]:
-    """Adds the one flag that is nearest to the typed word to the message of a NoSuchOption error.
+def _usage_errors_printed(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[None]:
+    """Prints the error of a wrong command line in plain text, and exits with status 2.
 
-    click lists up to three flags in alphabetical order. Typer bundles a copy of click, so the error's class has no
-    name that all versions of Typer export; `possibilities` is the attribute that only this error has.
+    Typer would draw a frame around it with rich, whose import takes a quarter of the time to the answer. Typer bundles a
+    copy of click, so the classes of the errors have no names that all versions of Typer export.
     """
     typed_words = [word.partition("=")[0] for word in args]  # parsing empties `args`
     try:
         yield
     except Exception as error:
-        if not hasattr(error, "possibilities"):
+        if getattr(error, "exit_code", None) != EXIT_USAGE or type(error).__name__ in ("Exit", "NoArgsIsHelpError"):
             raise
-        unknown: Any = error
-        name: str = unknown.option_name
-        # click reads `-port` as `-p -o -r -t` and reports `-p`, so the typed word is looked up again.
-        typed = name if name in typed_words else next((w for w in typed_words if w.startswith(name)), name)
-        known = [flag for option in command.get_params(ctx) for flag in option.opts if flag.startswith("--")]
-        match = nearest(typed, known)
-        unknown.message = f"No such option: {typed}" + (f"; did you mean {match}?" if match else "")
-        unknown.possibilities = None
-        raise
+        usage: Any = error
+        message: str = usage.format_message()
+        if hasattr(error, "possibilities"):  # only the error for an unknown flag has this attribute
+            message = _unknown_flag(usage.option_name, typed_words, command, ctx)
+        print("error:", " ".join(message.split()), file=sys.stderr)
+        print(f"{ctx.get_usage()}\nTry '{ctx.command_path} --help' for help.", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+def _unknown_flag(name: str, typed_words: Sequence[str], command: Any, ctx: Any) -> str:
+    """Returns the message for a flag that does not exist, with the one flag that is nearest to it."""
+    # click reads `-port` as `-p -o -r -t` and reports `-p`, so the typed word is looked up again.
+    typed = name if name in typed_words else next((word for word in typed_words if word.startswith(name)), name)
+    known = [flag for option in command.get_params(ctx) for flag in option.opts if flag.startswith("--")]
+    match = nearest(typed, known)
+    return f"No such option: {typed}" + (f"; did you mean {match}?" if match else "")
