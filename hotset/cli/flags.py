@@ -220,8 +220,8 @@ class RouterCommand(CliCommand):
 def _usage_errors_printed(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[None]:
     """Prints the error of a wrong command line in plain text, and exits with status 2.
 
-    Typer would draw a frame around it with rich, whose import takes a quarter of the time to the answer. Typer bundles a
-    copy of click, so the classes of the errors have no names that all versions of Typer export.
+    Typer would draw a frame around it with rich, whose import takes a quarter of the time to the answer. Typer bundles
+    a copy of click, so the classes of the errors have no names that all versions of Typer export.
     """
     typed_words = [word.partition("=")[0] for word in args]  # parsing empties `args`
     try:
