@@ -61,7 +61,8 @@ def assert_equal(ours: Sequence[Any], expected: Sequence[Any], tolerance: float)
             assert mine[token].logprob == pytest.approx(other[token].logprob, abs=tolerance)
 
 
-@pytest.mark.parametrize("tiers", ["always", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.slow  # models/test_parity.py compares shorter prompts
+@pytest.mark.parametrize("tiers", ["always", "off"])
 def test_log_probabilities_of_twenty_prompts_equal_those_of_transformers(
     tiers: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -2,9 +2,9 @@
 
 For each family, hypothesis draws tiny configurations. transformers creates the model and writes it with
 `save_pretrained`. Hotset loads that directory and answers prompts in mixed batches with random chunk and page sizes.
-transformers, the oracle, then scores prompt and answer in one pass without a cache. Logits must agree within TOLERANCE,
-and tokens must be the same. After a near tie, the logits and tokens of a request may differ. At most a share
-MAX_DIFFERING of the requests may do so.
+transformers, the oracle, then scores prompt and answer in one pass without a cache. Logits, and the log-probabilities
+reported for the prompt, must agree within TOLERANCE, and tokens must be the same. After a near tie, the logits and
+tokens of a request may differ. At most a share MAX_DIFFERING of the requests may do so.
 """
 
 import contextlib
@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 import torch
 import transformers  # imports its classes lazily
-from harness import CPU, Recorder, make_engine, run_all
+from harness import CPU, Answer, Recorder, make_engine, run_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotset.base.sampling import SamplingParams
+from hotset.engine.outputs import PromptLogprobs
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 
 SIZES = [(6, 24), pytest.param(150, 64, marks=pytest.mark.slow)]  # number of examples, tokens per answer
-TOLERANCE = 1e-4  # the largest difference between logits
+TOLERANCE = 1e-4  # the largest difference between logits, and between log-probabilities
 NEAR_TIE = 1e-5  # rounding can reverse the order of two scores or logits if their gap is smaller than this
 MAX_DIFFERING = 0.1  # the largest share of requests that may differ from the oracle after a near tie
 
@@ -201,19 +202,21 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 def our_answers(
     directory: Path, prompts: list[list[int]], tokens: int, workload: dict[str, Any]
-) -> tuple[list[list[int]], Recorder]:
+) -> tuple[list[Answer], Recorder]:
     files = find_model(str(directory))
     weights = open_weights(files, torch.float32, CPU)
     recorder = Recorder(Decoder(files.spec, weights))
     weights.finish()
     engine = make_engine(recorder, files.spec, **workload["settings"])
-    params = [SamplingParams(temperature=0, max_tokens=tokens)] * len(prompts)
-    answers = run_all(engine, prompts, params, workload["arrive_at"][: len(prompts)])
-    return [answer.token_ids for answer in answers], recorder
+    params = [SamplingParams(temperature=0, max_tokens=tokens, prompt_logprobs=3)] * len(prompts)
+    return run_all(engine, prompts, params, workload["arrive_at"][: len(prompts)]), recorder
 
 
-def worst_difference(recorder: Recorder, sequence: list[int], oracle: torch.Tensor) -> torch.Tensor:
-    """Returns, for each position, the largest difference from the oracle's logits.
+def worst_difference(
+    recorder: Recorder, sequence: list[int], prompt_logprobs: PromptLogprobs, oracle: torch.Tensor
+) -> torch.Tensor:
+    """Returns, for each position, the largest difference from the oracle's logits, or from its log-probabilities where
+    the next token belongs to the prompt.
 
     A preempted request computes some positions more than once. The worst result of a position counts.
     """
@@ -221,6 +224,11 @@ def worst_difference(recorder: Recorder, sequence: list[int], oracle: torch.Tens
     for position in range(len(sequence)):
         ours = torch.stack(recorder.recorded[tuple(sequence[: position + 1])])
         worst[position] = (ours - oracle[position]).abs().max()
+    logprobs = oracle.log_softmax(-1)
+    for position, entry in enumerate(prompt_logprobs[1:]):
+        assert entry is not None and len(entry) >= 3
+        differences = [abs(value.logprob - float(logprobs[position, token])) for token, value in entry.items()]
+        worst[position] = max(*differences, float(worst[position]))
     return worst
 
 
@@ -255,7 +263,7 @@ def test_logits_and_tokens_match_transformers_except_after_near_ties(
         ]
         answers, recorder = our_answers(directory, prompts, tokens, workload)
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert len(answer) == tokens
+            assert len(answer.token_ids) == tokens
             requests += 1
             differing += differs_after_near_tie(oracle, prompt, answer, recorder)
 
@@ -266,19 +274,19 @@ def test_logits_and_tokens_match_transformers_except_after_near_ties(
     assert differing <= MAX_DIFFERING * requests, summary
 
 
-def differs_after_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: list[int], recorder: Recorder) -> bool:
+def differs_after_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: Answer, recorder: Recorder) -> bool:
     """Returns whether a request differs from the oracle at or after a near tie. Any other difference fails the test."""
-    sequence = prompt + answer[:-1]
+    sequence = prompt + answer.token_ids[:-1]
     topk = StableTopk()
     with torch.no_grad(), topk.installed():
         logits = oracle(torch.tensor([sequence]), use_cache=False).logits[0]
     selection_gaps = topk.smallest_gaps(len(sequence))
     best = torch.sort(logits, dim=-1, descending=True).values
-    difference = worst_difference(recorder, sequence, logits)
+    difference = worst_difference(recorder, sequence, PromptLogprobs(prompt, answer.prompt_logprobs), logits)
     tokens = torch.argmax(logits[len(prompt) - 1 :], dim=-1).tolist()
     for position in range(len(sequence)):
         index = position - len(prompt) + 1  # index in the answer of the token that this position predicts
-        token_differs = index >= 0 and tokens[index] != answer[index]
+        token_differs = index >= 0 and tokens[index] != answer.token_ids[index]
         if not token_differs and difference[position] <= TOLERANCE:
             continue
         gap = min(

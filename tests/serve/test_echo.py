@@ -1,4 +1,7 @@
-"""Echoed prompts, log-probabilities of prompts and truncated prompts, as HTTP clients see them."""
+"""Echoed prompts, log-probabilities of prompts and truncated prompts, as HTTP clients see them.
+
+test_openai_client.py has the short tests of these fields.
+"""
 
 import json
 import random
@@ -18,6 +21,8 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 CAPITAL = "The capital of France is Paris, and"
 VOCAB = 257  # bytes, and one end token
 TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

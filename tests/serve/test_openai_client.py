@@ -147,6 +147,42 @@ def test_completion_logprobs_contain_the_offset_of_each_token_in_the_text(client
         assert top[token] == logprob == max(top.values())
 
 
+def test_echo_returns_the_prompt_and_its_log_probabilities_before_the_answer(client: openai.OpenAI) -> None:
+    plain, full = complete(client).choices[0], complete(client, echo=True, logprobs=1)
+    echoed = full.choices[0]
+    assert echoed.text == CAPITAL + plain.text
+    columns = echoed.logprobs
+    assert columns.token_logprobs[0] is columns.top_logprobs[0] is None
+    for token, offset in zip(columns.tokens, columns.text_offset, strict=True):
+        assert echoed.text[offset:].startswith(token)
+    for logprob, top in zip(columns.token_logprobs[1:], columns.top_logprobs[1:], strict=True):
+        assert logprob in top.values() and len(top) == 1 + (logprob < max(top.values()))
+    chunks = [chunk.choices[0] for chunk in complete(client, echo=True, logprobs=1, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == echoed.text and chunks[0].text.startswith(CAPITAL)
+    assert [token for chunk in chunks for token in chunk.logprobs.tokens] == columns.tokens
+    scored = complete(client, echo=True, logprobs=1, max_tokens=0, stop="France", extra_body={"prompt_logprobs": 1})
+    (choice,), prompt_tokens = scored.choices, full.usage.prompt_tokens
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == (CAPITAL, "length", 0)
+    assert choice.logprobs.tokens == columns.tokens[:prompt_tokens]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(columns.token_logprobs[1:prompt_tokens], abs=1e-4)
+    first, *others = choice.model_extra["prompt_logprobs"]
+    assert (
+        first is None
+        and [next(iter(entry.values()))["logprob"] for entry in others] == choice.logprobs.token_logprobs[1:]
+    )
+
+
+def test_a_conversation_is_truncated_and_has_log_probabilities(client: openai.OpenAI) -> None:
+    options = {"truncate_prompt_tokens": 5, "prompt_logprobs": 0, "return_token_ids": True}
+    answer = ask(client, max_tokens=0, extra_body=options)
+    assert (answer.usage.prompt_tokens, answer.choices[0].message.content) == (5, "")
+    prompt_ids = [str(token) for token in answer.choices[0].model_extra["prompt_token_ids"]]
+    assert [list(entry or ()) for entry in answer.model_extra["prompt_logprobs"]] == [
+        [],
+        *([token] for token in prompt_ids[1:]),
+    ]
+
+
 def test_logit_bias_forces_and_forbids_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
     (one,) = tokenize(http, {"prompt": " one"})
     assert complete(client, logit_bias={str(one): 100}, max_tokens=2).choices[0].text == " one one"
