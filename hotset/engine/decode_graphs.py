@@ -16,7 +16,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
-from hotset.models.logprobs import TokenLogprobs
+from hotset.models.logprobs import LogprobTensors
 from hotset.schedule.plan import Plan
 from hotset.tiers.kv_memory import KvMemory
 
@@ -51,7 +51,7 @@ class SampledLogits:
     logits: Tensor  # [tokens, vocab]
     positions: Tensor  # [tokens] int64: the position of each token in its context
     seat_of: Tensor  # [tokens] int64
-    prompt_logprobs: TokenLogprobs | None = None  # of all prompt ranges of the plan, in order; None if it has none
+    prompt_logprobs: LogprobTensors | None = None  # of all prompt ranges of the plan, in order; None if it has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits
 from hotset.kernels.device_copies import list_to_device, to_host_async
-from hotset.models.logprobs import TokenLogprobs, prompt_logprobs
+from hotset.models.logprobs import LogprobTensors, prompt_logprobs
 from hotset.models.sampler import Sampler, SamplerOutput
 from hotset.schedule.plan import Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
@@ -58,7 +58,7 @@ class SubmittedStep:
 class PromptLogprobsCopy:
     """A copy to the host of the log-probabilities of a plan's prompt ranges."""
 
-    def __init__(self, ranges: Sequence[PromptRange], computed: TokenLogprobs) -> None:
+    def __init__(self, ranges: Sequence[PromptRange], computed: LogprobTensors) -> None:
         self._ranges = ranges
         tensors = (
             computed.logprobs.double(),
@@ -171,7 +171,7 @@ class Runner:
             positions, seat_of = positions[last_tokens], seat_of[last_tokens]
         return SampledLogits(logits, positions, seat_of, prompts)
 
-    def _prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, seat_of: Tensor) -> TokenLogprobs:
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, seat_of: Tensor) -> LogprobTensors:
         """Computes the log-probabilities of the plan's prompt ranges. The tensors are of all tokens of the step."""
         ends = list(accumulate(plan.counts))
         on_host: list[int] = []

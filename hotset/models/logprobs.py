@@ -15,7 +15,7 @@ SLICE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class LogprobTensors:
     """The log-probabilities of `m` tokens, and of the likeliest tokens at the same positions.
 
     Ranks start at 1 and are unique: ties are ranked by ascending id. A token with logit -inf has log-probability -inf.
@@ -33,12 +33,12 @@ class SampledLogprobs:
 
     entries: Mapping[int, tuple[int, int]]  # index in the batch -> (index in the tensors, number of alternatives)
     token_ids: Tensor  # [m] int64
-    computed: TokenLogprobs
+    computed: LogprobTensors
 
     def to_host(self) -> "SampledLogprobs":
         """Copies everything to host memory and waits for the device, so that later calls of `of` do not wait."""
         computed = self.computed
-        on_host = TokenLogprobs(
+        on_host = LogprobTensors(
             computed.logprobs.cpu(), computed.ranks.cpu(), computed.top_ids.cpu(), computed.top_logprobs.cpu()
         )
         return SampledLogprobs(self.entries, self.token_ids.cpu(), on_host)
@@ -65,7 +65,7 @@ def finite_logits(logits: Tensor) -> Tensor:
     return logits.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.finfo(dtype).max, neginf=-torch.inf)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, alternatives: int) -> TokenLogprobs:
+def token_logprobs(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTensors:
     """Computes the log-probabilities of `token_ids` [m] and of the likeliest tokens from `finite_logits` [m, vocab]."""
     m, vocab = logits.shape
     most = min(vocab, alternatives)
@@ -76,12 +76,12 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, alternatives: int) -> Toke
     earlier = torch.arange(vocab, device=logits.device) < chosen
     ranks = 1 + ((logits > value) | ((logits == value) & earlier)).sum(dim=-1)
     top_ids = leading(logits, most).ids if most else chosen.new_empty(m, 0)
-    return TokenLogprobs(logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
+    return LogprobTensors(logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
 
 
 def prompt_logprobs(
     logits_of: Callable[[Tensor], Tensor], indices: Tensor, token_ids: Tensor, alternatives: int, vocab: int
-) -> TokenLogprobs:
+) -> LogprobTensors:
     """Computes the log-probabilities of `token_ids` [m], in slices of at most SLICE_BYTES of logits.
 
     `logits_of` returns the logits [n, vocab] at some of the `indices` [m].
@@ -91,7 +91,7 @@ def prompt_logprobs(
         token_logprobs(finite_logits(logits_of(some)), its_ids, alternatives)
         for some, its_ids in zip(indices.split(rows), token_ids.split(rows), strict=True)
     ]
-    return TokenLogprobs(
+    return LogprobTensors(
         logprobs=torch.cat([part.logprobs for part in slices]),
         ranks=torch.cat([part.ranks for part in slices]),
         top_ids=torch.cat([part.top_ids for part in slices]),

@@ -25,7 +25,7 @@ from hotset.serve.responses import (
     ChatCompletionChunk,
     ChatLogprobs,
     DeltaMessage,
-    PromptLogprobs,
+    FormattedPromptLogprobs,
     Usage,
 )
 from hotset.serve.service import Service
@@ -111,7 +111,7 @@ class ChatFormatter:
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
+        prompt_logprobs: FormattedPromptLogprobs | None = None,
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
@@ -124,7 +124,7 @@ class ChatFormatter:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> FormattedPromptLogprobs | None:
         """Returns the log-probabilities of the prompt, which come with the first choice."""
         if piece.prompt_logprobs is None or self.prompt_alternatives is None or piece.index != 0:
             return None

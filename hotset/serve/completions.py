@@ -22,7 +22,7 @@ from hotset.serve.responses import (
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
-    PromptLogprobs,
+    FormattedPromptLogprobs,
     Usage,
 )
 from hotset.serve.service import Service
@@ -107,7 +107,7 @@ class CompletionFormatter:
         of_prompt = writer.write_prompt(self.prompts[piece.index // self.params.n], piece.prompt_logprobs, echoed)
         return of_prompt.followed_by(writer.write(piece.token_ids, piece.logprobs or ()))
 
-    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> FormattedPromptLogprobs | None:
         if piece.prompt_logprobs is None or self.prompt_alternatives is None:
             return None
         return prompt_logprobs(self.tokenizer, piece.prompt_logprobs, self.prompt_alternatives)

@@ -10,7 +10,7 @@ from hotset.serve.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
-    PromptLogprobs,
+    FormattedPromptLogprobs,
     PromptTokenLogprob,
     TokenLogprob,
 )
@@ -31,7 +31,9 @@ def chat_logprobs(
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprobs | None], most: int) -> PromptLogprobs:
+def prompt_logprobs(
+    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprobs | None], most: int
+) -> FormattedPromptLogprobs:
     """Yields one entry per token of a prompt: the token itself, then the `most` likeliest tokens."""
 
     @cache  # a token occurs at many positions

@@ -63,7 +63,7 @@ class PromptTokenLogprob(TypedDict):
 
 # For each token of the prompt: token id -> log-probability. None for the first token. A response is formatted from an
 # iterator, so that a million of these objects do not exist at the same time.
-PromptLogprobs = SkipValidation[Iterable[dict[str, PromptTokenLogprob] | None]]
+FormattedPromptLogprobs = SkipValidation[Iterable[dict[str, PromptTokenLogprob] | None]]
 
 
 def _omitted_if_none() -> Any:
@@ -106,7 +106,7 @@ class ChatChunkChoice(Choice):
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_logprobs: PromptLogprobs | None = _omitted_if_none()
+    prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
 
 
 class CompletionBase(BaseModel):
@@ -128,13 +128,13 @@ class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = _omitted_if_none()
+    prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
 
 
 class ChatCompletionChunk(ChunkBase):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    prompt_logprobs: PromptLogprobs | None = _omitted_if_none()
+    prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
 
 
 class Completion(CompletionBase):
