@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = {*range(1, 32), 33}
+DEFECTS = set(range(1, 34))
 
 
 def load_script() -> ModuleType:

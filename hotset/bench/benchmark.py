@@ -40,8 +40,8 @@ class BenchReport:
         return [summarize(result, self.config.objectives) for result in self.results]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns settings, versions, figures, and all requests. Latencies are in milliseconds, other times in
-        seconds since the beginning of the measurement."""
+        """Returns settings, versions, figures, and all requests. Latencies are in milliseconds, the times of a
+        request in seconds since `began`, which is in seconds since 1970."""
         settings = asdict(self.config)
         del settings["api_key"]
         return {
@@ -57,6 +57,7 @@ class BenchReport:
                 {
                     "load": result.load.label,
                     **asdict(result.load),
+                    "began": result.began,
                     **summary.to_json(),
                     "requests": [_record_json(record) for record in result.records],
                 }

@@ -4,10 +4,10 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from hotset.base.config import check_settings, setting
+from hotset.base.config import check_settings, flag_name, setting
 from hotset.base.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -16,6 +16,11 @@ DEFAULT_NUM_REQUESTS = 32
 DEFAULT_CONCURRENCY = 4
 MAX_CONCURRENCY = 1 << 16
 OBJECTIVES = ("ttft", "tpot", "e2e")
+NEEDS = {"burstiness": "rate", "trace_speed": "trace", "scale_lengths": "trace"}
+REPLACES = {
+    "trace": ("input_tokens", "output_tokens", "prefix_tokens"),
+    "dataset": ("input_tokens", "prefix_tokens", "prompt_format"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,7 @@ class BenchConfig:
         check_settings(self)
         if not self.burstiness > 0:
             raise ConfigError(f"--burstiness must be above 0, got {self.burstiness:g}")
+        self._check_effects()
         if self.concurrency is not None and self.rate is not None:
             raise ConfigError("--concurrency and --rate are two kinds of load; leave one of them out")
         if self.trace is not None and self.dataset is not None:
@@ -146,6 +152,17 @@ class BenchConfig:
             )
         # These raise ConfigError for a text that cannot be parsed.
         _ = self.output_lengths, self.objectives, self.extra_fields
+
+    def _check_effects(self) -> None:
+        """Raises ConfigError for a flag that has no effect together with, or without, another one."""
+        given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        for name, needed in NEEDS.items():
+            if name in given and needed not in given:
+                raise ConfigError(f"--{flag_name(name)} has no effect without --{needed}")
+        for source, names in REPLACES.items():
+            for name in names:
+                if source in given and name in given:
+                    raise ConfigError(f"--{flag_name(name)} has no effect with --{source}, which gives the requests")
 
     @property
     def loads(self) -> list[Load]:
@@ -195,12 +212,12 @@ class BenchConfig:
     @property
     def extra_fields(self) -> dict[str, Any]:
         try:
-            fields = json.loads(self.extra_body or "{}")
+            values = json.loads(self.extra_body or "{}")
         except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
+            values = None
+        if not isinstance(values, dict):
             raise ConfigError(f"--extra-body must be a JSON object like '{{\"top_p\": 0.9}}', got {self.extra_body}")
-        return fields
+        return values
 
 
 def _numbers(flag: str, text: str, convert: Callable[[str], Number]) -> list[Number]:

@@ -93,6 +93,7 @@ class LevelResult:
     """All that was measured with one load."""
 
     load: Load
+    began: float  # the time of day, in seconds since 1970; all other times are relative to it
     seconds: float  # from the beginning to the end of the last request
     records: Sequence[RequestRecord]
     unfinished: int  # requests that an interrupt cancelled; they have no record

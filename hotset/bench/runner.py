@@ -16,7 +16,8 @@ from hotset.bench.workload import PlannedRequest
 
 TICK_SECONDS = 0.02  # the interval in which the generator checks whether its event loop is late
 TICKS_PER_UPDATE = 25
-PREPARED_BYTES = 256 << 20  # bodies that are made before the clock starts
+PREPARED_REQUESTS = 1024  # bodies that are made before the clock starts
+PREPARED_BYTES = 64 << 20  # of these bodies together
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class LevelRun:
 
     async def run(self, requests: Iterable[PlannedRequest]) -> LevelResult:
         bodies = self._prepared(islice(requests, self.tally.total))
-        cpu_began = time.process_time()
+        cpu_began, time_of_day = time.process_time(), time.time()
         self._began = time.perf_counter()
         sending = asyncio.create_task(self._closed_loop(bodies) if self.load.concurrency else self._open_loop(bodies))
         stopping = asyncio.create_task(self.stop.wait())
@@ -85,6 +86,7 @@ class LevelRun:
         cpu_share = (time.process_time() - cpu_began) / max(self._now(), 1e-9)
         return LevelResult(
             load=self.load,
+            began=time_of_day,
             seconds=seconds,
             records=tuple(self.records),
             unfinished=self.tally.running,
@@ -95,13 +97,13 @@ class LevelRun:
         return time.perf_counter() - self._began
 
     def _prepared(self, requests: Iterator[PlannedRequest]) -> Iterator[Body]:
-        """Makes bodies ahead, up to PREPARED_BYTES, so that a burst is not delayed by their making."""
+        """Makes the first bodies ahead, so that a burst is not delayed by their making."""
         ready: list[Body] = []
         room = PREPARED_BYTES
-        for request in requests:
+        for request in islice(requests, PREPARED_REQUESTS):
             ready.append(self._body(request))
             room -= len(ready[-1].payload)
-            if room <= 0 or self.tally.total is None:
+            if room <= 0:
                 break
         return chain(ready, map(self._body, requests))
 

@@ -97,7 +97,7 @@ def bench(
     raise_descriptor_limit()
     console = Console()
     report = asyncio.run(_run(url, config, console))
-    if len(config.loads) > 1:
+    if len(report.results) > 1:
         tables.print_sweep(console, report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json()) + "\n")

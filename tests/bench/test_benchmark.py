@@ -25,7 +25,8 @@ Value = TypeVar("Value")
 
 
 def settings(**values: Any) -> BenchConfig:
-    return BenchConfig(**{"warmup": 0, "seed": 1, "input_tokens": "20", "output_tokens": "4", **values})
+    lengths = {} if "trace" in values else {"input_tokens": "20", "output_tokens": "4"}
+    return BenchConfig(**{"warmup": 0, "seed": 1, **lengths, **values})
 
 
 def run(scenario: Coroutine[Any, Any, Value]) -> Value:

@@ -32,14 +32,14 @@ def level_results(draw: st.DrawFn) -> LevelResult:
         ended = (times or [sent])[-1] + draw(st.sampled_from([1e-6, 1.0]))
         records.append(RequestRecord(None, sent, ended, times, 4, 7, draw(st.integers(0, 9)), failure))
     load = draw(st.sampled_from([Load(concurrency=3), Load(rate=2.5), Load()]))
-    return LevelResult(load, max((record.ended for record in records), default=0.0), records, 0, HEALTHY)
+    return LevelResult(load, 0.0, max((record.ended for record in records), default=0.0), records, 0, HEALTHY)
 
 
 @EXAMPLES
 @given(st.lists(level_results(), max_size=4))
 def test_a_picture_is_well_formed_and_its_coordinates_are_numbers_for_any_results(results: list[LevelResult]) -> None:
     if len(results) > 1:  # the loads of a sweep are of one kind
-        results = [LevelResult(Load(concurrency=3), r.seconds, r.records, 0, HEALTHY) for r in results]
+        results = [LevelResult(Load(concurrency=3), 0.0, r.seconds, r.records, 0, HEALTHY) for r in results]
     svg = picture(BenchReport(SERVER, BenchConfig(), 0, False, results=results))
     ElementTree.fromstring(svg)
     assert not re.search(r"\b(nan|inf)\b", svg)

@@ -35,7 +35,7 @@ def record(
 
 
 def result(*records: RequestRecord, seconds: float = 10.0) -> LevelResult:
-    return LevelResult(Load(concurrency=1), seconds, records, 0, HEALTHY)
+    return LevelResult(Load(concurrency=1), 0.0, seconds, records, 0, HEALTHY)
 
 
 @EXAMPLES
