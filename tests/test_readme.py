@@ -86,10 +86,13 @@ def check_python(source: str) -> None:
 
 
 README_COMMANDS = [words for block in blocks(README, "sh") for words in commands(block)]
+BENCH_COMMANDS = [
+    words for block in blocks((ROOT / "docs" / "bench.md").read_text(), "sh") for words in commands(block)
+]
 
 
-@pytest.mark.parametrize("words", README_COMMANDS, ids=lambda words: " ".join(words[:2]))
-def test_every_command_in_the_readme_is_valid(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [*README_COMMANDS, *BENCH_COMMANDS], ids=lambda words: " ".join(words[:2]))
+def test_every_command_in_the_readme_and_in_the_page_on_measuring_is_valid(words: list[str]) -> None:
     check_command(words)
 
 

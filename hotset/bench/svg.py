@@ -182,8 +182,8 @@ def _legend(entries: Sequence[tuple[str, str]], dashed: Sequence[bool], right: f
         x -= len(name) * 6.2
         parts.append(f'<text x="{x:.1f}" y="20" class="soft">{escape(name)}</text>')
         dash = ' stroke-dasharray="5 4"' if index < len(dashed) and dashed[index] else ""
-        parts.append(f'<path d="M{x - 22:.1f} 16h16" stroke="{colour}" stroke-width="3"{dash}/>')
-        x -= 34
+        parts.append(f'<path d="M{x - 19:.1f} 16h14" stroke="{colour}" stroke-width="3"{dash}/>')
+        x -= 28
     return "".join(parts)
 
 
