@@ -55,10 +55,16 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def litellm_answers(server: RunningServer, litellm_process: subprocess.Popen[str]) -> dict[str, Any]:
+def litellm_output(server: RunningServer, litellm_process: subprocess.Popen[str]) -> str:
+    """What the session with LiteLLM printed, or why it failed."""
     output, errors = litellm_process.communicate(f"{server.url} {EMBEDDED}\n", timeout=DEADLINE)
-    assert litellm_process.returncode == 0, f"{errors}\nThe server's log:\n{server.log()}"
-    answers: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return output if litellm_process.returncode == 0 else f"{errors}\nThe server's log:\n{server.log()}"
+
+
+def answers_in(litellm_output: str) -> dict[str, Any]:
+    last_line = litellm_output.splitlines()[-1]
+    assert last_line.startswith("{"), litellm_output
+    answers: dict[str, Any] = json.loads(last_line)
     return answers
 
 
@@ -114,22 +120,24 @@ def test_openai_lists_and_finds_the_model(client: openai.OpenAI) -> None:
         client.models.retrieve("some/other")
 
 
-def test_litellm_replays_the_first_answer_in_the_second_turn(litellm_answers: dict[str, Any]) -> None:
-    assert "Paris" in litellm_answers["first"]
-    assert "Rome" in litellm_answers["second"]
-    assert litellm_answers["hosted_vllm"] == litellm_answers["second"]
+def test_litellm_replays_the_first_answer_in_the_second_turn(litellm_output: str) -> None:
+    answers = answers_in(litellm_output)
+    assert "Paris" in answers["first"]
+    assert "Rome" in answers["second"]
+    assert answers["hosted_vllm"] == answers["second"]
 
 
-def test_litellm_gets_the_same_text_streamed_as_in_one_response(litellm_answers: dict[str, Any]) -> None:
-    streamed = litellm_answers["streamed"]
-    assert streamed["text"] == litellm_answers["first"]
-    assert streamed["finish_reason"] == "stop"
-    assert 3 < streamed["completion_tokens"] <= streamed["chunks"]
+def test_litellm_gets_the_same_text_streamed_as_in_one_response(litellm_output: str) -> None:
+    answers = answers_in(litellm_output)
+    assert answers["streamed"]["text"] == answers["first"]
+    assert answers["streamed"]["finish_reason"] == "stop"
+    assert 3 < answers["streamed"]["completion_tokens"] <= answers["streamed"]["chunks"]
 
 
-def test_litellm_continues_a_prompt(litellm_answers: dict[str, Any]) -> None:
-    assert litellm_answers["continued"]["whole"].startswith(" Paris")
-    assert litellm_answers["continued"]["streamed"] == litellm_answers["continued"]["whole"]
+def test_litellm_continues_a_prompt(litellm_output: str) -> None:
+    continued = answers_in(litellm_output)["continued"]
+    assert continued["whole"].startswith(" Paris")
+    assert continued["streamed"] == continued["whole"]
 
 
 def test_langchain_replays_the_first_answer_in_the_second_turn(
