@@ -1,45 +1,64 @@
-"""Measures one server with `hotset bench` and with guidellm, in turn, and compares the medians.
+"""Measures one server with `hotset bench` and with guidellm, in turn, and compares the results.
 
     python -m venv build/guidellm && build/guidellm/bin/pip install guidellm==0.8.1
     python benchmarks/against_guidellm.py --guidellm build/guidellm/bin/guidellm
 
-Both send texts of the same length to /v1/completions and ask for answers of the same length, in rounds A B A B. With
---together both run at the same time, so that other work on the machine disturbs both alike; but two loops of equal
-requests can fall into step, and then one of them sends all its prompts while the other one decodes, which changes ttft
-and tpot, but not e2e and tokens/s. The server is `hotset serve` with the demo model, a running one (--url), or one that
-waits fixed times (--simulate), which shows how far both are from the truth.
+Both send texts of the same length to /v1/completions and ask for answers of the same length, in rounds A B A B. The
+server is `hotset serve` with the demo model, a running one (--url), or one that waits fixed times (--simulate).
 
 The names differ: guidellm's ITL is the mean time between the tokens of one request, which `hotset bench` calls tpot;
-guidellm's TPOT also contains the time to the first token. Its request latency is e2e. Tokens/s are the output tokens of
-a round over the time from its first request to the end of its last one, computed in the same way for both.
+guidellm's TPOT also contains the time to the first token. Its request latency is e2e. Tokens/s are those of one
+request: its output tokens / e2e. `send gap` is the time between the end of a request and the start of the next one.
 
-The bar: each median differs by at most 5 %. Medians over all requests of all rounds; tokens/s over the rounds.
+A generator takes CPU time, and where it shares the cores with the server, the server becomes slower. Hotset's /metrics
+tell how long the server itself took for the same requests, in the mean. The second table divides the means that each
+program measured by those of the server. These ratios depend neither on the speed of the server nor on other work on the
+machine; they exceed 1 by the time between server and client.
+
+    Bar of --simulate           each median differs from guidellm's by at most 5 %
+    Bars of a Hotset server     each ratio differs from guidellm's by at most 5 %; the differences of the medians, which
+                                contain the server's own changes, are shown too
 """
 
 import argparse
 import asyncio
 import json
 import os
-import signal
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from report import Bar, make_parser, report
 
+from hotset.bench.benchmark import Benchmark
+from hotset.bench.config import BenchConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "models" / "demo-dsa")
 LIMIT = 0.05
 OURS, THEIRS = "hotset bench", "guidellm"
-QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+LATENCIES = ("ttft", "tpot", "e2e")
+ENDPOINT = '{endpoint="/v1/completions"}'
+# The samples of /metrics with the sum and the number of the server's own times.
+SERVER_TIMES = {
+    "ttft": ("hotset_time_to_first_token_seconds_sum", "hotset_time_to_first_token_seconds_count"),
+    "tpot": ("hotset_inter_token_seconds_sum", "hotset_inter_token_seconds_count"),
+    "e2e": (f"hotset_http_request_seconds_sum{ENDPOINT}", f"hotset_http_request_seconds_count{ENDPOINT}"),
+}
+SERVER_SAMPLES = [sample for pair in SERVER_TIMES.values() for sample in pair]
 FIRST_TOKEN_SECONDS, TOKEN_SECONDS = 0.4, 0.03  # of the simulated server
 
 
@@ -55,51 +74,63 @@ class Sample:
     output_tokens: int
 
 
-Samples = dict[str, list[Sample]]  # by the name of the program
+@dataclass(frozen=True)
+class Run:
+    """One run of one program, and the server's own means of the same requests."""
+
+    samples: list[Sample]
+    server: dict[str, float]
 
 
-def bench_command(options: argparse.Namespace, url: str, result: Path) -> list[str]:
-    command = [sys.executable, "-m", "hotset", "bench", url, "--prompt-format", "text", "--warmup", "0"]
-    command += ["--concurrency", str(options.concurrency), "--num-requests", str(options.requests)]
-    command += ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
-    return [*command, "--json", str(result)]
+def bench_run(options: argparse.Namespace, url: str, folder: Path) -> Run:
+    """Runs `hotset bench` once, in this process, so that the server's times are read after its first short requests."""
+    load = {"rate": str(options.rate), "burstiness": inf} if options.rate else {"concurrency": str(options.concurrency)}
+    config = BenchConfig(
+        **load,
+        prompt_format="text",
+        num_requests=options.requests,
+        input_tokens=str(options.input_tokens),
+        output_tokens=str(options.output_tokens),
+        warmup=0,
+    )
+
+    async def run() -> Run:
+        async with Benchmark(url, config, asyncio.Event()) as benchmark:
+            before = server_sums(url)
+            [result] = (await benchmark.run()).results
+            server = server_means(before, server_sums(url))
+        samples = [
+            Sample(
+                ttft=record.ttft or record.e2e,
+                tpot=record.tpot or 0.0,
+                e2e=record.e2e,
+                start=result.began + record.sent,
+                end=result.began + record.ended,
+                output_tokens=record.output_tokens,
+            )
+            for record in result.completed
+        ]
+        return Run(samples, server)
+
+    return asyncio.run(run())
 
 
-def bench_samples(options: argparse.Namespace, url: str, folder: Path) -> list[Sample]:
-    """Runs `hotset bench` once."""
-    result = folder / "hotset.json"
-    subprocess.run(bench_command(options, url, result), cwd=ROOT, check=True, **QUIET)
-    return read_bench(result)
-
-
-def read_bench(result: Path) -> list[Sample]:
-    [load] = json.loads(result.read_text())["loads"]
-    return [
-        Sample(
-            ttft=request["ttft_ms"] / 1e3,
-            tpot=request["tpot_ms"] / 1e3,
-            e2e=request["e2e_ms"] / 1e3,
-            start=load["began"] + request["sent"],
-            end=load["began"] + request["ended"],
-            output_tokens=request["output_tokens"],
-        )
-        for request in load["requests"]
-    ]
-
-
-def guidellm_samples(options: argparse.Namespace, url: str, folder: Path) -> list[Sample]:
+def guidellm_run(options: argparse.Namespace, url: str, folder: Path) -> Run:
     """Runs guidellm once."""
-    concurrent = f"kind=concurrent,streams={options.concurrency}"
+    profile = "synchronous" if options.concurrency == 1 else f"concurrent,streams={options.concurrency}"
+    profile = f"constant,rate={options.rate}" if options.rate else profile
     lengths = f"prompt_tokens={options.input_tokens},output_tokens={options.output_tokens}"
     command = [str(Path(options.guidellm).absolute()), "run", "--disable-console-interactive"]
     command += ["--backend", f"kind=openai_http,target={url},request_format=/v1/completions"]
-    command += ["--profile", "kind=synchronous" if options.concurrency == 1 else concurrent]
+    command += ["--profile", f"kind={profile}"]
     command += ["--constraint", f"kind=max_requests,count={options.requests}"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={options.model}"]
     command += ["--data", f"kind=synthetic_text,{lengths}"]
-    subprocess.run(command, cwd=folder, check=True, **QUIET)
+    before = server_sums(url)
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = server_means(before, server_sums(url))
     [benchmark] = json.loads((folder / "benchmarks.json").read_text())["benchmarks"]
-    return [
+    samples = [
         Sample(
             ttft=request["time_to_first_token_ms"] / 1e3,
             tpot=request["inter_token_latency_ms"] / 1e3,
@@ -110,38 +141,44 @@ def guidellm_samples(options: argparse.Namespace, url: str, folder: Path) -> lis
         )
         for request in benchmark["requests"]["successful"]
     ]
+    return Run(samples, server)
 
 
-def samples_in_turn(options: argparse.Namespace, url: str, folder: Path) -> Samples:
-    """Runs one program after the other."""
-    return {OURS: bench_samples(options, url, folder), THEIRS: guidellm_samples(options, url, folder)}
+def server_sums(url: str) -> dict[str, float]:
+    """Returns the sums and counts of the times that a Hotset server has measured; empty for another server."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
+    except urllib.error.HTTPError:
+        return {}
+    found = (re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE) for sample in SERVER_SAMPLES)
+    return {sample: float(match[1]) if match else 0.0 for sample, match in zip(SERVER_SAMPLES, found, strict=True)}
 
 
-def samples_together(options: argparse.Namespace, url: str, folder: Path) -> Samples:
-    """Runs both programs at the same time. `hotset bench` starts first and is interrupted when guidellm has ended; only
-    its requests from the time of guidellm's requests count."""
-    result = folder / "hotset.json"
-    endless = argparse.Namespace(**{**vars(options), "requests": 1_000_000})
-    with subprocess.Popen(bench_command(endless, url, result), cwd=ROOT, **QUIET) as bench:
-        try:
-            theirs = guidellm_samples(options, url, folder)
-        finally:
-            bench.send_signal(signal.SIGINT)
-    start, end = min(sample.start for sample in theirs), max(sample.end for sample in theirs)
-    ours = [sample for sample in read_bench(result) if start <= sample.start and sample.end <= end]
-    return {OURS: ours, THEIRS: theirs}
+def server_means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Returns the server's mean times between two calls of `server_sums`, in seconds."""
+    spent = {sample: after[sample] - before[sample] for sample in after}
+    return {name: spent[total] / spent[count] for name, (total, count) in SERVER_TIMES.items()} if spent else {}
 
 
-def tokens_per_second(samples: list[Sample]) -> float:
-    seconds = max(sample.end for sample in samples) - min(sample.start for sample in samples)
-    return sum(sample.output_tokens for sample in samples) / seconds
+def medians(samples: list[Sample]) -> dict[str, float]:
+    ordered = sorted(samples, key=lambda sample: sample.start)
+    gaps = [later.start - earlier.end for earlier, later in pairwise(ordered)]
+    return {
+        **{f"{name} ms": statistics.median(getattr(s, name) for s in samples) * 1e3 for name in LATENCIES},
+        "tokens/s": statistics.median(sample.output_tokens / sample.e2e for sample in samples),
+        "send gap ms": statistics.median(gaps) * 1e3,
+    }
 
 
-def medians(rounds: list[list[Sample]]) -> dict[str, float]:
-    samples = [sample for one_round in rounds for sample in one_round]
-    latencies = {name: statistics.median(getattr(s, name) for s in samples) * 1e3 for name in ("ttft", "tpot", "e2e")}
-    speed = statistics.median(tokens_per_second(one_round) for one_round in rounds)
-    return {f"{name} ms": value for name, value in latencies.items()} | {"tokens/s": speed}
+def ratios(runs: list[Run]) -> dict[str, float]:
+    """Returns the means that a program measured, over those of the server."""
+    measured = {name: [statistics.mean(getattr(s, name) for s in run.samples) for run in runs] for name in LATENCIES}
+    own = {name: [run.server[name] for run in runs] for name in LATENCIES}
+    return {
+        **{f"server {name} ms": statistics.mean(own[name]) * 1e3 for name in LATENCIES},
+        **{f"{name} / server": sum(measured[name]) / sum(own[name]) for name in LATENCIES},
+    }
 
 
 @contextmanager
@@ -220,32 +257,45 @@ def main() -> None:
     parser.add_argument("--model", default=DEMO, help="model directory; guidellm counts tokens with its tokenizer")
     parser.add_argument("--url", help="measure this running server, which serves --model")
     parser.add_argument("--simulate", action="store_true", help="measure a server that waits fixed times")
-    parser.add_argument("--together", action="store_true", help="run both at the same time, for a busy machine")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each program")
     parser.add_argument("--requests", type=int, default=20, help="requests per run")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at the same time")
+    parser.add_argument("--rate", type=float, help="send requests evenly spaced, so many per second")
     parser.add_argument("--input-tokens", type=int, default=128, help="length of prompts")
     parser.add_argument("--output-tokens", type=int, default=64, help="length of answers")
     options = parser.parse_args()
-    one_round = samples_together if options.together else samples_in_turn
-    rounds: dict[str, list[list[Sample]]] = {OURS: [], THEIRS: []}
+    programs = {OURS: bench_run, THEIRS: guidellm_run}
+    runs: dict[str, list[Run]] = {name: [] for name in programs}
     with tempfile.TemporaryDirectory() as folder, chosen_server(options) as url:
-        bench_samples(options, url, Path(folder))  # warm-up
+        bench_run(options, url, Path(folder))  # warm-up
         for _ in range(options.rounds):
-            for name, samples in one_round(options, url, Path(folder)).items():
-                rounds[name].append(samples)
-                print(name, {key: round(value, 2) for key, value in medians([samples]).items()}, flush=True)
-    found = {name: medians(of_program) for name, of_program in rounds.items()}
+            for name, run in programs.items():
+                runs[name].append(run(options, url, Path(folder)))
+                newest = medians(runs[name][-1].samples)
+                print(name, {key: round(value, 2) for key, value in newest.items()}, flush=True)
+    sys.exit(not show(options, runs))
+
+
+def show(options: argparse.Namespace, runs: dict[str, list[Run]]) -> bool:
+    """Prints the tables. Returns whether all bars are met."""
+    found = {
+        name: medians([sample for run in of_program for sample in run.samples]) for name, of_program in runs.items()
+    }
+    rows = dict(found)
     if options.simulate:
         whole = FIRST_TOKEN_SECONDS + (options.output_tokens - 1) * TOKEN_SECONDS
         truth = {"ttft ms": FIRST_TOKEN_SECONDS * 1e3, "tpot ms": TOKEN_SECONDS * 1e3, "e2e ms": whole * 1e3}
-        found["waited"] = truth | {"tokens/s": options.concurrency * options.output_tokens / whole}
-    report("Medians", [{"program": name} | values for name, values in found.items()], options.json)
-    ours, theirs = found[OURS], found[THEIRS]
-    bars = [Bar(f"{name}: difference from guidellm", abs(ours[name] / theirs[name] - 1), LIMIT) for name in ours]
+        rows["waited"] = {**truth, "tokens/s": options.output_tokens / whole, "send gap ms": 0.0}
+    report("Medians", [{"program": name} | values for name, values in rows.items()], options.json)
+    if all(run.server for run in runs[OURS]):
+        found = {name: ratios(of_program) for name, of_program in runs.items()}
+        ratios_json = options.json.with_name(f"{options.json.stem}-ratios.json") if options.json else None
+        report("Means against the server's own", [{"program": n} | values for n, values in found.items()], ratios_json)
+    names = [name for name in found[OURS] if not name.startswith(("server", "send gap"))]
+    bars = [Bar(f"{n}: difference from guidellm", abs(found[OURS][n] / found[THEIRS][n] - 1), LIMIT) for n in names]
     bars_json = options.json.with_name(f"{options.json.stem}-bars.json") if options.json else None
     report("Bars", [bar.row() for bar in bars], bars_json)
-    sys.exit(not all(bar.met for bar in bars))
+    return all(bar.met for bar in bars)
 
 
 if __name__ == "__main__":

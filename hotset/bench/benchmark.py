@@ -15,8 +15,8 @@ from typing import Any
 from hotset import __version__
 from hotset.base.errors import ConfigError, RequestError
 from hotset.bench.config import BenchConfig, Load
-from hotset.bench.results import LevelResult, RequestRecord, Summary, summarize
-from hotset.bench.runner import LevelRun, Tally
+from hotset.bench.results import LoadResult, RequestRecord, Summary, summarize
+from hotset.bench.runner import LoadRun, Tally
 from hotset.bench.target import ServerReport, Target
 from hotset.bench.workload import PromptSource, Workload
 
@@ -32,7 +32,7 @@ class BenchReport:
     config: BenchConfig
     seed: int
     prompts_as_text: bool
-    results: list[LevelResult] = field(default_factory=list)
+    results: list[LoadResult] = field(default_factory=list)
     interrupted: bool = False
     date: str = field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
 
@@ -137,9 +137,9 @@ class Benchmark:
         report.interrupted = self._stop.is_set()
         return report
 
-    async def _measure(self, load: Load, index: int, source: PromptSource, total: int | None) -> LevelResult:
+    async def _measure(self, load: Load, index: int, source: PromptSource, total: int | None) -> LoadResult:
         on_update = self._on_update if index != WARMUP else lambda tally: None
-        run = LevelRun(
+        run = LoadRun(
             target=self._target,
             config=self._config,
             load=load,

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from hotset.bench.benchmark import BenchReport
-from hotset.bench.results import LevelResult, RequestRecord, Summary, percentile
+from hotset.bench.results import LoadResult, RequestRecord, Summary, percentile
 from hotset.bench.svg import LOG_DECADES, Bar, Line, Panel, Point, page
 
 BLUE, LIGHT, RED = "#1f5fa8", "#b9cfe8", "#c0392b"
@@ -37,7 +37,7 @@ def picture(report: BenchReport) -> str:
     return page(f"{report.server.model} at {report.server.url}", f"{loads} · {report.date[:16]}", panels)
 
 
-def _sweep_panels(report: BenchReport, results: Sequence[LevelResult]) -> list[Panel]:
+def _sweep_panels(report: BenchReport, results: Sequence[LoadResult]) -> list[Panel]:
     summaries = [summary for summary in report.summaries() if summary.completed]
     short = [result.load.value for result in results]
 
@@ -65,7 +65,7 @@ def _curve_point(summary: Summary, name: str, quantile: str) -> Point | None:
     return None if distribution is None else (summary.output_tokens_per_second, getattr(distribution, quantile))
 
 
-def _distribution_panels(results: Sequence[LevelResult]) -> list[Panel]:
+def _distribution_panels(results: Sequence[LoadResult]) -> list[Panel]:
     by_load = f", by {_kind(results)}" if len(results) > 1 else ""
     return [
         _distribution(f"Time to first token{by_load}", results, lambda record: (record.ttft,)),
@@ -73,12 +73,12 @@ def _distribution_panels(results: Sequence[LevelResult]) -> list[Panel]:
     ]
 
 
-def _kind(results: Sequence[LevelResult]) -> str:
+def _kind(results: Sequence[LoadResult]) -> str:
     return "concurrency" if results[0].load.concurrency else "requests/s sent"
 
 
 def _distribution(
-    title: str, results: Sequence[LevelResult], values: Callable[[RequestRecord], Iterable[float | None]]
+    title: str, results: Sequence[LoadResult], values: Callable[[RequestRecord], Iterable[float | None]]
 ) -> Panel:
     """Shows for each latency the share of requests, or of gaps between tokens, that took at most so long."""
     lines: list[Line] = []
@@ -100,7 +100,7 @@ def _distribution(
     return Panel(title, "milliseconds", "% that took at most so long", tuple(lines), x_max=x_max, x_min=x_min)
 
 
-def _time_panels(result: LevelResult, of_several: bool) -> list[Panel]:
+def _time_panels(result: LoadResult, of_several: bool) -> list[Panel]:
     label = f" ({result.load.label})" if of_several else ""
     seconds = "seconds since the beginning"
     running = Line(_running(result.records), BLUE)
@@ -131,7 +131,7 @@ def _running(records: Sequence[RequestRecord]) -> list[Point]:
     return points
 
 
-def _tokens_per_second(result: LevelResult) -> list[Point]:
+def _tokens_per_second(result: LoadResult) -> list[Point]:
     """Returns the output rate over time. The tokens of a request are divided evenly among its chunks."""
     bins = min(max(int(result.seconds), TIME_BINS[0]), TIME_BINS[-1])
     width = result.seconds / bins

@@ -89,7 +89,7 @@ class GeneratorHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class LevelResult:
+class LoadResult:
     """All that was measured with one load."""
 
     load: Load
@@ -174,7 +174,7 @@ class Summary:
         return asdict(self)
 
 
-def summarize(result: LevelResult, objectives: dict[str, float]) -> Summary:
+def summarize(result: LoadResult, objectives: dict[str, float]) -> Summary:
     """Computes the figures. Latencies and token rates are those of completed requests."""
     completed = result.completed
     seconds = max(result.seconds, 1e-9)

@@ -10,7 +10,7 @@ from random import Random
 
 from hotset.bench.arrivals import arrival_times
 from hotset.bench.config import BenchConfig, Load
-from hotset.bench.results import GeneratorHealth, LevelResult, RequestRecord, percentile
+from hotset.bench.results import GeneratorHealth, LoadResult, RequestRecord, percentile
 from hotset.bench.target import Target
 from hotset.bench.workload import PlannedRequest
 
@@ -47,7 +47,7 @@ class Body:
 
 
 @dataclass
-class LevelRun:
+class LoadRun:
     """One measurement. `run` may be called once.
 
     When `stop` is set, running requests are cancelled, and the result contains those that had ended.
@@ -64,7 +64,7 @@ class LevelRun:
     _delays: list[float] = field(default_factory=list)
     _began: float = 0.0
 
-    async def run(self, requests: Iterable[PlannedRequest]) -> LevelResult:
+    async def run(self, requests: Iterable[PlannedRequest]) -> LoadResult:
         bodies = self._prepared(islice(requests, self.tally.total))
         cpu_began, time_of_day = time.process_time(), time.time()
         self._began = time.perf_counter()
@@ -84,7 +84,7 @@ class LevelRun:
         self.on_update(self.tally)
         seconds = max((record.ended for record in self.records), default=0.0)
         cpu_share = (time.process_time() - cpu_began) / max(self._now(), 1e-9)
-        return LevelResult(
+        return LoadResult(
             load=self.load,
             began=time_of_day,
             seconds=seconds,

@@ -37,10 +37,10 @@ class ServerReport:
 
 
 class Target:
-    """A server. `open` must be called first; the owner calls `close`, or uses `async with`.
+    """A server. Its methods are called inside `async with`, which owns the connections.
 
-    Raises StartupError if the server cannot be reached or is not an OpenAI-compatible one, and RequestError if it
-    refuses the requests of this benchmark.
+    `probe` is called first. It raises StartupError if the server cannot be reached or is not an OpenAI-compatible one,
+    and RequestError if it refuses the requests of this benchmark.
     """
 
     def __init__(self, url: str, config: BenchConfig) -> None:

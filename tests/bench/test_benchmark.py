@@ -14,7 +14,7 @@ from hotset.base.errors import ConfigError, HotsetError, RequestError, StartupEr
 from hotset.bench.answer import Failure
 from hotset.bench.benchmark import Benchmark, BenchReport
 from hotset.bench.config import BenchConfig
-from hotset.bench.results import LevelResult
+from hotset.bench.results import LoadResult
 from hotset.bench.runner import Tally
 from hotset.bench.target import Target
 from hotset.bench.words import WORDS
@@ -42,7 +42,7 @@ async def benchmark(server: ScriptedServer, config: BenchConfig, stop: asyncio.E
         return await opened.run()
 
 
-def measure(server: ScriptedServer, **values: Any) -> LevelResult:
+def measure(server: ScriptedServer, **values: Any) -> LoadResult:
     """Runs a benchmark of one load."""
 
     async def scenario() -> BenchReport:

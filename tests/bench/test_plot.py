@@ -12,7 +12,7 @@ from hotset.bench.answer import Failure
 from hotset.bench.benchmark import BenchReport
 from hotset.bench.config import BenchConfig, Load
 from hotset.bench.plot import picture
-from hotset.bench.results import GeneratorHealth, LevelResult, RequestRecord
+from hotset.bench.results import GeneratorHealth, LoadResult, RequestRecord
 from hotset.bench.svg import BOTTOM, LEFT, PANEL_HEIGHT, RIGHT, TOP, WIDTH, Line, Panel, log_ticks, page, ticks
 from hotset.bench.target import ServerReport
 
@@ -22,7 +22,7 @@ HEALTHY = GeneratorHealth(cpu_share=0.1, delay_p99=0.0, delay_max=0.0, lag_p99=0
 
 
 @st.composite
-def level_results(draw: st.DrawFn) -> LevelResult:
+def load_results(draw: st.DrawFn) -> LoadResult:
     records = []
     for _ in range(draw(st.integers(0, 5))):
         sent = draw(st.floats(0, 100))
@@ -32,14 +32,14 @@ def level_results(draw: st.DrawFn) -> LevelResult:
         ended = (times or [sent])[-1] + draw(st.sampled_from([1e-6, 1.0]))
         records.append(RequestRecord(None, sent, ended, times, 4, 7, draw(st.integers(0, 9)), failure))
     load = draw(st.sampled_from([Load(concurrency=3), Load(rate=2.5), Load()]))
-    return LevelResult(load, 0.0, max((record.ended for record in records), default=0.0), records, 0, HEALTHY)
+    return LoadResult(load, 0.0, max((record.ended for record in records), default=0.0), records, 0, HEALTHY)
 
 
 @EXAMPLES
-@given(st.lists(level_results(), max_size=4))
-def test_a_picture_is_well_formed_and_its_coordinates_are_numbers_for_any_results(results: list[LevelResult]) -> None:
+@given(st.lists(load_results(), max_size=4))
+def test_a_picture_is_well_formed_and_its_coordinates_are_numbers_for_any_results(results: list[LoadResult]) -> None:
     if len(results) > 1:  # the loads of a sweep are of one kind
-        results = [LevelResult(Load(concurrency=3), 0.0, r.seconds, r.records, 0, HEALTHY) for r in results]
+        results = [LoadResult(Load(concurrency=3), 0.0, r.seconds, r.records, 0, HEALTHY) for r in results]
     svg = picture(BenchReport(SERVER, BenchConfig(), 0, False, results=results))
     ElementTree.fromstring(svg)
     assert not re.search(r"\b(nan|inf)\b", svg)

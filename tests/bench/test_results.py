@@ -12,7 +12,7 @@ from hotset.bench.results import (
     ErrorCount,
     GeneratorHealth,
     Goodput,
-    LevelResult,
+    LoadResult,
     RequestRecord,
     percentile,
     summarize,
@@ -34,8 +34,8 @@ def record(
     return RequestRecord(scheduled, sent, ended, chunk_times, 4, 100, output_tokens, failure)
 
 
-def result(*records: RequestRecord, seconds: float = 10.0) -> LevelResult:
-    return LevelResult(Load(concurrency=1), 0.0, seconds, records, 0, HEALTHY)
+def result(*records: RequestRecord, seconds: float = 10.0) -> LoadResult:
+    return LoadResult(Load(concurrency=1), 0.0, seconds, records, 0, HEALTHY)
 
 
 @EXAMPLES
