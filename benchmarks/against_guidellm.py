@@ -10,14 +10,12 @@ The names differ: guidellm's ITL is the mean time between the tokens of one requ
 guidellm's TPOT also contains the time to the first token. Its request latency is e2e. Tokens/s are those of one
 request: its output tokens / e2e. `send gap` is the time between the end of a request and the start of the next one.
 
-A generator takes CPU time, and where it shares the cores with the server, the server becomes slower. Hotset's /metrics
-tell how long the server itself took for the same requests, in the mean. The second table divides the means that each
-program measured by those of the server. These ratios depend neither on the speed of the server nor on other work on the
-machine; they exceed 1 by the time between server and client.
+A generator takes CPU time, and where it shares the cores with the server, the server becomes slower. So the server that
+this script starts has a core of its own. Hotset's /metrics tell how long the server itself took for the same requests,
+in the mean. The second table divides the means that each program measured by those of the server: if the medians
+differ, it shows whether the programs or the server's times did.
 
-    Bar of --simulate           each median differs from guidellm's by at most 5 %
-    Bars of a Hotset server     each ratio differs from guidellm's by at most 5 %; the differences of the medians, which
-                                contain the server's own changes, are shown too
+    Bar     each median differs from guidellm's by at most 5 %
 """
 
 import argparse
@@ -183,9 +181,11 @@ def ratios(runs: list[Run]) -> dict[str, float]:
 
 @contextmanager
 def hotset_server(model: str) -> Iterator[str]:
-    """Runs a server on one core, so that another one is free for the program that measures."""
-    command = [sys.executable, "-m", "hotset", "serve", model, "--port", "0"]
+    """Runs a server on the first core. The others are left to the programs that measure."""
+    server_core, *other_cores = sorted(os.sched_getaffinity(0))
+    command = ["taskset", "--cpu-list", str(server_core), sys.executable, "-m", "hotset", "serve", model, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    os.sched_setaffinity(0, other_cores or [server_core])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as server:
         try:
@@ -288,10 +288,10 @@ def show(options: argparse.Namespace, runs: dict[str, list[Run]]) -> bool:
         rows["waited"] = {**truth, "tokens/s": options.output_tokens / whole, "send gap ms": 0.0}
     report("Medians", [{"program": name} | values for name, values in rows.items()], options.json)
     if all(run.server for run in runs[OURS]):
-        found = {name: ratios(of_program) for name, of_program in runs.items()}
+        to_server = [{"program": name} | ratios(of_program) for name, of_program in runs.items()]
         ratios_json = options.json.with_name(f"{options.json.stem}-ratios.json") if options.json else None
-        report("Means against the server's own", [{"program": n} | values for n, values in found.items()], ratios_json)
-    names = [name for name in found[OURS] if not name.startswith(("server", "send gap"))]
+        report("Means against the server's own", to_server, ratios_json)
+    names = [name for name in found[OURS] if name != "send gap ms"]
     bars = [Bar(f"{n}: difference from guidellm", abs(found[OURS][n] / found[THEIRS][n] - 1), LIMIT) for n in names]
     bars_json = options.json.with_name(f"{options.json.stem}-bars.json") if options.json else None
     report("Bars", [bar.row() for bar in bars], bars_json)
