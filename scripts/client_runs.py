@@ -201,7 +201,7 @@ def aiperf_profile(session: Session) -> str:
         *("--concurrency", "2"),
         *("--ui", "none"),
         "--streaming",
-        # With these variables, aiperf takes the path of the tokenizer for a name on the hub.
+        # If these variables are set, aiperf looks for the tokenizer on the hub instead of in the directory.
         HF_HUB_OFFLINE="",
         TRANSFORMERS_OFFLINE="",
     )

@@ -36,7 +36,7 @@ logger = logging.getLogger("hotset.serve")
 MAX_MESSAGE_CHARACTERS = 500
 # Errors that the request did not cause; a retry may succeed.
 UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoRoomLeft, NoWorkers, WorkerLost)
-# Of errors that pass by themselves. A stopped engine does not start again.
+# Errors after which a client should retry, and when. EngineStopped is not among them: a stopped engine stays stopped.
 RETRY_AFTER_SECONDS: Mapping[type[BaseException], int] = {
     HandoffLost: 1,
     NoRoomLeft: 5,
