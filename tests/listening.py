@@ -5,7 +5,6 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 SOCK_DIAG_BY_FAMILY = 20
 NLM_F_REQUEST_DUMP = 0x301
@@ -25,15 +24,6 @@ class Listening:
     host: str
     port: int
     interface: str
-
-
-def descendants_of(pid: int) -> set[int]:
-    """Returns the ids of all living descendants of a process."""
-    descendants: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        for child in map(int, (task / "children").read_text().split()):
-            descendants |= {child} | descendants_of(child)
-    return descendants
 
 
 def listening(pids: Iterable[int]) -> list[Listening]:

@@ -1,4 +1,7 @@
-"""Pauses other processes, and looks at what they hold."""
+"""Finds and pauses other processes, waits for their end, and looks at what they hold.
+
+A process or a thread can end while it is being read: what has ended is left out.
+"""
 
 import os
 import re
@@ -17,17 +20,49 @@ def pause(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+    while any(_state(task) not in ("T", None) for task in Path(f"/proc/{pid}/task").iterdir()):
         assert time.monotonic() < deadline, f"process {pid} did not stop within {TIMEOUT_SECONDS:g} s"
         time.sleep(0.001)
 
 
 def is_running(pid: int) -> bool:
     """Returns True unless the process has ended. A zombie has ended."""
+    return _state(Path(f"/proc/{pid}")) not in ("Z", None)
+
+
+def wait_until_ended(pids: Iterable[int]) -> None:
+    """Waits until all these processes have ended."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while running := {pid for pid in pids if is_running(pid)}:
+        assert time.monotonic() < deadline, f"these processes still run: {running}"
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> set[int]:
+    """Returns the running child processes of a process."""
+    return {child for child, parent in _parents().items() if parent == pid}
+
+
+def descendants_of(pid: int) -> set[int]:
+    """Returns the running processes that `pid` and its descendants have started."""
+    parents = _parents()
+    descendants, newest = set[int](), {pid}
+    while newest := {child for child, parent in parents.items() if parent in newest}:
+        descendants |= newest
+    return descendants
+
+
+def command_line(pid: int) -> bytes:
+    """Returns the arguments of a process, each with a null byte at its end. Returns nothing if it has ended."""
     try:
-        return _state(Path(f"/proc/{pid}")) != "Z"
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""
+
+
+def is_spawned(pid: int) -> bool:
+    """Returns whether multiprocessing has spawned this process."""
+    return b"spawn_main" in command_line(pid)
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
@@ -37,7 +72,22 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     return {path for path in paths if path.exists()}
 
 
-def _state(task: Path) -> str:
-    """Returns the state of a thread. In the file, the state follows the thread's name in parentheses, and the name can
-    itself contain spaces and parentheses."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+def _parents() -> dict[int, int]:
+    """Returns the parent of every running process."""
+    stats = {int(path.name): _stat(path) for path in Path("/proc").glob("[0-9]*")}
+    return {pid: int(stat[1]) for pid, stat in stats.items() if stat and stat[0] != "Z"}
+
+
+def _state(task: Path) -> str | None:
+    """Returns the state of a process or thread, None if it has ended."""
+    stat = _stat(task)
+    return stat[0] if stat else None
+
+
+def _stat(task: Path) -> list[str]:
+    """Returns the fields of a `stat` file from the state on, none if the process or thread has ended. They follow its
+    name in parentheses, which can itself contain spaces and parentheses."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from harness import tiny_directory
-from listening import Listening, descendants_of, listening
+from listening import Listening, listening
+from processes import descendants_of
 
 from hotset.base.config import EngineConfig
 from hotset.base.listeners import listeners

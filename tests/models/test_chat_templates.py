@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from processes import children_of, is_running
 
 from hotset.base.errors import CheckpointError, EngineStopped, RequestError
 from hotset.models.template_process import TemplateRenderer
@@ -40,27 +41,11 @@ def rendering(template: str = TRAPS, seconds: float = 30.0) -> Iterator[Template
         yield renderer
 
 
-def children_of(pid: int) -> set[int]:
-    children: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # the thread has ended
-            children.update(map(int, (task / "children").read_text().split()))
-    return children
-
-
 def wait_until(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + WAIT_SECONDS
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds
-
-
-def gone(pid: int) -> bool:
-    """Returns whether a process has ended. A zombie, whose parent has not read its exit code yet, has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_a_template_that_never_ends_is_killed_and_the_next_messages_are_rendered() -> None:
@@ -112,7 +97,7 @@ def test_after_a_child_has_died_a_new_one_renders() -> None:
     with rendering() as renderer:
         (child,) = children_of(os.getpid()) - before
         os.kill(child, signal.SIGKILL)
-        assert wait_until(lambda: gone(child))
+        assert wait_until(lambda: not is_running(child))
         assert renderer.render(user("hello")) == "hello!"
 
 
@@ -121,10 +106,10 @@ def test_closing_ends_the_children_and_refuses_later_messages() -> None:
     with rendering() as renderer:
         assert len(children_of(os.getpid()) - before) == 1
         renderer.close()
-        assert children_of(os.getpid()) == before
+        assert children_of(os.getpid()) <= before
         with pytest.raises(EngineStopped):
             renderer.render(user("hello"))
-    assert children_of(os.getpid()) == before, "nothing may be started after the close"
+    assert children_of(os.getpid()) <= before, "nothing may be started after the close"
 
 
 ORPHANING = """
@@ -152,12 +137,12 @@ def test_no_child_outlives_a_parent_that_is_killed(kind: str) -> None:
         if kind == "hello":
             assert parent.stdout.readline() == "rendered\n"
         else:
-            assert wait_until(lambda: gone(child) or " R " in busy.read_text())
+            assert wait_until(lambda: not is_running(child) or " R " in busy.read_text())
         parent.kill()
     try:
-        assert wait_until(lambda: gone(child))
+        assert wait_until(lambda: not is_running(child))
     finally:
-        if not gone(child):
+        if is_running(child):
             os.kill(child, signal.SIGKILL)
 
 
@@ -174,7 +159,7 @@ def test_a_template_that_does_not_compile_is_refused_at_startup() -> None:
     for template in ("{% if %}", "{{ 1 | no_such_filter }}", "{{ " + "(" * 100_000 + " }}"):
         with pytest.raises(CheckpointError, match="the model: the chat template is broken: "):
             TemplateRenderer(template, {}, "the model")
-    assert children_of(os.getpid()) == before
+    assert children_of(os.getpid()) <= before
 
 
 def test_messages_that_are_not_json_are_refused() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import plain_http
 from idle_connections import with_few_descriptors
+from processes import children_of, is_spawned
 
 STOP_SECONDS = 60
 API_KEY = "open-sesame"
@@ -60,10 +61,9 @@ class RunningServer:
             time.sleep(0.05)
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(engines) == 1, f"found {len(engines)} engines among the children {children}"
-        return int(engines[0])
+        engines = [pid for pid in children_of(self.process.pid) if is_spawned(pid)]
+        assert len(engines) == 1, f"found {len(engines)} engines among the children of the server"
+        return engines[0]
 
 
 @contextmanager

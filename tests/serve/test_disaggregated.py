@@ -5,14 +5,14 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import plain_http
 import pytest
-from listening import descendants_of, listening
+from listening import listening
+from processes import command_line, descendants_of, wait_until_ended
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import API_KEY, RunningServer, serving
 
@@ -212,16 +212,6 @@ def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> No
     assert (state["role"], state["control"]) == ("both", None)
 
 
-def wait_until_ended(pids: set[int], seconds: float = 60.0) -> bool:
-    """Waits until all processes have ended, and returns True. Returns False if one is left after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 @pytest.fixture
 def tiny_disaggregated(tiny_model: str, tmp_path: Path) -> Iterator[RunningServer]:
     flags = ["--disaggregate", "1P1D", "--load-format", "dummy", "--drain-seconds", "20", "--api-key", API_KEY]
@@ -240,14 +230,13 @@ def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: Runnin
         assert page.status_code == 200, "the router forwards the documentation, which needs no key"
         assert "default-src 'self'" in page.headers.get("content-security-policy", "") or path != "/"
     for pid in pids:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert API_KEY.encode() not in arguments, "every user of the machine can read a process's arguments"
+        assert API_KEY.encode() not in command_line(pid), "every user of the machine can read a process's arguments"
     with plain_http.stream("POST", tiny_disaggregated.url + TEXT, json=body, headers=key, timeout=60) as stream:
         tiny_disaggregated.process.send_signal(signal.SIGINT)
         *_, last = [line for line in stream.iter_lines() if line]
     assert last == "data: [DONE]"
     assert tiny_disaggregated.process.wait(90) == 0
-    assert wait_until_ended(pids)
+    wait_until_ended(pids)
     stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_disaggregated.log())
     assert stopped == ["router", "decode", "prefill"]
     assert re.search(
@@ -258,11 +247,11 @@ def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: Runnin
 
 def test_the_death_of_one_child_process_stops_all_and_names_it(tiny_disaggregated: RunningServer) -> None:
     pids = descendants_of(tiny_disaggregated.process.pid)
-    (prefill,) = [pid for pid in pids if b"\0prefill\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (prefill,) = [pid for pid in pids if b"\0prefill\0" in command_line(pid)]
     os.kill(prefill, signal.SIGKILL)
     assert tiny_disaggregated.process.wait(90) == 1
     assert "error: prefill 1 ended (SIGKILL); the other processes are stopped" in tiny_disaggregated.log()
-    assert wait_until_ended(pids)
+    wait_until_ended(pids)
 
 
 def test_death_of_the_command_itself_leaves_no_orphans(disaggregated: RunningServer) -> None:
@@ -271,4 +260,4 @@ def test_death_of_the_command_itself_leaves_no_orphans(disaggregated: RunningSer
     assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     disaggregated.process.kill()
     disaggregated.process.wait(90)
-    assert wait_until_ended(pids)
+    wait_until_ended(pids)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import plain_http
 import pytest
-from processes import is_running, pause, shared_memory_of
+from processes import command_line, descendants_of, is_running, is_spawned, pause, shared_memory_of, wait_until_ended
 from running_server import RunningServer, error_of, serving
 
 from hotset.base.errors import EngineStopped
@@ -35,33 +35,10 @@ def body_of(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 8000, "ignore_eos": True, **fields}
 
 
-def descendants(pid: int) -> set[int]:
-    """Returns the processes that `pid` and its children have started and that still run."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            parents[int(path.parent.name)] = int(parent)
-    found, newest = set[int](), {pid}
-    while newest := {child for child, parent in parents.items() if parent in newest}:
-        found |= newest
-    return found
-
-
 def workers_of(engine: int) -> list[int]:
     """Returns the worker processes of an engine, in the order of their numbers."""
-    spawned = (pid for pid in descendants(engine) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    spawned = (pid for pid in descendants_of(engine) if is_spawned(pid))
     return sorted(spawned)
-
-
-def wait_until_gone(pids: set[int]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while left := {pid for pid in pids if is_running(pid)}:
-        assert time.monotonic() < deadline, f"these processes still run: {left}"
-        time.sleep(0.02)
 
 
 def wait_for_503(server: RunningServer) -> dict[str, Any]:
@@ -76,7 +53,7 @@ def wait_for_503(server: RunningServer) -> dict[str, Any]:
 
 def assert_fails_and_exits(server: RunningServer, reason: str) -> None:
     """Waits until the server reports `reason`, and checks that it fails requests and exits with 1."""
-    family = {server.process.pid, *descendants(server.process.pid)}
+    family = {server.process.pid, *descendants_of(server.process.pid)}
     shared = shared_memory_of(family)
     error = wait_for_503(server)
     assert error["code"] == "engine_stopped" and re.search(reason, error["message"]), error
@@ -87,7 +64,7 @@ def assert_fails_and_exits(server: RunningServer, reason: str) -> None:
         assert "hotset_engine_up 0.0" in metrics.result().text
     assert (late_error["code"], late_error["message"]) == (error["code"], error["message"])
     assert server.process.wait(WAIT_SECONDS) == 1
-    wait_until_gone(family)
+    wait_until_ended(family)
     assert not any(path.exists() for path in shared), "a process has left shared memory"
     assert f"error: {error['message']}\n" in server.log() and "Traceback" not in server.log()
 
@@ -151,12 +128,12 @@ def test_stopped_engine_and_worker_processes_end_when_the_server_is_killed(
 ) -> None:
     with serving(tmp_path, tiny_model, *FLAGS, *SIZES, "--pipeline-parallel-size", str(workers)) as server:
         engine = server.engine_pid()
-        family = descendants(server.process.pid)
+        family = descendants_of(server.process.pid)
         try:
             for pid in (*workers_of(engine), engine):
                 pause(pid)
             os.kill(server.process.pid, signal.SIGKILL)
-            wait_until_gone(family)
+            wait_until_ended(family)
         finally:
             for pid in filter(is_running, family):
                 os.kill(pid, signal.SIGKILL)
@@ -195,14 +172,14 @@ def test_disaggregated_serving_ends_with_1_and_names_the_process_that_is_stopped
     tiny_model: str, tmp_path: Path, stopped: str
 ) -> None:
     with serving(tmp_path, tiny_model, "--disaggregate", "1P1D", *FLAGS, *SIZES) as server:
-        family = descendants(server.process.pid)
-        arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in family}
+        family = descendants_of(server.process.pid)
+        arguments = {pid: command_line(pid).split(b"\0") for pid in family}
         decode = next(pid for pid, words in arguments.items() if words[3:4] == [b"serve"] and b"decode" in words)
         router = next(pid for pid, words in arguments.items() if words[3:4] == [b"router"])
         (engine,) = workers_of(decode)
         pause({"engine": engine, "worker": decode, "router": router}[stopped])
         assert server.process.wait(2 * WAIT_SECONDS) == 1
-        wait_until_gone(family)
+        wait_until_ended(family)
         limit = f"for {STEP_TIMEOUT} s (--step-timeout)"
         errors = {
             "engine": f"decode 1 ended (exit code 1): the engine process has shown no sign of life {limit}",

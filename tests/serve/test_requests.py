@@ -17,6 +17,7 @@ import plain_http
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from processes import children_of
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import ORIGIN, RunningServer, error_of, serving
 from schemathesis import Case, GenerationMode
@@ -361,9 +362,7 @@ def test_the_error_for_a_prompt_longer_than_the_context_names_both_lengths(http:
 
 def resident_mib(pid: int) -> float:
     """Returns the resident memory of a process and its children, which here have none themselves."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = [child for task in tasks for child in (task / "children").read_text().split()]
-    statuses = [Path(f"/proc/{member}/status").read_text() for member in (pid, *children)]
+    statuses = [Path(f"/proc/{member}/status").read_text() for member in (pid, *children_of(pid))]
     return sum(int(status.partition("VmRSS:")[2].split()[0]) for status in statuses) / 1024
 
 

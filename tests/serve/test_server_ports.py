@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from listening import descendants_of, listening
+from listening import listening
+from processes import descendants_of
 from running_server import serving
 
 # Python imports a module of this name in every process that it starts.

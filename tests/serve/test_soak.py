@@ -24,7 +24,7 @@ import numpy as np
 import plain_http
 import pytest
 from harness import tiny_directory
-from listening import descendants_of
+from processes import descendants_of
 from running_server import API_KEY, RunningServer, serving
 
 from hotset import LLM
