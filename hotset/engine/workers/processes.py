@@ -404,7 +404,8 @@ class MultiprocessExecutor:
                 return worker.rank.number, report
         raise self._died(next(by_sentinel[source] for source in ready if isinstance(source, int)))
 
-    def _died(self, worker: _Worker) -> EngineStopped:
+    def _died(self, worker: _Worker) -> StartupError | EngineStopped:
+        """Returns the error to raise after a worker died: the failure that it reported before, if it did."""
         worker = next((hung for hung in self._workers if hung.hung), worker)  # the others may have failed because of it
         if worker.hung:
             during = f", in step {self._in_flight[0].number}" if self._in_flight else ""
@@ -413,6 +414,8 @@ class MultiprocessExecutor:
                 f"{worker.rank.name} has shown no sign of life for {timeout:g} s (--step-timeout){during}"
             )
         worker.process.join(CAUSE_SECONDS)
+        if (failed := _reported_failure(worker)) is not None:
+            return self._failure(worker, failed)
         return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 
     def _failure(self, worker: _Worker, failed: WorkerFailed) -> StartupError | EngineStopped:
@@ -420,8 +423,11 @@ class MultiprocessExecutor:
         the error names the dead worker."""
         by_sentinel = {other.process.sentinel: other for other in self._workers if other is not worker}
         for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
-            if isinstance(sentinel, int) and by_sentinel[sentinel].process.exitcode != 0:
-                return self._died(by_sentinel[sentinel])
+            if isinstance(sentinel, int):
+                other = by_sentinel[sentinel]
+                other.process.join(CAUSE_SECONDS)  # its end is visible slightly before its exit code
+                if other.process.exitcode != 0:
+                    return self._died(other)
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)
         if worker.shape is None:
@@ -442,3 +448,15 @@ def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
     return [
         SampledToken(seat, position, token) for (seat, position), token in zip(positions, result.token_ids, strict=True)
     ]
+
+
+def _reported_failure(worker: _Worker) -> WorkerFailed | None:
+    """Returns the failure that a worker reported before it ended, if the controller has not read it yet."""
+    try:
+        while worker.pipe.poll():
+            report: WorkerReport = worker.pipe.recv()
+            if isinstance(report, WorkerFailed):
+                return report
+    except (EOFError, OSError):  # nothing is left to read
+        pass
+    return None
