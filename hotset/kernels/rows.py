@@ -9,14 +9,12 @@ from torch.nn import functional as F
 
 from hotset.base.units import ceil_div
 from hotset.kernels import EMPTY
+from hotset.kernels.fp8 import SCALE_BLOCK, quantise
 
 Run = tuple[int, int]  # (first, count): pages [first, first + count), consecutive in memory and in their request
 
 ROW_ALIGN = 16  # bytes; rows start at multiples of this, so that copies can move 16 bytes at a time
 KEY_ALIGN = 4  # bytes; index keys are small, and their scales are float32
-SCALE_BLOCK = 128  # the number of values that share one scale
-E4M3_MAX = 448.0
-MIN_SCALE = 1e-30  # the lower bound of scales; a block of zeros has this scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +70,7 @@ class RowLayout:
         if not self.quantised:
             padding = self.stored_width - self.width
             return F.pad(values, (0, padding)) if padding else values
-        latent = values[..., : self.quantised].float()
-        blocks = F.pad(latent, (0, self.scales * SCALE_BLOCK - self.quantised)).unflatten(-1, (self.scales, -1))
-        scales = (blocks.abs().amax(-1) / E4M3_MAX).clamp_min(MIN_SCALE)
-        codes = (blocks / scales[..., None]).flatten(-2)[..., : self.quantised].to(torch.float8_e4m3fn)
+        codes, scales = quantise(values[..., : self.quantised])
         parts = [codes, scales, values[..., self.quantised :].to(torch.bfloat16).contiguous()]
         stored = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
         return F.pad(stored, (0, self.stride_bytes - self.row_bytes))

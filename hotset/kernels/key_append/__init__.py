@@ -4,9 +4,10 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
+from hotset.kernels.fp8 import SCALE_BLOCK
 from hotset.kernels.key_append import reference
 from hotset.kernels.rope import Rotation
-from hotset.kernels.rows import SCALE_BLOCK, PagedRows
+from hotset.kernels.rows import PagedRows
 
 MAX_FAST_DIM = 1024  # one program holds a key in registers
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels.fast_path import has_fast_path, kernels_of
+from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
 
 MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear` is faster than torch
@@ -12,19 +13,23 @@ MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear`
 class Linear:
     """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
 
+    If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`).
+
     On a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in blocked order
     (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms
     with BLAS, 0.62 ms with the copy, 2026-11-15). The price is a second copy of the weight in memory.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self._packed = packed.pack(weight) if packed.supports(weight) else None
+        self._packed = packed.pack(weight) if isinstance(weight, Tensor) and packed.supports(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
+        if isinstance(self.weight, Fp8Weight):
+            return reference.fp8_linear(x, self.weight, self.bias)
         return reference.linear(x, self.weight, self.bias)
 
 

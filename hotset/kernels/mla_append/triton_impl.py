@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
+from hotset.kernels.fp8 import E4M3_MAX, MIN_SCALE, SCALE_BLOCK
 from hotset.kernels.norm.triton_impl import rms_normed
 from hotset.kernels.rope import Rotation
 from hotset.kernels.rope.triton_impl import rotated_first, rotated_second
-from hotset.kernels.rows import E4M3_MAX, MIN_SCALE, ROW_ALIGN, SCALE_BLOCK, RowLayout
+from hotset.kernels.rows import ROW_ALIGN, RowLayout
 
 WARPS = 4
 OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it

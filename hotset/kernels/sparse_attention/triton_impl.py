@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.base.units import ceil_div
-from hotset.kernels.rows import SCALE_BLOCK, RowLayout
+from hotset.kernels.fp8 import SCALE_BLOCK
+from hotset.kernels.rows import RowLayout
 from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import AttentionShape, GpuTraits, LaunchConfig, choose_launch
 
