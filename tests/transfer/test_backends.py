@@ -49,7 +49,7 @@ class FakeNixlAgent:
         if name == "unreachable":
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
         if name == "slow":
-            self.may_connect.wait(10.0)
+            self.may_connect.wait(60.0)
 
     def invalidateRemoteMD(self, name: str) -> None:
         self.invalidated.append(name)
@@ -117,10 +117,10 @@ def test_a_slow_nixl_connection_does_not_delay_other_peers(agent: FakeNixlAgent)
         pass
     quick = threading.Thread(target=lambda: backend.disconnect(backend.connect(b"other", Regions())), daemon=True)
     quick.start()
-    quick.join(5.0)
+    quick.join(60.0)
     assert not quick.is_alive() and agent.invalidated == ["other"]
     agent.may_connect.set()
-    slow.join(5.0)
+    slow.join(60.0)
     assert remotes[0].agent == "slow"
     backend.close()
 
