@@ -61,7 +61,8 @@ from hotset.kernels.swap_in import RowCopies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint.source import DummySource, TensorSlice
+from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec

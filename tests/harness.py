@@ -19,6 +19,7 @@ from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
+from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
@@ -50,6 +51,15 @@ class RandomWeights:
             values *= 0.1
         values = values if tensor_slice is None else tensor_slice.of(values).clone()
         return values.to(self._dtype) if out is None else out.copy_(values)
+
+    def is_fp8(self, name: str) -> bool:
+        return False
+
+    def load_weight(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Tensor:
+        assert not isinstance(out, Fp8Weight)
+        return self.load(name, shape, out=out, tensor_slice=tensor_slice)
 
     def skip(self, name: str) -> None:
         pass

@@ -87,6 +87,12 @@ class EngineConfig:
         "on a CPU float32. Choose float64 to compare implementations.",
         choices=("bfloat16", "float32", "float64"),
     )
+    weight_dtype: Literal["auto", "bfloat16"] = setting(
+        "auto",
+        "Data type of weights that the checkpoint stores in fp8. 'auto': they stay in fp8; 'bfloat16': they are "
+        "expanded to --dtype when they are loaded, which takes at least twice the memory.",
+        choices=("auto", "bfloat16"),
+    )
     load_format: Literal["auto", "dummy"] = setting(
         "auto",
         "'auto': read the checkpoint's weights; 'dummy': random weights, to measure speed; needs only config.json.",

@@ -47,7 +47,7 @@ BASICS = (
     "max_model_len",
 )
 PANELS: Panels = {
-    "Model": ("tokenizer", "dtype", "load_format", "seed"),
+    "Model": ("tokenizer", "dtype", "weight_dtype", "load_format", "seed"),
     "Chat": CHAT_SETTINGS,
     "KV cache": (
         "tiers",

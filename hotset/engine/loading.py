@@ -87,7 +87,7 @@ def load_decoder(
     collectives: Collectives = SINGLE_RANK,
 ) -> Decoder:
     """Loads one worker's part of the model. `progress(done, total)` counts bytes."""
-    files = find_model(config.model)
+    files = find_model(config.model, config.weight_dtype)
     dtype = choose_dtype(config.dtype, files.spec, device)
     check_weights_fit(files, dtype.itemsize, free_bytes(device), config.workers)
     weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)

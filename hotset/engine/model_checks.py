@@ -23,7 +23,7 @@ def check_model(config: EngineConfig) -> ModelFiles:
     on_gpu = config.device != "cpu" and has_gpu_driver()
     if config.device not in (None, "cpu") and not on_gpu:
         raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
-    files = find_model(config.model)
+    files = find_model(config.model, config.weight_dtype)
     if config.load_format == "auto" and files.gguf is None:
         shard_paths(files.path, read_weight_index(files.path))
     find_tokenizer(files, config.tokenizer)

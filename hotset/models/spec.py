@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+FP8_BLOCK = 128  # an fp8 weight has one scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -93,6 +95,7 @@ class ModelSpec:
     moe: MoeSpec | None
     dtype: str  # the checkpoint's dtype: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
+    fp8_weights: bool = False  # whether matrices are stored in fp8, in blocks, and stay so in memory
 
 
 @dataclass(frozen=True, slots=True)

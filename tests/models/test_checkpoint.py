@@ -7,19 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import transformers  # imports its classes lazily
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import model_names
 from hotset.models.checkpoint import source as source_module
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.safetensors_source import dequantise_blocks
 from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.checkpoint.weights import open_weights
 
@@ -220,6 +216,32 @@ def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(sharded_dir: P
     assert torch.equal(source.load(Q_PROJ, (32, 32)), expected[Q_PROJ])
 
 
+@pytest.mark.parametrize("rename", [False, True])
+def test_shards_without_an_index_are_read_completely(sharded_dir: Path, rename: bool) -> None:
+    expected = stored_tensors(sharded_dir)
+    (sharded_dir / "model.safetensors.index.json").unlink()
+    for number, path in enumerate(sorted(sharded_dir.glob("*.safetensors")) if rename else []):
+        path.rename(path.with_name(f"part{number}.safetensors"))
+    expect_equal(load_everything(sharded_dir), expected, torch.float32)
+
+
+def test_a_missing_shard_is_reported_without_an_index_too(sharded_dir: Path) -> None:
+    (sharded_dir / "model.safetensors.index.json").unlink()
+    missing = sorted(sharded_dir.glob("*.safetensors"))[-1]
+    missing.unlink()
+    assert f"{missing} is missing" in refusal_of(lambda: load_everything(sharded_dir))
+    first = sorted(sharded_dir.glob("*.safetensors"))[0]
+    first.rename(first.with_name("model-00001-of-9999999999.safetensors"))
+    assert "one of 9999999999 shards" in refusal_of(lambda: load_everything(sharded_dir))
+
+
+def test_without_an_index_a_tensor_in_two_files_is_refused_by_name(sharded_dir: Path) -> None:
+    (sharded_dir / "model.safetensors.index.json").unlink()
+    save_file({Q_PROJ: torch.zeros(32, 32)}, sharded_dir / "other.safetensors")
+    message = refusal_of(lambda: load_everything(sharded_dir))
+    assert Q_PROJ in message and "other.safetensors" in message and "also in" in message
+
+
 def shard_with_offsets(*offsets: tuple[int, int]) -> bytes:
     """Returns a safetensors file of 16 bytes of data, whose float32 tensors of 2 values have these offsets."""
     header = {
@@ -291,21 +313,6 @@ def test_large_finite_weights_are_loaded_although_their_sum_is_not_finite(llama_
 def test_an_empty_slice_of_a_weight_can_be_loaded(llama_dir: Path) -> None:
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
     assert source.load(Q_PROJ, (32, 32), tensor_slice=TensorSlice(0, 32, 32)).shape == (0, 32)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_defect_26_fp8_scales_and_values_that_are_not_finite_are_refused_by_name(llama_dir: Path, value: float) -> None:
-    store_as_fp8(llama_dir, (128, 128), (1, 1))
-    scale = torch.full((1, 1), value)
-    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ + "_scale_inv": scale}))
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
-    assert f"tensor {Q_PROJ}_scale_inv: 1 of 1 values are NaN or infinite" in message
-    scale.fill_(1.0)
-    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ + "_scale_inv": scale}))
-    rewrite(llama_dir, lambda tensors: tensors[Q_PROJ].view(torch.uint8)[31].fill_(0x7F))  # NaN in e4m3fn
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    assert f"tensor {Q_PROJ}: 32 of 1024 values" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -388,82 +395,6 @@ def test_indexers_of_layers_that_reuse_a_selection_are_ignored(tmp_path: Path) -
     assert "model.layers.2.self_attn.indexer.wx.weight" in message
 
 
-def fp8_value(byte: int) -> float:
-    """Decodes e4m3fn by its definition: sign, 4 bits of exponent with bias 7, 3 bits of fraction, no infinities."""
-    exponent, fraction = byte >> 3 & 15, byte & 7
-    magnitude = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    return -magnitude if byte & 128 else magnitude
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.integers(1, 9),
-    columns=st.integers(1, 9),
-    block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    seed=st.integers(0, 1 << 30),
-)
-def test_fp8_blocks_match_the_definition(rows: int, columns: int, block: tuple[int, int], seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 127, (rows, columns), generator=random) + 128 * torch.randint(
-        0, 2, (rows, columns), generator=random
-    )
-    scale = torch.rand(math.ceil(rows / block[0]), math.ceil(columns / block[1]), generator=random)
-    out = torch.full((rows, columns), torch.nan, dtype=torch.float64)
-    dequantise_blocks(raw.to(torch.uint8).view(torch.float8_e4m3fn), scale, block, out)
-    for i in range(rows):
-        for j in range(columns):
-            factor = scale[i // block[0], j // block[1]].item()
-            exact = numpy.float32(fp8_value(int(raw[i, j]))) * numpy.float32(factor)
-            assert out[i, j].item() == float(exact)
-
-
-def store_as_fp8(directory: Path, block: tuple[int, int], scale_shape: tuple[int, int]) -> torch.Tensor:
-    """Replaces `Q_PROJ` by fp8 values with a random scale and returns the values that loading must return."""
-    values = torch.randn(32, 32).to(torch.float8_e4m3fn)
-    scale = torch.rand(scale_shape) + 0.5
-    rewrite(directory, lambda tensors: tensors.update({Q_PROJ: values, Q_PROJ + "_scale_inv": scale}))
-    factors = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return values.float() * factors[:32, :32]
-
-
-@pytest.mark.parametrize(("configured", "block"), [([24, 10], (24, 10)), (None, (128, 128))])
-def test_fp8_checkpoints_load_dequantised(
-    llama_dir: Path, configured: list[int] | None, block: tuple[int, int]
-) -> None:
-    shape = (math.ceil(32 / block[0]), math.ceil(32 / block[1]))
-    expected = store_as_fp8(llama_dir, block, shape)
-    method = {"quant_method": "fp8", "fmt": "e4m3"}
-    set_config(llama_dir, quantization_config=method | ({"weight_block_size": configured} if configured else {}))
-    source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
-    assert torch.equal(source.load(Q_PROJ, (32, 32)), expected.bfloat16())
-    exact = torch.empty(32, 32)
-    source.load(Q_PROJ, (32, 32), out=exact)
-    assert torch.equal(exact, expected)
-    for name, tensor in load_file(llama_dir / "model.safetensors").items():
-        if not name.startswith(Q_PROJ):
-            source.load(name, tuple(tensor.shape))
-    source.finish()  # the scale counts as loaded
-
-
-def test_fp8_scales_that_are_missing_or_have_a_wrong_shape_are_reported(llama_dir: Path) -> None:
-    store_as_fp8(llama_dir, (128, 128), (2, 2))
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
-    assert Q_PROJ + "_scale_inv" in message and "[2, 2]" in message and "[1, 1]" in message
-    rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ + "_scale_inv"))
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    assert "_scale_inv is missing" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
-
-
-@pytest.mark.parametrize(
-    "quantisation", [{"quant_method": "awq"}, {"quant_method": "fp8", "weight_block_size": [0, 1]}]
-)
-def test_other_quantisation_is_refused_by_name(llama_dir: Path, quantisation: dict[str, Any]) -> None:
-    set_config(llama_dir, quantization_config=quantisation)
-    message = refusal_of(lambda: open_weights(find_model(str(llama_dir)), torch.float32, "cpu"))
-    assert "quantization_config." in message and ("'awq'" in message or "[0, 1]" in message)
-
-
 def test_dummy_weights_depend_on_name_and_seed_only(llama_dir: Path) -> None:
     found = find_model(str(llama_dir))
 
@@ -507,7 +438,7 @@ def test_paths_that_hold_no_model_are_refused_in_one_line(tmp_path: Path) -> Non
 def test_a_directory_without_weights_is_refused_by_open_weights(tmp_path: Path) -> None:
     transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
     found = find_model(str(tmp_path))
-    assert "neither model.safetensors nor" in refusal_of(lambda: open_weights(found, torch.float32, "cpu"))
+    assert "holds no *.safetensors files" in refusal_of(lambda: open_weights(found, torch.float32, "cpu"))
 
 
 def test_a_missing_embedded_model_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}
 
 
@@ -172,6 +173,15 @@ def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
     assert read(config("llama"), {"eos_token_id": 95}).eos_ids == (95,)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v32", "glm_moe_dsa"])
+def test_block_fp8_is_read_from_the_quantisation_of_every_family(model_type: str) -> None:
+    values = dsa(model_type) if model_type in ("deepseek_v32", "glm_moe_dsa") else config(model_type)
+    assert not read(values).fp8_weights and not read(values | {"quantization_config": None}).fp8_weights
+    assert read(values | {"quantization_config": FP8}).fp8_weights
+    skipped = {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}
+    assert read(values | {"quantization_config": FP8 | skipped}).fp8_weights
+
+
 def test_a_sliding_window_that_no_layer_uses_is_accepted() -> None:
     spec = read(config("qwen3", sliding_window=4096, use_sliding_window=False))
     assert spec == read(config("qwen3", sliding_window=4096, use_sliding_window=True, max_window_layers=4))
@@ -221,6 +231,21 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted() -> None:
         (dsa("glm_moe_dsa", indexer_types=["shared", "full", "full", "full"]), ["indexer_types", "first layer"]),
         (dsa("glm_moe_dsa", index_topk_pattern="SFFF"), ["index_topk_pattern", "'SFFF'", "first layer"]),
         (dsa("glm_moe_dsa", index_topk_pattern="FX"), ["index_topk_pattern", "'FX'"]),
+        *(
+            (dsa("deepseek_v32", quantization_config=FP8 | changes), [f"quantization_config.{name}", words])
+            for changes, name, words in (
+                ({"quant_method": "awq"}, "quant_method", "'awq'; supported: fp8"),
+                ({"quant_method": "compressed-tensors"}, "quant_method", "'compressed-tensors'"),
+                ({"quant_method": None}, "quant_method", "missing"),
+                ({"fmt": "e5m2"}, "fmt", "'e5m2'; supported: e4m3"),
+                ({"activation_scheme": "static"}, "activation_scheme", "'static'; supported: dynamic"),
+                ({"scale_fmt": "int8"}, "scale_fmt", "'int8'; supported: ue8m0"),
+                ({"weight_block_size": [64, 128]}, "weight_block_size", "[64, 128]; supported: [128, 128]"),
+                ({"weight_block_size": None}, "weight_block_size", "None; supported: [128, 128]"),
+                ({"weight_block_size": 128}, "weight_block_size", "128; supported: [128, 128]"),
+            )
+        ),
+        (config("llama", quantization_config="fp8"), ["quantization_config", "'fp8'", "an object"]),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(values: dict[str, Any], words: list[str]) -> None:

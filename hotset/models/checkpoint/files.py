@@ -1,10 +1,11 @@
 """Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model. Does not import torch."""
 
 import hashlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from hotset.base.config import EMBEDDED
 from hotset.base.errors import CheckpointError
@@ -19,6 +20,8 @@ from hotset.models.spec import ModelSpec
 FINGERPRINT_BYTES = 1 << 20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+MAX_SHARD_DIGITS = 5  # in the names of shards
 MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
 
 
@@ -44,12 +47,13 @@ class ModelFiles:
         return digest.hexdigest()[:16]
 
 
-def find_model(model: str) -> ModelFiles:
+def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto") -> ModelFiles:
     """Finds the files of `model`: a directory, a `.gguf` file, the word 'embedded', or the name of a hub's model that
     was downloaded.
 
-    Reads only configuration and metadata. Raises `CheckpointError` if the model does not exist, is damaged or is not
-    supported, and `MissingDependency` if the embedded model is not installed.
+    With `weight_dtype="bfloat16"`, the spec says that no weight stays in fp8. Reads only configuration and metadata.
+    Raises `CheckpointError` if the model does not exist, is damaged or is not supported, and `MissingDependency` if the
+    embedded model is not installed.
     """
     path = embedded_path() if model == EMBEDDED else model_path(model)
     if path.is_file() and (path.suffix == ".gguf" or model == EMBEDDED):
@@ -64,7 +68,8 @@ def find_model(model: str) -> ModelFiles:
         contained = ", ".join(str(model) for model in models_in(path)[:MAX_LISTED])
         raise CheckpointError(f"{path} holds no config.json" + (f"; it contains {contained}" if contained else ""))
     generation = read_optional_json(path / "generation_config.json")
-    return ModelFiles(path, read_spec(read_json(config_path), generation, str(config_path)), generation)
+    spec = read_spec(read_json(config_path), generation, str(config_path))
+    return ModelFiles(path, replace(spec, fp8_weights=spec.fp8_weights and weight_dtype == "auto"), generation)
 
 
 def find_tokenizer(files: ModelFiles, override: str | None) -> Path | None:
@@ -87,15 +92,15 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_weight_index(directory: Path) -> Mapping[str, str] | None:
-    """Returns the file of each tensor by name, or None if one file holds all of them.
+    """Returns the file of each tensor by name, or None if there is no index.
 
     Raises `CheckpointError` if the directory has no weights, or if the index names files outside of it.
     """
     path = directory / INDEX
     if not path.is_file():
-        if not (directory / SINGLE).is_file():
+        if not weight_files(directory):
             raise CheckpointError(
-                f"{directory} holds neither {SINGLE} nor {INDEX}; download the weights, or use --load-format dummy for "
+                f"{directory} holds no *.safetensors files; download the weights, or use --load-format dummy for "
                 "random ones"
             )
         return None
@@ -111,8 +116,14 @@ def read_weight_index(directory: Path) -> Mapping[str, str] | None:
 
 
 def shard_paths(directory: Path, index: Mapping[str, str] | None) -> list[Path]:
-    """Returns the safetensors files that `read_weight_index` found. Raises `CheckpointError` if one is missing."""
-    paths = [directory / SINGLE] if index is None else sorted({directory / shard for shard in index.values()})
+    """Returns the safetensors files that hold the model, given the result of `read_weight_index`: those in the index,
+    else SINGLE, else all. Raises `CheckpointError` if one is missing."""
+    if index is not None:
+        paths = sorted({directory / shard for shard in index.values()})
+    elif (directory / SINGLE).is_file():
+        paths = [directory / SINGLE]
+    else:
+        paths = _with_missing_shards(weight_files(directory))
     for path in paths:
         try:
             missing = not path.is_file()
@@ -121,3 +132,17 @@ def shard_paths(directory: Path, index: Mapping[str, str] | None) -> list[Path]:
         if missing:
             raise CheckpointError(f"{path} is missing; download the model again")
     return paths
+
+
+def _with_missing_shards(paths: list[Path]) -> list[Path]:
+    """Adds the shards that the name of a shard, such as model-00002-of-00004.safetensors, requires."""
+    required = set(paths)
+    for path in paths:
+        numbered = _NUMBERED.fullmatch(path.name)
+        if numbered is not None:
+            stem, number, count = numbered.groups()
+            if len(count) > MAX_SHARD_DIGITS:
+                raise CheckpointError(f"{path} is one of {count} shards by its name, which no model has")
+            shards = range(1, int(count) + 1)
+            required |= {path.with_name(f"{stem}-{shard:0{len(number)}}-of-{count}.safetensors") for shard in shards}
+    return sorted(required)

@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
 from hotset.models.checkpoint.source import (
@@ -98,6 +99,16 @@ class GgufSource:
         device = self._device if out is None else out.device
         title = f"{self._file.path}: tensor {tensor.name}"
         return copy_finite(title, out, sliced(values.view(shape), tensor_slice), self._dtype, device)
+
+    def is_fp8(self, name: str) -> bool:
+        """Returns False: every tensor is dequantised."""
+        return False
+
+    def load_weight(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> torch.Tensor:
+        assert not isinstance(out, Fp8Weight), f"{name} is not in fp8, but its place is"
+        return self.load(name, shape, out=out, tensor_slice=tensor_slice)
 
     def skip(self, name: str) -> None:
         stored_name = gguf_name(name)

@@ -1,8 +1,7 @@
-"""Reads Hugging Face checkpoints: one `model.safetensors` file, or shards with an index.
+"""Reads Hugging Face checkpoints: one `model.safetensors` file, or shards with or without an index.
 
-Tensors are floating point, or fp8 with one fp32 factor for each block of a matrix (`weight_scale_inv`):
-`value[i, j] = weight[i, j] * scale[i // block_rows, j // block_columns]`. Blocks at the lower and right edge may be
-partial.
+Tensors are floating point, or fp8 matrices with one fp32 factor for each block (`weight_scale_inv`):
+`value[i, j] = weight[i, j] * scale[i // FP8_BLOCK, j // FP8_BLOCK]`. Blocks at the lower and right edge may be partial.
 """
 
 from pathlib import Path
@@ -12,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hotset.base.errors import CheckpointError
-from hotset.base.units import ceil_div
+from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.files import INDEX, read_weight_index, shard_paths
+from hotset.models.checkpoint.fp8_tensors import check_scales, copy_fp8, expand, scale_shape
 from hotset.models.checkpoint.source import (
     Progress,
     TensorSlice,
@@ -21,15 +21,11 @@ from hotset.models.checkpoint.source import (
     check_shape,
     check_unused_tensors,
     copy_finite,
-    copy_to,
     sliced,
 )
-from hotset.models.config_fields import ConfigFields, read_json
-from hotset.models.spec import ModelSpec
+from hotset.models.spec import FP8_BLOCK, ModelSpec
 
 SCALE_SUFFIX = "_scale_inv"
-DEFAULT_BLOCK = (128, 128)
-MAX_BLOCK = 1 << 16
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -37,7 +33,7 @@ class SafetensorsSource:
     """Reads tensors from memory-mapped files, so that only the tensor being converted needs memory of its own.
 
     The constructor checks that every shard exists and is complete, so an incomplete checkpoint fails before any weight
-    is loaded.
+    is loaded. `progress` gets the number of bytes that were read, slices counted as such, and the size of all files.
     """
 
     def __init__(
@@ -53,7 +49,6 @@ class SafetensorsSource:
         self._dtype = dtype
         self._device = torch.device(device)
         self._progress = progress
-        self._block = _fp8_block(directory / "config.json")
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
         self._names: dict[Path, frozenset[str]] = {}  # of the tensors in each file
@@ -64,6 +59,8 @@ class SafetensorsSource:
         files = shard_paths(directory, index)
         for path in files:
             self._open(path)
+        if index is None:
+            self._check_distinct(files)
         self._bytes_total = sum(path.stat().st_size for path in files)
         for name, shard in (index or {}).items():
             if name not in self._names[directory / shard]:
@@ -74,9 +71,18 @@ class SafetensorsSource:
         try:
             self._handles[path] = safe_open(path, framework="pt", device="cpu")
             self._names[path] = frozenset(self._handles[path].keys())
-            self._file_of.update(dict.fromkeys(self._names[path], path))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+        self._file_of.update(dict.fromkeys(self._names[path], path))
+
+    def _check_distinct(self, files: list[Path]) -> None:
+        """Raises `CheckpointError` if two files hold a tensor of the same name, and no index says which one counts."""
+        for path in files:
+            repeated = sorted(name for name in self._names[path] if self._file_of[name] != path)
+            if repeated:
+                raise CheckpointError(
+                    f"{self._title(repeated[0])} is also in {path}; without {INDEX}, each tensor must be in one file"
+                )
 
     def load(
         self,
@@ -86,22 +92,34 @@ class SafetensorsSource:
         out: torch.Tensor | None = None,
         tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        """Implements `WeightSource`.
-
-        Only the slice is read from the file, except for an fp8 tensor, which is dequantised before it is sliced.
-        """
-        stored = self._view(name)
-        check_shape(str(self._file_of[name]), name, tuple(stored.shape), shape)
+        """Implements `WeightSource`. Only the slice is read from the file."""
+        stored = self._view(name, shape)
         device = self._device if out is None else out.device
+        part = sliced(stored, tensor_slice)
         if stored.dtype == torch.float8_e4m3fn:
-            values = self._dequantised(name, stored, out, tensor_slice)
+            values = torch.empty(part.shape, dtype=self._dtype, device=device) if out is None else out
+            check_finite(self._title(name), values, expand(self._with_scales(name, stored), tensor_slice, values))
         elif stored.dtype in FLOATS:
-            values = copy_finite(self._title(name), out, sliced(stored, tensor_slice), self._dtype, device)
+            values = copy_finite(self._title(name), out, part, self._dtype, device)
         else:
             kind = str(stored.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self._title(name)} is of type {kind}; supported: floats of at least 16 bits")
-        self._report()
+        self._report(part.nbytes)
         return values
+
+    def is_fp8(self, name: str) -> bool:
+        return self._spec.fp8_weights and name in self._file_of and self._stored_type(name) == "F8_E4M3"
+
+    def load_weight(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Weight:
+        if not self.is_fp8(name) or isinstance(out, torch.Tensor):
+            assert not isinstance(out, Fp8Weight), f"{name} is not in fp8, but its place is"
+            return self.load(name, shape, out=out, tensor_slice=tensor_slice)
+        stored = self._with_scales(name, self._view(name, shape))
+        weight = copy_fp8(self._title(name), out, stored, tensor_slice, self._device)
+        self._report(weight.codes.nbytes)
+        return weight
 
     def skip(self, name: str) -> None:
         self._skipped |= {name, name + SCALE_SUFFIX}
@@ -113,8 +131,12 @@ class SafetensorsSource:
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
-    def _view(self, name: str) -> torch.Tensor:
-        """Returns the stored tensor as a view of the mapped file."""
+    def _stored_type(self, name: str) -> str:
+        kind: str = self._handles[self._file_of[name]].get_slice(name).get_dtype()
+        return kind
+
+    def _view(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """Returns the stored tensor as a view of the mapped file, after a check of its shape."""
         path = self._file_of.get(name)
         if path is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
@@ -122,86 +144,37 @@ class SafetensorsSource:
             stored: torch.Tensor = self._handles[path].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
-        if name not in self._loaded:
-            self._loaded.add(name)
-            self._bytes_loaded += stored.nbytes
+        if shape is not None:
+            check_shape(str(path), name, tuple(stored.shape), shape)
+        self._loaded.add(name)
         return stored
 
-    def _dequantised(
-        self, name: str, stored: torch.Tensor, out: torch.Tensor | None, tensor_slice: TensorSlice | None
-    ) -> torch.Tensor:
-        shape = tuple(stored.shape)
-        scale = self._scale(name, shape)
-        device, dtype = (self._device, self._dtype) if out is None else (out.device, out.dtype)
-        whole = tensor_slice is None or tensor_slice.shape(shape) == shape
-        target = out if whole and out is not None else torch.empty(shape, dtype=dtype, device=device)
-        sums = dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
-        check_finite(self._title(name), target, sums)
-        return target if whole else copy_to(out, sliced(target, tensor_slice), dtype, device)
-
-    def _scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _with_scales(self, name: str, codes: torch.Tensor) -> Fp8Weight:
+        """Returns the stored fp8 weight. Its codes are a view of the mapped file."""
         scale_name = name + SCALE_SUFFIX
+        if codes.dim() != 2:
+            raise CheckpointError(f"{self._title(name)} is fp8 of shape {list(codes.shape)}; supported: matrices")
         if scale_name not in self._file_of:
-            raise CheckpointError(f"{self._file_of[name]}: tensor {name} is fp8, but {scale_name} is missing")
-        if len(shape) != 2:
+            raise CheckpointError(f"{self._title(name)} is fp8, but {scale_name} is missing")
+        stored = self._view(scale_name)
+        expected = scale_shape(tuple(codes.shape))
+        if tuple(stored.shape) != expected:
             raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name} is fp8 of shape {list(shape)}; supported: matrices"
+                f"{self._title(scale_name)} has shape {list(stored.shape)}, "
+                f"but blocks of {FP8_BLOCK} x {FP8_BLOCK} require {list(expected)}"
             )
-        scale = self._view(scale_name)
-        expected = scale_shape(shape, self._block)
-        if tuple(scale.shape) != expected:
-            raise CheckpointError(
-                f"{self._file_of[scale_name]}: tensor {scale_name} has shape {list(scale.shape)}, "
-                f"but blocks of {self._block[0]} x {self._block[1]} require {list(expected)}"
-            )
-        scale = scale.float()
-        check_finite(self._title(scale_name), scale, [scale.sum()])
-        return scale
+        if not stored.is_floating_point():
+            kind = str(stored.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{self._title(scale_name)} is of type {kind}; supported: floats")
+        scales = stored.float()
+        check_scales(self._title(scale_name), scales)
+        self._bytes_loaded += stored.nbytes
+        return Fp8Weight(codes, scales)
 
     def _title(self, name: str) -> str:
         return f"{self._file_of[name]}: tensor {name}"
 
-    def _report(self) -> None:
+    def _report(self, read_bytes: int) -> None:
+        self._bytes_loaded += read_bytes
         if self._progress is not None:
             self._progress(self._bytes_loaded, self._bytes_total)
-
-
-def _fp8_block(config_path: Path) -> tuple[int, int]:
-    """Returns the rows and columns of an fp8 block. Raises `CheckpointError` for every other kind of quantisation."""
-    if not config_path.is_file():
-        return DEFAULT_BLOCK
-    quantisation = ConfigFields(read_json(config_path), str(config_path)).section("quantization_config")
-    quantisation.choice("quant_method", "fp8", ("fp8",))
-    block = quantisation.get("weight_block_size")
-    if block is None:
-        return DEFAULT_BLOCK
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= MAX_BLOCK for n in block):
-        quantisation.refuse("weight_block_size", f"two whole numbers from 1 to {MAX_BLOCK}")
-    return block[0], block[1]
-
-
-def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the shape of the scale of a matrix of shape `shape`: one factor per block."""
-    rows, columns = shape
-    return ceil_div(rows, block[0]), ceil_div(columns, block[1])
-
-
-def dequantise_blocks(
-    weight: torch.Tensor,  # [rows, columns] float8_e4m3fn
-    scale: torch.Tensor,  # [row blocks, column blocks] float32
-    block: tuple[int, int],
-    out: torch.Tensor,  # [rows, columns], any float dtype
-) -> list[torch.Tensor]:
-    """Writes the values to `out`, one row of blocks at a time, so that fp32 values of the whole tensor never exist.
-
-    Returns the sum of the values in each row of blocks.
-    """
-    assert tuple(scale.shape) == scale_shape(tuple(weight.shape), block), (
-        "the caller passed a scale that does not fit the weight"
-    )
-    per_column = scale.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
-    sums = []
-    for index in range(scale.shape[0]):
-        rows = slice(index * block[0], (index + 1) * block[0])
-        sums.append(out[rows].copy_(weight[rows].float() * per_column[index]).sum())
-    return sums

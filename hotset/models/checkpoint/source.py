@@ -1,6 +1,5 @@
-"""The protocol through which decoders load weights by name, and the sources that do not read files."""
+"""The protocol through which decoders load weights by name, and what the sources that implement it share."""
 
-import hashlib
 import logging
 import math
 import re
@@ -11,13 +10,13 @@ from typing import Protocol
 import torch
 
 from hotset.base.errors import CheckpointError
+from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, Weight, common_block_rows
 from hotset.models.spec import MlaSpec, ModelSpec
 
 LOGGER = logging.getLogger("hotset.models")
 
 Progress = Callable[[int, int], None]  # (bytes loaded, bytes in total)
 
-DUMMY_STD = 0.02
 BLOCK_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -44,6 +43,17 @@ class TensorSlice:
         return values.narrow(self.dim, self.first, self.size)
 
 
+def kept_shape(shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> tuple[tuple[int, ...], int]:
+    """Returns the shape and the `block_rows` of the slice of an fp8 weight of shape `shape`.
+
+    A slice that begins inside a block of outputs keeps the scales of all blocks that it touches, so it has a scale for
+    fewer outputs each.
+    """
+    if tensor_slice is None:
+        return shape, SCALE_BLOCK
+    return tensor_slice.shape(shape), common_block_rows(tensor_slice.first) if tensor_slice.dim == 0 else SCALE_BLOCK
+
+
 class WeightSource(Protocol):
     """Provides weights by the names of Hugging Face checkpoints."""
 
@@ -60,7 +70,22 @@ class WeightSource(Protocol):
         With `out` (which may be a view of a merged weight), the values are converted directly to the dtype of `out` and
         written to it, and `out` is returned. With `tensor_slice`, only that slice is returned; `shape` is still the
         shape of the whole tensor. Raises `CheckpointError`, with file and tensor name, if the tensor is missing,
-        damaged, not of shape `shape`, or contains NaN or infinity.
+        damaged, not of shape `shape`, or contains NaN or infinity. A tensor that is stored in fp8 is expanded.
+        """
+        ...
+
+    def is_fp8(self, name: str) -> bool:
+        """Returns whether `load_weight` returns the tensor `name` in fp8. False if there is no such tensor."""
+        ...
+
+    def load_weight(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Weight:
+        """Returns the matrix `name` in fp8 if `is_fp8(name)`, else as `load` does. An `out` that is no `Fp8Weight`
+        receives the expanded values.
+
+        A slice along the outputs may begin anywhere; see `kept_shape`. Raises what `load` raises, `CheckpointError` for
+        scales that are NaN, infinite, zero or negative, and `ConfigError` for a slice that divides a block of inputs.
         """
         ...
 
@@ -95,44 +120,23 @@ class SkippedWeights:
             return out
         return torch.empty(shape if tensor_slice is None else tensor_slice.shape(shape), device="meta")
 
+    def is_fp8(self, name: str) -> bool:
+        return self._weights.is_fp8(name)
+
+    def load_weight(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Weight:
+        if isinstance(out, Fp8Weight):
+            self._weights.skip(name)
+            return out
+        if out is not None or not self.is_fp8(name):
+            return self.load(name, shape, out=out, tensor_slice=tensor_slice)
+        self._weights.skip(name)
+        kept, block_rows = kept_shape(shape, tensor_slice)
+        return Fp8Weight.empty(kept, torch.device("meta"), block_rows)
+
     def skip(self, name: str) -> None:
         self._weights.skip(name)
-
-    def finish(self) -> None:
-        """Does nothing: no file is open."""
-
-
-class DummySource:
-    """Random weights for a configuration without a checkpoint.
-
-    Weights of norms are 1. The values of any other tensor depend on its name and shape, the seed and the type of
-    device, but not on the order of loading. All dtypes round the same float32 values.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
-        self._dtype = dtype
-        self._device = torch.device(device)
-        self._seed = seed
-
-    def load(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        out: torch.Tensor | None = None,
-        tensor_slice: TensorSlice | None = None,
-    ) -> torch.Tensor:
-        """Draws the whole tensor even for a slice, so that all workers have slices of the same tensor."""
-        device = self._device if out is None else out.device
-        if name.endswith("norm.weight"):
-            return copy_to(out, sliced(torch.ones(shape, device=device), tensor_slice), self._dtype, device)
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return copy_to(out, sliced(values.mul_(DUMMY_STD), tensor_slice), self._dtype, device)
-
-    def skip(self, name: str) -> None:
-        """Does nothing: there is no file whose tensors must all be used."""
 
     def finish(self) -> None:
         """Does nothing: no file is open."""
@@ -170,7 +174,8 @@ def check_finite(tensor: str, values: torch.Tensor, block_sums: Sequence[torch.T
 
     A sum that contains NaN or infinity is not finite. A sum of finite values can overflow too, so the values decide.
     """
-    if not math.isfinite(torch.stack(list(block_sums)).sum().item()) and not bool(values.isfinite().all()):
+    total = torch.stack([values.new_zeros(()), *block_sums]).sum()
+    if not math.isfinite(total.item()) and not bool(values.isfinite().all()):
         bad = int((~values.isfinite()).sum())
         kind = str(values.dtype).removeprefix("torch.")
         raise CheckpointError(f"{tensor}: {bad} of {values.numel()} values are NaN or infinite as {kind}")

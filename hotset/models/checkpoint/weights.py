@@ -4,10 +4,11 @@ from typing import Literal
 
 import torch
 
+from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.gguf_source import GgufSource
 from hotset.models.checkpoint.safetensors_source import SafetensorsSource
-from hotset.models.checkpoint.source import DummySource, Progress, WeightSource
+from hotset.models.checkpoint.source import Progress, WeightSource
 
 
 def open_weights(
@@ -19,9 +20,12 @@ def open_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> WeightSource:
-    """Opens the weights of a model; the caller must call `finish()`. `seed` applies to `load_format="dummy"` only."""
+    """Opens the weights of a model; the caller must call `finish()`. `seed` applies to `load_format="dummy"` only.
+
+    Matrices stay in fp8 if `files.spec.fp8_weights`. Otherwise fp8 tensors are expanded to `dtype`.
+    """
     if load_format == "dummy":
-        return DummySource(dtype, device, seed)
+        return DummySource(dtype, device, seed, fp8=files.spec.fp8_weights)
     if files.gguf is not None:
         return GgufSource(files.gguf, files.spec, dtype, device, progress)
     return SafetensorsSource(files.path, files.spec, dtype, device, progress)
