@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.units import MIB
-from hotset.models.draw import leading
+from hotset.kernels.draw import leading
 
 # The logits of a prompt are computed in slices of this many bytes (in float32): those of 8192 tokens and a vocabulary
 # of 154,880 would have 5 GB. The temporary tensors of a slice have about six times as many bytes.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
-from hotset.models.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
+from hotset.kernels.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
 from hotset.models.logprobs import SampledLogprobs, finite_logits, token_logprobs
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest normal float32: logits are divided by the temperature

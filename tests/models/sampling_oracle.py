@@ -1,6 +1,6 @@
 """An independent sampler for one request, with lists and `math`, written from the docstring of `SamplingParams`.
 
-It computes the same random numbers as `hotset.models.draw`.
+It computes the same random numbers as `hotset.kernels.draw`.
 """
 
 import itertools

@@ -1,8 +1,9 @@
-"""Draws one token for each request from its adjusted logits, `x` [n, vocab].
+"""The specification of draw.
 
 Probabilities are represented by integers: the weight of a token is its probability relative to the request's likeliest
 token, in units of 1 / WEIGHT_ONE. Sums of integers do not depend on the order of addition, which differs between batch
-sizes and devices. Therefore a request's draw does not depend on its batch.
+sizes and devices. The exponential function is our own, in operations that IEEE 754 rounds correctly, because those of
+libraries differ. Therefore a request's draw depends neither on its batch nor on the device.
 """
 
 from dataclasses import dataclass
@@ -10,34 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT_ONE = 1 << 40  # a vocabulary of 2^22 tokens still sums to less than 2^63
+WEIGHT_ONE = 1 << 40
+MAX_HALVINGS = 63.0  # a weight is 0 from 41 halvings on
+LOG2_E = 1.4426950408889634
+# ln(2)^i / i!: the Taylor coefficients of 2^r. For r in [-0.5, 0.5] the relative error of the sum is at most 3e-10.
+POWER_OF_TWO = (
+    1.0,
+    0.6931471805599453,
+    0.24022650695910072,
+    0.05550410866482158,
+    0.009618129107628477,
+    0.0013333558146428443,
+    0.0001540353039338161,
+    1.5252733804059841e-05,
+    1.321548679014431e-06,
+)
 SHORTLIST_TOKENS = 512  # most draws end within these leading tokens, and finding them is far cheaper than a full sort
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-_STRIDE = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
-
-
-def _splitmix64(words: Tensor) -> Tensor:
-    """Applies the finaliser of SplitMix64 to int64 words, with wrap-around and logical shifts."""
-    for shift, factor in _ROUNDS:
-        words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return words ^ ((words >> 31) & ((1 << 33) - 1))
-
-
-def draw_key(seed: int) -> int:
-    """Returns the key of a seed for `uniforms`; neighbouring seeds have unrelated keys."""
-    return int(_splitmix64(torch.tensor([seed], dtype=torch.int64)).item())
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Returns numbers in [0, 1), [n] float64. They depend on key and position only and are the same on every device."""
-    words = _splitmix64(keys + positions * _STRIDE)
-    return ((words >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +70,21 @@ def leading(x: Tensor, count: int) -> _Shortlist:
     return _Shortlist(ordered.values, ids.gather(-1, ordered.indices))
 
 
-def _weights(values: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    # Since the largest is subtracted first, a small temperature can make a quotient -inf, but never inf or NaN.
-    # If all logits are -inf, so is top; clamping it to the least finite number makes all weights 0.
-    scaled = (values - top.clamp(min=torch.finfo(values.dtype).min)) / temperature.unsqueeze(-1).to(values.dtype)
-    return (scaled.exp() * WEIGHT_ONE).to(torch.int64)
+def weights_of(values: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """Returns WEIGHT_ONE * exp((values - top) / temperature), rounded down, [n, m] int64.
+
+    `top` [n, 1] is the largest logit of a request. Its weight is WEIGHT_ONE. A smaller float32 logit never has a larger
+    weight. If all logits of a request are -inf, all weights are 0.
+    """
+    # A small temperature can make a number of halvings inf, but never NaN.
+    distance = top.clamp(min=torch.finfo(values.dtype).min) - values
+    halvings = distance.to(torch.float64).mul_((LOG2_E / temperature).unsqueeze(-1)).clamp_(max=MAX_HALVINGS)
+    whole = halvings.round()
+    rest = whole - halvings  # in [-0.5, 0.5], exact
+    power = torch.full_like(rest, POWER_OF_TWO[-1])
+    for coefficient in reversed(POWER_OF_TWO[:-1]):
+        power.mul_(rest).add_(coefficient)
+    return power.mul_(WEIGHT_ONE).to(torch.int64) >> whole.to(torch.int64)
 
 
 def _choose(
@@ -98,7 +97,7 @@ def _choose(
     prefixes. A draw is uncertain if the shortlist is too short to determine the weight of the top_k tokens, the end of
     the kept prefix, or the drawn token.
     """
-    weights = _weights(shortlist.values, shortlist.values[:, :1], rules.temperature)
+    weights = weights_of(shortlist.values, shortlist.values[:, :1], rules.temperature)
     mass = weights.cumsum(dim=-1)  # [n, length]
     length = mass.shape[-1]
     top_k, top_p = rules.top_k.unsqueeze(-1), rules.top_p.unsqueeze(-1)
@@ -120,19 +119,15 @@ def _choose(
 
 
 def draw(x: Tensor, rules: DrawRules, uniform: Tensor, *, in_shortlist: bool) -> Tensor:
-    """Draws one token per request: the inverse CDF at `uniform` [n] over the surviving tokens, likeliest first.
-
-    `in_shortlist` promises that every top_k is at most SHORTLIST_TOKENS. `x` contains no NaN and no inf; if all logits
-    of a request are -inf, its token is 0. Without `in_shortlist`, a CUDA device sorts all logits: to test whether a
-    draw is certain, the host would have to wait for the device.
-    """
+    """Without `in_shortlist`, a CUDA device sorts all logits: to test whether a draw is certain, the host would have to
+    wait for the device."""
     vocab = x.shape[-1]
     if vocab <= SHORTLIST_TOKENS or (x.is_cuda and not in_shortlist):
         return _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
     shortlist = leading(x, SHORTLIST_TOKENS)
     if in_shortlist:
         return _choose(shortlist, rules, uniform, vocab, None)[0]
-    total = _weights(x, shortlist.values[:, :1], rules.temperature).sum(dim=-1, keepdim=True)
+    total = weights_of(x, shortlist.values[:, :1], rules.temperature).sum(dim=-1, keepdim=True)
     tokens, certain = _choose(shortlist, rules, uniform, vocab, total)
     if bool(certain.all()):
         return tokens
