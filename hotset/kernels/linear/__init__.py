@@ -13,7 +13,9 @@ MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear`
 class Linear:
     """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
 
-    If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`).
+    If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`). On a GPU in bfloat16 or float32, such
+    a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same instance at the
+    same time, because its calls share counters.
 
     On a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in blocked order
     (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms
@@ -24,11 +26,16 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self._packed = packed.pack(weight) if isinstance(weight, Tensor) and packed.supports(weight) else None
+        in_fp8_on_gpu = isinstance(weight, Fp8Weight) and weight.device.type == "cuda"
+        self._counters = kernels_of("linear", "triton_fp8").make_counters(weight) if in_fp8_on_gpu else None
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
         if isinstance(self.weight, Fp8Weight):
+            if self._counters is not None and has_fast_path(x):
+                out: Tensor = kernels_of("linear", "triton_fp8").fp8_linear(x, self.weight, self.bias, self._counters)
+                return out
             return reference.fp8_linear(x, self.weight, self.bias)
         return reference.linear(x, self.weight, self.bias)
 

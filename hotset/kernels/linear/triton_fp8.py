@@ -1,0 +1,251 @@
+"""fp8_linear in Triton for few tokens, and by torch's library for many.
+
+The kernel computes weight @ x^T: the weight is the tall operand of the matrix instructions, so 16 tokens suffice for
+them. A program computes a tile of outputs for a block of tokens, one group of SCALE_BLOCK inputs after the other. The
+products of a group are summed by the matrix units. Then the sum is multiplied by both scales and added in float32.
+
+Reading the codes of the weight takes most of the time. If there are too few tiles to keep the whole GPU reading,
+several programs divide the groups of one tile (`splits`). Each stores its sums in memory, and the program that finishes
+last adds them in the order of the groups. It knows that it is the last because all programs of a tile count in
+`counters`, and it sets the count back to zero for the next call.
+
+A token gets the same bits in all batches that use the same `Tile`, because neither the order of its sums nor `splits`
+depends on the other tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotset.base.units import ceil_div
+from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
+from hotset.kernels.quantise.triton_impl import group_codes, group_scale, quantise
+
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The shape of one program: `outputs` outputs of `tokens` tokens. `stages` groups are being read at a time."""
+
+    tokens: int
+    outputs: int
+    warps: int
+    stages: int
+    programs: int  # splits are added until about this many programs run
+    fused: bool  # every program quantises the activations itself; otherwise, a launch before it does
+    tma: bool = False  # the tensor memory accelerator reads the codes of the weight; requires inputs % 16 == 0
+
+
+# The key of an entry is the largest number of tokens for which the entry is used.
+TILES = {
+    16: Tile(16, 64, 4, 5, programs=264, fused=True),
+    32: Tile(32, 64, 4, 5, programs=264, fused=False),
+    64: Tile(64, 128, 8, 4, programs=132, fused=False),
+    128: Tile(128, 128, 8, 4, programs=132, fused=False),
+    1 << 62: Tile(128, 128, 8, 4, programs=0, fused=False),
+}
+MIN_TILE_OUTPUTS = 64
+MIN_SPLIT_GROUPS = 12  # groups per program: adding up more splits takes longer than reading with fewer programs
+MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
+LIBRARY_ALIGN = 4  # tokens, and groups of a weight's scales, must be a multiple of this for torch's library
+OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
+
+
+def make_counters(weight: Fp8Weight) -> Tensor:
+    """Returns the counters that calls with this weight need. Calls that share them must not run at the same time."""
+    return torch.zeros(ceil_div(weight.shape[0], MIN_TILE_OUTPUTS), dtype=torch.int32, device=weight.device)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
+    tokens = x.shape[0]
+    if tokens > MAX_TILED_TOKENS and library_supports(x, weight, bias):
+        return fp8_linear_by_library(x, weight)
+    return fp8_linear_in_tiles(x, weight, bias, counters, tile_for(tokens))
+
+
+def tile_for(tokens: int) -> Tile:
+    return next(tile for most, tile in TILES.items() if tokens <= most)
+
+
+def library_supports(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> bool:
+    outputs, inputs = weight.shape
+    whole = inputs % SCALE_BLOCK == 0 and outputs % 16 == 0 and weight.block_rows == SCALE_BLOCK
+    return x.dtype == torch.bfloat16 and bias is None and whole
+
+
+def fp8_linear_by_library(x: Tensor, weight: Fp8Weight) -> Tensor:
+    out: Tensor = F.scaled_mm(**library_arguments(x, weight), output_dtype=x.dtype)
+    return out[: x.shape[0]]
+
+
+def library_arguments(x: Tensor, weight: Fp8Weight) -> dict[str, Any]:
+    """Quantises x and returns the operands of `F.scaled_mm`, with tokens padded to a multiple of LIBRARY_ALIGN.
+
+    In the scales of the weight, too, the number of groups is padded to a multiple of LIBRARY_ALIGN. cuBLAS assumes
+    this, and would return wrong results without it (pytorch/pytorch#166752).
+    """
+    codes, scales = quantise(x, ceil_div(x.shape[0], LIBRARY_ALIGN) * LIBRARY_ALIGN)
+    weight_scales = weight.scales
+    if padding := -weight_scales.shape[1] % LIBRARY_ALIGN:
+        weight_scales = F.pad(weight_scales, (0, padding))
+    return {
+        "mat_a": codes,
+        "mat_b": weight.codes.t(),
+        "scale_a": scales,  # strides (1, tokens)
+        "scale_recipe_a": F.ScalingType.BlockWise1x128,
+        "scale_b": weight_scales.t(),  # strides (1, groups)
+        "scale_recipe_b": F.ScalingType.BlockWise128x128,
+    }
+
+
+def splits_for(outputs: int, inputs: int, tile: Tile) -> int:
+    """Returns how many programs divide the groups of one tile. Each of them has at least one group."""
+    groups, blocks = ceil_div(inputs, SCALE_BLOCK), ceil_div(outputs, tile.outputs)
+    splits = max(1, min(round(tile.programs / blocks), groups // MIN_SPLIT_GROUPS))
+    return ceil_div(groups, ceil_div(groups, splits))
+
+
+def fp8_linear_in_tiles(
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor, tile: Tile, splits: int | None = None
+) -> Tensor:
+    tokens, (outputs, inputs) = x.shape[0], weight.shape
+    assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weight must be contiguous"
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    splits = splits or splits_for(outputs, inputs, tile)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    # A fused kernel does not read the scales. `scales` is [tokens, groups], and the tokens of a group are adjacent.
+    codes, scales = (x, x) if tile.fused else quantise(x, tokens)
+    grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
+    assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
+    partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
+    partial = torch.empty(partial_count, dtype=torch.float32, device=x.device)
+    codes_of_weight: Any = weight.codes
+    if tile.tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        codes_of_weight = TensorDescriptor.from_tensor(weight.codes, [tile.outputs, SCALE_BLOCK])
+    _linear_kernel[grid](
+        x=codes,
+        x_scales=scales,
+        weight=codes_of_weight,
+        weight_scales=weight.scales,
+        bias=out if bias is None else bias,
+        out=out,
+        partial=partial,
+        counters=counters,
+        tokens=tokens,
+        inputs=inputs,
+        outputs=outputs,
+        groups=weight.scales.shape[1],
+        split_groups=ceil_div(weight.scales.shape[1], splits),
+        x_stride=codes.stride(0),
+        x_scale_stride=scales.stride(1),
+        block_rows=weight.block_rows,
+        whole_groups=inputs % SCALE_BLOCK == 0,
+        with_bias=bias is not None,
+        one_split=splits == 1,
+        fused=tile.fused,
+        tma=tile.tma,
+        tile_tokens=tile.tokens,
+        tile_outputs=tile.outputs,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        **OPTIONS,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "split_groups", "x_scale_stride"])  # type: ignore[untyped-decorator]
+def _linear_kernel(
+    x: tl.tensor,  # values if fused, else codes
+    x_scales: tl.tensor,
+    weight: tl.tensor,  # codes, or their descriptor if tma
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,  # [tiles, splits, tile outputs, tile tokens]
+    counters: tl.tensor,
+    tokens: tl.tensor,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
+    groups: tl.tensor,
+    split_groups: tl.tensor,
+    x_stride: tl.tensor,
+    x_scale_stride: tl.tensor,
+    block_rows: tl.constexpr,
+    whole_groups: tl.constexpr,
+    with_bias: tl.constexpr,
+    one_split: tl.constexpr,
+    fused: tl.constexpr,
+    tma: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    first_output = tl.program_id(0) * tile_outputs
+    output = first_output + tl.arange(0, tile_outputs)
+    token = tl.program_id(2) * tile_tokens + tl.arange(0, tile_tokens)
+    # Entries of the tile beyond the last output or token read the last one, so that the loads need no mask. They are
+    # not stored.
+    read_output = tl.minimum(output, outputs - 1)
+    read_token = tl.minimum(token, tokens - 1)
+    entry = tl.arange(0, _SCALE_BLOCK)
+    x_at = x + read_token.to(tl.int64)[:, None] * x_stride + entry[None, :]
+    one_scale: tl.constexpr = block_rows % tile_outputs == 0  # all outputs of the tile have the same scale
+    scale_at = weight_scales + (first_output if one_scale else read_output) // block_rows * groups
+    total = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+    first_group = tl.program_id(1) * split_groups
+    for group in tl.range(first_group, tl.minimum(first_group + split_groups, groups), num_stages=stages):
+        start = group * _SCALE_BLOCK
+        if tma:
+            weight_tile = weight.load([first_output, start])
+        else:
+            weight_at = weight + read_output.to(tl.int64)[:, None] * inputs + entry[None, :]
+            if whole_groups:
+                weight_tile = tl.load(weight_at + start)
+            else:
+                weight_tile = tl.load(weight_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
+        if whole_groups:
+            x_tile = tl.load(x_at + start)
+        else:
+            x_tile = tl.load(x_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
+        if fused:
+            values = x_tile.to(tl.float32)
+            scale = group_scale(values)
+            x_tile = group_codes(values, scale)
+        else:
+            scale = tl.load(x_scales + group * x_scale_stride + read_token)
+        product = tl.dot(weight_tile, tl.trans(x_tile))
+        weight_scale = tl.load(scale_at + group)
+        if one_scale:
+            total += product * (scale * weight_scale)[None, :]
+        else:
+            total += product * (scale[None, :] * weight_scale[:, None])
+
+    if not one_split:
+        tile = tl.program_id(0)
+        sums = tl.arange(0, tile_outputs)[:, None] * tile_tokens + tl.arange(0, tile_tokens)[None, :]
+        size: tl.constexpr = tile_outputs * tile_tokens
+        splits = tl.num_programs(1)
+        partial_at = partial + tile.to(tl.int64) * splits * size + sums
+        tl.store(partial_at + tl.program_id(1) * size, total)
+        tl.debug_barrier()  # every thread has stored before one of them counts
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") < splits - 1:
+            return
+        total = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+        for split in range(splits):
+            total += tl.load(partial_at + split * size, cache_modifier=".cg")  # from the L2: others have written it
+        tl.store(counters + tile, 0)
+    if with_bias:
+        total += tl.load(bias + read_output).to(tl.float32)[:, None]
+    inside = (token < tokens)[None, :] & (output < outputs)[:, None]
+    target = out + token.to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,83 @@
+"""Compares the codes and scales of quantise with `fp8.quantise`, bit by bit, over poisoned memory.
+
+Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernel on CPU tensors
+instead (see test_interpreted.py).
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import INTERPRETED, triton_impl
+from torch import Tensor
+
+from hotset.kernels import fp8
+from hotset.kernels.quantise import quantise, reference
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """Fills uninitialised tensors with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_same_bits(codes: Tensor, scales: Tensor, x: Tensor) -> None:
+    tokens = x.shape[0]
+    expected_codes, expected_scales = fp8.quantise(x)
+    assert scales.stride() == (1, scales.shape[0])
+    assert torch.equal(codes[:tokens].view(torch.uint8), expected_codes.view(torch.uint8))
+    assert torch.equal(scales[:tokens].view(torch.int32), expected_scales.view(torch.int32))
+
+
+def values_with_ties(tokens: int, width: int, seed: int) -> Tensor:
+    """Returns small integers times a power of two per token: many of their quotients lie between two codes."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = torch.randint(-256, 257, (tokens, width), generator=generator)
+    return integers * 2.0 ** torch.randint(-60, 60, (tokens, 1), generator=generator)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 3, 9]),
+    width=st.sampled_from([1, 100, 128, 300]),
+    align=st.sampled_from([1, 4]),
+    dtype=st.sampled_from([BF16, torch.float32]),
+    ties=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_codes_and_scales_have_the_bits_of_the_specification(
+    tokens: int, width: int, align: int, dtype: torch.dtype, ties: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = values_with_ties(tokens, width + 3, seed) if ties else torch.randn(tokens, width + 3)
+    x = (x * (torch.rand(tokens, 1) > 0.2)).to(dtype)[:, 3:]  # some tokens are zero; tokens have a stride
+    op = triton_impl("quantise") if INTERPRETED else reference
+    padded = -(-tokens // align) * align
+    codes, scales = op.quantise(x, padded)
+    assert codes.shape == (padded, width) and scales.shape == (padded, -(-width // 128))
+    assert_same_bits(codes, scales, x)
+
+
+@pytest.mark.not_interpreted
+def test_tokens_are_padded_and_the_padding_is_not_written() -> None:
+    x = torch.randn(5, 200)
+    codes, scales = quantise(x, align_tokens=4)
+    assert codes.shape == (8, 200) and scales.shape == (8, 2)
+    assert codes[5:].float().isnan().all() and scales[5:].isnan().all()
+    assert_same_bits(codes, scales, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 128), (1, 7168), (17, 576), (64, 2048), (300, 7168), (4097, 1536)])
+def test_on_a_gpu_codes_and_scales_have_the_bits_of_a_cpu(dtype: torch.dtype, tokens: int, width: int) -> None:
+    for x in (torch.randn(tokens, width + 8), values_with_ties(tokens, width + 8, seed=tokens)):
+        values = x.to(dtype)[:, 8:]
+        codes, scales = quantise(values.cuda(), align_tokens=4)
+        assert_same_bits(codes.cpu(), scales.t().cpu().t(), values)
