@@ -90,8 +90,18 @@ def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes
     for key in rows[0]:
         table.add_column(key, justify="right")
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*map(_cell, row.values()))
     console.print(table)
     console.print(f"{hardware()}", style="dim")
     if json_path is not None:
         write_json(json_path, title, rows)
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Returns `rows` (dicts with the same keys) as a Markdown table."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(_cell, row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

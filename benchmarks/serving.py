@@ -44,6 +44,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from decode_load import abort_all, prefill, timed_steps
 from gpu_timing import copy_bandwidth, replay_seconds, require_gpu, seconds_of
 from report import Bar, make_parser, report
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
@@ -53,7 +54,6 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import model_card
 from hotset.engine.core import Engine, Replica
-from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
@@ -82,8 +82,6 @@ SEATS = 128
 MODES: tuple[TiersMode, ...] = ("off", "auto", "off", "always")  # off runs before and after auto: a warm GPU is slower
 PAGE_ROWS = 64
 ANSWER = 512  # maximum number of generated tokens
-PREFILL_TIMEOUT_S = 200.0
-MAX_DRAIN_STEPS = 1000
 ALL_HITS_REQUESTS = 16
 WARM_UP_STEPS = 20  # enough for the LRU order to follow the selection
 
@@ -182,40 +180,6 @@ def make_engine(setup: ModelSetup, selection: SyntheticSelection) -> tuple[Engin
     return Engine(card, [Replica(scheduler, ledger)], InProcessExecutor(runner, memory), plans_in_flight=2), runner
 
 
-def prefill(engine: Engine, requests: int, context: int) -> list[str]:
-    """Adds `requests` requests with prompts of `context` tokens and steps until all decode. Returns their ids."""
-    input_processor = InputProcessor(engine.card, seed=0)
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
-    choices = [choice for n in range(requests) for choice in input_processor.accept(str(n), [0] * context, params)]
-    for choice in choices:
-        engine.add(choice)
-    start = time.perf_counter()
-    while len(engine.step().token_ids) < requests:
-        elapsed = time.perf_counter() - start
-        assert elapsed < PREFILL_TIMEOUT_S, f"not all of the {requests} requests decode after {elapsed:.0f} s"
-    return [choice.request_id for choice in choices]
-
-
-def abort_all(engine: Engine, request_ids: list[str]) -> None:
-    for request_id in request_ids:
-        engine.abort(request_id)
-    for _ in range(MAX_DRAIN_STEPS):
-        if engine.idle:
-            return
-        engine.step()
-    raise AssertionError(f"{len(request_ids)} aborted requests did not end within {MAX_DRAIN_STEPS} steps")
-
-
-def timed_steps(engine: Engine, steps: int) -> list[float]:
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return times
-
-
 def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
     """Replays the CUDA graph of a step with `requests` requests, without pauses. Returns the seconds per replay."""
     assert runner._graphs is not None
@@ -226,7 +190,8 @@ def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
 def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int) -> dict[str, Any]:
     """Adds `requests` requests with prompts of `context` tokens and times `steps` decode steps of all of them."""
     start = time.perf_counter()
-    request_ids = prefill(engine, requests, context)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    request_ids = prefill(engine, requests, context, params)
     prefill_s = time.perf_counter() - start
     timed_steps(engine, WARM_UP_STEPS)
     before = engine.stats()

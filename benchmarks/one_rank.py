@@ -1,0 +1,385 @@
+"""Measures one rank of eight of DeepSeek-V3.2 and of GLM-5.2, at full size, on one GPU.
+
+    python benchmarks/one_rank.py --model deepseek-v3.2 --json one_rank.json --markdown one_rank.md
+
+Weights are random numbers in fp8 with the published shapes (benchmarks/configs). Rows and index keys are fp8. The rank
+is one of eight that divide the experts and compute their own requests (dp8), or one of eight that divide heads,
+columns, experts and vocabulary (tp8). The other seven are simulated: collectives move their bytes within this GPU, and
+the experts receive as many tokens as eight ranks would send.
+
+1. A prompt is computed and timed, and compared with the time that its matrix products would take, each at the rate that
+   a large product of its type reaches in this run (fp8, bf16, fp32).
+2. A tiered request must get the same tokens as a resident one.
+3. Requests decode with tiers off and auto. Their prompts are not computed: random rows and index keys are stored. The
+   indexer runs at full cost, but its selection is replaced by one with the published miss rates (LRU: 30, 13.4 and
+   6.7 % of top-k with 1, 2 and 4 times top-k slots). Tokens are sampled with temperature 1 and top-p 0.95.
+
+Columns:
+  host pages     distinct: every request has host pages of its own; shared: more requests than host memory holds, so
+                 several requests use the same host pages
+  tokens/s       per GPU: with tp8, an eighth of the tokens of a step
+  bytes ms       the bytes that a step reads (weights once, of experts those in use; index keys; selected rows), divided
+                 by the copy bandwidth of this run
+  experts        share of the rank's routed experts that a step uses, measured
+  miss           share of the rows selected by tiered requests, outside their tails, that no slot held
+  NVLink ms      what the links between eight GPUs would add: bytes of all collectives / 450 GB/s, without latencies
+  collectives    calls in a step, each of which adds its latency
+
+Bars (required results): with tiers off and 16 requests or more, a step takes at most 1.35 times its bytes ms; the
+prompt takes at most twice the time of its products; the best tokens/s with tiers auto is at least 1.9 times (32k) and
+2.6 times (128k) that with tiers off for DeepSeek-V3.2, 2.7 and 4.3 times for GLM-5.2. Requests with shared host pages
+count only at 128k.
+
+Requires a GPU with 141 GB (H200). Results are written after every case. A case that --seconds would cut off is skipped.
+"""
+
+import argparse
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from gpu_timing import require_gpu
+from one_rank_cases import (
+    CHUNK,
+    MAX_ANSWER,
+    Case,
+    Rank,
+    Row,
+    measure,
+    measure_prefill,
+    tokens_of_one_request,
+)
+from one_rank_limits import Rates, measure_rates
+from one_rank_model import RankServer, load_spec, planned_bytes
+from report import Bar, make_parser, markdown_table, report, write_json
+
+from hotset.base.config import EngineConfig, TiersMode
+from hotset.base.units import GIB
+from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.memory.host_store import HostStore
+from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.split import Split
+
+SPLITS = {"dp8": Split(dp_size=8), "tp8": Split(tp_size=8)}
+SEATS = 128
+GROWTH = 512  # tokens by which a context grows while it is measured, on average at most
+UTILISATION = 0.92  # share of the GPU's memory that weights, workspace and KV may take
+DEFAULT_WORKSPACE = 6 * GIB  # if no prompt was computed, whose peak would be known
+FIRST_CASE_S = 30.0  # expected seconds of a case, until one has taken longer
+STEP_BAR, STEP_BAR_REQUESTS, PREFILL_BAR = 1.35, 16, 2.0
+TIERS_BARS = {
+    ("deepseek-v3.2", 32768): 1.9,
+    ("deepseek-v3.2", 131072): 2.6,
+    ("glm-5.2", 32768): 2.7,
+    ("glm-5.2", 131072): 4.3,
+}
+SHARED_PAGES_COUNT_FROM = 131072  # the shortest context whose bar counts requests with shared host pages
+
+
+class Deadline:
+    """Says whether enough of the time limit is left for another case."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def run(self, what: str, case: Callable[[], Row], expected_s: float) -> Row | None:
+        """Runs the case, or prints that it is skipped and returns None."""
+        left = self._end - time.monotonic()
+        if left < expected_s:
+            print(f"skipped: {what}; {left:.0f} s are left, and it may take {expected_s:.0f} s", flush=True)
+            return None
+        return case()
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All tables of a run."""
+
+    weights: list[Row] = field(default_factory=list)
+    prefill: list[Row] = field(default_factory=list)
+    serving: list[Row] = field(default_factory=list)
+
+    def bars(self) -> list[Bar]:
+        bars = [
+            Bar(f"{row['model']} {row['split']}: tiered and resident tokens differ", row["differ"], 0)
+            for row in self.weights
+            if row["differ"] is not None
+        ]
+        bars += [
+            Bar(f"{_name(row)}: prompt of {row['prompt']} / its products", row["seconds / products"], PREFILL_BAR)
+            for row in self.prefill
+        ]
+        bars += [
+            Bar(
+                f"{_name(row)} {row['context']}: step / bytes of {row['requests']} requests",
+                row["step / bytes"],
+                STEP_BAR,
+            )
+            for row in self.serving
+            if row["tiers"] == "off" and row["requests"] >= STEP_BAR_REQUESTS
+        ]
+        for model, split, context in dict.fromkeys(map(_load, self.serving)):
+            counted = [row for row in self.serving if _load(row) == (model, split, context) and _counts(row)]
+            best = {
+                tiers: max((row["tokens/s"] for row in counted if row["tiers"] == tiers), default=None)
+                for tiers in ("off", "auto")
+            }
+            limit = TIERS_BARS.get((model, context))
+            if best["off"] and best["auto"] and limit:
+                what = f"{model} {split} {context}: best auto / best off"
+                bars.append(Bar(what, best["auto"] / best["off"], limit, at_least=True))
+        return bars
+
+    def tables(self) -> dict[str, list[Row]]:
+        tables = {
+            "Weights of one rank": self.weights,
+            "Prefill": self.prefill,
+            "Decode": self.serving,
+            "Bars": [bar.row() for bar in self.bars()],
+        }
+        return {title: rows for title, rows in tables.items() if rows}
+
+    def write(self, options: argparse.Namespace) -> None:
+        """Writes everything measured so far."""
+        if options.json is not None:
+            write_json(options.json, "One rank of eight", self.tables())
+        if options.markdown is not None:
+            parts = [f"## {title}\n\n{markdown_table(flat(rows))}" for title, rows in self.tables().items()]
+            if any(row["profile ms"] for row in self.serving):
+                parts.append(f"## Profile of a step, ms\n\n{markdown_table(self._profiles())}")
+            options.markdown.write_text("\n\n".join(parts) + "\n")
+
+    def _profiles(self) -> list[Row]:
+        """Returns a row for each case of decode, with a column for each group of kernels."""
+        groups = dict.fromkeys(group for row in self.serving for group in row["profile ms"])
+        columns = ("context", "tiers", "host pages", "requests", "step ms")
+        return [
+            {key: row[key] for key in columns} | {group: row["profile ms"].get(group, 0.0) for group in groups}
+            for row in self.serving
+        ]
+
+
+def _name(row: Row) -> str:
+    return f"{row['model']} {row['split']}"
+
+
+def _load(row: Row) -> tuple[str, str, int]:
+    return row["model"], row["split"], row["context"]
+
+
+def _counts(row: Row) -> bool:
+    """Returns whether the row counts for the bars of tiers."""
+    return row["host pages"] != "shared" or row["context"] >= SHARED_PAGES_COUNT_FROM
+
+
+def flat(rows: list[Row]) -> list[Row]:
+    """Returns the rows without nested values."""
+    return [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows]
+
+
+def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
+    """Returns the model with only its first layers, for a quick trial."""
+    assert isinstance(spec.attention, MlaSpec) and spec.moe is not None
+    index = spec.attention.index
+    full = tuple(layer for layer in index.full_layers if layer < layers)
+    moe = tuple(layer for layer in spec.moe.layers if layer < layers)
+    attention = dataclasses.replace(spec.attention, index=dataclasses.replace(index, full_layers=full))
+    return dataclasses.replace(spec, layers=layers, attention=attention, moe=dataclasses.replace(spec.moe, layers=moe))
+
+
+def make_config(tiers: TiersMode, device_gib: float, options: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        tiers=tiers,
+        max_num_seqs=options.seats,
+        max_num_batched_tokens=CHUNK,
+        device_kv_gib=device_gib,
+        host_kv_gib=None if tiers == "off" else options.host_gib,
+        max_model_len=max(options.context) + MAX_ANSWER,
+        kv_dtype="fp8",
+        index_dtype="fp8",
+    )
+
+
+def kv_gib(workspace: int) -> float:
+    """Returns the GiB of device memory that are left for KV beside the weights and the workspace of prompts."""
+    free, total = torch.cuda.mem_get_info()
+    return (UTILISATION * total - (total - free) - workspace) / GIB
+
+
+def cases_of(server: RankServer, tiers: TiersMode, options: argparse.Namespace) -> list[Case]:
+    """Returns the cases of one mode of tiers, those with the most requests first: they decide the bars."""
+    largest, others = [], []
+    for context in options.context:
+        fit = server.max_requests(context + GROWTH)
+        if not fit:
+            print(f"skipped: not one request of {context} tokens fits with tiers {tiers}", flush=True)
+            continue
+        largest.append(Case(tiers, context, fit))
+        most = 0 if tiers == "off" else server.max_requests(context + GROWTH, shared_pages=True)
+        if most > fit:
+            largest.append(Case(tiers, context, most, shared_pages=True))
+        others += [Case(tiers, context, count) for count in sorted(options.requests, reverse=True) if count < fit]
+    return largest + others
+
+
+class RankRun:
+    """Loads one rank and measures all its cases."""
+
+    def __init__(
+        self, options: argparse.Namespace, spec: ModelSpec, rates: Rates, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.results = Results()
+        self._options, self._rates = options, rates
+        self._deadline = Deadline(options.seconds)
+        self._longest_case = FIRST_CASE_S
+        split = SPLITS[options.split]
+        planned = planned_bytes(spec, split, dtype)
+        print(f"{options.model} {options.split}: {planned.total * 1e-9:.1f} GB of weights expected", flush=True)
+        start = time.perf_counter()
+        self._rank = Rank.load(
+            name=options.model,
+            split_name=options.split,
+            spec=spec,
+            split=split,
+            device=device,
+            dtype=dtype,
+            max_step_tokens=CHUNK + options.seats,
+        )
+        weights = self._rank.weights
+        self._weights_row: Row = {
+            "model": options.model,
+            "split": options.split,
+            "expected GB": planned.total * 1e-9,
+            "loaded GB": weights.total * 1e-9,
+            "of which experts GB": weights.experts * 1e-9,
+            "seconds": time.perf_counter() - start,
+            "differ": None,
+        }
+        self._add(self.results.weights, self._weights_row)
+
+    def measure(self) -> None:
+        options, decoder = self._options, self._rank.decoder
+        workspace = self._prefill() if options.prefill else DEFAULT_WORKSPACE
+        release_memory()
+        device_gib = options.device_gib or kv_gib(workspace)
+        # Both budgets are computed before host memory is allocated, because they check how much of it is free.
+        budgets = {
+            tiers: kv_budget(
+                make_config(tiers, device_gib, options), decoder.kv_shape, self._rank.spec.context, decoder.device
+            )
+            for tiers in options.tiers
+        }
+        for tiers, budget in budgets.items():
+            print(f"tiers {tiers}: {device_gib:.1f} GiB on the device, {budget.device_pages} pages", flush=True)
+            host = None if tiers == "off" else self._host_store(budget)
+            try:
+                config = make_config(tiers, device_gib, options)
+                self._serve(RankServer(self._rank.model, self._rank.spec, config, budget, host), tiers)
+            finally:
+                if host is not None:
+                    host.close()
+            release_memory()
+
+    def _prefill(self) -> int:
+        """Measures a computed prompt. Returns the bytes of device memory that its steps needed."""
+        options = self._options
+        row = self._deadline.run(
+            f"prompt of {options.prefill} tokens",
+            lambda: measure_prefill(
+                self._rank, options.prefill, options.prefill_chunk, self._rates, profiles=not options.no_profile
+            ),
+            expected_s=FIRST_CASE_S,
+        )
+        if row is None:
+            return DEFAULT_WORKSPACE
+        self._add(self.results.prefill, row)
+        return int(row["workspace GB"] * 1e9)
+
+    def _host_store(self, budget: KvBudget) -> HostStore:
+        print(f"pinning {self._options.host_gib} GiB of host memory", flush=True)
+        decoder = self._rank.decoder
+        return HostStore(decoder.kv_shape, budget.host_pages, budget.geometry.page_rows, decoder.device)
+
+    def _serve(self, server: RankServer, tiers: TiersMode) -> None:
+        rank, options = self._rank, self._options
+        if tiers != "off":
+            shortest = min(options.context)
+            resident, tiered = (tokens_of_one_request(rank, server, shortest, mode) for mode in ("auto", "always"))
+            self._weights_row["differ"] = sum(left != right for left, right in zip(resident, tiered, strict=True))
+            print(f"tiered and resident: {self._weights_row['differ']} of {len(tiered)} tokens differ", flush=True)
+        for case in cases_of(server, tiers, options):
+            start = time.monotonic()
+            row = self._deadline.run(
+                str(case),
+                partial(measure, rank, server, case, self._rates, options.steps, profiles=not options.no_profile),
+                expected_s=self._longest_case,
+            )
+            if row is not None:
+                self._add(self.results.serving, row)
+                self._longest_case = max(self._longest_case, time.monotonic() - start)
+
+    def _add(self, rows: list[Row], row: Row) -> None:
+        """Adds the row to a table, prints it, and writes all results."""
+        rows.append(row)
+        (shown,) = flat([row])
+        print({key: round(value, 4) if isinstance(value, float) else value for key, value in shown.items()}, flush=True)
+        if row.get("profile ms"):
+            print("  ", {group: round(ms, 3) for group, ms in row["profile ms"].items()}, flush=True)
+        self.results.write(self._options)
+
+
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def make_options() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
+    parser.add_argument("--markdown", type=Path, help="also write the results as Markdown tables to this file")
+    parser.add_argument("--model", default="deepseek-v3.2", help="a configuration in benchmarks/configs")
+    parser.add_argument("--split", choices=tuple(SPLITS), default="dp8", help="how eight ranks divide the model")
+    parser.add_argument("--context", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
+    parser.add_argument("--tiers", nargs="+", choices=("off", "auto"), default=["off", "auto"], help="modes of tiers")
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[1, 16, 32],
+        help="numbers of concurrent requests; the largest number that fits is always measured",
+    )
+    parser.add_argument("--prefill", type=int, default=32768, help="length of the computed prompt; 0: none")
+    parser.add_argument("--prefill-chunk", type=int, default=8192, help="tokens of it that one step computes")
+    parser.add_argument("--layers", type=int, help="only the first layers of the model, for a quick trial")
+    parser.add_argument("--device-gib", type=float, help="GiB of device memory for KV; default: what is left")
+    parser.add_argument("--host-gib", type=float, default=96, help="GiB of the host store")
+    parser.add_argument("--seats", type=int, default=SEATS, help="maximum number of concurrent requests")
+    parser.add_argument("--steps", type=int, default=48, help="timed steps per row of the table")
+    parser.add_argument("--no-profile", action="store_true", help="do not profile")
+    parser.add_argument("--seconds", type=float, default=570, help="time limit; cases that would exceed it are skipped")
+    return parser
+
+
+def main() -> None:
+    options = make_options().parse_args()
+    require_gpu()
+    rates = measure_rates()
+    print(rates, flush=True)
+    release_memory()
+    spec = load_spec(options.model)
+    if options.layers is not None:
+        spec = first_layers(spec, options.layers)
+    run = RankRun(options, spec, rates, torch.device("cuda"), torch.bfloat16)
+    run.measure()
+    note = "prompts of decoding requests are not computed; their selections are synthetic"
+    for title, rows in run.results.tables().items():
+        report(title, flat(rows), None, note)
+
+
+if __name__ == "__main__":
+    main()

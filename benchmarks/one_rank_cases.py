@@ -1,0 +1,265 @@
+"""The measurements of `one_rank.py`: decode steps of one rank, and the prefill of one prompt."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from decode_load import abort_all, prefill, timed_steps
+from one_rank_limits import Rates, link_seconds, prefill_products, step_bytes
+from one_rank_model import (
+    FP8_KV,
+    CollectiveCall,
+    RankServer,
+    SimulatedRanks,
+    WeightBytes,
+    random_weights,
+    weight_bytes,
+)
+from step_profile import grouped_ms, profiled, slowest_ms
+from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
+from torch import Tensor
+
+from hotset.base.config import EngineConfig, TiersMode
+from hotset.base.sampling import SamplingParams
+from hotset.engine.core import Engine
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.runner import Runner
+from hotset.engine.sizing import kv_budget
+from hotset.models import layers
+from hotset.models.decoder import Decoder
+from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.split import Split
+
+Row = dict[str, Any]
+
+CHUNK = 16384  # tokens per step of prompts that are not computed
+MAX_ANSWER = 1024  # tokens; the first requests generate while the prompts of the others are stored
+WARM_UP_STEPS = 20  # enough for the LRU order to follow the selection
+PROFILED_STEPS = 4
+CHECKED_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of a model with made-up weights."""
+
+    name: str
+    split_name: str
+    split: Split
+    spec: ModelSpec
+    ranks: SimulatedRanks
+    decoder: Decoder
+    weights: WeightBytes
+    selection: SyntheticSelection  # read by captured steps: `select_in` changes its values in place
+    model: SyntheticPrefillModel
+
+    @staticmethod
+    def load(
+        *,
+        name: str,
+        split_name: str,
+        spec: ModelSpec,
+        split: Split,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_step_tokens: int,
+    ) -> "Rank":
+        assert isinstance(spec.attention, MlaSpec)
+        ranks = SimulatedRanks(split.size, spec.hidden, dtype, device)
+        decoder = Decoder(spec, random_weights(spec, dtype, device), FP8_KV, split, ranks)
+        selection = SyntheticSelection.constant(spec.attention.index.topk, device)
+        return Rank(
+            name=name,
+            split_name=split_name,
+            split=split,
+            spec=spec,
+            ranks=ranks,
+            decoder=decoder,
+            weights=weight_bytes(decoder),
+            selection=selection,
+            model=SyntheticPrefillModel(decoder, selection, max_step_tokens),
+        )
+
+    @property
+    def gpus_per_token(self) -> int:
+        """The number of GPUs that compute every token."""
+        return self.split.tp_size
+
+    def select_in(self, context: int) -> None:
+        """Makes the selections of decode steps have the published miss rates in contexts of `context` tokens."""
+        topk = self.selection.first.shape[0]
+        chosen = SyntheticSelection.with_published_misses(topk, context, self.decoder.device)
+        self.selection.first.copy_(chosen.first)
+        self.selection.period.copy_(chosen.period)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """What one decode step without a graph did."""
+
+    used_experts: float  # share of the rank's routed experts, mean over the layers
+    calls: list[CollectiveCall]
+    finite: bool  # all logits
+
+
+def observe_step(rank: Rank, engine: Engine, runner: Runner) -> ObservedStep:
+    """Runs one step without a graph and observes its experts, collectives and logits."""
+    used: list[float] = []
+    finite: list[bool] = []
+    compute_experts, compute_logits = layers.experts, rank.model.logits
+
+    def observed_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Any, down: Any) -> Tensor:
+        used.append(expert_ids[expert_ids >= 0].unique().numel() / down.shape[0])
+        return compute_experts(x, expert_ids, weights, gate_up, down)
+
+    def observed_logits(hidden: Tensor, indices: Tensor | None) -> Tensor:
+        logits = compute_logits(hidden, indices)
+        finite.append(bool(logits.isfinite().all()))
+        return logits
+
+    rank.ranks.calls.clear()
+    with (
+        patch.object(layers, "experts", observed_experts),
+        patch.object(rank.model, "logits", observed_logits),
+        patch.object(runner, "_graphs", None),
+    ):
+        engine.step()
+    return ObservedStep(statistics.mean(used) if used else 1.0, list(rank.ranks.calls), all(finite))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table."""
+
+    tiers: TiersMode
+    context: int
+    requests: int
+    shared_pages: bool = False
+
+    def __str__(self) -> str:
+        pages = ", shared host pages" if self.shared_pages else ""
+        return f"{self.requests} requests of {self.context} tokens, tiers {self.tiers}{pages}"
+
+
+def sampling() -> SamplingParams:
+    return SamplingParams(temperature=1.0, top_p=0.95, max_tokens=MAX_ANSWER, ignore_eos=True)
+
+
+def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int, *, profiles: bool = True) -> Row:
+    """Times `steps` decode steps of one case."""
+    rank.select_in(case.context)
+    engine = server.engine(case.shared_pages)
+    request_ids = prefill(engine, case.requests, case.context, sampling())
+    timed_steps(engine, WARM_UP_STEPS)
+    before = engine.stats()
+    swapped = engine.executor.traffic().bytes_swapped
+    times = timed_steps(engine, steps)[1:]  # the first step was complete before the timing began
+    after = engine.stats()
+    swapped = engine.executor.traffic().bytes_swapped - swapped
+    observed = observe_step(rank, engine, server.runner)
+    profiles = profiles and rank.decoder.device.type == "cuda"
+    runs = profiled(lambda: timed_steps(engine, PROFILED_STEPS)) if profiles else []
+    abort_all(engine, request_ids)
+    lookups = sum(after.slot_lookups.values()) - sum(before.slot_lookups.values())
+    misses = sum(after.slot_misses.values()) - sum(before.slot_misses.values())
+    read = step_bytes(
+        rank.decoder.kv_shape,
+        rank.weights,
+        requests=case.requests,
+        context=case.context,
+        used_experts=observed.used_experts,
+    )
+    bytes_s, step_s, link_s = sum(read.values()) / rates.copy, statistics.mean(times), link_seconds(observed.calls)
+    return {
+        "model": rank.name,
+        "split": rank.split_name,
+        "context": case.context,
+        "tiers": case.tiers,
+        "host pages": "" if case.tiers == "off" else "shared" if case.shared_pages else "distinct",
+        "requests": case.requests,
+        "tiered": after.tiered,
+        "step ms": step_s * 1e3,
+        "p50 ms": statistics.median(times) * 1e3,
+        "p99 ms": sorted(times)[int(len(times) * 0.99)] * 1e3,
+        "tokens/s": case.requests / step_s / rank.gpus_per_token,
+        "bytes ms": bytes_s * 1e3,
+        "step / bytes": step_s / bytes_s,
+        "experts": observed.used_experts,
+        "miss": misses / lookups if lookups else 0.0,
+        "host GB/s": swapped / len(times) / step_s * 1e-9,
+        "NVLink ms": link_s * 1e3,
+        "collectives": len(observed.calls),
+        "finite": observed.finite,
+        "bytes": read,
+        "profile ms": grouped_ms(runs, PROFILED_STEPS),
+        "slowest kernels ms": slowest_ms(runs, PROFILED_STEPS),
+    }
+
+
+def tokens_of_one_request(rank: Rank, server: RankServer, context: int, tiers: TiersMode) -> list[int]:
+    """Returns the first tokens of a request that is resident (tiers auto) or tiered (always)."""
+    rank.select_in(context)
+    engine = server.engine(tiers=tiers)
+    request_ids = prefill(engine, 1, context, sampling())
+    tokens = [token for _ in range(CHECKED_STEPS) for token in engine.step().token_ids]
+    tiered = engine.stats().tiered
+    assert tiered == (tiers == "always"), f"{tiered} requests are tiered with tiers {tiers}"
+    abort_all(engine, request_ids)
+    return tokens
+
+
+def measure_prefill(rank: Rank, tokens: int, chunk: int, rates: Rates, *, profiles: bool = True) -> Row:
+    """Computes a prompt of `tokens` tokens in chunks, alone, and compares its time with that of its products."""
+    decoder, spec = rank.decoder, rank.spec
+    on_gpu = decoder.device.type == "cuda"
+    config = EngineConfig(
+        tiers="off",
+        max_num_seqs=1,
+        max_num_batched_tokens=chunk,
+        device_kv_tokens=tokens + 64,
+        max_model_len=tokens + 64,
+        kv_dtype="fp8",
+        index_dtype="fp8",
+    )
+    budget = kv_budget(config, decoder.kv_shape, spec.context, decoder.device)
+    server = RankServer(decoder, spec, config, budget, None)
+    engine = server.engine()
+    input_processor = InputProcessor(engine.card, seed=0)
+    known_ids = rank.split.vocabulary(spec.vocab)  # token ids whose embeddings this rank holds
+    prompt = torch.randint(known_ids.start, known_ids.stop, (tokens,)).tolist()
+
+    def compute(count: int) -> float:
+        params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=1, ignore_eos=True)
+        (choice,) = input_processor.accept(str(time.monotonic_ns()), prompt[:count], params)
+        engine.add(choice)
+        start = time.perf_counter()
+        while not engine.idle:
+            engine.step()
+        return time.perf_counter() - start
+
+    compute(min(tokens, 2 * chunk))  # compiles kernels
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = compute(tokens)
+    workspace = torch.cuda.max_memory_allocated() - held if on_gpu else 0
+    runs = profiled(lambda: compute(tokens)) if on_gpu and profiles else []
+    products = prefill_products(spec, rank.split, tokens)
+    ideal = {product.name: product.flops / rates.of(product.kind) for product in products}
+    return {
+        "model": rank.name,
+        "split": rank.split_name,
+        "prompt": tokens,
+        "chunk": chunk,
+        "seconds": seconds,
+        "tokens/s": tokens / seconds,
+        "products s": sum(ideal.values()),
+        "seconds / products": seconds / sum(ideal.values()),
+        "workspace GB": workspace * 1e-9,
+        "products ms": {name: value * 1e3 for name, value in ideal.items()},
+        "profile ms": grouped_ms(runs, 1),
+        "slowest kernels ms": slowest_ms(runs, 1),
+    }

@@ -1,0 +1,266 @@
+"""One rank of a model that several ranks share: random weights, simulated peers, and the engine around it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotset.base.config import EngineConfig, TiersMode
+from hotset.engine.build import model_card
+from hotset.engine.core import Engine, Replica
+from hotset.engine.decode_graphs import RunnerModel
+from hotset.engine.runner import Runner
+from hotset.engine.sizing import KvBudget
+from hotset.engine.workers.executor import InProcessExecutor
+from hotset.kernels.fp8 import Fp8Weight, Weight
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
+from hotset.memory.pages import PageAllocator
+from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.source import TensorSlice, kept_shape
+from hotset.models.config_reader import read_spec
+from hotset.models.decoder import Decoder
+from hotset.models.layers import Embedding, Moe
+from hotset.models.spec import KvStorage, ModelSpec
+from hotset.models.split import Split
+from hotset.schedule.scheduler import Scheduler
+from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.ledger import Ledger
+
+CONFIGS = Path(__file__).parent / "configs"
+FP8_KV = KvStorage(fp8_rows=True, fp8_keys=True)
+PEER_TOKENS = 512  # different tokens of each peer; more tokens repeat them
+PEER_LOGITS_BELOW = 100.0  # how much lower the logits of peers are
+
+
+def load_spec(name: str) -> ModelSpec:
+    path = CONFIGS / f"{name}.json"
+    return read_spec(json.loads(path.read_text()), {}, str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """One call of a collective operation."""
+
+    name: str
+    link_bytes: float  # bytes that each rank sends, and as many that it receives, over the links between GPUs
+
+
+class SimulatedRanks:
+    """Implements `Collectives` for rank 0 of `size` ranks of which the others do not exist.
+
+    Results have the shapes of real ones, and as many bytes are moved within the device as a real call would write:
+
+    - `all_gather_tokens` returns the own tokens, then those of the peers: fixed random numbers with a variance of 1, as
+      after a norm. The experts of this rank receive as many tokens as from `size` ranks, and these choose experts at
+      random. Gathered seats repeat the own seats: every rank has as many tokens, and as much padding.
+    - `reduce_scatter` adds up the parts of all ranks' tokens, in place of the partial sums of the peers.
+    - `all_reduce` copies.
+    - `all_gather_columns` returns the own logits, then lower ones for the peers: a sampled token is one whose embedding
+      this rank holds. With other tokens the embedding would be 0, and all requests would choose the same experts.
+
+    Each operation uses a torch operation that no other part of a decode step uses (cat, sum, copysign), so that a
+    profile shows its time.
+    """
+
+    def __init__(self, size: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rank, self.size = 0, size
+        self.tokens_per_rank = ()
+        self.calls: list[CollectiveCall] = []  # since it was cleared; calls in replays of graphs are not listed
+        random = torch.Generator(device).manual_seed(0)
+        self._peers = torch.randn(size - 1, PEER_TOKENS, hidden, generator=random, device=device).to(dtype)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._record("all_reduce", 2 * (self.size - 1) / self.size * x.nbytes)
+        return torch.copysign(x, x)
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        self._record("all_gather_columns", (self.size - 1) * x.nbytes)
+        return torch.cat([x, *[x - PEER_LOGITS_BELOW] * (self.size - 1)], dim=1)
+
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
+        self._record("all_gather_tokens", (self.size - 1) * x.nbytes)
+        if not x.is_floating_point():
+            return x.repeat(self.size, 1)
+        tokens = x.shape[0]
+        counts = [PEER_TOKENS] * (tokens // PEER_TOKENS) + [tokens % PEER_TOKENS]
+        return torch.cat([x, *(peer[:count] for peer in self._peers for count in counts if count)])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self._record("reduce_scatter", (self.size - 1) / self.size * x.nbytes)
+        return x.unflatten(0, (self.size, -1)).sum(0)
+
+    def barrier(self) -> None:
+        pass
+
+    def _record(self, name: str, link_bytes: float) -> None:
+        self.calls.append(CollectiveCall(name, link_bytes))
+
+
+class PlannedWeights:
+    """A source of weights without memory, to count the bytes of a rank before anything is loaded."""
+
+    def __init__(self, source: DummySource, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Weight:
+        if out is not None:
+            return out
+        return torch.empty(tensor_slice.shape(shape) if tensor_slice else shape, dtype=self._dtype, device="meta")
+
+    def load_weight(
+        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Weight:
+        if out is not None or not self.is_fp8(name):
+            return self.load(name, shape, out=out, tensor_slice=tensor_slice)
+        kept, block_rows = kept_shape(shape, tensor_slice)
+        return Fp8Weight.empty(kept, torch.device("meta"), block_rows)
+
+    def is_fp8(self, name: str) -> bool:
+        return self._source.is_fp8(name)
+
+    def skip(self, name: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DummySource:
+    """Returns a source of random weights, in fp8 where the model's checkpoint has fp8."""
+    return DummySource(dtype, device, fp8=spec.fp8_weights)
+
+
+def planned_bytes(spec: ModelSpec, split: Split, dtype: torch.dtype) -> "WeightBytes":
+    """Returns the bytes of one rank's weights, without loading any."""
+    weights = PlannedWeights(random_weights(spec, dtype, torch.device("cpu")), dtype)
+    ranks = SimulatedRanks(split.size, 1, dtype, torch.device("cpu"))
+    return weight_bytes(Decoder(spec, weights, FP8_KV, split, ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """The bytes of a decoder's weights."""
+
+    total: int
+    embedding: int  # a step reads only a few of its rows
+    experts: int  # routed experts: a step reads only those that its tokens use
+
+
+def weight_bytes(decoder: Decoder) -> WeightBytes:
+    """Counts the tensors that the decoder holds. Tensors that share memory are counted once."""
+    storages: dict[int, int] = {}
+    embedding: set[int] = set()
+    experts: set[int] = set()
+    for owners, tensor in _tensors_of(decoder, (), set()):
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+        if any(isinstance(owner, Embedding) for owner in owners):
+            embedding.add(storage._cdata)
+        elif isinstance(owners[-1], Moe | Fp8Weight) and tensor.dim() == 3:
+            experts.add(storage._cdata)
+    return WeightBytes(
+        total=sum(storages.values()),
+        embedding=sum(storages[key] for key in embedding),
+        experts=sum(storages[key] for key in experts),
+    )
+
+
+def _tensors_of(value: Any, owners: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yields every tensor that can be reached from `value`, with the objects on the way to it."""
+    if isinstance(value, Tensor):
+        if not value.is_mkldnn:  # a copy in blocked order, on CPUs only
+            yield owners, value
+        return
+    if id(value) in seen or isinstance(value, SimulatedRanks | ModelSpec):
+        return
+    seen.add(id(value))
+    members: list[Any] = []
+    if isinstance(value, list | tuple):
+        members = list(value)
+    elif isinstance(value, dict):
+        members = list(value.values())
+    elif is_dataclass(value):
+        members = [getattr(value, field.name) for field in fields(value)]
+    elif type(value).__module__.startswith("hotset.") and hasattr(value, "__dict__"):
+        members = list(vars(value).values())
+    for member in members:
+        yield from _tensors_of(member, (*owners, value), seen)
+
+
+class SharedHostPages(PageAllocator):
+    """Grants the same host pages to several requests, so that more contexts can be measured than host memory holds.
+
+    It grants `capacity` pages in all. Page ids run from 0 to `host_pages` - 1 and then start again. A context gets
+    consecutive pages. Requests that share a page overwrite each other's rows: the rows must be made up.
+    """
+
+    def __init__(self, capacity: int, host_pages: int) -> None:
+        super().__init__(capacity)
+        self._host_pages = host_pages
+        self._next = 0
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        if count > self._free:
+            return None
+        first, self._next = self._next, (self._next + count) % self._host_pages
+        self._free -= count
+        return [(first + index) % self._host_pages for index in range(count)]
+
+    def release(self, pages: list[int]) -> None:
+        self._free += len(pages)
+        assert self._free <= self.capacity, f"{self._free} of {self.capacity} pages are free"
+
+    def audit(self) -> None:
+        """Does nothing: pages have several owners."""
+
+
+class RankServer:
+    """The KV memory and the runner of one model. Engines that are used one after another share its graphs."""
+
+    def __init__(
+        self, model: RunnerModel, spec: ModelSpec, config: EngineConfig, budget: KvBudget, host: HostStore | None
+    ) -> None:
+        device = model.device
+        on_gpu = device.type == "cuda"
+        self._config, self._budget, self._spec, self._dtype = config, budget, spec, model.dtype
+        self.memory = KvMemory(
+            DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device),
+            host,
+            config.max_num_seqs,
+            budget.max_model_len,
+        )
+        if on_gpu:
+            self.memory.warm_up()
+        self.runner = Runner(model, self.memory, config.max_num_seqs, budget.max_model_len, spec.vocab, graphs=on_gpu)
+
+    def max_requests(self, tokens: int, shared_pages: bool = False) -> int:
+        """Returns how many contexts of `tokens` tokens fit on the device and, unless pages are shared, on the host."""
+        budget = replace(self._budget, host_pages=self._granted_pages) if shared_pages else self._budget
+        return min(budget.requests(tokens), self._config.max_num_seqs)
+
+    def engine(self, shared_pages: bool = False, tiers: TiersMode | None = None) -> Engine:
+        """Returns an engine without requests. Only the newest one may be used. `tiers` replaces the configured mode."""
+        config, budget = self._config, self._budget
+        host: PageAllocator | None = None
+        if shared_pages:
+            host = SharedHostPages(self._granted_pages, budget.host_pages)
+        elif budget.host_pages:
+            host = PageAllocator(budget.host_pages)
+        ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host)
+        scheduler = Scheduler(ledger, config.max_num_seqs, config.max_num_batched_tokens, tiers or config.tiers)
+        device = self.memory.pool.device
+        card = model_card(config, self._spec, budget, device, self._dtype)
+        executor = InProcessExecutor(self.runner, self.memory)
+        return Engine(card, [Replica(scheduler, ledger)], executor, plans_in_flight=1 if device.type == "cpu" else 2)
+
+    @property
+    def _granted_pages(self) -> int:
+        """The number of pages that requests can hold if pages are shared: enough for all seats."""
+        return self._config.max_num_seqs * self._budget.geometry.row_pages(self._budget.max_model_len)

@@ -1,0 +1,130 @@
+"""Where the time of GPU work goes: a torch profile, grouped by the parts of a model.
+
+A kernel of Hotset belongs to the folder of `hotset/kernels` in whose source it is defined.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import hotset.kernels
+
+GAPS = "launch gaps"
+OTHER = "other torch ops"
+GROUP_OF_FOLDER = {
+    "sparse_attention": "attention",
+    "page_table_lookup": "attention",
+    "index_topk": "indexer",
+    "swap_in": "swap-in",
+    "page_copy": "swap-in",
+    "save_last_topk": "swap-in",
+    "experts": "experts",
+    "route": "experts",
+    "linear": "linear",
+    "quantise": "linear",
+    "norm": "norm/rope",
+    "rope": "norm/rope",
+    "swiglu": "norm/rope",
+    "mla_append": "norm/rope",
+    "key_append": "norm/rope",
+    "draw": "sampling",
+}
+# Kernels of libraries, by parts of their names. The first match counts. The collectives are those of `SimulatedRanks`.
+GROUP_OF_LIBRARY_KERNEL = (
+    ("CatArrayBatchedCopy", "collectives"),
+    ("copysign", "collectives"),
+    ("sum_functor", "collectives"),
+    ("nvjet", "linear"),
+    ("gemm", "linear"),
+    ("gemv", "linear"),
+    ("cutlass", "linear"),
+    ("xmma", "linear"),
+    ("sort", "sampling"),
+    ("SoftMax", "sampling"),
+    ("scan", "sampling"),
+    ("Memcpy HtoD", "host copies"),
+    ("Memcpy DtoH", "host copies"),
+)
+# Folders whose kernels no sparse-attention decoder launches. Some share names with other folders.
+UNUSED_FOLDERS = ("gqa_append", "paged_attention", "slice_pack")
+_DEFINITION = re.compile(
+    r"@(?:triton|gluon)\.jit\b[^\n]*\n(?:@[^\n]*\n)*def (\w+)"  # Triton and Gluon
+    r"|__global__\s+void(?:\s+[A-Z_]+)?(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\s*\("  # CUDA C++
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRun:
+    """One kernel or copy in a profile."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+@cache
+def kernels_by_name() -> dict[str, str]:
+    """Returns the group of every kernel in hotset/kernels. A name that two groups use has both."""
+    groups: dict[str, set[str]] = defaultdict(set)
+    for source in sorted(Path(hotset.kernels.__file__).parent.glob("*/*")):
+        folder = source.parent.name
+        if source.suffix in (".py", ".cu") and folder not in UNUSED_FOLDERS:
+            for match in _DEFINITION.finditer(source.read_text()):
+                groups[match[1] or match[2]].add(GROUP_OF_FOLDER.get(folder, folder))
+    return {name: " or ".join(sorted(names)) for name, names in groups.items()}
+
+
+def group_of(kernel: str) -> str:
+    """Returns the group of a kernel with this name in a profile."""
+    plain = kernel.removeprefix("void ").partition("(")[0].partition("<")[0]
+    known = kernels_by_name().get(plain)
+    if known is not None:
+        return known
+    return next((group for part, group in GROUP_OF_LIBRARY_KERNEL if part in kernel), OTHER)
+
+
+def grouped_ms(runs: Iterable[KernelRun], steps: int) -> dict[str, float]:
+    """Returns the milliseconds per step of each group, the largest first, and of the gaps in which no kernel runs.
+
+    Kernels on several streams can overlap, so the sum of all groups can exceed the time of a step.
+    """
+    ordered = sorted(runs, key=lambda run: run.start_us)
+    totals: dict[str, float] = defaultdict(float)
+    busy_until = ordered[0].start_us if ordered else 0.0
+    for run in ordered:
+        totals[group_of(run.name)] += run.end_us - run.start_us
+        totals[GAPS] += max(0.0, run.start_us - busy_until)
+        busy_until = max(busy_until, run.end_us)
+    return {group: us / 1e3 / steps for group, us in sorted(totals.items(), key=lambda item: item[1], reverse=True)}
+
+
+def slowest_ms(runs: Iterable[KernelRun], steps: int, count: int = 12) -> dict[str, float]:
+    """Returns the milliseconds per step of the kernels that take longest."""
+    totals: dict[str, float] = defaultdict(float)
+    for run in runs:
+        totals[run.name[:80]] += run.end_us - run.start_us
+    longest = sorted(totals.items(), key=lambda item: item[1], reverse=True)[:count]
+    return {name: us / 1e3 / steps for name, us in longest}
+
+
+def profiled(work: Callable[[], object]) -> list[KernelRun]:
+    """Runs `work` and returns everything that it ran on the GPU."""
+    # torch sets these itself for graphs of its compiler: with CUDA graphs, loading CUPTI a second time can crash.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        work()
+        torch.cuda.synchronize()
+    return [
+        KernelRun(event.name, event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    ]

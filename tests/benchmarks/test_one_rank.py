@@ -1,0 +1,251 @@
+"""The measurements of one_rank.py are correct at a small size, on a CPU."""
+
+import argparse
+import json
+from pathlib import Path
+
+import one_rank
+import one_rank_cases
+import pytest
+import torch
+from one_rank import SPLITS, Deadline, RankRun, Results, make_options
+from one_rank_limits import Rates, link_seconds, prefill_products, step_bytes
+from one_rank_model import (
+    CONFIGS,
+    FP8_KV,
+    PEER_TOKENS,
+    RankServer,
+    SharedHostPages,
+    SimulatedRanks,
+    WeightBytes,
+    load_spec,
+    random_weights,
+)
+from step_profile import GAPS, OTHER, KernelRun, group_of, grouped_ms
+
+from hotset.base.config import EngineConfig
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import build_engine
+from hotset.engine.core import Engine
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.sizing import kv_budget
+from hotset.models.config_reader import read_spec
+from hotset.models.decoder import Decoder
+from hotset.models.dsa import dsa_kv_shape
+from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.split import WHOLE_MODEL
+
+CPU = torch.device("cpu")
+RATES = Rates(copy=1e12, fp8=1e12, bf16=1e12, fp32=1e12)
+SMALL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "indexer_types": ["full", "shared"],
+    "mlp_layer_types": ["sparse", "dense"],
+    "num_attention_heads": 8,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 128,
+    "index_n_heads": 2,
+    "index_head_dim": 64,
+    "index_topk": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+}
+MOE_LAYERS = 1
+CONTEXT, GROWTH = 512, 64
+
+
+def small_config(width: int) -> dict[str, object]:
+    """Returns the configuration of GLM-5.2 with few and small layers. Eight tensor parallel ranks need MLPs with a
+    `width` of 1024."""
+    config = json.loads((CONFIGS / "glm-5.2.json").read_text())
+    return config | SMALL | {"intermediate_size": width, "moe_intermediate_size": width}
+
+
+def small_spec(width: int = 128) -> ModelSpec:
+    return read_spec(small_config(width), {}, "small")
+
+
+def small_options(tmp_path: Path, *flags: str) -> argparse.Namespace:
+    """Returns options with which the device holds 3 resident or 5 tiered requests, and the host 4."""
+    sizes = f"--model glm-5.2 --context {CONTEXT} --requests 99 --prefill 48 --prefill-chunk 32 --seats 12 --steps 3"
+    memory = "--device-gib 0.000745 --host-gib 0.000964"
+    outputs = ["--json", str(tmp_path / "rank.json"), "--markdown", str(tmp_path / "rank.md")]
+    return make_options().parse_args([*sizes.split(), *memory.split(), *outputs, *flags])
+
+
+def run(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> Results:
+    monkeypatch.setattr(one_rank, "GROWTH", GROWTH)
+    monkeypatch.setattr(one_rank_cases, "WARM_UP_STEPS", 3)
+    monkeypatch.setattr(one_rank_cases, "CHECKED_STEPS", 4)
+    spec = small_spec(1024 if options.split == "tp8" else 128)
+    rank_run = RankRun(options, spec, RATES, CPU, torch.float32)
+    rank_run.measure()
+    return rank_run.results
+
+
+def test_one_run_measures_prompt_and_decode_with_every_mode_of_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = run(small_options(tmp_path), monkeypatch)
+    (weights,), (prompt,), (off, distinct, shared) = results.weights, results.prefill, results.serving
+    assert weights["expected GB"] == weights["loaded GB"] > weights["of which experts GB"] > 0
+    assert weights["differ"] == 0, "a tiered request must get the tokens of a resident one"
+    assert prompt["seconds"] > 0 and prompt["products s"] == pytest.approx(sum(prompt["products ms"].values()) / 1e3)
+    assert [row["host pages"] for row in results.serving] == ["", "distinct", "shared"]
+    assert off["requests"] < distinct["requests"] < shared["requests"] == shared["tiered"]
+    assert off["tiered"] == off["miss"] == off["host GB/s"] == 0 < shared["miss"] < 1 and shared["host GB/s"] > 0
+    for row in results.serving:
+        assert row["finite"] and 0.5 < row["experts"] <= 1 and 0 < row["p50 ms"] <= row["p99 ms"]
+        assert row["collectives"] == 1 + 2 * MOE_LAYERS, "one gather of seats, a gather and a sum in each MoE layer"
+        assert row["tokens/s"] == pytest.approx(row["requests"] / row["step ms"] * 1e3)
+        assert row["step / bytes"] == pytest.approx(row["step ms"] / row["bytes ms"])
+    written = json.loads((tmp_path / "rank.json").read_text())["results"]
+    assert written["Decode"] == results.serving and written["Bars"][0]["verdict"] == "met"
+    assert "| glm-5.2 | dp8 | 512 | auto | shared |" in (tmp_path / "rank.md").read_text()
+
+
+@pytest.mark.slow
+def test_tensor_parallel_rank_computes_an_eighth_of_every_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = run(small_options(tmp_path, "--split", "tp8"), monkeypatch)
+    for row in results.serving:
+        assert row["finite"] and row["tokens/s"] == pytest.approx(row["requests"] / row["step ms"] * 1e3 / 8)
+        assert row["collectives"] == 2 + 2 * SMALL["num_hidden_layers"], "embedding, logits, two sums in each layer"
+
+
+def tokens(engine: Engine, prompt: list[int]) -> list[int]:
+    (choice,) = InputProcessor(engine.card, seed=0).accept("0", prompt, SamplingParams(temperature=0, max_tokens=6))
+    engine.add(choice)
+    answer: list[int] = []
+    while not engine.idle:
+        answer += engine.step().token_ids
+    return answer
+
+
+def test_one_rank_of_one_gives_the_tokens_of_a_plain_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(small_config(128)))
+    config = EngineConfig(
+        model=str(tmp_path),
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        tiers="off",
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=128,
+        device_kv_tokens=256,
+        kv_dtype="fp8",
+        index_dtype="fp8",
+    )
+    spec, prompt = small_spec(), torch.randint(512, (40,)).tolist()
+    ranks = SimulatedRanks(1, spec.hidden, torch.float32, CPU)
+    decoder = Decoder(spec, random_weights(spec, torch.float32, CPU), FP8_KV, WHOLE_MODEL, ranks)
+    budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
+    plain = build_engine(config)
+    try:
+        expected = tokens(plain, prompt)
+    finally:
+        plain.close()
+    assert tokens(RankServer(decoder, spec, config, budget, None).engine(), prompt) == expected
+    assert len(expected) == 6 and ranks.calls
+
+
+def test_simulated_peers_send_as_many_tokens_as_this_rank() -> None:
+    ranks = SimulatedRanks(8, 16, torch.float32, CPU)
+    x = torch.randn(PEER_TOKENS + 3, 16)
+    gathered = ranks.all_gather_tokens(x)
+    peers = gathered[len(x) :].view(7, len(x), 16)
+    assert gathered[: len(x)].equal(x) and gathered.shape == (8 * len(x), 16)
+    assert peers[:, PEER_TOKENS:].equal(peers[:, :3]) and peers[:, :PEER_TOKENS].flatten(0, 1).unique(dim=0).shape[
+        0
+    ] == (7 * PEER_TOKENS), "the tokens of peers must differ, or they would choose the same experts"
+    seats = torch.tensor([[4], [-1]])
+    assert ranks.all_gather_tokens(seats).equal(seats.repeat(8, 1))
+    torch.testing.assert_close(ranks.reduce_scatter(gathered), x + peers.sum(0))
+    logits = ranks.all_gather_columns(x)
+    assert logits.shape == (len(x), 8 * 16) and logits.argmax(1).equal(x.argmax(1)), "the own vocabulary must win"
+    assert ranks.all_reduce(x).equal(x)
+
+
+def test_bytes_between_gpus_are_those_of_each_collective() -> None:
+    ranks = SimulatedRanks(8, 16, torch.float32, CPU)
+    x = torch.zeros(24, 16)
+    for collective in (ranks.all_gather_tokens, ranks.reduce_scatter, ranks.all_reduce, ranks.all_gather_columns):
+        collective(x)
+    own = x.nbytes
+    assert [call.link_bytes for call in ranks.calls] == [7 * own, 7 / 8 * own, 14 / 8 * own, 7 * own]
+    assert link_seconds(ranks.calls) == pytest.approx((14 + 21 / 8) * own / 450e9)
+
+
+def test_shared_host_pages_are_granted_again_when_all_are_held() -> None:
+    pages = SharedHostPages(capacity=10, host_pages=4)
+    assert pages.allocate(3) == [0, 1, 2] and pages.allocate(3, after=2) == [3, 0, 1] and pages.held == 6
+    assert pages.allocate(5) is None
+    pages.release([3, 0])
+    assert pages.allocate(6) == [2, 3, 0, 1, 2, 3] and pages.free == 0
+
+
+def test_bytes_of_a_step_are_those_of_the_published_shapes() -> None:
+    spec = load_spec("deepseek-v3.2")
+    assert isinstance(spec.attention, MlaSpec)
+    shape = dsa_kv_shape(range(spec.layers), spec.attention, torch.bfloat16, FP8_KV)
+    weights = WeightBytes(total=1000, embedding=100, experts=600)
+    read = step_bytes(shape, weights, requests=3, context=32768, used_experts=0.5)
+    rows, keys = 3 * 61 * 2048 * 656, 3 * 61 * 32768 * 132
+    assert read == {"weights": 600.0, "index keys": float(keys), "rows": float(rows)}
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "total"), [("deepseek-v3.2", 37e9, 671e9), ("glm-5.2", 40e9, 744e9)], ids=["v3.2", "glm"]
+)
+def test_products_of_a_token_are_those_of_the_published_active_weights(name: str, active: float, total: float) -> None:
+    """A token is multiplied by every active weight once: 2 FLOP each. The embedding is only looked up."""
+    spec, one_token = load_spec(name), 1
+    products = {product.name: product for product in prefill_products(spec, SPLITS["dp8"], one_token)}
+    without_weights = products["sparse attention"].flops + products["index scores"].flops
+    others_router = products["router"].flops * 7 / 8  # in a real rank, too, every rank routes the tokens of all
+    flops = sum(product.flops for product in products.values()) - without_weights - others_router
+    assert flops / 2 == pytest.approx(active, rel=0.04)
+    eighth = {product.name: product.flops for product in prefill_products(spec, SPLITS["tp8"], one_token)}
+    assert eighth["routed experts"] == products["routed experts"].flops / 8
+    assert eighth["index scores"] == products["index scores"].flops
+
+
+def test_kernels_are_grouped_by_the_folder_that_defines_them() -> None:
+    names = {
+        "_attend_fp8_kernel": "attention",
+        "_score_kernel": "indexer",
+        "copy_rows": "swap-in",
+        "_gate_up_kernel": "experts",
+        "_rms_norm_kernel": "norm/rope",
+        "void at::native::CatArrayBatchedCopy<x, 2>(y)": "collectives",
+        "void at::native::elementwise<copysign_kernel_cuda>(x)": "collectives",
+        "nvjet_sm90_tst_128x8": "linear",
+        "void at::native::elementwise_kernel<add>(x)": OTHER,
+    }
+    assert {name: group_of(name) for name in names} == names
+
+
+def test_gaps_are_the_time_in_which_no_stream_runs_a_kernel() -> None:
+    runs = [
+        KernelRun("copy_rows", 50, 90),
+        KernelRun("attend", 10, 40),
+        KernelRun("attend", 20, 60),
+        KernelRun("x", 95, 96),
+    ]
+    assert grouped_ms(runs, steps=2) == {"attention": 0.035, "swap-in": 0.02, GAPS: 0.0025, OTHER: 0.0005}
+    assert grouped_ms([], steps=1) == {}
+
+
+def test_case_that_would_exceed_the_time_limit_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Deadline(1000).run("first", lambda: {"a": 1}, expected_s=10) == {"a": 1}
+    assert Deadline(5).run("second", lambda: {"a": 1}, expected_s=10) is None
+    assert "skipped: second" in capsys.readouterr().out
