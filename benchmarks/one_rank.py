@@ -37,6 +37,7 @@ import argparse
 import dataclasses
 import gc
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,21 +82,6 @@ TIERS_BARS = {
 SHARED_PAGES_COUNT_FROM = 131072  # the shortest context whose bar counts requests with shared host pages
 
 
-class Deadline:
-    """Says whether enough of the time limit is left for another case."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def run(self, what: str, case: Callable[[], Row], expected_s: float) -> Row | None:
-        """Runs the case, or prints that it is skipped and returns None."""
-        left = self._end - time.monotonic()
-        if left < expected_s:
-            print(f"skipped: {what}; {left:.0f} s are left, and it may take {expected_s:.0f} s", flush=True)
-            return None
-        return case()
-
-
 @dataclass(frozen=True, slots=True)
 class Results:
     """All tables of a run."""
@@ -103,6 +89,7 @@ class Results:
     weights: list[Row] = field(default_factory=list)
     prefill: list[Row] = field(default_factory=list)
     serving: list[Row] = field(default_factory=list)
+    failures: list[Row] = field(default_factory=list)
 
     def bars(self) -> list[Bar]:
         bars = [
@@ -140,6 +127,7 @@ class Results:
             "Weights of one rank": self.weights,
             "Prefill": self.prefill,
             "Decode": self.serving,
+            "Failures": self.failures,
             "Bars": [bar.row() for bar in self.bars()],
         }
         return {title: rows for title, rows in tables.items() if rows}
@@ -174,7 +162,7 @@ def _load(row: Row) -> tuple[str, str, int]:
 
 def _counts(row: Row) -> bool:
     """Returns whether the row counts for the bars of tiers."""
-    return row["host pages"] != "shared" or row["context"] >= SHARED_PAGES_COUNT_FROM
+    return bool(row["host pages"] != "shared" or row["context"] >= SHARED_PAGES_COUNT_FROM)
 
 
 def flat(rows: list[Row]) -> list[Row]:
@@ -231,12 +219,19 @@ class RankRun:
     """Loads one rank and measures all its cases."""
 
     def __init__(
-        self, options: argparse.Namespace, spec: ModelSpec, rates: Rates, device: torch.device, dtype: torch.dtype
+        self,
+        options: argparse.Namespace,
+        spec: ModelSpec,
+        rates: Rates,
+        device: torch.device,
+        dtype: torch.dtype,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.results = Results()
+        self._clock = clock
         self._options, self._rates = options, rates
-        self._deadline = Deadline(options.seconds)
-        self._longest_case = FIRST_CASE_S
+        self._end = clock() + options.seconds
+        self._longest_case_s = FIRST_CASE_S
         split = SPLITS[options.split]
         planned = planned_bytes(spec, split, dtype)
         print(f"{options.model} {options.split}: {planned.total * 1e-9:.1f} GB of weights expected", flush=True)
@@ -288,13 +283,8 @@ class RankRun:
     def _prefill(self) -> int:
         """Measures a computed prompt. Returns the bytes of device memory that its steps needed."""
         options = self._options
-        row = self._deadline.run(
-            f"prompt of {options.prefill} tokens",
-            lambda: measure_prefill(
-                self._rank, options.prefill, options.prefill_chunk, self._rates, profiles=not options.no_profile
-            ),
-            expected_s=FIRST_CASE_S,
-        )
+        case = partial(measure_prefill, self._rank, options.prefill, options.prefill_chunk, self._rates)
+        row = self._run(f"prompt of {options.prefill} tokens", partial(case, profiles=not options.no_profile))
         if row is None:
             return DEFAULT_WORKSPACE
         self._add(self.results.prefill, row)
@@ -313,15 +303,25 @@ class RankRun:
             self._weights_row["differ"] = sum(left != right for left, right in zip(resident, tiered, strict=True))
             print(f"tiered and resident: {self._weights_row['differ']} of {len(tiered)} tokens differ", flush=True)
         for case in cases_of(server, tiers, options):
-            start = time.monotonic()
-            row = self._deadline.run(
-                str(case),
-                partial(measure, rank, server, case, self._rates, options.steps, profiles=not options.no_profile),
-                expected_s=self._longest_case,
-            )
+            start = self._clock()
+            work = partial(measure, rank, server, case, self._rates, options.steps, profiles=not options.no_profile)
+            row = self._run(str(case), work)
             if row is not None:
                 self._add(self.results.serving, row)
-                self._longest_case = max(self._longest_case, time.monotonic() - start)
+            self._longest_case_s = max(self._longest_case_s, self._clock() - start)
+
+    def _run(self, what: str, work: Callable[[], Row]) -> Row | None:
+        """Returns the result of one case, or None if too little time is left for it, or if it failed."""
+        left = self._end - self._clock()
+        if left < self._longest_case_s:
+            print(f"skipped: {what}; {left:.0f} s are left, a case may take {self._longest_case_s:.0f} s", flush=True)
+            return None
+        try:
+            return work()
+        except Exception as error:  # the other cases are still worth measuring
+            traceback.print_exc()
+            self._add(self.results.failures, {"case": what, "error": repr(error)[:300]})
+            return None
 
     def _add(self, rows: list[Row], row: Row) -> None:
         """Adds the row to a table, prints it, and writes all results."""
@@ -379,6 +379,8 @@ def main() -> None:
     note = "prompts of decoding requests are not computed; their selections are synthetic"
     for title, rows in run.results.tables().items():
         report(title, flat(rows), None, note)
+    if run.results.failures:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One rank of a model that several ranks share: random weights, simulated peers, and the engine around it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class SimulatedRanks:
 
     def __init__(self, size: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rank, self.size = 0, size
-        self.tokens_per_rank = ()
+        self.tokens_per_rank: Sequence[int] = ()
         self.calls: list[CollectiveCall] = []  # since it was cleared; calls in replays of graphs are not listed
         random = torch.Generator(device).manual_seed(0)
         self._peers = torch.randn(size - 1, PEER_TOKENS, hidden, generator=random, device=device).to(dtype)
@@ -92,7 +92,7 @@ class SimulatedRanks:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self._record("reduce_scatter", (self.size - 1) / self.size * x.nbytes)
-        return x.unflatten(0, (self.size, -1)).sum(0)
+        return x.reshape(self.size, -1, x.shape[1]).sum(0)
 
     def barrier(self) -> None:
         pass
@@ -213,8 +213,8 @@ class SharedHostPages(PageAllocator):
         self._free -= count
         return [(first + index) % self._host_pages for index in range(count)]
 
-    def release(self, pages: list[int]) -> None:
-        self._free += len(pages)
+    def release(self, pages: Iterable[int]) -> None:
+        self._free += len(list(pages))
         assert self._free <= self.capacity, f"{self._free} of {self.capacity} pages are free"
 
     def audit(self) -> None:

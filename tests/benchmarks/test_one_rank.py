@@ -8,7 +8,8 @@ import one_rank
 import one_rank_cases
 import pytest
 import torch
-from one_rank import SPLITS, Deadline, RankRun, Results, make_options
+from one_rank import SPLITS, RankRun, Results, make_options
+from one_rank_cases import Case, Rank
 from one_rank_limits import Rates, link_seconds, prefill_products, step_bytes
 from one_rank_model import (
     CONFIGS,
@@ -245,7 +246,33 @@ def test_gaps_are_the_time_in_which_no_stream_runs_a_kernel() -> None:
     assert grouped_ms([], steps=1) == {}
 
 
-def test_case_that_would_exceed_the_time_limit_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Deadline(1000).run("first", lambda: {"a": 1}, expected_s=10) == {"a": 1}
-    assert Deadline(5).run("second", lambda: {"a": 1}, expected_s=10) is None
-    assert "skipped: second" in capsys.readouterr().out
+def test_cases_without_time_are_skipped_and_a_failed_case_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def fake_measure(_rank: Rank, _server: RankServer, case: Case, *_: object, **__: object) -> dict[str, object]:
+        now[0] += 40
+        if case.requests == 3:
+            raise RuntimeError("out of memory")
+        return {
+            "model": "m",
+            "split": "s",
+            "context": 1,
+            "tiers": "off",
+            "requests": case.requests,
+            "profile ms": {},
+        } | {
+            "host pages": "",
+            "tokens/s": 1.0,
+        }
+
+    monkeypatch.setattr(one_rank, "GROWTH", GROWTH)
+    monkeypatch.setattr(one_rank, "measure", fake_measure)
+    options = small_options(tmp_path, "--tiers", "off", "--prefill", "0", "--requests", "1", "2", "--seconds", "100")
+    rank_run = RankRun(options, small_spec(), RATES, CPU, torch.float32, clock=lambda: now[0])
+    rank_run.measure()
+    assert [row["requests"] for row in rank_run.results.serving] == [2]
+    (failure,) = rank_run.results.failures
+    assert failure["case"].startswith("3 requests") and "out of memory" in failure["error"]
+    assert "skipped: 1 requests of 512 tokens, tiers off; 20 s are left" in capsys.readouterr().out
