@@ -118,6 +118,14 @@ class EngineConfig:
     page_rows: int = setting(
         64, "Tokens in one page of the KV cache. Smaller pages waste less memory on short contexts.", minimum=1
     )
+    gpu_memory_utilization: float = setting(
+        0.92,
+        "Share of each GPU's memory that the engine may use, above 0 and up to 1. The KV cache gets what weights and "
+        "steps leave of it. Lower it if other programs use the GPU.",
+        minimum=0,
+        maximum=1,
+        positive=True,
+    )
     device_kv_gib: float | None = setting(
         None,
         "Size of the KV cache on the device, in GiB. Default: measured at start-up. "

@@ -3,6 +3,7 @@
 HotsetError
 ├── StartupError             the engine cannot start; the CLI prints one line and exits with 1
 │   ├── ConfigError          a setting is invalid, or does not suit the model or this machine
+│   │   └── KvDoesNotFit     the KV memory does not hold one request of the configured length
 │   ├── CheckpointError      a model file is missing, damaged, mismatched or not supported
 │   └── MissingDependency    an optional package is required; the message names the command that installs it
 ├── RequestError             one request is refused; all others continue
@@ -38,6 +39,10 @@ class StartupError(HotsetError):
 
 class ConfigError(StartupError):
     """A setting is out of range, contradicts another one, or does not suit the model or this machine."""
+
+
+class KvDoesNotFit(ConfigError):
+    """The KV memory does not hold one request of the configured length, or of two tokens."""
 
 
 class CheckpointError(StartupError):

@@ -4,7 +4,6 @@ from hotset.base.units import GIB
 
 CPU_POOL_SHARE = 0.25  # share of free memory for each pool (device pool, host store) of an engine on a CPU
 CPU_POOL_MAX_BYTES = 4 * GIB  # limit for each of these pools
-GPU_POOL_SHARE = 0.9  # share of the GPU memory that the weights leave free; activations use the remainder
 HOST_STORE_SHARE = 0.5  # share of free host memory for the host store of an engine on a GPU
 
 
@@ -13,9 +12,9 @@ def cpu_pool_bytes(free: int) -> int:
     return min(int(free * CPU_POOL_SHARE), CPU_POOL_MAX_BYTES)
 
 
-def gpu_pool_bytes(free: float) -> int:
-    """Returns the size of a device pool on a GPU, given the `free` bytes that the weights leave."""
-    return int(free * GPU_POOL_SHARE)
+def usable_gpu_bytes(total: int, free: int, utilization: float) -> int:
+    """Returns how many of the `free` bytes of a GPU the engine may use: the share `utilization` of all its memory."""
+    return min(free, int(total * utilization))
 
 
 def host_store_bytes(free: int) -> int:

@@ -24,10 +24,10 @@ from hotset.cli.shares import (
     FreeMemory,
     MemoryShare,
     WorkerCounts,
+    bytes_besides_kv,
     divide_memory,
     measure_free_memory,
     sizes_given,
-    weight_bytes,
 )
 from hotset.cli.terminal import print_note
 from hotset.engine.progress import StallTimer
@@ -60,7 +60,7 @@ def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, reserved
     try:
         bound = replace(serve, port=reserved.getsockname()[1])
         free = FreeMemory(0) if engine.device == "cpu" and sizes_given(engine) else measure_free_memory(engine)
-        shares = divide_memory(engine, free, counts.total, weight_bytes(engine.model))
+        shares = divide_memory(engine, free, counts.total, bytes_besides_kv(engine) if free.gpus else 0)
         return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(reserved)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)

@@ -51,6 +51,7 @@ PANELS: Panels = {
     "Chat": CHAT_SETTINGS,
     "KV cache": (
         "tiers",
+        "gpu_memory_utilization",
         "device_kv_gib",
         "device_kv_tokens",
         "host_kv_gib",

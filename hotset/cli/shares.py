@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
-from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
-from hotset.base.units import GIB
-from hotset.models.checkpoint.files import weight_files
-from hotset.models.checkpoint.model_names import model_path
+from hotset.base.memory_shares import cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
+from hotset.base.units import GIB, show_bytes
+from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name
+from hotset.engine.step_memory import step_bytes
+from hotset.models.checkpoint.files import find_model
+from hotset.models.split import WHOLE_MODEL
+from hotset.models.weight_sizes import worker_weight_bytes
 
 MAX_WORKERS = 64
 CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the remaining 0.6
-WEIGHT_LOAD_FACTOR = 1.2  # peak memory while weights load, relative to the size of their files
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pool
 SIZES = ("device_kv_gib", "device_kv_tokens", "host_kv_gib", "host_kv_tokens")
 
@@ -54,11 +56,19 @@ class WorkerCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """The memory of one GPU, in bytes."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory that could be allocated now, in bytes. `gpus` has one entry per usable GPU, and is empty on a CPU."""
+    """Memory that could be allocated now. `host` is in bytes. `gpus` has one entry per usable GPU; none on a CPU."""
 
     host: int
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[GpuMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +92,11 @@ def sizes_given(config: EngineConfig) -> bool:
     return any(getattr(config, size) is not None for size in SIZES) or config.tiers == "off"
 
 
-def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, weight_bytes: int) -> list[MemoryShare]:
+def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, needed_bytes: int) -> list[MemoryShare]:
     """Returns one share per worker. Spreads workers evenly over the GPUs, unless `config` names one device.
 
-    Raises ConfigError if workers without given pool sizes do not fit on their GPU.
+    On a GPU, each worker needs `needed_bytes` besides its KV (`bytes_besides_kv`). Raises ConfigError if workers
+    without given pool sizes do not fit on their GPU.
     """
     own_gpu = config.device in (None, "cuda") and bool(free.gpus)
     devices = [f"cuda:{number % len(free.gpus)}" if own_gpu else config.device for number in range(workers)]
@@ -97,7 +108,7 @@ def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, weight_b
         return [MemoryShare(device, device_gib, host_gib) for device in devices]
     host = host_store_bytes(free.host) / workers
     return [
-        MemoryShare(device, _gib(_pool_on_gpu(device, devices, free, host, weight_bytes)), _gib(host))
+        MemoryShare(device, _gib(_pool_on_gpu(config, device, devices, free, host, needed_bytes)), _gib(host))
         for device in devices
     ]
 
@@ -109,28 +120,46 @@ def measure_free_memory(config: EngineConfig) -> FreeMemory:
     if result.returncode:
         raise StartupError(f"free memory cannot be measured: {result.stderr.strip()[-200:]}; set --device-kv-gib")
     machine = json.loads(result.stdout)
-    gpus = () if config.device == "cpu" else tuple(gpu["free_bytes"] for gpu in machine["gpus"])
+    gpus = (
+        ()
+        if config.device == "cpu"
+        else tuple(GpuMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in machine["gpus"])
+    )
     return FreeMemory(machine["free_ram_bytes"], gpus)
 
 
-def weight_bytes(model: str) -> int:
-    """Returns the size of a model's weight files, or 0 for the embedded model, which is small."""
-    return sum(file.stat().st_size for file in weight_files(model_path(model)) if file.is_file())
+def bytes_besides_kv(config: EngineConfig) -> int:
+    """Returns the GPU memory that one worker needs for weights and steps."""
+    spec = find_model(config.model, config.weight_dtype).spec
+    dtype_bytes = DTYPE_BYTES[dtype_name(config.dtype, spec, "cuda")]
+    context = context_length(config, spec.context)
+    steps = step_bytes(spec, WHOLE_MODEL, config, context, dtype_bytes)
+    return worker_weight_bytes(spec, WHOLE_MODEL, dtype_bytes) + steps
 
 
 def _pool_on_gpu(
-    device: str | None, devices: Sequence[str | None], free: FreeMemory, host: float, weights: int
+    config: EngineConfig,
+    device: str | None,
+    devices: Sequence[str | None],
+    free: FreeMemory,
+    host: float,
+    needed_bytes: int,
 ) -> float:
     """Returns the size of one worker's device pool, in bytes. The worker's host store limits it.
 
-    Workers on one GPU divide the memory that their weights leave free.
+    Workers on one GPU divide the share of its memory that --gpu-memory-utilization allows.
     """
     number, workers = int((device or "").partition(":")[2] or 0), devices.count(device)
     if number >= len(free.gpus):
         raise ConfigError(f"--device {device} does not exist: this machine has {len(free.gpus)} GPUs")
-    available = gpu_pool_bytes(free.gpus[number] / workers - WEIGHT_LOAD_FACTOR * weights)
+    gpu = free.gpus[number]
+    usable = usable_gpu_bytes(gpu.total, gpu.free, config.gpu_memory_utilization)
+    available = usable / workers - needed_bytes
     if available <= 0:
-        raise ConfigError(f"{workers} workers do not fit on {device}; use fewer, or set --device-kv-gib")
+        raise ConfigError(
+            f"{workers} workers do not fit on {device}: each needs {show_bytes(needed_bytes)} besides its KV, but they "
+            f"may use {show_bytes(usable)} together; use fewer, or raise --gpu-memory-utilization"
+        )
     return min(available, host / MIN_HOST_TO_DEVICE)
 
 

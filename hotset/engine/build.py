@@ -19,16 +19,18 @@ from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import choose_device, choose_dtype, load_decoder, whole_kv_shape
+from hotset.engine.loading import ModelLoader, choose_device, choose_dtype, whole_kv_shape
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
-from hotset.engine.sizing import KvBudget, kv_budget, shared_budget
+from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
+from hotset.engine.start_plan import check_start
 from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.messages import ModelIdentity
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
+from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
@@ -58,9 +60,9 @@ def build_engine(
     dtype = choose_dtype(config.dtype, files.spec, device)
     kv_shape = whole_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     if config.workers == 1:
-        budget, executor = _load_in_process(config, files.spec, device, show, advance)
+        budget, executor = _load_in_process(config, device, show, advance)
     else:
-        budget, executor = _start_workers(config, files.spec, device, show, wake, advance)
+        budget, executor = _start_workers(config, files, device, dtype, show, wake, advance)
     try:
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
@@ -166,31 +168,38 @@ def model_card(
 
 
 def _load_in_process(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, show: ShowProgress, advance: Callable[[], None]
+    config: EngineConfig, device: torch.device, show: ShowProgress, advance: Callable[[], None]
 ) -> tuple[KvBudget, Executor]:
-    model = load_decoder(config, device, show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
+    loader = ModelLoader(config, device)
+    spec = loader.files.spec
+    check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
+    model = loader.load(show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
     model.on_layer = advance
-    budget = kv_budget(config, model.kv_shape, spec.context, device)
+    budget = shared_budget(config, [WorkerMemory(model.kv_shape, loader.free_for_kv())], spec.context, device)
     pinned = show_counts(show, "Preparing the KV cache", in_bytes=True)
     return budget, in_process_executor(config, model, budget, device, spec.vocab, pinned)
 
 
 def _start_workers(
     config: EngineConfig,
-    spec: ModelSpec,
+    files: ModelFiles,
     device: torch.device,
+    dtype: torch.dtype,
     show: ShowProgress,
     wake: Callable[[], None],
     advance: Callable[[], None],
 ) -> tuple[KvBudget, Executor]:
     """Starts worker processes, each with a part of the model. `wake` is called when one of them has ended."""
+    spec = files.spec
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
     splits = worker_splits(config, spec, device)
     stages = config.pipeline_parallel_size
     workers = MultiprocessExecutor(config, splits, stages, kv_heads, device, wake, advance)
     try:
-        memories = workers.load(show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
-        budget = shared_budget(config, memories, spec.context, device)
+        show_loading = show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True)
+        plans = workers.plan()
+        check_start(config, files, plans, workers.owns_store, device, dtype)
+        budget = shared_budget(config, workers.load(show_loading), spec.context, device)
         workers.init_cache(budget, show_counts(show, "Preparing the workers"))
     except EngineStopped as error:
         workers.close()

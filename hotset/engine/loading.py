@@ -9,8 +9,9 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
-from hotset.engine.model_checks import check_weights_fit, dtype_name, kv_storage
-from hotset.engine.sizing import free_bytes
+from hotset.engine.model_checks import dtype_name, kv_storage
+from hotset.engine.sizing import device_memory
+from hotset.engine.start_plan import WorkerPlan, usable_bytes
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
@@ -20,6 +21,7 @@ from hotset.models.dsa import dsa_kv_shape
 from hotset.models.gqa import gqa_kv_shape
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
+from hotset.models.weight_plan import plan_weights
 
 LOGGER = logging.getLogger("hotset.engine")
 MIN_CAPABILITY = (8, 0)  # the oldest compute capability with bfloat16 matrix units, which the kernels require
@@ -79,18 +81,46 @@ def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> Kv
     return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
 
 
-def load_decoder(
-    config: EngineConfig,
-    device: torch.device,
-    progress: Callable[[int, int], None],
-    split: Split = WHOLE_MODEL,
-    collectives: Collectives = SINGLE_RANK,
-) -> Decoder:
-    """Loads one worker's part of the model. `progress(done, total)` counts bytes."""
-    files = find_model(config.model, config.weight_dtype)
-    dtype = choose_dtype(config.dtype, files.spec, device)
-    check_weights_fit(files, dtype.itemsize, free_bytes(device), config.workers)
-    weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
-    decoder = Decoder(files.spec, weights, kv_storage(config, files.spec), split, collectives)
-    weights.finish()
-    return decoder
+class ModelLoader:
+    """Loads one worker's part of a model: the constructor opens the files and plans, `load` reads the weights."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        split: Split = WHOLE_MODEL,
+        collectives: Collectives = SINGLE_RANK,
+    ) -> None:
+        """Raises StartupError if files or tensors are missing. Reads no weights."""
+        self.files = find_model(config.model, config.weight_dtype)
+        spec = self.files.spec
+        self._device, self._split, self._collectives = device, split, collectives
+        self._storage = kv_storage(config, spec)
+        self.dtype = choose_dtype(config.dtype, spec, device)
+        self._progress: Callable[[int, int], None] = lambda done, total: None
+        self._weights = open_weights(
+            self.files, self.dtype, device, load_format=config.load_format, progress=self._report
+        )
+        memory = device_memory(device)
+        self.plan = WorkerPlan(
+            weights=plan_weights(spec, self._weights, self._storage, split, self.dtype, device),
+            memory=memory,
+            usable=usable_bytes(config, spec, split, memory, device, self.dtype),
+        )
+
+    def load(self, progress: Callable[[int, int], None]) -> Decoder:
+        """Reads the weights. `progress(done, total)` counts the bytes that this worker reads."""
+        self._progress = progress
+        self._report(0)
+        decoder = Decoder(self.files.spec, self._weights, self._storage, self._split, self._collectives)
+        self._weights.finish()
+        self._report(self.plan.weights.read_bytes)
+        return decoder
+
+    def free_for_kv(self) -> int:
+        """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took."""
+        return max(0, self.plan.usable - (self.plan.memory.free - device_memory(self._device).free))
+
+    def _report(self, done: int) -> None:
+        total = self.plan.weights.read_bytes
+        self._progress(min(done, total), total)

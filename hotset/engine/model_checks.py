@@ -4,6 +4,9 @@ The command line makes these checks before it starts a process or imports torch,
 The engine makes them again, and also checks what depends on a GPU and on the contents of the weights.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
@@ -12,9 +15,11 @@ from hotset.base.units import show_bytes
 from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import ModelFiles, find_model, find_tokenizer, read_weight_index, shard_paths
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
-from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, layer_weights, stage_layers
+from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
+from hotset.models.weight_sizes import worker_weight_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+MAX_SUGGESTED_SIZE = 64  # the largest degree of parallelism that an error message suggests
 SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer, as a multiple of the model's top-k
 
 
@@ -33,10 +38,10 @@ def check_model(config: EngineConfig) -> ModelFiles:
     context_length(config, spec.context)
     kv_storage(config, spec)
     hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
-    model_splits(config, spec)
+    splits = model_splits(config, spec)
     if not on_gpu:
         dtype = dtype_name(config.dtype, spec, "cpu")
-        check_weights_fit(files, DTYPE_BYTES[dtype], host_memory().free, config.workers)
+        check_weights_fit(files, splits, DTYPE_BYTES[dtype], host_memory().free)
     return files
 
 
@@ -48,17 +53,40 @@ def dtype_name(name: str | None, spec: ModelSpec, device_type: str) -> str:
     return name
 
 
-def check_weights_fit(files: ModelFiles, dtype_bytes: int, free: int, workers: int) -> None:
-    """Raises ConfigError if a worker's share of the weights, at least 1 / `workers`, exceeds `free` bytes."""
-    spec = files.spec
-    vocabulary_matrices = 1 if spec.tied_embeddings else 2
-    count = sum(layer_weights(spec)) + vocabulary_matrices * spec.vocab * spec.hidden
-    needed = count * dtype_bytes // workers
+def check_weights_fit(files: ModelFiles, splits: Sequence[Split], dtype_bytes: int, free: int) -> None:
+    """Raises ConfigError if the weights of all workers, which share the host's memory, exceed `free` bytes.
+
+    On a CPU, `start_plan.py` checks the exact numbers when the files are open.
+    """
+    needed = sum(worker_weight_bytes(files.spec, split, dtype_bytes) for split in splits)
     if needed > free:
-        raise ConfigError(
-            f"{files.path}: the weights that its configuration describes take {show_bytes(needed)} per worker, but "
-            f"only {show_bytes(free)} are free; use more workers, another device or a smaller model"
-        )
+        raise weights_do_not_fit(files, needed, free, len(splits))
+
+
+def weights_do_not_fit(files: ModelFiles, needed: int, free: int, workers: int) -> ConfigError:
+    """Returns the error for weights of `needed` bytes in host memory, of which `free` bytes are free."""
+    of_workers = f" for {workers} workers" if workers > 1 else ""
+    return ConfigError(
+        f"{files.path}: the weights take {show_bytes(needed)} of memory{of_workers}, but only {show_bytes(free)} are "
+        "free; use a smaller model, another --dtype, or a machine with more memory"
+    )
+
+
+def sizes_that_fit(spec: ModelSpec, dtype_bytes: int, free: int) -> list[str]:
+    """Returns flags with the smallest numbers of GPUs whose workers' weights take at most `free` bytes each."""
+    ways: list[tuple[str, Callable[[ModelSpec, int], None], Callable[[int], Split]]] = [
+        ("--tensor-parallel-size", check_tensor_parallel, lambda size: Split(tp_size=size)),
+        ("--data-parallel-size", check_data_parallel, lambda size: Split(dp_size=size)),
+    ]
+    found = []
+    for flag, check, split in ways if spec.moe is not None else ways[:1]:
+        for size in range(2, MAX_SUGGESTED_SIZE + 1):
+            with suppress(ConfigError):
+                check(spec, size)
+                if worker_weight_bytes(spec, split(size), dtype_bytes) <= free:
+                    found.append(f"{flag} {size}")
+                    break
+    return found
 
 
 def context_length(config: EngineConfig, model_context: int) -> int:

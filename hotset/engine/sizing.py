@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, KvDoesNotFit
 from hotset.base.host_memory import host_memory
-from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
+from hotset.base.memory_shares import cpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels.swap_in import MAX_SLOTS
@@ -40,18 +40,37 @@ class KvBudget:
 
     def requests(self, tokens: int) -> int:
         """Returns how many requests with `tokens` tokens each fit in the KV memory at the same time."""
-        geometry, pages = self.geometry, self.device_pages
-        at_once = pages // geometry.resident_pages(tokens)
-        if self.tiers:
-            # During its prefill, the last request needs extra pages for a workspace, which it releases afterwards.
-            extra = geometry.streamed_pages(tokens) - geometry.tiered_pages(tokens)
-            at_once = max(at_once, (pages - extra) // geometry.tiered_pages(tokens))
-        return at_once if self.host_pages == 0 else min(at_once, self.host_pages // geometry.row_pages(tokens))
+        return max(self.resident_requests(tokens), self.tiered_requests(tokens))
+
+    def resident_requests(self, tokens: int) -> int:
+        """Returns how many requests with `tokens` tokens each can be resident at the same time."""
+        return self._at_most_on_host(self.device_pages // self.geometry.resident_pages(tokens), tokens)
+
+    def tiered_requests(self, tokens: int) -> int:
+        """Returns how many requests with `tokens` tokens each can be tiered at the same time. 0 without tiers."""
+        if not self.tiers:
+            return 0
+        # During its prefill, the last request needs extra pages for a workspace, which it releases afterwards.
+        extra = self.geometry.streamed_pages(tokens) - self.geometry.tiered_pages(tokens)
+        at_once = max(0, (self.device_pages - extra) // self.geometry.tiered_pages(tokens))
+        return self._at_most_on_host(at_once, tokens)
+
+    def _at_most_on_host(self, requests: int, tokens: int) -> int:
+        """Returns `requests`, or fewer if the host store has no room for so many."""
+        return requests if self.host_pages == 0 else min(requests, self.host_pages // self.geometry.row_pages(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of a device. On a CPU, it is host memory."""
+
+    total: int
+    free: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """One worker's part of the KV, and the free bytes of its device."""
+    """One worker's part of the KV, and the memory of its device that is free for KV, beside weights and steps."""
 
     shape: KvShape
     free: int
@@ -59,8 +78,13 @@ class WorkerMemory:
 
 
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
-    """Sizes the pools of an engine with one worker."""
-    return shared_budget(config, [WorkerMemory(shape, free_bytes(device))], model_context, device)
+    """Sizes the pools of an engine with one worker whose weights are loaded.
+
+    On a GPU, steps get the memory that is outside of --gpu-memory-utilization.
+    """
+    memory, share = device_memory(device), config.gpu_memory_utilization if device.type == "cuda" else 1.0
+    free = max(0, memory.free - int(memory.total * (1 - share)))
+    return shared_budget(config, [WorkerMemory(shape, free)], model_context, device)
 
 
 def shared_budget(
@@ -119,14 +143,15 @@ def _device_pages(
     elif config.device_kv_gib is not None:
         pages, flag = int(config.device_kv_gib * GIB) // max(page_bytes), "--device-kv-gib"
     else:
-        flag, usable = "--device-kv-gib", config.max_num_seqs * geometry.resident_pages(context)
+        flag = "--gpu-memory-utilization" if device.type == "cuda" else "--device-kv-gib"
+        usable = config.max_num_seqs * geometry.resident_pages(context)
         shares = (_default_share(worker.free, device, len(workers)) for worker in workers)
         pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
     for worker, nbytes in zip(workers, page_bytes, strict=True):
         if pages * nbytes > worker.free:
             raise ConfigError(
                 f"{flag} needs {show_bytes(pages * nbytes)} of memory, but only {show_bytes(worker.free)} are free; "
-                "lower it"
+                f"lower it{', or raise --gpu-memory-utilization' if device.type == 'cuda' else ''}"
             )
     return pages, flag
 
@@ -184,9 +209,10 @@ def _max_row_pages(geometry: Geometry, pages: int) -> int:
 def _check_context(config: EngineConfig, token_bytes: int, longest: int, context: int, where: str, flag: str) -> None:
     """Raises ConfigError if the configured context, or a context of two tokens, does not fit."""
     if (config.max_model_len is not None and longest < context) or longest < 2:
-        raise ConfigError(
+        shorter = f" to {longest}" if longest >= 2 else ""
+        raise KvDoesNotFit(
             f"the KV memory of the {where} holds {longest} tokens, fewer than one request of {context} tokens needs; "
-            f"raise {flag} ({show_bytes(token_bytes)} per token) or lower --max-model-len"
+            f"raise {flag} ({show_bytes(token_bytes)} per token) or lower --max-model-len{shorter}"
         )
 
 
@@ -201,12 +227,18 @@ def _longest_context(pages_of: Callable[[int], int], pages: int, max_tokens: int
 
 def _default_share(free: int, device: torch.device, workers: int) -> int:
     """Returns the default size of one worker's device pool, in bytes. Workers on a CPU divide its memory."""
-    return gpu_pool_bytes(free) if device.type == "cuda" else cpu_pool_bytes(free) // workers
+    return free if device.type == "cuda" else cpu_pool_bytes(free) // workers
 
 
 def free_bytes(device: torch.device) -> int:
     """Returns the free bytes of the device. On a CPU, limits of control groups count too (`host_memory`)."""
+    return device_memory(device).free
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Measures the memory of the device. On a CPU, limits of control groups count too (`host_memory`)."""
     if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return int(free)
-    return host_memory().free
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(int(total), int(free))
+    memory = host_memory()
+    return DeviceMemory(memory.total, memory.free)

@@ -39,11 +39,11 @@ class Collectives(Protocol):
 
 
 class _SingleRank:
-    """Implements `Collectives` for a worker without peers."""
+    """Implements `Collectives` for a worker without peers, whose operations return their argument."""
 
-    def __init__(self) -> None:
-        self.rank = 0
-        self.size = 1
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
         self.tokens_per_rank: Sequence[int] = ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -63,3 +63,8 @@ class _SingleRank:
 
 
 SINGLE_RANK: Final[Collectives] = _SingleRank()
+
+
+def planning_collectives(rank: int, size: int) -> Collectives:
+    """Returns collectives for one rank's decoder that is built to plan its memory, and that computes nothing."""
+    return _SingleRank(rank, size)

@@ -22,6 +22,15 @@ def test_a_port_must_be_a_number_from_0_to_65535(port: Any) -> None:
         ServeConfig(port=port)
 
 
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, math.inf, math.nan])
+def test_the_share_of_a_gpus_memory_is_above_0_and_at_most_1(share: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--gpu-memory-utilization must (lie in \[0, 1\]|be a finite number above 0)"
+    ):
+        EngineConfig(gpu_memory_utilization=share)
+    assert EngineConfig(gpu_memory_utilization=1).gpu_memory_utilization == 1
+
+
 SECRET = "at least sixteen characters"
 
 

@@ -141,7 +141,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
             [*serve, tiny, "--max-model-len", "129"],
             "--max-model-len 129 exceeds the 128 tokens of this model's context",
         ),
-        ([*serve, huge, "--device", "cpu"], "take 49152.4 GiB per worker, but only"),
+        ([*serve, huge, "--device", "cpu"], "take 49152.4 GiB of memory, but only"),
         ([*serve, tiny, "--tokenizer", str(no_config)], f"{no_config} holds no tokenizer.json"),
         ([*serve, tiny, "--chat-template", str(tmp_path / "chat.jinja")], "chat.jinja"),
         ([*serve, tiny, "--default-chat-template-kwargs", "{"], "must be a JSON object, got '{'"),

@@ -3,15 +3,12 @@ different machines."""
 
 import logging
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
-from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.engine import loading
-from hotset.engine.loading import choose_device, load_decoder
+from hotset.engine.loading import choose_device
 
 
 def no_gpu() -> bool:
@@ -86,20 +83,3 @@ def test_a_gpu_number_that_does_not_exist_is_refused(machine: pytest.MonkeyPatch
 def test_an_unsupported_device_is_refused_with_its_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--device '{name}'"):
         choose_device(name)
-
-
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
-DEMO_BYTES = 4 * 12_466_176  # its matrices in float32
-
-
-def test_weights_that_exceed_the_free_memory_are_refused_before_they_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loading, "free_bytes", lambda device: DEMO_BYTES - 1)
-    reported: list[int] = []
-    with pytest.raises(ConfigError, match=r"take 47\.6 MiB per worker, but only 47\.6 MiB are free"):
-        load_decoder(EngineConfig(model=DEMO), torch.device("cpu"), lambda done, total: reported.append(done))
-    assert not reported
-    monkeypatch.setattr(loading, "free_bytes", lambda device: DEMO_BYTES)
-    load_decoder(EngineConfig(model=DEMO), torch.device("cpu"), lambda done, total: reported.append(done))
-    assert reported

@@ -22,7 +22,8 @@ from hotset.engine.core import Engine
 from hotset.engine.loading import whole_kv_shape
 from hotset.engine.model_checks import kv_storage
 from hotset.engine.progress import Progress
-from hotset.engine.sizing import shared_budget
+from hotset.engine.sizing import device_memory, shared_budget
+from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.processes import MultiprocessExecutor
@@ -30,6 +31,7 @@ from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
+from hotset.models.weight_plan import plan_weights
 from hotset.transfer.api import Transfer
 
 WAIT_S = 60.0
@@ -114,13 +116,24 @@ def split_engine(spec: ModelSpec, seed: int, opener: Callable[[], Transfer] | No
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
-    def load(
-        _config: EngineConfig, _device: torch.device, _progress: Any, split: Split, collectives: Collectives
-    ) -> Decoder:
-        return Decoder(spec, RandomWeights(torch.float64, seed), kv_storage(config, spec), split, collectives)
+    class RandomModelLoader:
+        """Replaces `ModelLoader`."""
 
-    with mock.patch.object(worker_module, "load_decoder", load):
+        def __init__(self, _config: EngineConfig, device: torch.device, split: Split, collectives: Collectives) -> None:
+            self._weights, self._split, self._collectives = RandomWeights(torch.float64, seed), split, collectives
+            storage, memory = kv_storage(config, spec), device_memory(device)
+            weights = plan_weights(spec, self._weights, storage, split, torch.float64, device)
+            self.plan = WorkerPlan(weights, memory, memory.free)
+
+        def load(self, _progress: Callable[[int, int], None]) -> Decoder:
+            return Decoder(spec, self._weights, kv_storage(config, spec), self._split, self._collectives)
+
+        def free_for_kv(self) -> int:
+            return device_memory(CPU).free
+
+    with mock.patch.object(worker_module, "ModelLoader", RandomModelLoader):
         workers = ThreadWorkers(config, worker_splits(config, spec, CPU), kv_heads)
+        workers.plan()
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)
     workers.init_cache(budget, lambda done, total: None)

@@ -143,16 +143,15 @@ def test_loaded_weights_outlive_the_file(llama_dir: Path) -> None:
     expect_equal(loaded, expected, torch.float32)
 
 
-def test_progress_never_decreases_and_ends_at_the_total(sharded_dir: Path) -> None:
-    reports: list[tuple[int, int]] = []
-    source = open_weights(
-        find_model(str(sharded_dir)), torch.float32, "cpu", progress=lambda done, total: reports.append((done, total))
-    )
-    for name, tensor in stored_tensors(sharded_dir).items():
+def test_progress_never_decreases_and_ends_at_the_size_of_all_tensors(sharded_dir: Path) -> None:
+    reports: list[int] = []
+    source = open_weights(find_model(str(sharded_dir)), torch.float32, "cpu", progress=reports.append)
+    stored = stored_tensors(sharded_dir)
+    for name, tensor in stored.items():
+        assert source.stored_bytes(name) == tensor.nbytes
         source.load(name, tuple(tensor.shape))
     source.finish()
-    assert reports == sorted(reports) and reports[-1][0] == reports[-1][1]
-    assert all(done <= total for done, total in reports)
+    assert reports == sorted(reports) and reports[-1] == sum(tensor.nbytes for tensor in stored.values())
 
 
 def test_a_missing_shard_is_reported_before_loading(sharded_dir: Path) -> None:

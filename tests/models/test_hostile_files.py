@@ -28,6 +28,7 @@ from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.config_reader import ARCHITECTURES, read_spec
 from hotset.models.rope import Rope, softmax_gain
 from hotset.models.spec import KvStorage
+from hotset.models.split import WHOLE_MODEL
 from hotset.models.tokenizer import Tokenizer, TokenizerParts
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def check_config(model_dir: Path, architecture: str, changes: Iterable[tuple[tup
         if spec.rope.dim <= 4096:
             Rope(spec.rope, torch.float32, CPU).at(torch.arange(3))
         with accepted_or_refused(str(model_dir)):
-            check_weights_fit(files, torch.float32.itemsize, 1 << 40, 1)
+            check_weights_fit(files, [WHOLE_MODEL], torch.float32.itemsize, 1 << 40)
 
 
 @pytest.mark.parametrize(

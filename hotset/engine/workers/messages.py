@@ -7,7 +7,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
-from hotset.memory.device_pool import KvShape
+from hotset.engine.start_plan import WorkerPlan
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
@@ -40,25 +40,35 @@ class WorkerRank:
 
 @dataclass(frozen=True, slots=True)
 class InitWorker:
-    """Commands a worker to load its part of the model. This is always the first command."""
+    """Commands a worker to open the model's files and to plan its part. This is always the first command."""
 
     config: EngineConfig
     rank: WorkerRank
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """Reports what the worker will load. It has read no weights yet."""
+
+    plan: WorkerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Commands a worker to load what it has planned."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Reports how many bytes of weights have been loaded."""
+    """Reports how many bytes of weights have been read."""
 
     done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Reports that the weights are loaded, and how many bytes of the worker's device are free."""
+    """Reports that the weights are loaded, and how many bytes of the worker's device KV may take."""
 
-    shape: KvShape
     free: int
 
 
@@ -130,5 +140,5 @@ class StopWorker:
     """Commands a worker to release its memory and exit."""
 
 
-WorkerCommand = InitWorker | InitCache | ExecuteStep | GetTraffic | RunAudit | StopWorker
-WorkerReport = LoadProgress | Loaded | CacheReady | WorkerFailed | StepDone | TrafficReport | AuditReport
+WorkerCommand = InitWorker | LoadWeights | InitCache | ExecuteStep | GetTraffic | RunAudit | StopWorker
+WorkerReport = Planned | LoadProgress | Loaded | CacheReady | WorkerFailed | StepDone | TrafficReport | AuditReport

@@ -21,6 +21,7 @@ from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer, stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory
+from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
 from hotset.engine.workers.messages import (
@@ -32,6 +33,8 @@ from hotset.engine.workers.messages import (
     InitWorker,
     Loaded,
     LoadProgress,
+    LoadWeights,
+    Planned,
     RunAudit,
     StepDone,
     StopWorker,
@@ -64,10 +67,9 @@ class _Worker:
     progress: Progress
     silence: StallTimer = field(default_factory=StallTimer)
     hung: bool = False  # it has shown no sign of life for the step timeout, and was killed
-    shape: KvShape | None = None  # None until the worker has loaded its weights
-    free: int = 0  # free bytes of the worker's device; set when its weights are loaded
-    bytes_loaded: int = 0
-    bytes_to_load: int = 0
+    plan: WorkerPlan | None = None  # None until the worker has planned what it loads
+    free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
+    bytes_read: int = 0
 
 
 @dataclass(slots=True)
@@ -177,30 +179,46 @@ class MultiprocessExecutor:
         worker_end.close()
         return pipe, process
 
-    def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:
-        """Waits until every worker has loaded its weights, and returns the memory that each has left for KV.
+    def plan(self) -> list[WorkerPlan]:
+        """Waits until every worker has planned what it will load, and returns the plans. Nothing has been read yet."""
+        waiting = set(range(len(self._workers)))
+        while waiting:
+            number, report = self._receive(waiting, START_SECONDS, "start-up")
+            if not isinstance(report, Planned):
+                raise self._unexpected(self._workers[number], report)
+            self._workers[number].plan = report.plan
+            waiting.discard(number)
+        return [self._plan(worker) for worker in self._workers]
 
-        `progress(done, total)` counts bytes.
+    @property
+    def owns_store(self) -> list[bool]:
+        """Of each worker that has planned: False if it shares the host store of another worker."""
+        return [self._writer(worker)[0] == 0 for worker in self._workers]
+
+    def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:
+        """Makes every worker load its weights, waits for them, and returns the memory that each has left for KV.
+
+        `progress(done, total)` counts the bytes that all workers read.
         """
+        for worker in self._workers:
+            self._send(worker, LoadWeights())
+        total = sum(self._plan(worker).weights.read_bytes for worker in self._workers)
         loading = set(range(len(self._workers)))
         while loading:
             number, report = self._receive(loading, START_SECONDS, "start-up")
             worker = self._workers[number]
             match report:
-                case LoadProgress(done, total):
-                    worker.bytes_loaded, worker.bytes_to_load = done, total
-                    progress(
-                        sum(worker.bytes_loaded for worker in self._workers),
-                        sum(worker.bytes_to_load for worker in self._workers),
-                    )
-                case Loaded(shape, free):
-                    worker.shape, worker.free = shape, free
+                case LoadProgress(done):
+                    worker.bytes_read = done
+                    progress(sum(worker.bytes_read for worker in self._workers), total)
+                case Loaded(free):
+                    worker.free = free
                     loading.discard(number)
                 case _:
                     raise self._unexpected(worker, report)
         return [
-            WorkerMemory(self._shape(worker), worker.free, owns_store=self._writer(worker)[0] == 0)
-            for worker in self._workers
+            WorkerMemory(self._shape(worker), worker.free or 0, owned)
+            for worker, owned in zip(self._workers, self.owns_store, strict=True)
         ]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
@@ -430,16 +448,19 @@ class MultiprocessExecutor:
                     return self._died(other)
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)
-        if worker.shape is None:
+        if worker.free is None:
             return failed.error
         return EngineStopped(f"{worker.rank.name} failed: {failed.error}")
 
     def _unexpected(self, worker: _Worker, report: WorkerReport) -> EngineStopped:
         return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
 
+    def _plan(self, worker: _Worker) -> WorkerPlan:
+        assert worker.plan is not None, f"{worker.rank.name} has not planned what it loads"
+        return worker.plan
+
     def _shape(self, worker: _Worker) -> KvShape:
-        assert worker.shape is not None, f"{worker.rank.name} has not loaded its weights"
-        return worker.shape
+        return self._plan(worker).weights.kv_shape
 
 
 def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:

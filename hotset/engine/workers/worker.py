@@ -18,10 +18,9 @@ from hotset.base.errors import StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
-from hotset.engine.loading import load_decoder
+from hotset.engine.loading import ModelLoader
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.engine.sizing import free_bytes
 from hotset.engine.workers.distributed import DistributedWorld, Stage, World
 from hotset.engine.workers.messages import (
     AuditReport,
@@ -32,6 +31,8 @@ from hotset.engine.workers.messages import (
     InitWorker,
     Loaded,
     LoadProgress,
+    LoadWeights,
+    Planned,
     RunAudit,
     StepDone,
     StopWorker,
@@ -125,11 +126,16 @@ def _serve(
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
     world = join_world(rank, device)
-    stage = _load(init, device, world, send, progress.advance)
+    loader = ModelLoader(init.config, device, rank.split, world.collectives)
+    send(Planned(loader.plan))
+    if isinstance(command := inbox.get()[0], StopWorker):
+        return
+    assert isinstance(command, LoadWeights), f"the second command must be LoadWeights or StopWorker, not {command}"
+    stage = _load(loader, rank, world, send, progress.advance)
     cache, memory = inbox.get()
     if isinstance(cache, StopWorker):
         return
-    assert isinstance(cache, InitCache), f"the second command must be InitCache or StopWorker, not {cache}"
+    assert isinstance(cache, InitCache), f"the third command must be InitCache or StopWorker, not {cache}"
     worker = Worker(init, world.collectives, stage, cache, memory, send)
     try:
         send(CacheReady())
@@ -147,20 +153,18 @@ def _next_command(inbox: Inbox, progress: Progress) -> WorkerCommand:
 
 
 def _load(
-    init: InitWorker,
-    device: torch.device,
+    loader: ModelLoader,
+    rank: WorkerRank,
     world: World,
     send: Callable[[WorkerReport], None],
     advance: Callable[[], None],
 ) -> Stage:
-    rank, split = init.rank, init.rank.split
-    decoder = load_decoder(
-        init.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.collectives
-    )
+    split = rank.split
+    decoder = loader.load(lambda done, _total: send(LoadProgress(done)))
     decoder.on_layer = advance
     previous_worker = None if rank.stage == 0 else rank.number - split.size
     next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
-    send(Loaded(decoder.kv_shape, free_bytes(device)))
+    send(Loaded(loader.free_for_kv()))
     return Stage(decoder, world, previous_worker, next_worker)
 
 

@@ -62,6 +62,9 @@ class DummySource:
         device = self._device if out is None else out.device
         return copy_fp8(name, out, self._draw_fp8(name, shape, device), tensor_slice, device)
 
+    def stored_bytes(self, name: str) -> int:
+        return 0
+
     def skip(self, name: str) -> None:
         """Does nothing: there is no file whose tensors must all be used."""
 

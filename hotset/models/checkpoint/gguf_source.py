@@ -75,7 +75,7 @@ class GgufSource:
         self._loaded: set[str] = set()
         self._skipped: set[str] = set()  # loaded by other workers
         self._bytes_loaded = 0
-        self._bytes_total = file.path.stat().st_size
+        self._file_bytes = file.path.stat().st_size
 
     def load(
         self,
@@ -85,20 +85,18 @@ class GgufSource:
         out: torch.Tensor | None = None,
         tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        stored_name = gguf_name(name)
-        tensor = None if stored_name is None else self._file.tensors.get(stored_name)
-        if tensor is None:
-            raise CheckpointError(f"{self._file.path}: tensor {stored_name or name} is missing")
+        tensor = self._tensor(name)
         check_shape(str(self._file.path), tensor.name, tensor.shape, shape)
         packed, kind = self._packed(tensor)
         heads = {"q_proj": self._attention.heads, "k_proj": self._attention.kv_heads}.get(name.split(".")[-2])
         if heads is not None:
             packed = unpermute(packed, heads)
         values = self._dequantise(tensor, packed, kind)
-        self._count(tensor.name, packed.nbytes)
+        part = sliced(values.view(shape), tensor_slice)
+        self._count(tensor.name, packed.nbytes * part.numel() // values.numel())
         device = self._device if out is None else out.device
         title = f"{self._file.path}: tensor {tensor.name}"
-        return copy_finite(title, out, sliced(values.view(shape), tensor_slice), self._dtype, device)
+        return copy_finite(title, out, part, self._dtype, device)
 
     def is_fp8(self, name: str) -> bool:
         """Returns False: every tensor is dequantised."""
@@ -110,6 +108,9 @@ class GgufSource:
         assert not isinstance(out, Fp8Weight), f"{name} is not in fp8, but its place is"
         return self.load(name, shape, out=out, tensor_slice=tensor_slice)
 
+    def stored_bytes(self, name: str) -> int:
+        return self._packed(self._tensor(name))[0].nbytes
+
     def skip(self, name: str) -> None:
         stored_name = gguf_name(name)
         if stored_name is not None:
@@ -118,8 +119,13 @@ class GgufSource:
     def finish(self) -> None:
         unused = self._file.tensors.keys() - self._loaded - self._skipped - {ROPE_FACTORS}
         check_unused_tensors(str(self._file.path), unused, self._spec)
-        if self._progress is not None:
-            self._progress(self._bytes_total, self._bytes_total)
+
+    def _tensor(self, name: str) -> GgufTensor:
+        stored_name = gguf_name(name)
+        tensor = None if stored_name is None else self._file.tensors.get(stored_name)
+        if tensor is None:
+            raise CheckpointError(f"{self._file.path}: tensor {stored_name or name} is missing")
+        return tensor
 
     def _packed(self, tensor: GgufTensor) -> tuple["NDArray[Any]", Any]:
         """Returns a view of the stored bytes, [rows, bytes of a row] or [bytes], and their number format."""
@@ -134,7 +140,7 @@ class GgufSource:
         *rows, columns = tensor.shape
         packed_shape = (*rows, columns // block * block_bytes)
         count = int(numpy.prod(packed_shape))
-        if columns % block or tensor.offset + count > self._bytes_total:
+        if columns % block or tensor.offset + count > self._file_bytes:
             raise CheckpointError(f"{where} reaches past the end of the file: damaged or cut short")
         raw = numpy.frombuffer(self._file.mapped, dtype=numpy.uint8, count=count, offset=tensor.offset)
         return raw.reshape(packed_shape), kind
@@ -148,12 +154,12 @@ class GgufSource:
         # F32 values are a read-only view of the file, and torch requires writable arrays.
         return torch.from_numpy(numpy.require(values, requirements="W"))
 
-    def _count(self, stored_name: str, packed_bytes: int) -> None:
+    def _count(self, stored_name: str, read_bytes: int) -> None:
         if stored_name not in self._loaded:
             self._loaded.add(stored_name)
-            self._bytes_loaded += packed_bytes
+            self._bytes_loaded += read_bytes
         if self._progress is not None:
-            self._progress(self._bytes_loaded, self._bytes_total)
+            self._progress(self._bytes_loaded)
 
 
 def unpermute(rows: "NDArray[Any]", heads: int) -> "NDArray[Any]":

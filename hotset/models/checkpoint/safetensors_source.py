@@ -33,7 +33,7 @@ class SafetensorsSource:
     """Reads tensors from memory-mapped files, so that only the tensor being converted needs memory of its own.
 
     The constructor checks that every shard exists and is complete, so an incomplete checkpoint fails before any weight
-    is loaded. `progress` gets the number of bytes that were read, slices counted as such, and the size of all files.
+    is loaded. `progress` gets the number of bytes that were read; of a slice, only its own bytes count.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class SafetensorsSource:
             self._open(path)
         if index is None:
             self._check_distinct(files)
-        self._bytes_total = sum(path.stat().st_size for path in files)
         for name, shard in (index or {}).items():
             if name not in self._names[directory / shard]:
                 raise CheckpointError(f"{directory / shard}: tensor {name} is missing, although {INDEX} lists it there")
@@ -121,6 +120,11 @@ class SafetensorsSource:
         self._report(weight.codes.nbytes)
         return weight
 
+    def stored_bytes(self, name: str) -> int:
+        scale_name = name + SCALE_SUFFIX
+        scale_bytes = self._mapped(scale_name).nbytes if scale_name in self._file_of else 0
+        return self._mapped(name).nbytes + scale_bytes
+
     def skip(self, name: str) -> None:
         self._skipped |= {name, name + SCALE_SUFFIX}
 
@@ -128,15 +132,21 @@ class SafetensorsSource:
         unused = self._file_of.keys() - self._loaded - self._skipped
         self._handles.clear()
         check_unused_tensors(str(self._directory), unused, self._spec)
-        if self._progress is not None:
-            self._progress(self._bytes_total, self._bytes_total)
 
     def _stored_type(self, name: str) -> str:
         kind: str = self._handles[self._file_of[name]].get_slice(name).get_dtype()
         return kind
 
     def _view(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Returns the stored tensor as a view of the mapped file, after a check of its shape."""
+        """Returns the stored tensor as a view of the mapped file, after a check of its shape. Marks it as loaded."""
+        stored = self._mapped(name)
+        if shape is not None:
+            check_shape(str(self._file_of[name]), name, tuple(stored.shape), shape)
+        self._loaded.add(name)
+        return stored
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        """Returns the stored tensor as a view of the mapped file."""
         path = self._file_of.get(name)
         if path is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
@@ -144,9 +154,6 @@ class SafetensorsSource:
             stored: torch.Tensor = self._handles[path].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
-        if shape is not None:
-            check_shape(str(path), name, tuple(stored.shape), shape)
-        self._loaded.add(name)
         return stored
 
     def _with_scales(self, name: str, codes: torch.Tensor) -> Fp8Weight:
@@ -177,4 +184,4 @@ class SafetensorsSource:
     def _report(self, read_bytes: int) -> None:
         self._bytes_loaded += read_bytes
         if self._progress is not None:
-            self._progress(self._bytes_loaded, self._bytes_total)
+            self._progress(self._bytes_loaded)

@@ -15,7 +15,7 @@ from hotset.models.spec import MlaSpec, ModelSpec
 
 LOGGER = logging.getLogger("hotset.models")
 
-Progress = Callable[[int, int], None]  # (bytes loaded, bytes in total)
+Progress = Callable[[int], None]  # is called with the number of bytes that were read so far
 
 BLOCK_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
 
@@ -89,6 +89,13 @@ class WeightSource(Protocol):
         """
         ...
 
+    def stored_bytes(self, name: str) -> int:
+        """Returns the size of the whole tensor `name`, with its scales, in the files: 0 if it is not read from a file.
+
+        Reads no values. Raises `CheckpointError` if the tensor is missing.
+        """
+        ...
+
     def skip(self, name: str) -> None:
         """Records that the tensor belongs to the model and that another worker loads it."""
         ...
@@ -134,6 +141,9 @@ class SkippedWeights:
         self._weights.skip(name)
         kept, block_rows = kept_shape(shape, tensor_slice)
         return Fp8Weight.empty(kept, torch.device("meta"), block_rows)
+
+    def stored_bytes(self, name: str) -> int:
+        return self._weights.stored_bytes(name)
 
     def skip(self, name: str) -> None:
         self._weights.skip(name)

@@ -1,0 +1,142 @@
+"""What an engine will need, before anything is read: the log states it, and what cannot work is refused."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, KvDoesNotFit
+from hotset.base.memory_shares import usable_gpu_bytes
+from hotset.base.units import show_bytes
+from hotset.engine.model_checks import context_length, sizes_that_fit, weights_do_not_fit
+from hotset.engine.sizing import DeviceMemory, KvBudget, WorkerMemory, shared_budget
+from hotset.engine.step_memory import step_bytes
+from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.spec import ModelSpec
+from hotset.models.split import Split
+from hotset.models.weight_plan import WeightPlan
+
+LOGGER = logging.getLogger("hotset.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What one worker will load, and the memory of its device before that."""
+
+    weights: WeightPlan
+    memory: DeviceMemory
+    usable: int  # bytes of the free memory that weights and KV may take
+
+
+def usable_bytes(
+    config: EngineConfig, spec: ModelSpec, split: Split, memory: DeviceMemory, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Returns how many of the device's free bytes weights and KV may take.
+
+    On a GPU, this is the share --gpu-memory-utilization, less what steps are estimated to need.
+    """
+    if device.type != "cuda":
+        return memory.free
+    share = usable_gpu_bytes(memory.total, memory.free, config.gpu_memory_utilization)
+    context = context_length(config, spec.context)
+    return max(0, share - step_bytes(spec, split, config, context, dtype.itemsize))
+
+
+def check_start(
+    config: EngineConfig,
+    files: ModelFiles,
+    plans: Sequence[WorkerPlan],
+    owns_store: Sequence[bool],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KvBudget:
+    """Logs what the weights will take and which KV memory will remain, and returns the sizes of the KV memory.
+
+    Raises ConfigError, with the numbers and with what would fit, if the weights or one request do not fit.
+    """
+    _check_weights(config, files, plans, device, dtype)
+    weights = [plan.weights.device_bytes for plan in plans]
+    # The weights of all workers on a CPU are in the same memory.
+    before_kv = [sum(weights)] * len(plans) if device.type == "cpu" else weights
+    memories = [
+        WorkerMemory(plan.weights.kv_shape, plan.usable - nbytes, owned)
+        for plan, nbytes, owned in zip(plans, before_kv, owns_store, strict=True)
+    ]
+    try:
+        budget = shared_budget(config, memories, files.spec.context, device)
+    except KvDoesNotFit as error:
+        raise KvDoesNotFit(f"{error}{_other_ways(config, files.spec, plans, device, dtype)}") from None
+    _log(config, plans, memories, budget, device)
+    return budget
+
+
+def _check_weights(
+    config: EngineConfig, files: ModelFiles, plans: Sequence[WorkerPlan], device: torch.device, dtype: torch.dtype
+) -> None:
+    if device.type == "cpu":
+        needed, free = sum(plan.weights.device_bytes for plan in plans), min(plan.usable for plan in plans)
+        if needed > free:
+            raise weights_do_not_fit(files, needed, free, len(plans))
+        return
+    for plan in plans:
+        if plan.weights.device_bytes > plan.usable:
+            sizes = sizes_that_fit(files.spec, dtype.itemsize, plan.usable)
+            advice = f"use {' or '.join(sizes)}" if sizes else "use GPUs with more memory or a smaller model"
+            raise ConfigError(
+                f"{files.path}: the weights take {show_bytes(plan.weights.device_bytes)} per GPU, but beside steps "
+                f"only {show_bytes(plan.usable)} of the GPU's {show_bytes(plan.memory.total)} can be used "
+                f"(--gpu-memory-utilization {config.gpu_memory_utilization:g}); {advice}"
+            )
+
+
+def _other_ways(
+    config: EngineConfig, spec: ModelSpec, plans: Sequence[WorkerPlan], device: torch.device, dtype: torch.dtype
+) -> str:
+    """Returns what else would make room for one request, for the end of an error message."""
+    plan = min(plans, key=lambda plan: plan.usable - plan.weights.device_bytes)
+    ways = []
+    if config.tiers == "off" and plan.weights.kv_shape.groups:
+        ways.append("leave --tiers off out")
+    if device.type == "cuda":
+        kv_bytes = plan.weights.kv_shape.token_bytes * context_length(config, spec.context)
+        ways += [f"use {size}" for size in sizes_that_fit(spec, dtype.itemsize, plan.usable - kv_bytes)]
+    return "".join(f", or {way}" for way in ways)
+
+
+def _log(
+    config: EngineConfig,
+    plans: Sequence[WorkerPlan],
+    memories: Sequence[WorkerMemory],
+    budget: KvBudget,
+    device: torch.device,
+) -> None:
+    """Logs the numbers of the worker whose weights take most."""
+    largest = max(range(len(plans)), key=lambda number: plans[number].weights.device_bytes)
+    plan, memory = plans[largest], memories[largest]
+    per_worker = f" in each of {len(plans)} workers" if len(plans) > 1 else ""
+    LOGGER.info(
+        "weights: %s%s, %s to read; %s of %s of memory remain for KV and other uses",
+        show_bytes(plan.weights.device_bytes),
+        per_worker,
+        show_bytes(sum(each.weights.read_bytes for each in plans)),
+        show_bytes(memory.free),
+        show_bytes(plan.memory.total),
+    )
+    pool_bytes = memory.shape.layers * budget.geometry.layer_page_bytes * budget.device_pages
+    host_bytes = (
+        budget.host_pages * config.page_rows * sum(each.shape.token_bytes for each in memories if each.owns_store)
+    )
+    context, replicas = budget.max_model_len, config.data_parallel_size
+    at_once = f"{replicas * min(config.max_num_seqs, budget.resident_requests(context))} resident"
+    if budget.tiers:
+        at_once += f", {replicas * min(config.max_num_seqs, budget.tiered_requests(context))} tiered"
+    LOGGER.info(
+        "KV cache: %s%s, %s of host memory; requests of %d tokens that fit at once: %s",
+        show_bytes(pool_bytes),
+        per_worker,
+        show_bytes(host_bytes),
+        context,
+        at_once,
+    )

@@ -1,0 +1,98 @@
+"""Computes the bytes of one worker's weights from the model's configuration. Needs neither torch nor the weights.
+
+`weight_plan.py` computes the same from the decoder itself and from the files. A test compares the two.
+"""
+
+from dataclasses import dataclass
+
+from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
+from hotset.models.split import Split
+
+FP8_BYTES = 1 + 4 / 128**2  # one byte per value, and one float32 scale for each block of 128 x 128 values
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Numbers of weights, by the way in which they are stored."""
+
+    matrices: int = 0  # of linear layers and experts: in fp8, or in the model's dtype
+    plain: int = 0  # in the model's dtype: norms, biases, embedding, LM head and absorbed matrices
+    fp32: int = 0  # in the accumulation dtype: routers, and the head weights of indexers
+
+    def __add__(self, other: "_Counts") -> "_Counts":
+        return _Counts(self.matrices + other.matrices, self.plain + other.plain, self.fp32 + other.fp32)
+
+
+def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
+    """Returns the bytes of the weights of the worker that holds this part of the model.
+
+    `dtype_bytes` is the size of a value in the model's dtype. The second, packed copies that linear layers have on a
+    CPU in float32 are not counted.
+    """
+    layers = split.layer_range(spec.layers)
+    counts = _vocabulary(spec, split, first=layers.start == 0, last=layers.stop == spec.layers)
+    for layer in layers:
+        norms = _Counts(plain=2 * spec.hidden)
+        counts += _attention(spec, split, layer) + _feed_forward(spec, split, layer) + norms
+    matrix_bytes = FP8_BYTES if spec.fp8_weights else dtype_bytes
+    return round(counts.matrices * matrix_bytes) + counts.plain * dtype_bytes + counts.fp32 * max(4, dtype_bytes)
+
+
+def _vocabulary(spec: ModelSpec, split: Split, *, first: bool, last: bool) -> _Counts:
+    matrices = 1 if first and last and spec.tied_embeddings else first + last
+    norm = spec.hidden if last else 0
+    return _Counts(plain=matrices * split.vocabulary_shard_size(spec.vocab) * spec.hidden + norm)
+
+
+def _attention(spec: ModelSpec, split: Split, layer: int) -> _Counts:
+    if isinstance(spec.attention, GqaSpec):
+        return _gqa(spec, split, spec.attention)
+    indexer = _indexer(spec, spec.attention) if layer in spec.attention.index.full_layers else _Counts()
+    return _mla(spec, split, spec.attention) + indexer
+
+
+def _gqa(spec: ModelSpec, split: Split, attention: GqaSpec) -> _Counts:
+    heads, kv_heads = len(split.tp_shard(attention.heads)), len(split.kv_heads(attention.kv_heads))
+    outputs = attention.head_dim * (heads + 2 * kv_heads)
+    norms = 2 * attention.head_dim if attention.qk_norm else 0
+    biases = (outputs if attention.qkv_bias else 0) + (spec.hidden if attention.out_bias else 0)
+    return _Counts(matrices=spec.hidden * (outputs + attention.head_dim * heads), plain=norms + biases)
+
+
+def _mla(spec: ModelSpec, split: Split, attention: MlaSpec) -> _Counts:
+    heads, rank = len(split.tp_shard(attention.heads)), attention.kv_lora_rank
+    down_outputs = attention.q_lora_rank + rank + attention.rope_dim
+    up = attention.q_lora_rank * heads * (attention.nope_dim + attention.rope_dim)
+    out = heads * attention.v_dim * spec.hidden
+    absorbed = rank * heads * (attention.nope_dim + attention.v_dim)
+    biases = down_outputs + spec.hidden if attention.bias else 0
+    return _Counts(
+        matrices=spec.hidden * down_outputs + up + out, plain=absorbed + attention.q_lora_rank + rank + biases
+    )
+
+
+def _indexer(spec: ModelSpec, attention: MlaSpec) -> _Counts:
+    """Every tensor parallel rank holds the whole indexer."""
+    index = attention.index
+    return _Counts(
+        matrices=index.head_dim * (index.heads * attention.q_lora_rank + spec.hidden),
+        plain=2 * index.head_dim,
+        fp32=index.heads * spec.hidden,
+    )
+
+
+def _feed_forward(spec: ModelSpec, split: Split, layer: int) -> _Counts:
+    if spec.moe is None or layer not in spec.moe.layers:
+        return _mlp(spec.hidden, len(split.tp_shard(spec.mlp_width)), spec.mlp_bias)
+    return _moe(spec.hidden, split, spec.moe)
+
+
+def _mlp(hidden: int, width: int, bias: bool) -> _Counts:
+    return _Counts(matrices=3 * hidden * width, plain=2 * width + hidden if bias else 0)
+
+
+def _moe(hidden: int, split: Split, moe: MoeSpec) -> _Counts:
+    """Tensor and data parallel ranks divide the experts. Only tensor parallel ranks divide the shared experts."""
+    routed = 3 * hidden * moe.width * len(split.experts(moe.experts))
+    shared = _mlp(hidden, len(split.tp_shard(moe.width * moe.shared)), bias=False)
+    return shared + _Counts(matrices=routed, fp32=moe.experts * (hidden + 1))

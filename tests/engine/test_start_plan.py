@@ -1,0 +1,234 @@
+"""What an engine prints and refuses before it reads weights, against what is then measured."""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, tiny_directory
+from models.test_weight_plan import measured_bytes
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, KvDoesNotFit
+from hotset.base.units import GIB, MIB
+from hotset.engine import loading, model_checks, sizing
+from hotset.engine.loading import ModelLoader
+from hotset.engine.model_checks import check_model
+from hotset.engine.sizing import DeviceMemory, KvBudget, WorkerMemory, shared_budget
+from hotset.engine.start_plan import WorkerPlan, check_start, usable_bytes
+from hotset.engine.step_memory import step_bytes
+from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.config_fields import read_json
+from hotset.models.config_reader import read_spec
+from hotset.models.spec import KvStorage
+from hotset.models.split import WHOLE_MODEL, Split
+from hotset.models.weight_plan import WeightPlan
+from hotset.models.weight_sizes import worker_weight_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "models" / "demo-dsa")
+CUDA = torch.device("cuda")
+H200 = 140 * GIB
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Returns a function that sets the free memory of this machine, as all parts of the engine measure it."""
+
+    def set_free(nbytes: int) -> None:
+        def measure(_device: torch.device) -> DeviceMemory:
+            return DeviceMemory(64 * GIB, nbytes)
+
+        for module in (loading, sizing):
+            monkeypatch.setattr(module, "device_memory", measure)
+
+    return set_free
+
+
+def planned(loader: ModelLoader, config: EngineConfig) -> KvBudget:
+    return check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "demo-dsa": {"model": DEMO},
+    "demo-dsa in bfloat16, random": {"model": DEMO, "dtype": "bfloat16", "load_format": "dummy"},
+    "llama": {"load_format": "dummy"},
+}
+LLAMA = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 9000, "max_position_embeddings": 8000}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_stated_before_loading_are_those_measured_afterwards(
+    name: str, memory: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(**{"max_num_seqs": 4096, "model": tiny_directory(tmp_path, **LLAMA)} | MODELS[name])
+    free = 400 * MIB
+    memory(free)
+    loader = ModelLoader(config, CPU)
+    with caplog.at_level(logging.INFO, "hotset.engine"):
+        before = planned(loader, config)
+    reports: list[tuple[int, int]] = []
+    decoder = loader.load(lambda done, total: reports.append((done, total)))
+    measured = measured_bytes(decoder)
+    assert loader.plan.weights.device_bytes == pytest.approx(measured, rel=0.03)
+    assert reports == sorted(reports) and reports[-1] == (loader.plan.weights.read_bytes,) * 2
+
+    memory(free - measured)
+    worker = WorkerMemory(decoder.kv_shape, loader.free_for_kv())
+    after = shared_budget(config, [worker], loader.files.spec.context, CPU)
+    assert before.device_pages == pytest.approx(after.device_pages, rel=0.03)
+    assert before.host_pages == pytest.approx(after.host_pages, rel=0.03)
+    weights_line, kv_line = (record.getMessage() for record in caplog.records)
+    assert mebibytes(weights_line, r"weights: (\S+) (\S+)") == pytest.approx(measured / MIB, rel=0.03)
+    pool_bytes = after.device_pages * after.geometry.page_bytes
+    assert mebibytes(kv_line, r"KV cache: (\S+) (\S+)") == pytest.approx(pool_bytes / MIB, rel=0.03)
+    stated = re.search(r"requests of (\d+) tokens that fit at once: (\d+) resident(?:, (\d+) tiered)?$", kv_line)
+    assert stated is not None and int(stated[1]) == after.max_model_len
+    for number, counted in ((2, after.resident_requests), (3, after.tiered_requests)):
+        assert int(stated[number] or 0) == pytest.approx(counted(after.max_model_len), rel=0.03, abs=1)
+
+
+def mebibytes(line: str, pattern: str) -> float:
+    found = re.search(pattern, line)
+    assert found is not None, line
+    return float(found[1]) * {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2].rstrip(",;")]
+
+
+def test_weights_that_exceed_the_free_memory_are_refused_before_they_are_read(memory: Callable[[int], None]) -> None:
+    config = EngineConfig(model=DEMO)
+    memory(GIB)
+    needed = ModelLoader(config, CPU).plan.weights.device_bytes
+    memory(needed - 1)
+    loader = ModelLoader(config, CPU)
+    with pytest.raises(ConfigError, match=r"the weights take 71\.1 MiB of memory, but only 71\.1 MiB are free"):
+        planned(loader, config)
+    two_workers = [replace(loader.plan, usable=2 * needed - 1)] * 2
+    with pytest.raises(ConfigError, match=r"take 142\.\d MiB of memory for 2 workers"):
+        check_start(config, loader.files, two_workers, [True, True], CPU, loader.dtype)
+
+
+def test_the_command_line_refuses_weights_that_exceed_the_host_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrices = 4 * 12_466_176  # in float32
+    real = model_checks.host_memory()
+    monkeypatch.setattr(model_checks, "host_memory", lambda: replace(real, free=matrices))
+    with pytest.raises(ConfigError, match=r"the weights take 47\.\d MiB of memory, but only 47\.\d MiB are free"):
+        check_model(EngineConfig(model=DEMO, device="cpu"))
+    monkeypatch.setattr(model_checks, "host_memory", lambda: replace(real, free=matrices + MIB))
+    check_model(EngineConfig(model=DEMO, device="cpu"))
+    with pytest.raises(ConfigError, match=r"MiB of memory for 2 workers, but only 48\.\d MiB are free"):
+        check_model(EngineConfig(model=DEMO, device="cpu", data_parallel_size=2))
+
+
+def published(name: str) -> ModelFiles:
+    path = ROOT / "benchmarks" / "configs" / f"{name}.json"
+    return ModelFiles(path, read_spec(read_json(path), {}, str(path)))
+
+
+def gpu_plan(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> WorkerPlan:
+    """Returns the plan of one worker on an empty GPU. The weights' sizes are computed from the configuration."""
+    spec = files.spec
+    shape = loading.whole_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True))
+    size = worker_weight_bytes(spec, split, 2)
+    memory = DeviceMemory(total, total - GIB // 2)
+    usable = usable_bytes(config, spec, split, memory, CUDA, torch.bfloat16)
+    return WorkerPlan(WeightPlan(size, size, size, shape), memory, usable)
+
+
+def check_on_gpus(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> KvBudget:
+    plans = [gpu_plan(config, files, split, total)] * split.size
+    owns_store = [rank == 0 or split.dp_size > 1 for rank in range(split.size)]
+    return check_start(config, files, plans, owns_store, CUDA, torch.bfloat16)
+
+
+@pytest.fixture
+def large_host(memory: Callable[[int], None]) -> None:
+    memory(4096 * GIB)
+
+
+@pytest.mark.usefixtures("large_host")
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.2"])
+def test_a_model_that_needs_more_gpus_is_refused_with_the_numbers_that_fit(name: str) -> None:
+    files = published(name)
+    with pytest.raises(ConfigError) as refused:
+        check_on_gpus(EngineConfig(), files, WHOLE_MODEL)
+    message = str(refused.value)
+    assert re.search(
+        r"weights take 6\d\d\.\d GiB per GPU, but beside steps only 12\d\.\d GiB of the GPU's 140\.0 GiB", message
+    )
+    assert "(--gpu-memory-utilization 0.92)" in message and "\n" not in message
+    sizes = dict(re.findall(r"--(tensor|data)-parallel-size (\d+)", message))
+    assert set(sizes) == {"tensor", "data"}
+    check_on_gpus(EngineConfig(), files, Split(tp_size=int(sizes["tensor"])))
+    check_on_gpus(EngineConfig(), files, Split(dp_size=int(sizes["data"])))
+    smaller = [size for size in range(1, int(sizes["tensor"])) if 128 % size == 0]
+    for size in smaller:
+        with pytest.raises(ConfigError):
+            check_on_gpus(EngineConfig(), files, Split(tp_size=size))
+
+
+@pytest.mark.usefixtures("large_host")
+def test_a_gpu_too_small_for_any_split_is_refused_without_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="use GPUs with more memory or a smaller model"):
+        check_on_gpus(EngineConfig(), published("deepseek-v3.2"), WHOLE_MODEL, total=8 * GIB)
+
+
+@pytest.mark.usefixtures("large_host")
+def test_a_context_that_does_not_fit_is_refused_with_what_would_fit() -> None:
+    files = published("deepseek-v3.2")
+    config = EngineConfig(max_model_len=163_840, tiers="off", gpu_memory_utilization=0.76)
+    with pytest.raises(KvDoesNotFit) as refused:
+        check_on_gpus(config, files, Split(dp_size=8))
+    message = str(refused.value)
+    shorter = re.search(r"--gpu-memory-utilization .* or lower --max-model-len to (\d+)", message)
+    assert shorter is not None and "leave --tiers off out" in message
+    assert check_on_gpus(replace(config, max_model_len=int(shorter[1])), files, Split(dp_size=8))
+    larger = re.search(r"use --data-parallel-size (\d+)", message)
+    assert larger is not None and check_on_gpus(config, files, Split(dp_size=int(larger[1])))
+    with pytest.raises(KvDoesNotFit):
+        check_on_gpus(replace(config, max_model_len=int(1.04 * int(shorter[1]))), files, Split(dp_size=8))
+    tiered = check_on_gpus(replace(config, tiers="auto"), files, Split(dp_size=8))
+    assert tiered.tiered_requests(163_840) >= 1 > tiered.resident_requests(163_840)
+
+
+@pytest.mark.usefixtures("large_host")
+@pytest.mark.parametrize("utilization", [0.5, 0.8, 0.92, 1.0])
+def test_kv_gets_what_weights_and_steps_leave_of_the_share(utilization: float) -> None:
+    files, split = published("dsa-50b"), WHOLE_MODEL
+    config = EngineConfig(gpu_memory_utilization=utilization, tiers="off", max_num_seqs=4096)
+    total = 300 * GIB
+    budget = check_on_gpus(config, files, split, total)
+    plan = gpu_plan(config, files, split, total)
+    steps = step_bytes(files.spec, split, config, files.spec.context, 2)
+    kv_bytes = budget.device_pages * plan.weights.kv_shape.layers * budget.geometry.layer_page_bytes
+    free = min(int(total * utilization), plan.memory.free)
+    assert kv_bytes == pytest.approx(free - plan.weights.device_bytes - steps, rel=0.001)
+
+
+def test_other_programs_on_the_gpu_reduce_the_share_only_if_they_use_what_it_leaves() -> None:
+    config, files = EngineConfig(gpu_memory_utilization=0.5), published("dsa-50b")
+
+    def usable(free: int) -> int:
+        memory = DeviceMemory(H200, free)
+        return usable_bytes(config, files.spec, WHOLE_MODEL, memory, CUDA, torch.bfloat16)
+
+    assert usable(H200) == usable(H200 // 2) == usable(H200 // 4) + H200 // 4
+    assert usable(GIB) == 0, "fewer bytes than steps need"
+
+
+def test_a_step_needs_more_memory_with_more_seats_tokens_and_context() -> None:
+    files = published("deepseek-v3.2")
+
+    def steps(context: int = 4096, split: Split = WHOLE_MODEL, **settings: int) -> int:
+        return step_bytes(files.spec, split, EngineConfig(**settings), context, 2)
+
+    vocabulary = 4 * 129_280
+    assert steps(max_num_seqs=4096) - steps(max_num_seqs=2048) > 4 * 2048 * vocabulary
+    assert steps(max_num_batched_tokens=16_384) > steps(max_num_batched_tokens=8192) + 8192 * 8 * 7168 * 2
+    assert steps(context=131_072) > steps()
+    assert steps(split=Split(dp_size=8)) > steps()

@@ -1,0 +1,129 @@
+"""The plan of a worker's weights, made before anything is read, against the weights that are then loaded."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, RandomWeights
+from models.split_workers import SPECS
+from torch import Tensor
+
+from hotset.base.errors import CheckpointError
+from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.planned import PlannedSource
+from hotset.models.checkpoint.weights import open_weights
+from hotset.models.collectives import planning_collectives
+from hotset.models.config_fields import read_json
+from hotset.models.config_reader import read_spec
+from hotset.models.decoder import Decoder
+from hotset.models.spec import AS_COMPUTED, ModelSpec
+from hotset.models.split import WHOLE_MODEL, Split, stage_layers
+from hotset.models.weight_plan import plan_weights
+from hotset.models.weight_sizes import worker_weight_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo-dsa"
+GB = 10**9
+
+
+def measured_bytes(decoder: Decoder) -> int:
+    """Returns the bytes of all tensors that the garbage collector finds in a decoder. Packed weights are opaque: they
+    count with the size of their values."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}  # address -> size
+    opaque = 0
+    queue: list[Any] = [decoder]
+    while queue:
+        part = queue.pop()
+        if id(part) in seen or isinstance(part, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(part))
+        if not isinstance(part, Tensor):
+            queue += gc.get_referents(part)
+        elif part.layout == torch.strided:
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        else:
+            opaque += part.numel() * part.element_size()
+    return opaque + sum(storages.values())
+
+
+def splits_of(spec: ModelSpec) -> list[Split]:
+    stages = [Split(layers=layers) for layers in stage_layers(spec, 2)]
+    tensor = [Split(tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    return [WHOLE_MODEL, *stages, *tensor, *([Split(dp_rank=1, dp_size=2)] if spec.moe else [])]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_plan_is_what_the_loaded_weights_take(name: str) -> None:
+    spec = SPECS[name]
+    for split in splits_of(spec):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            source = RandomWeights(dtype, seed=1)
+            plan = plan_weights(spec, source, AS_COMPUTED, split, dtype, CPU)
+            decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
+            assert plan.device_bytes == pytest.approx(measured_bytes(decoder), rel=0.01), f"{split} {dtype}"
+            assert plan.kv_shape == decoder.kv_shape
+
+
+@pytest.mark.parametrize("fp8", [False], ids=["plain"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_computed_sizes_are_those_of_the_plan(name: str, fp8: bool) -> None:
+    spec = replace(SPECS[name], hidden=1024, vocab=4096, fp8_weights=fp8)
+    for split in splits_of(spec):
+        source = DummySource(torch.bfloat16, CPU, fp8=fp8)
+        plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
+        computed = worker_weight_bytes(spec, split, dtype_bytes=2)
+        assert computed == pytest.approx(plan.device_bytes, rel=0.03), f"{split}"
+
+
+PUBLISHED = [
+    ("deepseek-v3.2", Split(dp_size=8), None),
+    *(
+        pytest.param(name, split, None, marks=pytest.mark.slow)
+        for name in ("deepseek-v3.2", "glm-5.2", "dsa-50b")
+        for split in (WHOLE_MODEL, Split(tp_size=8), Split(tp_rank=7, tp_size=8), Split(tp_size=2, layers=range(3, 21)))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "split", "gigabytes"), PUBLISHED)
+def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
+    name: str, split: Split, gigabytes: int | None
+) -> None:
+    path = ROOT / "benchmarks" / "configs" / f"{name}.json"
+    spec = replace(read_spec(read_json(path), {}, str(path)), fp8_weights=False)
+    source = DummySource(torch.bfloat16, CPU, fp8=spec.fp8_weights)
+    plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
+    assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.001)
+    if gigabytes is not None:
+        assert plan.device_bytes / GB == pytest.approx(gigabytes, rel=0.02), "the size that the project's tables state"
+
+
+def test_the_bytes_to_read_are_those_that_are_then_read() -> None:
+    files = find_model(str(DEMO))
+    for split in (WHOLE_MODEL, Split(tp_rank=1, tp_size=2), Split(layers=range(2))):
+        reports: list[int] = []
+        source = open_weights(files, torch.float32, CPU, progress=reports.append)
+        plan = plan_weights(files.spec, source, AS_COMPUTED, split, torch.float32, CPU)
+        assert not reports, "a plan reads no weights"
+        Decoder(files.spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
+        source.finish()
+        assert reports[-1] == plan.read_bytes and 0 < plan.largest_bytes <= plan.read_bytes
+
+
+def test_a_missing_tensor_is_reported_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = find_model(str(DEMO))
+    source = open_weights(files, torch.float32, CPU)
+    spec = replace(files.spec, layers=files.spec.layers + 1)
+    with pytest.raises(CheckpointError, match=rf"tensor model\.layers\.{files.spec.layers}\.\S+ is missing"):
+        plan_weights(spec, source, AS_COMPUTED, WHOLE_MODEL, torch.float32, CPU)
+
+
+def test_planned_tensors_have_no_memory() -> None:
+    source = PlannedSource(RandomWeights(torch.float32, 1), torch.float32)
+    assert source.load("w", (1 << 20, 1 << 20)).is_meta
