@@ -23,7 +23,7 @@ Columns:
   experts        share of the rank's routed experts that a step uses, measured
   miss           share of the rows selected by tiered requests, outside their tails, that no slot held
   NVLink ms      what the links between eight GPUs would add: bytes of all collectives / 450 GB/s, without latencies
-  collectives    calls in a step, each of which adds its latency
+  collectives    calls in a step, each of which adds its latency; the last column leaves the latencies out, too
 
 Bars (required results): with tiers off and 16 requests or more, a step takes at most 1.35 times its bytes ms; the
 prompt takes at most twice the time of its products; the best tokens/s with tiers auto is at least 1.9 times (32k) and
@@ -60,6 +60,7 @@ from one_rank_model import RankServer, load_spec, planned_bytes
 from report import Bar, make_parser, markdown_table, report, write_json
 
 from hotset.base.config import EngineConfig, TiersMode
+from hotset.base.host_memory import host_memory
 from hotset.base.units import GIB
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.memory.host_store import HostStore
@@ -69,6 +70,7 @@ from hotset.models.split import Split
 SPLITS = {"dp8": Split(dp_size=8), "tp8": Split(tp_size=8)}
 SEATS = 128
 GROWTH = 512  # tokens by which a context grows while it is measured, on average at most
+MAX_HOST_SHARE = 0.9  # of the free host memory
 UTILISATION = 0.92  # share of the GPU's memory that weights, workspace and KV may take
 DEFAULT_WORKSPACE = 6 * GIB  # if no prompt was computed, whose peak would be known
 FIRST_CASE_S = 30.0  # expected seconds of a case, until one has taken longer
@@ -186,11 +188,16 @@ def make_config(tiers: TiersMode, device_gib: float, options: argparse.Namespace
         max_num_seqs=options.seats,
         max_num_batched_tokens=CHUNK,
         device_kv_gib=device_gib,
-        host_kv_gib=None if tiers == "off" else options.host_gib,
+        host_kv_gib=None if tiers == "off" else host_gib(options),
         max_model_len=max(options.context) + MAX_ANSWER,
         kv_dtype="fp8",
         index_dtype="fp8",
     )
+
+
+def host_gib(options: argparse.Namespace) -> float:
+    """Returns the GiB of the host store: those asked for, or less if too little memory is free."""
+    return float(min(options.host_gib, MAX_HOST_SHARE * host_memory().free / GIB))
 
 
 def kv_gib(workspace: int) -> float:
@@ -262,21 +269,20 @@ class RankRun:
         workspace = self._prefill() if options.prefill else DEFAULT_WORKSPACE
         release_memory()
         device_gib = options.device_gib or kv_gib(workspace)
+        configs = {tiers: make_config(tiers, device_gib, options) for tiers in options.tiers}
         # Both budgets are computed before host memory is allocated, because they check how much of it is free.
         budgets = {
-            tiers: kv_budget(
-                make_config(tiers, device_gib, options), decoder.kv_shape, self._rank.spec.context, decoder.device
-            )
-            for tiers in options.tiers
+            tiers: kv_budget(config, decoder.kv_shape, self._rank.spec.context, decoder.device)
+            for tiers, config in configs.items()
         }
         for tiers, budget in budgets.items():
             print(f"tiers {tiers}: {device_gib:.1f} GiB on the device, {budget.device_pages} pages", flush=True)
             host = None if tiers == "off" else self._host_store(budget)
             try:
-                config = make_config(tiers, device_gib, options)
-                self._serve(RankServer(self._rank.model, self._rank.spec, config, budget, host), tiers)
+                self._serve(RankServer(self._rank.model, self._rank.spec, configs[tiers], budget, host), tiers)
             finally:
                 if host is not None:
+                    release_memory()  # waits until nothing writes to the store any more
                     host.close()
             release_memory()
 
@@ -291,8 +297,8 @@ class RankRun:
         return int(row["workspace GB"] * 1e9)
 
     def _host_store(self, budget: KvBudget) -> HostStore:
-        print(f"pinning {self._options.host_gib} GiB of host memory", flush=True)
         decoder = self._rank.decoder
+        print(f"allocating and pinning {budget.host_pages} host pages", flush=True)
         return HostStore(decoder.kv_shape, budget.host_pages, budget.geometry.page_rows, decoder.device)
 
     def _serve(self, server: RankServer, tiers: TiersMode) -> None:
@@ -334,8 +340,10 @@ class RankRun:
 
 
 def release_memory() -> None:
+    """Waits for the GPU, and returns the memory of objects that are no longer used."""
     gc.collect()
     if torch.cuda.is_available():
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
@@ -361,11 +369,12 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument("--seats", type=int, default=SEATS, help="maximum number of concurrent requests")
     parser.add_argument("--steps", type=int, default=48, help="timed steps per row of the table")
     parser.add_argument("--no-profile", action="store_true", help="do not profile")
-    parser.add_argument("--seconds", type=float, default=570, help="time limit; cases that would exceed it are skipped")
+    parser.add_argument("--seconds", type=float, default=560, help="time limit; cases that would exceed it are skipped")
     return parser
 
 
 def main() -> None:
+    start = time.monotonic()
     options = make_options().parse_args()
     require_gpu()
     rates = measure_rates()
@@ -374,6 +383,7 @@ def main() -> None:
     spec = load_spec(options.model)
     if options.layers is not None:
         spec = first_layers(spec, options.layers)
+    options.seconds -= time.monotonic() - start
     run = RankRun(options, spec, rates, torch.device("cuda"), torch.bfloat16)
     run.measure()
     note = "prompts of decoding requests are not computed; their selections are synthetic"

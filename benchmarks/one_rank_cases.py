@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 from decode_load import abort_all, prefill, timed_steps
-from one_rank_limits import Rates, link_seconds, prefill_products, step_bytes
+from one_rank_limits import Rates, link_bytes, link_seconds, prefill_products, step_bytes
 from one_rank_model import (
     FP8_KV,
     CollectiveCall,
@@ -192,8 +192,10 @@ def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int
         "host GB/s": swapped / len(times) / step_s * 1e-9,
         "NVLink ms": link_s * 1e3,
         "collectives": len(observed.calls),
+        "tokens/s with NVLink": case.requests / (step_s + link_s) / rank.gpus_per_token,
         "finite": observed.finite,
         "bytes": read,
+        "link bytes": link_bytes(observed.calls),
         "profile ms": grouped_ms(runs, PROFILED_STEPS),
         "slowest kernels ms": slowest_ms(runs, PROFILED_STEPS),
     }

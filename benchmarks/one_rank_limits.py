@@ -4,6 +4,7 @@ Times follow from rates that are measured in the same run (`measure_rates`), exc
 one GPU has none.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -121,6 +122,14 @@ def prefill_products(spec: ModelSpec, split: Split, tokens: int) -> list[Product
     return products
 
 
+def link_bytes(calls: Iterable[CollectiveCall]) -> dict[str, float]:
+    """Returns the bytes that each rank sends, and as many that it receives, by the kind of collective."""
+    totals: dict[str, float] = defaultdict(float)
+    for call in calls:
+        totals[call.name] += call.link_bytes
+    return dict(totals)
+
+
 def link_seconds(calls: Iterable[CollectiveCall]) -> float:
     """Returns the time that the bytes of these calls take on the links between GPUs, without any latency."""
-    return sum(call.link_bytes for call in calls) / NVLINK_BYTES_PER_S
+    return sum(link_bytes(calls).values()) / NVLINK_BYTES_PER_S

@@ -250,22 +250,21 @@ def test_cases_without_time_are_skipped_and_a_failed_case_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
+    row = {
+        "model": "m",
+        "split": "s",
+        "context": 1,
+        "tiers": "off",
+        "host pages": "",
+        "tokens/s": 1.0,
+        "profile ms": {},
+    }
 
     def fake_measure(_rank: Rank, _server: RankServer, case: Case, *_: object, **__: object) -> dict[str, object]:
         now[0] += 40
         if case.requests == 3:
             raise RuntimeError("out of memory")
-        return {
-            "model": "m",
-            "split": "s",
-            "context": 1,
-            "tiers": "off",
-            "requests": case.requests,
-            "profile ms": {},
-        } | {
-            "host pages": "",
-            "tokens/s": 1.0,
-        }
+        return row | {"requests": case.requests}
 
     monkeypatch.setattr(one_rank, "GROWTH", GROWTH)
     monkeypatch.setattr(one_rank, "measure", fake_measure)
