@@ -14,7 +14,7 @@ def cases() -> dict[str, dict[str, Any]]:
         "module": "quantise.triton_impl",
         "kernel": "_quantise_kernel",
         "types": {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"},
-        "constants": {"block_tokens": 32},
+        "constants": {"lets_next_start": False, "block_tokens": 32},
         "options": quantise.OPTIONS | {"num_warps": quantise.WARPS},
         "aligned": ("width", "x_stride"),
     }
@@ -24,13 +24,14 @@ def cases() -> dict[str, dict[str, Any]]:
 def _linear_case(tile: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the case of a weight with blocks of 128 x 128 and whole groups, which several programs divide."""
     sizes = {"tile_tokens": tile.tokens, "tile_outputs": tile.outputs, "stages": tile.stages}
-    flags = {"whole_groups": True, "with_bias": False, "one_split": False, "fused": tile.fused, "tma": tile.tma}
+    flags = {"whole_groups": True, "with_bias": False, "splits": 4, "fused": tile.fused}
+    flags |= {"tma": tile.tma, "starts_early": tile.starts_early}
     return {
         "module": "linear.triton_fp8",
         "kernel": "_linear_kernel",
         "types": {
             "*bf16": "x bias out" if tile.fused else "bias out",
-            "*fp8e4nv": "weight" if tile.fused else "x weight",
+            "*fp8e4nv": "weight weight_tiles" if tile.fused else "x weight weight_tiles",
             "*fp32": "x_scales weight_scales partial",
             "*i32": "counters",
         },

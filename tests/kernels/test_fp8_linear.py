@@ -3,6 +3,7 @@
 The error is measured against |x| @ |W|^T of the quantised factors, without the rounding of the result to its dtype.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -73,7 +74,9 @@ def test_fp8_linear_equals_a_float64_product_of_the_same_codes(
 ) -> None:
     weight, bias = random_weight(outputs, inputs, block_rows), torch.randn(outputs).to(dtype)
     x = torch.randn(tokens, inputs + 2).to(dtype)[:, 2:]  # tokens have a stride
-    tile = impl().Tile(tokens=16 if tokens <= 16 else 64, outputs=64, warps=4, stages=3, programs=0, fused=fused)
+    tile = impl().Tile(
+        tokens=16 if tokens <= 16 else 64, outputs=64, warps=4, stages=3, max_programs=0, min_groups=0, fused=fused
+    )
     counters = impl().make_counters(weight)
     splits = min(splits, weight.scales.shape[1])
     out = impl().fp8_linear_in_tiles(x, weight, bias, counters, tile, splits)
@@ -146,7 +149,7 @@ def test_splits_divide_the_groups_without_an_empty_one(outputs: int, inputs: int
         groups, splits = -(-inputs // SCALE_BLOCK), impl().splits_for(outputs, inputs, tile)
         assert 1 <= splits <= groups
         assert (splits - 1) * -(-groups // splits) < groups  # the last split has a group
-        assert splits == 1 or tile.tokens < 1 << 62
+    assert impl().splits_for(outputs, inputs, impl().tile_for(1 << 20)) == 1  # blocks of tokens share no counters
 
 
 def random_call(tokens: int, outputs: int, inputs: int, dtype: torch.dtype = BF16) -> dict[str, Any]:
@@ -192,6 +195,21 @@ def test_on_a_gpu_a_token_has_the_same_bits_in_every_batch_with_the_same_tile(ou
             assert torch.equal(layer(x[:tokens]), whole[:tokens])
             assert torch.equal(layer(x[most - tokens : most]), whole[most - tokens :])
         lowest = most + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_on_a_gpu_all_ways_to_read_the_factors_give_the_same_bits(tokens: int, splits: int) -> None:
+    call = random_call(tokens, 1000, 2048)
+    counters, tile = impl().make_counters(call["weight"]), impl().TILES[tokens]
+    results = []
+    for fused, tma, early in itertools.product((False, True), repeat=3):
+        way = replace(tile, fused=fused, tma=tma, starts_early=early)
+        for _ in range(3):
+            results.append(impl().fp8_linear_in_tiles(call["x"], call["weight"], None, counters, way, splits))
+    assert error(results[0], call["x"], call["weight"]) < ERROR_BAR
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.gpu

@@ -21,12 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.kernels.quantise.triton_impl import group_codes, group_scale, quantise
 
+READ_AHEAD_GROUPS = 4  # groups that a program reads into the L2 while it waits for the previous kernel
+
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
+_READ_AHEAD_GROUPS = tl.constexpr(READ_AHEAD_GROUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +41,23 @@ class Tile:
     outputs: int
     warps: int
     stages: int
-    programs: int  # splits are added until about this many programs run
+    max_programs: int  # a sum is divided only into so many splits that there are at most this many programs
+    min_groups: int  # and only so many that each has at least this many groups
     fused: bool  # every program quantises the activations itself; otherwise, a launch before it does
     tma: bool = False  # the tensor memory accelerator reads the codes of the weight; requires inputs % 16 == 0
+    # The kernel starts before the previous one has ended, and reads its first codes into the L2 meanwhile.
+    starts_early: bool = False
 
 
 # The key of an entry is the largest number of tokens for which the entry is used.
 TILES = {
-    16: Tile(16, 64, 4, 5, programs=264, fused=True),
-    32: Tile(32, 64, 4, 5, programs=264, fused=False),
-    64: Tile(64, 128, 8, 4, programs=132, fused=False),
-    128: Tile(128, 128, 8, 4, programs=132, fused=False),
-    1 << 62: Tile(128, 128, 8, 4, programs=0, fused=False),
+    16: Tile(16, 64, 4, 5, max_programs=264, min_groups=12, fused=True),
+    32: Tile(32, 64, 4, 5, max_programs=264, min_groups=12, fused=False),
+    64: Tile(64, 128, 8, 4, max_programs=132, min_groups=8, fused=False),
+    128: Tile(128, 128, 8, 4, max_programs=132, min_groups=8, fused=False),
+    1 << 62: Tile(128, 128, 8, 4, max_programs=0, min_groups=0, fused=False),
 }
 MIN_TILE_OUTPUTS = 64
-MIN_SPLIT_GROUPS = 12  # groups per program: adding up more splits takes longer than reading with fewer programs
 MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
 LIBRARY_ALIGN = 4  # tokens, and groups of a weight's scales, must be a multiple of this for torch's library
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
@@ -105,10 +111,12 @@ def library_arguments(x: Tensor, weight: Fp8Weight) -> dict[str, Any]:
 
 
 def splits_for(outputs: int, inputs: int, tile: Tile) -> int:
-    """Returns how many programs divide the groups of one tile. Each of them has at least one group."""
+    """Returns how many programs divide the groups of one tile: a power of two, so that few kernels are compiled."""
     groups, blocks = ceil_div(inputs, SCALE_BLOCK), ceil_div(outputs, tile.outputs)
-    splits = max(1, min(round(tile.programs / blocks), groups // MIN_SPLIT_GROUPS))
-    return ceil_div(groups, ceil_div(groups, splits))
+    splits = 1
+    while 2 * splits * blocks <= tile.max_programs and 2 * splits * tile.min_groups <= groups:
+        splits *= 2
+    return splits
 
 
 def fp8_linear_in_tiles(
@@ -122,20 +130,18 @@ def fp8_linear_in_tiles(
     splits = splits or splits_for(outputs, inputs, tile)
     x = x if x.stride(1) == 1 else x.contiguous()
     # A fused kernel does not read the scales. `scales` is [tokens, groups], and the tokens of a group are adjacent.
-    codes, scales = (x, x) if tile.fused else quantise(x, tokens)
+    codes, scales = (x, x) if tile.fused else quantise(x, tokens, lets_next_start=tile.starts_early)
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
     partial = torch.empty(partial_count, dtype=torch.float32, device=x.device)
-    codes_of_weight: Any = weight.codes
-    if tile.tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        codes_of_weight = TensorDescriptor.from_tensor(weight.codes, [tile.outputs, SCALE_BLOCK])
+    tma = tile.tma and inputs % 16 == 0
+    tiles = TensorDescriptor.from_tensor(weight.codes, [tile.outputs, SCALE_BLOCK]) if tma else weight.codes
     _linear_kernel[grid](
         x=codes,
         x_scales=scales,
-        weight=codes_of_weight,
+        weight=weight.codes,
+        weight_tiles=tiles,
         weight_scales=weight.scales,
         bias=out if bias is None else bias,
         out=out,
@@ -151,13 +157,15 @@ def fp8_linear_in_tiles(
         block_rows=weight.block_rows,
         whole_groups=inputs % SCALE_BLOCK == 0,
         with_bias=bias is not None,
-        one_split=splits == 1,
+        splits=splits,
         fused=tile.fused,
-        tma=tile.tma,
+        tma=tma,
+        starts_early=tile.starts_early,
         tile_tokens=tile.tokens,
         tile_outputs=tile.outputs,
         stages=tile.stages,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if tile.starts_early else {}),
         **OPTIONS,
     )
     return out
@@ -167,7 +175,8 @@ def fp8_linear_in_tiles(
 def _linear_kernel(
     x: tl.tensor,  # values if fused, else codes
     x_scales: tl.tensor,
-    weight: tl.tensor,  # codes, or their descriptor if tma
+    weight: tl.tensor,
+    weight_tiles: tl.tensor,  # the descriptor of the weight's tiles; only if tma
     weight_scales: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
@@ -183,9 +192,10 @@ def _linear_kernel(
     block_rows: tl.constexpr,
     whole_groups: tl.constexpr,
     with_bias: tl.constexpr,
-    one_split: tl.constexpr,
+    splits: tl.constexpr,
     fused: tl.constexpr,
     tma: tl.constexpr,
+    starts_early: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_outputs: tl.constexpr,
     stages: tl.constexpr,
@@ -199,16 +209,20 @@ def _linear_kernel(
     read_token = tl.minimum(token, tokens - 1)
     entry = tl.arange(0, _SCALE_BLOCK)
     x_at = x + read_token.to(tl.int64)[:, None] * x_stride + entry[None, :]
+    weight_at = weight + read_output.to(tl.int64)[:, None] * inputs + entry[None, :]
     one_scale: tl.constexpr = block_rows % tile_outputs == 0  # all outputs of the tile have the same scale
     scale_at = weight_scales + (first_output if one_scale else read_output) // block_rows * groups
     total = tl.zeros([tile_outputs, tile_tokens], tl.float32)
     first_group = tl.program_id(1) * split_groups
+    if starts_early:
+        read_ahead = tl.minimum(first_group + tl.arange(0, _READ_AHEAD_GROUPS), groups - 1) * _SCALE_BLOCK
+        _read_into_l2(weight + read_output.to(tl.int64)[:, None] * inputs + read_ahead[None, :])
+        tl.extra.cuda.gdc_wait()  # the previous kernel may write x, and read what is written below, until here
     for group in tl.range(first_group, tl.minimum(first_group + split_groups, groups), num_stages=stages):
         start = group * _SCALE_BLOCK
         if tma:
-            weight_tile = weight.load([first_output, start])
+            weight_tile = weight_tiles.load([first_output, start])
         else:
-            weight_at = weight + read_output.to(tl.int64)[:, None] * inputs + entry[None, :]
             if whole_groups:
                 weight_tile = tl.load(weight_at + start)
             else:
@@ -230,18 +244,17 @@ def _linear_kernel(
         else:
             total += product * (scale[None, :] * weight_scale[:, None])
 
-    if not one_split:
+    if splits > 1:
         tile = tl.program_id(0)
         sums = tl.arange(0, tile_outputs)[:, None] * tile_tokens + tl.arange(0, tile_tokens)[None, :]
         size: tl.constexpr = tile_outputs * tile_tokens
-        splits = tl.num_programs(1)
         partial_at = partial + tile.to(tl.int64) * splits * size + sums
         tl.store(partial_at + tl.program_id(1) * size, total)
         tl.debug_barrier()  # every thread has stored before one of them counts
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") < splits - 1:
             return
         total = tl.zeros([tile_outputs, tile_tokens], tl.float32)
-        for split in range(splits):
+        for split in tl.static_range(splits):
             total += tl.load(partial_at + split * size, cache_modifier=".cg")  # from the L2: others have written it
         tl.store(counters + tile, 0)
     if with_bias:
@@ -249,3 +262,11 @@ def _linear_kernel(
     inside = (token < tokens)[None, :] & (output < outputs)[:, None]
     target = out + token.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_into_l2(lines: tl.tensor) -> None:
+    """Starts to read lines of 128 bytes from memory into the L2, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -18,7 +18,8 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 
 
-def quantise(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, padded: int, lets_next_start: bool = False) -> tuple[Tensor, Tensor]:
+    """`lets_next_start` lets the next kernel of the stream start early, if it is launched for that (`launch_pdl`)."""
     (tokens, width), groups = x.shape, ceil_div(x.shape[1], SCALE_BLOCK)
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -33,6 +34,7 @@ def quantise(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
             width=width,
             x_stride=x.stride(0),
             scale_stride=padded,
+            lets_next_start=lets_next_start,
             block_tokens=block_tokens,
             num_warps=WARPS,
             **OPTIONS,
@@ -49,8 +51,11 @@ def _quantise_kernel(
     width: tl.tensor,
     x_stride: tl.tensor,
     scale_stride: tl.tensor,
+    lets_next_start: tl.constexpr,
     block_tokens: tl.constexpr,
 ) -> None:
+    if lets_next_start:
+        tl.extra.cuda.gdc_launch_dependents()
     group = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * block_tokens + tl.arange(0, block_tokens)
     entry = group * _SCALE_BLOCK + tl.arange(0, _SCALE_BLOCK)
