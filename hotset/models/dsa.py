@@ -33,8 +33,9 @@ class Indexer:
         index = spec.index
         self._spec = index
         self._group = group
-        self._query = Linear(weights.load(f"{prefix}.wq_b.weight", (index.heads * index.head_dim, spec.q_lora_rank)))
-        self._key = Linear(weights.load(f"{prefix}.wk.weight", (index.head_dim, model.hidden)))
+        query_shape = (index.heads * index.head_dim, spec.q_lora_rank)
+        self._query = Linear(weights.load_weight(f"{prefix}.wq_b.weight", query_shape))
+        self._key = Linear(weights.load_weight(f"{prefix}.wk.weight", (index.head_dim, model.hidden)))
         self._norm_weight = weights.load(f"{prefix}.k_norm.weight", (index.head_dim,))
         self._norm_bias = weights.load(f"{prefix}.k_norm.bias", (index.head_dim,))
         name, shape = f"{prefix}.weights_proj.weight", (index.heads, model.hidden)
@@ -75,26 +76,26 @@ class DsaAttention:
         head_dim, up_dim = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
 
         def linear(name: str, outputs: int) -> Linear:
-            weight = weights.load(f"{prefix}.{name}.weight", (outputs, model.hidden))
+            weight = weights.load_weight(f"{prefix}.{name}.weight", (outputs, model.hidden))
             return Linear(weight, weights.load(f"{prefix}.{name}.bias", (outputs,)) if spec.bias else None)
-
-        def up(name: str, width: int, inputs: int) -> Tensor:
-            shape = (spec.heads * width, inputs)
-            return weights.load(f"{prefix}.{name}.weight", shape, tensor_slice=shard_slice(0, heads, width))
 
         def norm(name: str, width: int) -> RmsNorm:
             return RmsNorm(weights.load(f"{prefix}.{name}.weight", (width,)), LATENT_NORM_EPS)
 
         self._q_down = linear("q_a_proj", spec.q_lora_rank)
         self._q_norm = norm("q_a_layernorm", spec.q_lora_rank)
-        self._q_up = Linear(up("q_b_proj", head_dim, spec.q_lora_rank))
+        q_up_shape, q_up_slice = (spec.heads * head_dim, spec.q_lora_rank), shard_slice(0, heads, head_dim)
+        self._q_up = Linear(weights.load_weight(f"{prefix}.q_b_proj.weight", q_up_shape, tensor_slice=q_up_slice))
         self._kv_down = linear("kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim)
         self._kv_norm = norm("kv_a_layernorm", spec.kv_lora_rank)
-        by_head = up("kv_b_proj", up_dim, spec.kv_lora_rank).view(len(heads), up_dim, spec.kv_lora_rank)
+        # Each head's part of kv_b is multiplied on its own, with queries and attended rows: it is never in fp8.
+        kv_up_shape, kv_up_slice = (spec.heads * up_dim, spec.kv_lora_rank), shard_slice(0, heads, up_dim)
+        kv_up = weights.load(f"{prefix}.kv_b_proj.weight", kv_up_shape, tensor_slice=kv_up_slice)
+        by_head = kv_up.view(len(heads), up_dim, spec.kv_lora_rank)
         self._key_up = by_head[:, : spec.nope_dim]  # [local heads, nope, rank]
         self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [local heads, rank, v]
         out_shape, out_slice = (model.hidden, spec.heads * spec.v_dim), shard_slice(1, heads, spec.v_dim)
-        out = weights.load(f"{prefix}.o_proj.weight", out_shape, tensor_slice=out_slice)
+        out = weights.load_weight(f"{prefix}.o_proj.weight", out_shape, tensor_slice=out_slice)
         out_bias = weights.load(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.bias else None
         self._out = RowParallelLinear(out, out_bias, loader.tp_collectives)
         self._scale = head_dim**-0.5 * softmax_gain(model.rope)

@@ -38,7 +38,7 @@ class GqaAttention:
             like,
         )
         out_shape, out_slice = (model.hidden, spec.heads * head_dim), shard_slice(1, heads, head_dim)
-        out = weights.load(f"{prefix}.o_proj.weight", out_shape, tensor_slice=out_slice)
+        out = weights.load_weight(f"{prefix}.o_proj.weight", out_shape, tensor_slice=out_slice)
         out_bias = weights.load(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.out_bias else None
         self._out = RowParallelLinear(out, out_bias, loader.tp_collectives)
         self._head_norms: HeadNorms | None = None

@@ -1,6 +1,8 @@
 """The building blocks of DSA and GQA decoders: embedding, norms, linear layers, MLP, MoE, LM head."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import experts
+from hotset.kernels.fp8 import Fp8Weight, Weight, common_block_rows
 from hotset.kernels.linear import Linear
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import RoutingRule, route
@@ -62,14 +65,35 @@ class WeightShard:
     tensor_slice: TensorSlice
 
 
+def empty_weight(
+    weights: WeightSource, names: Iterable[str], shape: tuple[int, ...], boundaries: Iterable[int], like: Tensor
+) -> Weight:
+    """Returns memory for a weight [..., out, in] into which the tensors `names` are merged.
+
+    It is in fp8 if all of them are, else in the dtype of `like`: a product needs one format for its whole weight. A
+    block of scales begins at each of the `boundaries` between outputs.
+    """
+    if all(weights.is_fp8(name) for name in names):
+        return Fp8Weight.empty(shape, like.device, common_block_rows(*boundaries))
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def output_range(weight: Weight, first: int, last: int) -> Weight:
+    """Returns a view of the outputs [first, last) of a weight [out, in]."""
+    return weight.outputs(first, last) if isinstance(weight, Fp8Weight) else weight[first:last]
+
+
 def column_parallel_linear(
     weights: WeightSource, shards: list[WeightShard], inputs: int, bias: bool, like: Tensor
 ) -> Linear:
     """Merges the shards of several weights along their outputs, so that one matrix product computes all of them."""
-    sizes = [shard.tensor_slice.size for shard in shards]
-    weight = torch.empty(sum(sizes), inputs, dtype=like.dtype, device=like.device)
-    for shard, out in zip(shards, weight.split(sizes), strict=True):
-        weights.load(f"{shard.name}.weight", (shard.outputs, inputs), out=out, tensor_slice=shard.tensor_slice)
+    names = [f"{shard.name}.weight" for shard in shards]
+    bounds = [0, *accumulate(shard.tensor_slice.size for shard in shards)]
+    first_outputs = [shard.tensor_slice.first for shard in shards]
+    weight = empty_weight(weights, names, (bounds[-1], inputs), (*bounds[:-1], *first_outputs), like)
+    for name, shard, (first, last) in zip(names, shards, pairwise(bounds), strict=True):
+        out = output_range(weight, first, last)
+        weights.load_weight(name, (shard.outputs, inputs), out=out, tensor_slice=shard.tensor_slice)
     if not bias:
         return Linear(weight)
     biases = [weights.load(f"{s.name}.bias", (s.outputs,), tensor_slice=s.tensor_slice) for s in shards]
@@ -82,7 +106,7 @@ class RowParallelLinear:
     With several ranks, every rank adds the bias to that sum.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, collectives: Collectives) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, collectives: Collectives) -> None:
         single_rank = collectives.size == 1
         self._product = Linear(weight, bias if single_rank else None)
         self._bias = None if single_rank else bias
@@ -105,7 +129,7 @@ class Mlp:
         weights, shard = loader.weights, loader.split.tp_shard(width)
         gate_up = [WeightShard(f"{prefix}.{name}", width, shard_slice(0, shard)) for name in ("gate_proj", "up_proj")]
         self._gate_up = column_parallel_linear(weights, gate_up, hidden, bias, like)
-        down = weights.load(f"{prefix}.down_proj.weight", (hidden, width), tensor_slice=shard_slice(1, shard))
+        down = weights.load_weight(f"{prefix}.down_proj.weight", (hidden, width), tensor_slice=shard_slice(1, shard))
         down_bias = weights.load(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
         self._down = RowParallelLinear(down, down_bias, loader.tp_collectives)
 
@@ -137,8 +161,13 @@ class Moe:
         self._correction = load_fp32(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
         self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
         local = split.experts(spec.experts)
-        self._gate_up = torch.empty(len(local), 2 * spec.width, hidden, dtype=like.dtype, device=like.device)
-        self._down = torch.empty(len(local), hidden, spec.width, dtype=like.dtype, device=like.device)
+        # Experts of other ranks count too: all ranks compute in the same format.
+        names = [f"{prefix}.experts.{expert}.{{}}_proj.weight" for expert in range(spec.experts)]
+        gate_up = [name.format(part) for name in names for part in ("gate", "up")]
+        down = [name.format("down") for name in names]
+        gate_up_shape, down_shape = (len(local), 2 * spec.width, hidden), (len(local), hidden, spec.width)
+        self._gate_up = empty_weight(weights, gate_up, gate_up_shape, [spec.width], like)
+        self._down = empty_weight(weights, down, down_shape, [0], like)
         skipped = SkippedWeights(weights)
         for expert in range(spec.experts):
             source, index = (weights, expert - local.start) if expert in local else (skipped, 0)
@@ -171,12 +200,11 @@ class Moe:
         return experts(x, expert_ids, routes.weights, self._gate_up, self._down)
 
 
-def _load_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor) -> None:
+def _load_expert(weights: WeightSource, name: str, gate_up: Weight, down: Weight) -> None:
     hidden, width = down.shape
-    gate, up = gate_up.split(width)
-    weights.load(f"{name}.gate_proj.weight", (width, hidden), out=gate)
-    weights.load(f"{name}.up_proj.weight", (width, hidden), out=up)
-    weights.load(f"{name}.down_proj.weight", (hidden, width), out=down)
+    weights.load_weight(f"{name}.gate_proj.weight", (width, hidden), out=output_range(gate_up, 0, width))
+    weights.load_weight(f"{name}.up_proj.weight", (width, hidden), out=output_range(gate_up, width, 2 * width))
+    weights.load_weight(f"{name}.down_proj.weight", (hidden, width), out=down)
 
 
 def _local_expert_ids(local: range, experts: int, device: torch.device) -> Tensor:

@@ -8,7 +8,9 @@ from math import inf
 
 from hotset.base.errors import ConfigError
 from hotset.base.units import ceil_div
-from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
+from hotset.models.spec import FP8_BLOCK, GqaSpec, MlaSpec, ModelSpec
+
+_IN_BLOCKS = f" in fp8 blocks of {FP8_BLOCK}"  # in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,10 @@ def _check_size(spec: ModelSpec, size: int, flag: str, indivisible: Callable[[Mo
         below = [candidate for candidate in working if candidate < size][-1:]
         above = [candidate for candidate in working if candidate > size][:1]
         nearest = " or ".join(str(candidate) for candidate in below + above)
-        raise ConfigError(f"{flag} {size} does not divide {' and '.join(counts)} evenly; nearest that works: {nearest}")
+        expanded = " (or --weight-dtype bfloat16)" if any(_IN_BLOCKS in count for count in counts) else ""
+        raise ConfigError(
+            f"{flag} {size} does not divide {' and '.join(counts)} evenly; nearest that works: {nearest}{expanded}"
+        )
 
 
 def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
@@ -118,17 +123,22 @@ def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
 def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
     """Returns the counts of experts, heads and columns that `size` does not divide.
 
-    The number of KV heads is also accepted if it divides `size`.
+    The number of KV heads is also accepted if it divides `size`. If the weights are in fp8, the columns are inputs of a
+    weight whose blocks must not be divided.
     """
-    moe = spec.moe
-    counts = {
-        "attention heads": spec.attention.heads,
+    moe, attention = spec.moe, spec.attention
+    value_dim = attention.head_dim if isinstance(attention, GqaSpec) else attention.v_dim
+    columns = {
         "columns of a dense MLP": 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width,
         "columns of the shared experts": moe.width * moe.shared if moe else 0,
     }
-    indivisible = [f"{count} {what}" for what, count in counts.items() if count % size]
-    if isinstance(spec.attention, GqaSpec):
-        kv_heads = spec.attention.kv_heads
+    indivisible = [f"{attention.heads} attention heads"] if attention.heads % size else []
+    indivisible += [f"{count} {what}" for what, count in columns.items() if count % size]
+    if spec.fp8_weights and size > 1 and not indivisible:
+        columns["columns of the attention's output"] = attention.heads * value_dim
+        indivisible += [f"{count} {what}{_IN_BLOCKS}" for what, count in columns.items() if count % (size * FP8_BLOCK)]
+    if isinstance(attention, GqaSpec):
+        kv_heads = attention.kv_heads
         if kv_heads % size and size % kv_heads:
             indivisible.append(f"{kv_heads} KV heads")
     return _indivisible_experts(spec, size) + indivisible

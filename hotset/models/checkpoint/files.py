@@ -21,7 +21,7 @@ FINGERPRINT_BYTES = 1 << 20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
-MAX_SHARD_DIGITS = 5  # in the names of shards
+MAX_SHARDS = 10_000  # by the names of shards without an index
 MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
 
 
@@ -141,7 +141,7 @@ def _with_missing_shards(paths: list[Path]) -> list[Path]:
         numbered = _NUMBERED.fullmatch(path.name)
         if numbered is not None:
             stem, number, count = numbered.groups()
-            if len(count) > MAX_SHARD_DIGITS:
+            if int(count) > MAX_SHARDS:
                 raise CheckpointError(f"{path} is one of {count} shards by its name, which no model has")
             shards = range(1, int(count) + 1)
             required |= {path.with_name(f"{stem}-{shard:0{len(number)}}-of-{count}.safetensors") for shard in shards}
