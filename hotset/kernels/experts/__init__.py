@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
+from hotset.base.units import ceil_div
 from hotset.kernels.experts import reference
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.fp8 import Fp8Weight, Weight
@@ -17,29 +18,39 @@ def experts(
     weights: Tensor,  # [tokens, k]
     gate_up: Weight,  # [experts, 2 * width, hidden]: gate, then up
     down: Weight,  # [experts, hidden, width]
+    routed_experts: int | None = None,  # the number of experts that tokens were routed to; None: those given here
 ) -> Tensor:  # [tokens, hidden]
     """Returns sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)). Reads only the experts in use.
 
     Weights in fp8 are multiplied as `fp8_linear` does. On a GPU, calls in bfloat16 and float32 can be captured in a
-    graph; other dtypes use the reference. Raises ConfigError before anything runs if x, gate_up and down differ in
-    dtype, or if the fast path would get more than MAX_EXPERTS experts.
+    graph; other dtypes use the reference. If other ranks hold a part of the experts, their ids are EMPTY here and
+    `routed_experts` counts all ranks' experts: the kernels expect tokens to be spread evenly over this number. It
+    affects the speed and the order of additions, but not which products are computed.
+
+    Raises ConfigError before anything runs if one of gate_up and down is in fp8 and the other is not, if weights that
+    are not in fp8 differ from x in dtype, or if the fast path would get more than MAX_EXPERTS experts.
     """
     assert expert_ids.shape == weights.shape, (
         f"expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} differ in shape"
     )
-    tokens, (_, hidden, width) = expert_ids.shape[0], down.shape
+    tokens, (count, hidden, width) = expert_ids.shape[0], down.shape
     shapes = (tuple(x.shape), tuple(gate_up.shape), tuple(down.shape))
     assert x.shape == (tokens, hidden), f"x {shapes[0]} does not match {tokens} tokens and down {shapes[2]}"
-    assert gate_up.shape == (down.shape[0], 2 * width, hidden), f"gate_up {shapes[1]} does not match down {shapes[2]}"
-    if isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
-        return reference.experts(x, expert_ids, weights, gate_up, down)
-    if not x.dtype == gate_up.dtype == down.dtype:
+    assert gate_up.shape == (count, 2 * width, hidden), f"gate_up {shapes[1]} does not match down {shapes[2]}"
+    module = "triton_impl"
+    if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
+        module = "fp8_triton"
+    elif isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
+        in_fp8, other = ("gate_up", "down") if isinstance(gate_up, Fp8Weight) else ("down", "gate_up")
+        raise ConfigError(f"the experts' {in_fp8} is in fp8, but {other} is not: both or neither must be in fp8")
+    elif not x.dtype == gate_up.dtype == down.dtype:
         raise ConfigError(f"x is {x.dtype}, but the experts are {gate_up.dtype} and {down.dtype}: all must be the same")
     if not has_fast_path(x):
         return reference.experts(x, expert_ids, weights, gate_up, down)
-    if gate_up.shape[0] > MAX_EXPERTS:
-        raise ConfigError(f"{gate_up.shape[0]} experts are more than the {MAX_EXPERTS} that can be served on a GPU")
+    if count > MAX_EXPERTS:
+        raise ConfigError(f"{count} experts are more than the {MAX_EXPERTS} that can be served on a GPU")
     if expert_ids.numel() == 0:
         return torch.zeros_like(x)
-    out: Tensor = kernels_of("experts").experts(x, expert_ids, weights, gate_up, down)
+    pairs_per_expert = ceil_div(expert_ids.numel(), routed_experts or count)
+    out: Tensor = kernels_of("experts", module).experts(x, expert_ids, weights, gate_up, down, pairs_per_expert)
     return out

@@ -1,4 +1,8 @@
-"""The specification of experts: pairs (token, expert) are sorted by expert; each expert in use is applied once."""
+"""The specification of experts: pairs (token, expert) are sorted by expert; each expert in use is applied once.
+
+If the weights are in fp8, the outputs of gate and up and their activation are computed in the accumulation dtype. The
+activation is rounded to the dtype of x, quantised, and multiplied with down. The result is rounded to the dtype of x.
+"""
 
 import torch
 from torch import Tensor
@@ -7,6 +11,7 @@ from torch.nn import functional as F
 from hotset.kernels import EMPTY
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear.reference import fp8_linear, linear
+from hotset.kernels.rows import accumulation_dtype
 
 
 def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
@@ -20,12 +25,17 @@ def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Weight, dow
             continue
         part = slice(first, first + count)
         first += count
-        gate, up = _product(x[token_of[part]], gate_up[expert]).chunk(2, dim=-1)
-        result = _product(F.silu(gate) * up, down[expert])
+        result = _gated_mlp(x[token_of[part]], gate_up[expert], down[expert])
         scaled = result * weights.flatten()[order[part], None].to(result.dtype)
         out.index_add_(0, token_of[part], scaled.to(x.dtype))
     return out
 
 
-def _product(x: Tensor, weight: Weight) -> Tensor:
-    return fp8_linear(x, weight, None) if isinstance(weight, Fp8Weight) else linear(x, weight, None)
+def _gated_mlp(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    if isinstance(gate_up, Fp8Weight):
+        assert isinstance(down, Fp8Weight), "both weights or neither must be in fp8"
+        gate, up = fp8_linear(x.to(accumulation_dtype(x.dtype)), gate_up, None).chunk(2, dim=-1)
+        return fp8_linear((F.silu(gate) * up).to(x.dtype), down, None)
+    assert isinstance(down, Tensor), "both weights or neither must be in fp8"
+    gate, up = linear(x, gate_up, None).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down, None)

@@ -78,8 +78,9 @@ class SortedPairs:
     block_first: Tensor  # [blocks] int32: the sorted index of each block's first pair
 
 
-def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    pairs_per_expert = triton.cdiv(expert_ids.numel(), gate_up.shape[0])
+def experts(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, pairs_per_expert: int
+) -> Tensor:
     if pairs_per_expert >= MIN_TORCH_PAIRS and supports_grouped_mm(x, down):
         return experts_by_torch(x, expert_ids, weights, gate_up, down)
     tiles = tiles_for(x.dtype, pairs_per_expert)

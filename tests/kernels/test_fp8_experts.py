@@ -1,0 +1,392 @@
+"""Compares experts with weights in fp8 with float64 products of the same quantised numbers.
+
+Tests without a marker run with the reference. Those marked `interpreted` run the Triton kernels on CPU tensors.
+"""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from interpreted import INTERPRETED
+from torch import Tensor
+from torch.nn import functional as F
+
+import hotset.kernels.experts as op
+from hotset.base.errors import ConfigError
+from hotset.kernels import EMPTY
+from hotset.kernels.experts import experts, reference
+from hotset.kernels.fp8 import E4M3_MAX, SCALE_BLOCK, Fp8Weight, common_block_rows, quantise
+
+needs_interpreter = pytest.mark.interpreted
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
+    EXAMPLES = settings(EXAMPLES, max_examples=6, phases=[Phase.generate])
+
+# The limit of the error of a product, relative to |x| @ |W|^T. The matrix units of Hopper keep about 14 bits of the sum
+# over a group. On a CPU only float32 is rounded.
+PRODUCT_ERROR = 1e-6 if INTERPRETED else 2e-3
+# The limit of the relative error of a result in bf16. It is rounded up to three times: activation, result, sum. An
+# activation near the middle between two codes may get the other code, which changes it by up to 2**-3. This happens to
+# one in 30 (the ratio of the steps of bf16 and e4m3), and the errors of the activations of a sum are independent:
+# 2**-4 / sqrt(30) is about 1e-2. A wrong expert, token, weight or scale causes an error of about 1.
+BF16_ERROR = 2e-2
+
+
+def fp8_impl() -> Any:
+    return importlib.import_module("hotset.kernels.experts.fp8_triton")
+
+
+def small_tiles(block_pairs: int, tile_out: int = SCALE_BLOCK) -> Any:
+    impl = fp8_impl()
+    return impl.Tiles(block_pairs, block_pairs >= 64, impl.Tile(SCALE_BLOCK, 4, 2), impl.Tile(tile_out, 4, 2))
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poisoned() -> Iterator[None]:
+    """In an interpreted process, makes torch fill fresh memory with NaN or the largest integer."""
+    torch.use_deterministic_algorithms(INTERPRETED)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of one call."""
+
+    x: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+    gate_up: Fp8Weight
+    down: Fp8Weight
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.x, self.expert_ids, self.weights, self.gate_up, self.down
+
+    def first(self, tokens: int) -> "Case":
+        return replace(self, x=self.x[:tokens], expert_ids=self.expert_ids[:tokens], weights=self.weights[:tokens])
+
+
+def draw_weight(shape: tuple[int, ...], block_rows: int, device: str = "cpu") -> Fp8Weight:
+    """Draws codes of all magnitudes, and scales that differ by up to a factor of 4 between blocks."""
+    weight = Fp8Weight.empty(shape, torch.device(device), block_rows)
+    weight.codes.copy_(torch.randn(shape, device=device).mul_(100).clamp_(-E4M3_MAX, E4M3_MAX))
+    weight.scales.uniform_(0.5, 2).mul_(shape[-1] ** -0.5 / 100)
+    return weight
+
+
+def draw_weights(
+    count: int, hidden: int, width: int, block_rows: int = SCALE_BLOCK, device: str = "cpu"
+) -> tuple[Fp8Weight, Fp8Weight]:
+    gate_up = draw_weight((count, 2 * width, hidden), common_block_rows(width, block_rows), device)
+    return gate_up, draw_weight((count, hidden, width), block_rows, device)
+
+
+def draw_case(tokens: int, k: int, weights: tuple[Fp8Weight, Fp8Weight], dtype: torch.dtype = torch.float32) -> Case:
+    """Draws random tokens with k distinct experts each. The groups of a token differ in magnitude."""
+    (count, _, hidden), device = weights[0].shape, weights[0].device
+    x = torch.randn(tokens, hidden, device=device) * torch.linspace(0.1, 3, hidden, device=device)
+    expert_ids = torch.rand(tokens, count, device=device).argsort(dim=1)[:, :k]
+    return Case(x.to(dtype), expert_ids, torch.rand(tokens, k, device=device), *weights)
+
+
+def poison(case: Case, unused: list[int]) -> None:
+    """Makes the results of these experts NaN."""
+    for weight in (case.gate_up, case.down):
+        weight.codes[unused] = float("nan")
+        weight.scales[unused] = float("nan")
+
+
+def dequantised(x: Tensor) -> Tensor:
+    codes, scales = quantise(x)
+    return codes.double() * scales.double().repeat_interleave(SCALE_BLOCK, -1)[..., : x.shape[-1]]
+
+
+def expected_activation(x: Tensor, gate_up: Fp8Weight) -> Tensor:  # one token, one expert
+    gate, up = (gate_up.dequantised(torch.float64) @ dequantised(x)).chunk(2)
+    return F.silu(gate) * up
+
+
+def expected_output(case: Case) -> Tensor:
+    out = torch.zeros_like(case.x, dtype=torch.float64)
+    for token, ids in enumerate(case.expert_ids.tolist()):
+        for expert, weight in zip(ids, case.weights[token].tolist(), strict=True):
+            if expert != EMPTY:
+                activation = expected_activation(case.x[token], case.gate_up[expert]).to(case.x.dtype)
+                out[token] += weight * (case.down[expert].dequantised(torch.float64) @ dequantised(activation))
+    return out
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.vector_norm(out.double() - expected.double()) / torch.linalg.vector_norm(expected.double()))
+
+
+def run_op(case: Case) -> Tensor:
+    """Runs the implementation under test."""
+    if not INTERPRETED:
+        return reference.experts(*case.arguments)
+    out: Tensor = fp8_impl().experts(*case.arguments, pairs_per_expert=1)
+    return out
+
+
+@EXAMPLES
+@given(st.integers(1, 12), st.integers(1, 4), st.sampled_from([128, 64, 32]), st.integers(0, 2**31), st.data())
+def test_experts_in_fp8_equal_a_loop_over_tokens_and_read_only_the_selected_experts(
+    tokens: int, count: int, block_rows: int, seed: int, data: st.DataObject
+) -> None:
+    torch.manual_seed(seed)
+    k = data.draw(st.integers(1, count))
+    hidden = data.draw(st.sampled_from([128, 136, 256]))
+    case = draw_case(tokens, k, draw_weights(count, hidden, data.draw(st.sampled_from([32, 96, 160])), block_rows))
+    case.expert_ids[torch.rand(tokens, k) < 0.3] = EMPTY
+    case.expert_ids[0] = EMPTY  # a padded token
+    poison(case, sorted(set(range(count)) - set(case.expert_ids.flatten().tolist())))
+    out = run_op(case)
+    # An activation in float32 hardly ever is so near the middle between two codes that it gets the other one.
+    torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-4)
+    assert not out[0].any()
+
+
+def check_products(case: Case, tiles: Any) -> None:
+    """Checks every pair's quantised input, activation and result, each product with its own quantised input."""
+    impl, k = fp8_impl(), case.expert_ids.shape[1]
+    by_expert = impl.sort_by_expert(case.expert_ids, case.gate_up.shape[0], tiles.block_pairs)
+    x = impl.quantise_pairs(case.x, by_expert)
+    activation = impl.activation_of(x, by_expert, case.gate_up, case.x.dtype, tiles)
+    results = impl.results_of(activation, by_expert, case.down, torch.float32, tiles)
+    order = [pair for pair in by_expert.pairs.tolist() if case.expert_ids.flatten()[pair] != EMPTY]
+    for index, pair in enumerate(order):
+        token, expert = case.x[pair // k], int(case.expert_ids.flatten()[pair])
+        codes, scales = quantise(token)
+        assert torch.equal(x.codes[index].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(x.scales[:, index], scales)
+
+        expected = expected_activation(token, case.gate_up[expert])
+        weight, magnitude = case.gate_up[expert].dequantised(torch.float64).abs(), dequantised(token).abs()
+        gate_magnitude, up_magnitude = (weight @ magnitude).chunk(2)
+        gate, up = (case.gate_up[expert].dequantised(torch.float64) @ dequantised(token)).chunk(2)
+        # silu changes by at most 1.1 times the change of its argument.
+        allowed = PRODUCT_ERROR * (1.1 * gate_magnitude * (up.abs() + up_magnitude * PRODUCT_ERROR))
+        allowed += PRODUCT_ERROR * up_magnitude * F.silu(gate).abs()
+        allowed += expected.abs() * torch.finfo(case.x.dtype).eps
+        scales = F.pad(expected.abs(), (0, -len(expected) % SCALE_BLOCK)).unflatten(0, (-1, SCALE_BLOCK)).amax(1) / E4M3_MAX
+        scale_error = F.pad(allowed, (0, -len(expected) % SCALE_BLOCK)).unflatten(0, (-1, SCALE_BLOCK)).amax(1) / E4M3_MAX
+        assert ((activation.scales[:, index].double() - scales).abs() <= scale_error + 1e-7 * scales).all()
+        values = activation.codes[index].double() * wide(activation.scales[:, index], len(expected))
+        # e4m3 has 3 bits after the first, and steps of 2**-9 near zero.
+        half_step = torch.maximum(values.abs() * 2**-4, wide(activation.scales[:, index], len(expected)) * 2**-10)
+        assert ((values - expected).abs() <= half_step * (1 + 1e-6) + allowed).all()
+
+        down = case.down[expert].dequantised(torch.float64)
+        error = (results[index].double() - down @ values).abs()
+        assert (error <= PRODUCT_ERROR * (down.abs() @ values.abs())).all()
+
+
+def wide(scales: Tensor, width: int) -> Tensor:
+    return scales.double().repeat_interleave(SCALE_BLOCK)[:width]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("hidden", "width", "block_rows", "block_pairs", "tile_out", "dtype"),
+    [
+        (256, 128, 128, 16, 128, torch.bfloat16),
+        (200, 96, 32, 16, 128, torch.float32),
+        (136, 160, 64, 64, 64, torch.bfloat16),
+        pytest.param(576, 256, 64, 32, 64, torch.float32, marks=pytest.mark.slow),
+        pytest.param(17, 5, 1, 16, 64, torch.float32, marks=pytest.mark.slow),
+        pytest.param(384, 384, 128, 128, 128, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(256, 192, 8, 64, 128, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_each_product_has_the_error_of_its_own_sums_only(
+    hidden: int, width: int, block_rows: int, block_pairs: int, tile_out: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(hidden)
+    case = draw_case(21, 2, draw_weights(3, hidden, width, block_rows), dtype)
+    case.expert_ids[torch.rand(21, 2) < 0.3] = EMPTY
+    case.expert_ids[:5] = torch.tensor([1, EMPTY])
+    check_products(case, small_tiles(block_pairs, tile_out))
+
+
+@needs_interpreter
+def test_an_expert_with_several_blocks_equals_the_reference_in_every_tiling() -> None:
+    torch.manual_seed(1)
+    case = draw_case(35, 1, draw_weights(3, 160, 64, 64), torch.bfloat16)
+    case.expert_ids[:] = 1
+    case.expert_ids[::9] = EMPTY
+    poison(case, [0, 2])
+    expected = reference.experts(*case.arguments)
+    for block_pairs in (16, 64):
+        out = fp8_impl().experts_in_tiles(*case.arguments, small_tiles(block_pairs))
+        assert out.dtype == torch.bfloat16 and relative_error(out, expected) <= BF16_ERROR
+        assert not out[::9].any()
+
+
+@needs_interpreter
+def test_every_block_meets_every_tile_of_outputs_once() -> None:
+    """More blocks than GROUP_BLOCKS, and a number that is not a multiple of it."""
+    torch.manual_seed(2)
+    case = draw_case(9, 1, draw_weights(9, 32, 160, 32))
+    case = replace(case, expert_ids=torch.randperm(9)[:, None])
+    assert len(case.expert_ids) > fp8_impl().GROUP_BLOCKS
+    torch.testing.assert_close(run_op(case).double(), expected_output(case), atol=1e-5, rtol=1e-4)
+
+
+@needs_interpreter
+def test_inputs_need_not_be_contiguous() -> None:
+    torch.manual_seed(3)
+    case = draw_case(5, 2, draw_weights(3, 40, 24, 8))
+    expected = run_op(case)
+    for strided in (torch.stack((case.x, case.x), 1)[:, 1], case.x.t().contiguous().t()):
+        assert torch.equal(run_op(replace(case, x=strided)), expected)
+
+
+def test_only_one_weight_in_fp8_is_refused_by_name() -> None:
+    case = draw_case(2, 1, draw_weights(2, 32, 16, 16))
+    plain = case.down.dequantised(torch.float32)
+    with pytest.raises(ConfigError, match="gate_up is in fp8, but down is not"):
+        experts(case.x, case.expert_ids, case.weights, case.gate_up, plain)
+    plain = case.gate_up.dequantised(torch.float32)
+    with pytest.raises(ConfigError, match="down is in fp8, but gate_up is not"):
+        experts(case.x, case.expert_ids, case.weights, plain, case.down)
+
+
+@pytest.mark.parametrize(("routed", "expected"), [(None, 48), (32, 6)])
+def test_the_expected_pairs_per_expert_count_the_experts_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, routed: int | None, expected: int
+) -> None:
+    """48 tokens with 4 experts each: of 4 experts, or of 32 of which this rank holds 4."""
+    used = []
+
+    class Kernels:
+        @staticmethod
+        def experts(*arguments: Any) -> Tensor:
+            used.append(arguments[-1])
+            return arguments[0]
+
+    monkeypatch.setattr(op, "has_fast_path", lambda x: True)
+    monkeypatch.setattr(op, "kernels_of", lambda op, module: Kernels)
+    experts(*draw_case(48, 4, draw_weights(4, 32, 16, 16)).arguments, routed)
+    assert used == [expected]
+
+
+def poison_free_memory() -> None:
+    """Fills the memory that the allocator will return next with NaN, whose bits are out of range as an index."""
+    freed = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
+    freed.append(torch.full((1 << 28,), float("nan"), device="cuda"))
+    torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module")
+def production() -> tuple[Fp8Weight, Fp8Weight]:
+    """Returns the weights of 8 experts of DeepSeek-V3.2."""
+    torch.manual_seed(4)
+    return draw_weights(8, 7168, 2048, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_pairs", [16, 32, 64, 128])
+def test_on_a_gpu_each_product_of_production_size_has_the_error_of_its_own_sums_only(
+    production: tuple[Fp8Weight, Fp8Weight], block_pairs: int
+) -> None:
+    in_use = {tiles.block_pairs: tiles for tiles in fp8_impl().TILES.values()}
+    if block_pairs not in in_use:
+        pytest.skip(f"no tiles have {block_pairs} pairs")
+    case = draw_case(40, 2, production, torch.bfloat16)
+    case.expert_ids[::7] = EMPTY
+    poison_free_memory()
+    check_products(case, in_use[block_pairs])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64, 130, 700, 3000])
+def test_on_a_gpu_production_sizes_equal_the_reference(
+    production: tuple[Fp8Weight, Fp8Weight], tokens: int
+) -> None:
+    case = draw_case(tokens, 2, production, torch.bfloat16)
+    case.expert_ids[::5] = EMPTY
+    expected = reference.experts(*case.arguments)
+    poison_free_memory()
+    out = experts(*case.arguments)
+    assert out.dtype == torch.bfloat16 and relative_error(out, expected) <= BF16_ERROR
+    assert not out[::5].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("count", "hidden", "width", "block_rows", "k", "tokens", "dtype"),
+    [
+        (8, 256, 160, 32, 2, 3, torch.bfloat16),
+        (8, 576, 256, 64, 2, 200, torch.bfloat16),
+        (5, 72, 24, 8, 3, 33, torch.float32),
+        (3, 250, 37, 1, 1, 400, torch.bfloat16),  # not aligned for 16-byte copies
+        (256, 512, 128, 128, 8, 17, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_odd_sizes_equal_the_reference(
+    count: int, hidden: int, width: int, block_rows: int, k: int, tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens)
+    case = draw_case(tokens, k, draw_weights(count, hidden, width, block_rows, "cuda"), dtype)
+    poison_free_memory()
+    out = experts(*case.arguments)
+    assert relative_error(out, reference.experts(*case.arguments)) <= BF16_ERROR
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Fp8Weight, Fp8Weight]) -> None:
+    gate_up, down = (Fp8Weight(weight.codes[:4].clone(), weight.scales[:4].clone()) for weight in production)
+    case = draw_case(70, 1, (gate_up, down), torch.bfloat16)
+    case.expert_ids[:] = 2
+    case.expert_ids[::5] = EMPTY
+    poison(case, [0, 1, 3])
+    poison_free_memory()
+    out = experts(*case.arguments)
+    assert out.isfinite().all() and not out[::5].any() and out[1].any()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_token_has_the_same_result_in_every_batch_of_the_same_tiles(
+    production: tuple[Fp8Weight, Fp8Weight],
+) -> None:
+    for most, pairs in ((32, 8), (80, 20)):  # two experts per token: `most` tokens are `pairs` pairs per expert
+        case = draw_case(most, 2, production, torch.bfloat16)
+        whole, tiles = experts(*case.arguments), fp8_impl().tiles_for(pairs)
+        for tokens in (1, 7, most // 2):
+            part = fp8_impl().experts_in_tiles(*case.first(tokens).arguments, tiles)
+            assert torch.equal(part, whole[:tokens]), f"tokens have other results in a batch of {tokens}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_on_a_gpu_a_graph_reads_its_inputs_at_replay(production: tuple[Fp8Weight, Fp8Weight], tokens: int) -> None:
+    case = draw_case(tokens, 2, production, torch.bfloat16)
+    experts(*case.arguments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*case.arguments)
+    for _ in range(2):
+        other = draw_case(tokens, 2, production, torch.bfloat16)
+        other.expert_ids[::3] = EMPTY
+        for static, fresh in zip(case.arguments[:3], other.arguments[:3], strict=True):
+            static.copy_(fresh)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, experts(*other.arguments))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_batch_of_only_padded_tokens_results_in_zeros(production: tuple[Fp8Weight, Fp8Weight]) -> None:
+    case = draw_case(16, 2, production, torch.bfloat16)
+    case.expert_ids[:] = EMPTY
+    poison_free_memory()
+    assert not experts(*case.arguments).any()
+    assert experts(*case.first(0).arguments).shape == (0, 7168)
