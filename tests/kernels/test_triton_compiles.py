@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import fp8_experts_cases
 import fp8_linear_cases
 import pytest
 
@@ -72,7 +73,7 @@ SLICES = {  # (alignment in bytes, unpack)
     "slices of 1 byte, unpacked": (1, True),
 }
 INDEX_TOPK = ("score fp8", "score bf16", "score shared context", "count", "gather", "finish")
-QUICK = (*EXPERTS, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *INDEX_TOPK)
+QUICK = (*EXPERTS, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
 SPARSE_ATTENTION = ("16 heads", "16 heads, fp8", "64 heads", "64 heads, fp8")
 
 
@@ -378,13 +379,15 @@ def test_decoding_prefetches_rows_with_16_byte_copies_and_uses_tensor_cores(
 
 
 def test_fp8_values_are_divided_exactly_and_rounded_by_the_hardware(compiled: dict[str, CompiledKernel]) -> None:
-    for name in ("mla append", "key append", "quantise", "fp8 linear, 16 tokens"):
+    for name in ("mla append", "key append", "quantise", "fp8 linear, 16 tokens", "quantise pairs"):
         ptx = compiled[name].ptx
         assert "div.rn.f32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx
 
 
 def test_fp8_products_use_wgmma_and_read_codes_and_scales_asynchronously(compiled: dict[str, CompiledKernel]) -> None:
-    for name, operand in (("fp8 linear, 16 tokens", "n16k32"), ("fp8 linear, 64 tokens", "n64k32")):
+    operands = {"fp8 linear, 16 tokens": "n16k32", "fp8 linear, 64 tokens": "n64k32"}
+    operands |= {name: "n16k32" for name in fp8_experts_cases.PRODUCTS if name.endswith("decoding")}
+    for name, operand in operands.items():
         ptx = compiled[name].ptx
         assert f"wgmma.mma_async.sync.aligned.m64{operand}.f32.e4m3.e4m3" in ptx and "mma.sync.aligned.m16" not in ptx
         for copied in (16, 4):  # codes, scales
@@ -431,8 +434,9 @@ def all_cases(group: str) -> dict[str, Case]:
     if group == "sparse_attention":
         return {name: sparse_attention_case(name) for name in SPARSE_ATTENTION}
     slices = {name: slice_case(*options) for name, options in SLICES.items()}
-    fp8_linear = {name: Case(**fields) for name, fields in fp8_linear_cases.cases().items()}
-    return experts_cases() | small_op_cases() | slices | fp8_linear | index_topk_cases()
+    fp8 = fp8_linear_cases.cases() | fp8_experts_cases.cases()
+    fp8_cases = {name: Case(**fields) for name, fields in fp8.items()}
+    return experts_cases() | small_op_cases() | slices | fp8_cases | index_topk_cases()
 
 
 if __name__ == "__main__":

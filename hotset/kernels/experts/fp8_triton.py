@@ -23,7 +23,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.experts.triton_impl import OPTIONS, SortedPairs, sort_by_expert, weighted_sum
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
-from hotset.kernels.mla_append.triton_impl import e4m3_codes, e4m3_scale
+from hotset.kernels.quantise.triton_impl import group_codes, group_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def quantise_pairs(x: Tensor, by_expert: SortedPairs) -> QuantisedPairs:
         x=x,
         pairs=by_expert.pairs,
         ends=by_expert.ends,
-        codes=out.codes.view(torch.uint8),
+        codes=out.codes,
         scales=out.scales,
         num_pairs=pairs,
         x_stride=x.stride(0),
@@ -141,7 +141,7 @@ def activation_of(
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
         ends=by_expert.ends,
-        activation=out.codes.view(torch.uint8),
+        activation=out.codes,
         activation_scales=out.scales,
         blocks=blocks,
         num_pairs=pairs,
@@ -218,8 +218,8 @@ def _quantise_kernel(
     group = tl.program_id(1) * block_groups + tl.arange(0, block_groups)
     entry = group[:, None] * scale_block + tl.arange(0, scale_block)[None, :]
     values = tl.load(x + token * x_stride + entry, mask=entry < hidden, other=0).to(tl.float32)
-    scale = e4m3_scale(tl.max(tl.abs(values), 1))
-    tl.store(codes + index.to(tl.int64) * hidden + entry, e4m3_codes(values, scale[:, None]), mask=entry < hidden)
+    scale = group_scale(values)
+    tl.store(codes + index.to(tl.int64) * hidden + entry, group_codes(values, scale), mask=entry < hidden)
     tl.store(scales + group * num_pairs + index, scale, mask=group * scale_block < hidden)
 
 
@@ -360,9 +360,9 @@ def _gate_up_kernel(
         value = tl.trans(value)
     in_width = (output < width)[None, :]
     value = tl.where(in_width, value, 0)  # the extra outputs must not affect the scale
-    scale = e4m3_scale(tl.max(tl.abs(value), 1))
+    scale = group_scale(value)
     target = activation + index.to(tl.int64)[:, None] * width + output[None, :]
-    tl.store(target, e4m3_codes(value, scale[:, None]), mask=inside[:, None] & in_width)
+    tl.store(target, group_codes(value, scale), mask=inside[:, None] & in_width)
     tl.store(activation_scales + tile * num_pairs + index, scale, mask=inside)
 
 

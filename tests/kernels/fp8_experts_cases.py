@@ -1,0 +1,53 @@
+"""The launches of the experts' kernels with fp8 weights that test_triton_compiles.py compiles, as fields of a `Case`.
+
+The sizes are those of DeepSeek-V3.2.
+"""
+
+import importlib
+from typing import Any
+
+PRODUCTS = tuple(f"fp8 {product}, {size}" for size in ("decoding", "many tokens") for product in ("gate_up", "down"))
+NAMES = (*PRODUCTS, "quantise pairs")
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    tiles = importlib.import_module("hotset.kernels.experts.fp8_triton").TILES.values()
+    small, *_, large = tiles
+    products = [_product(sizes, product) for sizes in (small, large) for product in ("gate_up", "down")]
+    groups = {"hidden": 7168, "k": 8, "experts": 32, "scale_block": 128, "block_groups": 8}
+    quantise = _case("quantise", {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"}, groups, 4)
+    return dict(zip(NAMES, (*products, quantise), strict=True))
+
+
+def _product(tiles: Any, product: str) -> dict[str, Any]:
+    import triton.language as tl
+
+    tile = getattr(tiles, product)
+    constants = {
+        "hidden": 7168,
+        "width": 2048,
+        "scale_block": 128,
+        "block_rows": 128,
+        "block_pairs": tiles.block_pairs,
+        "pairs_are_rows": tiles.pairs_are_rows,
+        "stages": tile.stages,
+        "group_blocks": 8,
+    }
+    constants |= {"rounded": tl.bfloat16} if product == "gate_up" else {"tile_out": tile.outputs}
+    types = {
+        "*fp8e4nv": "x gate_up activation down",
+        "*fp32": "x_scales gate_up_scales activation_scales down_scales",
+        "*bf16": "results",
+    }
+    return _case(product, types, constants, tile.warps)
+
+
+def _case(kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, Any]:
+    return {
+        "module": "experts.fp8_triton",
+        "kernel": f"_{kernel}_kernel",
+        "types": types | {"*i32": "pairs block_expert block_first ends"},
+        "constants": constants,
+        "options": {"num_warps": warps, "enable_fp_fusion": True},
+        "aligned": ("x_stride",),
+    }
