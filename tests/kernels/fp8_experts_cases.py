@@ -11,7 +11,7 @@ NAMES = (*PRODUCTS, "quantise pairs")
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    tiles = importlib.import_module("hotset.kernels.experts.fp8_triton").TILES.values()
+    tiles = importlib.import_module("hotset.kernels.experts.triton_fp8").TILES.values()
     small, *_, large = tiles
     products = [_product(sizes, product) for sizes in (small, large) for product in ("gate_up", "down")]
     groups = {"hidden": 7168, "k": 8, "experts": 32, "scale_block": 128, "block_groups": 8}
@@ -44,7 +44,7 @@ def _product(tiles: Any, product: str) -> dict[str, Any]:
 
 def _case(kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, Any]:
     return {
-        "module": "experts.fp8_triton",
+        "module": "experts.triton_fp8",
         "kernel": f"_{kernel}_kernel",
         "types": types | {"*i32": "pairs block_expert block_first ends"},
         "constants": constants,

@@ -39,7 +39,7 @@ def experts(
     assert gate_up.shape == (count, 2 * width, hidden), f"gate_up {shapes[1]} does not match down {shapes[2]}"
     module = "triton_impl"
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
-        module = "fp8_triton"
+        module = "triton_fp8"
     elif isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
         in_fp8, other = ("gate_up", "down") if isinstance(gate_up, Fp8Weight) else ("down", "gate_up")
         raise ConfigError(f"the experts' {in_fp8} is in fp8, but {other} is not: both or neither must be in fp8")
