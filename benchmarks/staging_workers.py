@@ -73,9 +73,7 @@ class ShardedRows:
         shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # an unused page separates the layers
         self.rows = [np.full(shape, POISON, np.uint8) for _ in range(ranks)]
         spans = [
-            PagedSpan(
-                tuple((layer.ctypes.data,) for layer in rank), PAGE_ROWS * shape[3], PAGE_ROWS, PAGE_ROWS, shape[3]
-            )
+            PagedSpan(tuple((layer.ctypes.data,) for layer in rank), PAGE_ROWS * shape[3], PAGE_ROWS, shape[3])
             for rank in self.rows
         ]
         self.store = Store(head_shards(spans, HEADS, HEAD_BYTES), None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -116,13 +117,13 @@ def shared_budget(
 
 
 def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
-    """Returns one geometry for all workers. They share page numbers, so every worker must put the same number of index
-    keys into a page of keys, and the same number of context pages into a page of a workspace: the minimum over the
-    workers."""
+    """Returns one geometry for all workers. They share page numbers, so a context has the same number of key pages and
+    the same number of workspace pages on every worker: the maximum over the workers. A worker with fewer index groups
+    per layer leaves the ends of its key pages unused."""
     geometries = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     layers = min(geometry.layers for geometry in geometries)
-    keys_per_page = min(geometry.keys_per_page for geometry in geometries)
-    return replace(geometries[0], layers=layers, keys_per_page=keys_per_page)
+    most_keys = max(geometries, key=lambda geometry: Fraction(geometry.key_groups, geometry.blocks_per_page))
+    return replace(most_keys, layers=layers)
 
 
 def _slots(config: EngineConfig, shape: KvShape) -> int:
@@ -175,7 +176,7 @@ def _host_pages(
     device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
     # On a CPU, the device pools are in host memory too.
     free = free_bytes(CPU) - (device_bytes if device.type == "cpu" else 0)
-    min_pages = _max_row_pages(geometry, device_pages)
+    min_pages = geometry.max_row_pages(device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
     elif config.host_kv_gib is not None:
@@ -195,15 +196,6 @@ def _host_pages(
             "free; lower it, or use --tiers off"
         )
     return pages, flag
-
-
-def _max_row_pages(geometry: Geometry, pages: int) -> int:
-    """Returns the maximum number of row pages among `pages` device pages. The other pages hold the index keys of these
-    rows."""
-    if not geometry.keys_per_page:
-        return pages
-    row_pages_per_key_page = ceil_div(geometry.keys_per_page, geometry.page_rows)
-    return pages * row_pages_per_key_page // (row_pages_per_key_page + 1)
 
 
 def _check_context(config: EngineConfig, token_bytes: int, longest: int, context: int, where: str, flag: str) -> None:

@@ -91,20 +91,19 @@ def _host_store(shards: Sequence[HostShard]) -> Store:
 def _device_store(pool: DevicePool) -> Store:
     geometry, stride = pool.geometry, pool.shape.row.stride_bytes
     bases = tuple((layer.data_ptr(),) for layer in pool.bytes)
-    rows = PagedSpan(bases, geometry.layer_page_bytes, geometry.page_rows, geometry.page_rows, stride)
+    rows = PagedSpan(bases, geometry.layer_page_bytes, geometry.page_rows, stride)
     keys = None
-    if pool.shape.key is not None:
-        assert pool.key_blocks is not None
-        parts = range(pool.key_parts)
+    if (key := pool.shape.key) is not None:
         key_bases = tuple(
-            tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers
+            tuple(pool.bytes[layer].data_ptr() for layer in pool.shape.key_part_layers(group))
+            for group in range(pool.shape.groups)
         )
-        keys_per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
-        keys = PagedSpan(key_bases, geometry.layer_page_bytes, geometry.keys_per_page, keys_per_part, stride)
+        page_bytes, step = geometry.layer_page_bytes, pool.shape.key_step
+        keys = PagedSpan(key_bases, page_bytes, geometry.keys_per_block, key.stride_bytes, step)
     return Store(whole_rows(rows), keys)
 
 
 def _span(tensors: Sequence[Tensor], stride: int, page_rows: int) -> PagedSpan:
     """Describes the pages of several layers, or of several index groups, each in a tensor of its own."""
     bases = tuple((tensor.data_ptr(),) for tensor in tensors)
-    return PagedSpan(bases, page_rows * stride, page_rows, page_rows, stride)
+    return PagedSpan(bases, page_rows * stride, page_rows, stride)

@@ -171,7 +171,7 @@ def _check_message(message: Message, sender_address: str) -> None:
 
 def _check_span(span: PagedSpan | None) -> None:
     if span is not None:
-        numbers = [span.page_bytes, span.page_rows, span.part_rows, span.row_bytes]
+        numbers = [span.page_bytes, span.part_rows, span.row_bytes, span.step]
         numbers += [base for parts in span.bases for base in parts]
         _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
 

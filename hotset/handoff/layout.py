@@ -135,7 +135,7 @@ def _merged(ranges: list[tuple[int, int, int]]) -> ByteRanges:
 
 def pages_for(span: PagedSpan, rows: int) -> int:
     """Returns how many pages the first `rows` rows of a context need."""
-    return ceil_div(rows, span.page_rows)
+    return ceil_div(ceil_div(rows, span.part_rows) * span.step, len(span.bases[0]))
 
 
 def plan_writes(
@@ -156,18 +156,44 @@ def plan_writes(
     """
     assert source.row_bytes == target.row_bytes, f"rows have {source.row_bytes} bytes, their targets {target.row_bytes}"
     for span, pages in ((source, source_pages), (target, target_pages)):
-        assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
+        _check_pages(span, pages, last)
     if layers is None:
         assert len(source.bases) == len(target.bases), f"{len(source.bases)} layers cannot land in {len(target.bases)}"
         layers = [(layer, layer) for layer in range(len(source.bases))]
     if first >= last or not layers:
         return np.empty((0, 3), np.int64)
+    return np.concatenate(
+        [
+            _plan_alike(source, source_pages, target, target_pages, first, last, alike)
+            for alike in _layers_alike(source, target, layers)
+        ]
+    )
+
+
+def _layers_alike(source: PagedSpan, target: PagedSpan, layers: LayerPairs) -> list[LayerPairs]:
+    """Groups the layers whose rows are in the same pages and parts on both sides. Their writes differ only in bases."""
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for pair in layers:
+        alike.setdefault((source.first_part(pair[0]), target.first_part(pair[1])), []).append(pair)
+    return list(alike.values())
+
+
+def _plan_alike(
+    source: PagedSpan,
+    source_pages: Sequence[int],
+    target: PagedSpan,
+    target_pages: Sequence[int],
+    first: int,
+    last: int,
+    layers: LayerPairs,
+) -> Writes:
+    """Plans the writes of layers that `_layers_alike` put into one group."""
     # `first`, and the positions at which a page, or a part of a page, begins on either side. Each one starts a stretch
     # of rows that is contiguous on both sides.
     starts = np.union1d(_edges(source, first, last), _edges(target, first, last))
     nbytes = np.diff(starts, append=last) * source.row_bytes
-    source_part, source_offset = _offsets(source, source_pages, starts)
-    target_part, target_offset = _offsets(target, target_pages, starts)
+    source_part, source_offset = _offsets(source, source.first_part(layers[0][0]), source_pages, starts)
+    target_part, target_offset = _offsets(target, target.first_part(layers[0][1]), target_pages, starts)
     gap = source_offset[1:] - source_offset[:-1] - nbytes[:-1]  # bytes between one stretch and the next, at the source
     continues = (gap >= 0) & (gap < min(source.page_bytes, target.page_bytes))
     continues &= gap == target_offset[1:] - target_offset[:-1] - nbytes[:-1]
@@ -212,8 +238,11 @@ def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pag
     count, consecutive = 0, range(pages_for(source.shards[0].span, rows))
 
     def whole_row_writes(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
-        one_layer = plan_writes(source_span, consecutive, target_span, pages, 0, rows, [(0, 0)])
-        return len(source_span.bases) * len(one_layer)
+        layers = [(layer, layer) for layer in range(len(source_span.bases))]
+        return sum(
+            len(alike) * len(plan_writes(source_span, consecutive, target_span, pages, 0, rows, alike[:1]))
+            for alike in _layers_alike(source_span, target_span, layers)
+        )
 
     for overlap in store_overlaps(source, target):
         source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
@@ -249,8 +278,8 @@ def _plan_slice_writes(
     ranges = np.array(overlap.byte_ranges, np.int64).T
     columns = []
     for span, pages, range_offsets in ((source, source_pages, ranges[0]), (target, target_pages, ranges[1])):
-        assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
-        part, offset = _offsets(span, pages, positions)
+        _check_pages(span, pages, last)
+        part, offset = _offsets(span, 0, pages, positions)  # rows have a step of 1
         bases = np.array(span.bases, np.int64)  # [layers, parts]
         columns.append(bases[:, part, None] + offset[:, None] + range_offsets)  # [layers, rows, ranges]
     columns.append(np.broadcast_to(ranges[2], columns[0].shape))
@@ -258,18 +287,22 @@ def _plan_slice_writes(
 
 
 def _edges(span: PagedSpan, first: int, last: int) -> Numbers:
-    """Returns `first`, and every position in (first, last) at which a page or a part of a page begins."""
-    pages = np.arange(first // span.page_rows, pages_for(span, last), dtype=np.int64) * span.page_rows
-    edges = (pages[:, None] + np.arange(0, span.page_rows, span.part_rows, dtype=np.int64)).ravel()
-    return np.concatenate((np.array([first], np.int64), edges[(edges > first) & (edges < last)]))
+    """Returns `first`, and every position in (first, last) at which a part of a page begins."""
+    edges = np.arange((first // span.part_rows + 1) * span.part_rows, last, span.part_rows, dtype=np.int64)
+    return np.concatenate((np.array([first], np.int64), edges))
 
 
-def _offsets(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
+def _offsets(span: PagedSpan, first_part: int, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
     """Returns, for each position, the part of the page that holds it, and its byte offset from the part's base."""
-    page, row = np.divmod(positions, span.page_rows)
-    part, row_of_part = np.divmod(row, span.part_rows)
+    block, row = np.divmod(positions, span.part_rows)
+    page, part = np.divmod(block * span.step + first_part, len(span.bases[0]))
     numbers = np.asarray(pages, np.int64)[page]
-    return part, numbers * span.page_bytes + row_of_part * span.row_bytes
+    return part, numbers * span.page_bytes + row * span.row_bytes
+
+
+def _check_pages(span: PagedSpan, pages: Sequence[int], rows: int) -> None:
+    needed = pages_for(span, rows)
+    assert needed <= len(pages), f"{rows} rows, {span.part_rows} in a part, need {needed} pages, not {len(pages)}"
 
 
 def check_peers(ours: Hello, theirs: Hello) -> str | None:
@@ -317,10 +350,12 @@ def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
 def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
     if not 1 <= len(shards) <= MAX_SHARDS:
         return f"it has {len(shards)} shards, but 1 to {MAX_SHARDS} are allowed"
-    if len({shard.span.page_rows for shard in shards}) > 1:
-        sizes = sorted({shard.span.page_rows for shard in shards})
+    if len({shard.span.part_rows for shard in shards}) > 1:
+        sizes = sorted({shard.span.part_rows for shard in shards})
         return f"its shards have pages of {sizes} rows, but all must have the same size"
     for shard in shards:
+        if shard.span.step != 1:
+            return f"its rows have a step of {shard.span.step}, but only index keys may take turns"
         if not 1 <= len(shard.slices) <= MAX_SLICES or min(nbytes for _, nbytes in shard.slices) < 1:
             return f"a shard has {len(shard.slices)} slices, or an empty slice; 1 to {MAX_SLICES} are allowed"
         ends = [0, *(first + nbytes for first, nbytes in sorted(shard.slices))]
@@ -334,11 +369,11 @@ def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
 def _flaw_of_span(what: str, span: PagedSpan, layers: int) -> str | None:
     if len(span.bases) != layers:
         return f"its {what} have {len(span.bases)} layers or groups, not {layers}"
-    if min(span.page_rows, span.part_rows, span.row_bytes) < 1 or span.page_bytes < span.part_rows * span.row_bytes:
-        parts = f"parts of {span.part_rows} {what} and {span.page_bytes} bytes"
-        return f"pages of {span.page_rows} {what} of {span.row_bytes} bytes do not fit in {parts}"
-    if {len(parts) for parts in span.bases} != {ceil_div(span.page_rows, span.part_rows)}:
-        return f"pages of {span.page_rows} {what}, in parts of {span.part_rows}, have a wrong number of parts"
+    if min(span.part_rows, span.row_bytes) < 1 or span.page_bytes < span.part_rows * span.row_bytes:
+        return f"{span.part_rows} {what} of {span.row_bytes} bytes do not fit in parts of {span.page_bytes} bytes"
+    numbers = {len(parts) for parts in span.bases}
+    if len(numbers) != 1 or not 1 <= span.step <= min(numbers):
+        return f"its {what} have a step of {span.step} in pages of {sorted(numbers)} parts"
     if min(min(parts) for parts in span.bases) < 0:
         return f"its {what} are at a negative address"
     return None

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
@@ -67,19 +67,23 @@ class ModelIdentity:
 class PagedSpan:
     """Addresses of rows in pages, for every layer; or of index keys in pages, for every index group.
 
-    In code about spans, *row* also stands for an index key and *layer* for an index group. Position p of a context is
-    row p % page_rows of the context's page p // page_rows. The rows of a page are stored in `len(bases[0])` parts of
-    `part_rows` consecutive rows (the last part may have fewer); a span of host memory has one part.
+    In code about spans, *row* also stands for an index key and *layer* for an index group. A page has `len(bases[0])`
+    parts of `part_rows` consecutive rows; a page of rows, and a page in host memory, has one part. The parts of a
+    context are numbered through all its pages. Rows [n * part_rows, (n + 1) * part_rows) of layer i are in part
+    n * step + i * step // len(bases). With a `step` above 1, layers take turns in using the parts of a page.
 
-    Row r of page number n in layer i begins at
-    bases[i][r // part_rows] + n * page_bytes + r % part_rows * row_bytes.
+    Row r of part q of page number n in layer i begins at bases[i][q] + n * page_bytes + r * row_bytes.
     """
 
     bases: tuple[tuple[int, ...], ...]  # [layers][parts] addresses of page 0
     page_bytes: int  # distance between the same part of consecutive pages
-    page_rows: int
     part_rows: int
     row_bytes: int  # distance between consecutive rows
+    step: int = 1
+
+    def first_part(self, layer: int) -> int:
+        """Returns the part of a context that holds the first rows of this layer."""
+        return layer * self.step // len(self.bases)
 
 
 @dataclass(frozen=True, slots=True)

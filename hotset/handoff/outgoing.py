@@ -200,7 +200,7 @@ def refusal(request: HandoffRequest, hello: Hello) -> str:
     row_span = target.shards[0].span
     for what, span, pages in (("rows", row_span, request.row_pages), ("keys", target.keys, request.key_pages)):
         if span is not None and len(pages) < pages_for(span, rows):
-            return f"{len(pages)} pages of {span.page_rows} {what} are too few for {rows} {what}"
+            return f"{len(pages)} pages are too few for {rows} {what}, which need {pages_for(span, rows)} pages"
     return ""
 
 

@@ -78,7 +78,6 @@ def _packed_keys(piece: PackedPiece, keys: PagedSpan) -> PagedSpan:
     return PagedSpan(
         bases=bases,
         page_bytes=piece.last * keys.row_bytes,
-        page_rows=piece.last,
         part_rows=piece.last,
         row_bytes=keys.row_bytes,
     )
@@ -93,9 +92,9 @@ def _copy(writes: np.ndarray) -> None:
 def _layer_tensors(span: PagedSpan, pages: Sequence[int]) -> list[Tensor]:
     """Returns one tensor per layer in the shape that `slice_pack` expects: [pages, page rows, row bytes].
 
-    Each tensor begins with page 0 and ends with the page of the highest given number.
+    Pages have one part. Each tensor begins with page 0 and ends with the page of the highest given number.
     """
-    shape = (max(pages) + 1, span.page_rows, span.row_bytes)
+    shape = (max(pages) + 1, span.part_rows, span.row_bytes)
     strides = (span.page_bytes, span.row_bytes, 1)
     return [_tensor_at(base, shape, strides) for (base,) in span.bases]
 

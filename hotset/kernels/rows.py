@@ -111,8 +111,10 @@ def index_key_row(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> RowLa
 class PagedRows:
     """The contexts of one step's segments in one layer (or index group), accessed through their pages.
 
-    A page holds `block_rows` consecutive rows in each of its `parts`. The pages are listed twice: in `runs`, which
-    the host reads, and in `table`, which the device reads. In a captured graph, `runs` is empty.
+    A page has `parts` parts, each of which holds a block of `block_rows` consecutive rows. The parts of a context are
+    numbered through all its pages. Block n is in part n * step + first_part: index groups whose keys share pages have
+    the same `step` and different parts. The pages are listed twice: in `runs`, which the host reads, and in `table`,
+    which the device reads. In a captured graph, `runs` is empty.
     """
 
     blocks: Tensor  # [parts, pages, block rows, stored width]: the whole pool of this layer or group
@@ -120,6 +122,14 @@ class PagedRows:
     layout: RowLayout
     table: Tensor  # [seats, pages] int64: the page in `blocks` of each page of a seat's context
     seat_of: Tensor  # [tokens] int64: the seat of each token; EMPTY: a padding token
+    step: int = 1  # 1: every part belongs to this layer or group
+    first_part: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that a context can have if `table` lists all its pages."""
+        parts, _pages, block_rows, _width = self.blocks.shape
+        return self.table.shape[1] * parts // self.step * block_rows
 
     def gather(self, segment: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows [0, length) of a segment's context as values [length, width].
@@ -127,6 +137,8 @@ class PagedRows:
         The result is a view, not a copy, if rows are plain and have the requested dtype, pages have one part, and all
         these pages are in one run.
         """
+        if self.step != 1:
+            return self.layout.decode(self._gather_blocks(segment, length)[:length], dtype)
         pieces = []
         pages_left = ceil_div(length, self.blocks.shape[0] * self.blocks.shape[2])
         for first, count in self.runs[segment]:
@@ -138,6 +150,13 @@ class PagedRows:
         stored = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return self.layout.decode(stored[:length], dtype)
 
+    def _gather_blocks(self, segment: int, length: int) -> Tensor:
+        """Returns the blocks that hold rows [0, length) of a segment's context, one after another."""
+        parts, _pages, block_rows, _width = self.blocks.shape
+        pages = torch.tensor([page for first, count in self.runs[segment] for page in range(first, first + count)])
+        part = torch.arange(ceil_div(length, block_rows)) * self.step + self.first_part
+        return self.blocks[part % parts, pages[part // parts]].flatten(0, 1)
+
     def store(self, positions: Tensor, values: Tensor) -> None:
         """Writes `values` [tokens, width] at `positions` [tokens] of the tokens' contexts. Skips padding tokens."""
         real = self.seat_of != EMPTY
@@ -146,8 +165,8 @@ class PagedRows:
     def locations(self, seats: Tensor | int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the indices (part, page, row) in `blocks` of the rows at `positions` in the contexts of `seats`."""
         parts, _pages, block_rows, _width = self.blocks.shape
-        within = positions % (parts * block_rows)
-        return within // block_rows, self.table[seats, positions // (parts * block_rows)], within % block_rows
+        part = positions // block_rows * self.step + self.first_part
+        return part % parts, self.table[seats, part // parts], positions % block_rows
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

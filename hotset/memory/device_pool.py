@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -34,13 +35,23 @@ class KvShape:
         """Returns the index group whose selection a layer uses."""
         return bisect_right(self.key_layers, layer) - 1
 
-    @property
-    def key_parts(self) -> int:
-        """The number of parts into which a page divides its keys of one group.
+    def key_part_layers(self, group: int) -> range:
+        """Returns the layers of a key page that are the parts of this index group.
 
-        Each part lies in a different layer of the group. The smallest group therefore limits the number of parts.
+        Layers are numbered through all key pages of a context: layer l of page n is number n * layers + l. Block n of
+        group g is in number n * groups + g. Every group therefore uses each d-th layer of a page, where d is the
+        greatest common divisor of `groups` and `layers`. Numbered through all pages, these layers are the group's
+        parts, and block n is in part n * key_step + key_first_part.
         """
-        return min((len(self.layers_of(group)) for group in range(self.groups)), default=0)
+        divisor = gcd(self.groups, self.layers)
+        return range(group % divisor, self.layers, divisor)
+
+    @property
+    def key_step(self) -> int:
+        return self.groups // gcd(self.groups, self.layers)
+
+    def key_first_part(self, group: int) -> int:
+        return group // gcd(self.groups, self.layers)
 
     @property
     def token_bytes(self) -> int:
@@ -50,12 +61,21 @@ class KvShape:
 
     def geometry(self, page_rows: int, slots: int = 0) -> Geometry:
         layer_page_bytes = page_rows * self.row.stride_bytes
-        keys_per_page = 0
-        if self.key is not None:
-            keys_per_page = self.key_parts * (layer_page_bytes // self.key.stride_bytes)
-            if keys_per_page == 0:
-                raise ConfigError(f"--page-rows {page_rows} is too small: a page must hold at least one index key")
-        return Geometry(page_rows, self.layers, layer_page_bytes, keys_per_page, slots, self.topk)
+        if self.key is None:
+            return Geometry(page_rows, self.layers, layer_page_bytes, slots=slots, topk=self.topk)
+        keys_per_block = layer_page_bytes // self.key.stride_bytes
+        if keys_per_block == 0:
+            raise ConfigError(f"--page-rows {page_rows} is too small: a page must hold at least one index key")
+        return Geometry(
+            page_rows,
+            self.layers,
+            layer_page_bytes,
+            keys_per_block=keys_per_block,
+            slots=slots,
+            topk=self.topk,
+            key_groups=self.groups,
+            blocks_per_page=self.layers,
+        )
 
 
 class DevicePool:
@@ -74,8 +94,7 @@ class DevicePool:
         self.words = self.bytes.view(torch.int32).flatten(1)  # [layers, pages * words_per_page], for map pages
         self.key_blocks: Tensor | None = None
         if shape.key is not None:
-            keys = self.bytes.view(shape.key.stored_dtype)
-            per_block = geometry.layer_page_bytes // shape.key.stride_bytes
+            keys, per_block = self.bytes.view(shape.key.stored_dtype), geometry.keys_per_block
             used = keys[:, :, : per_block * shape.key.stored_width]
             self.key_blocks = used.unflatten(2, (per_block, shape.key.stored_width))  # [layers, pages, keys, width]
 
@@ -83,21 +102,14 @@ class DevicePool:
     def layer_rows(self) -> int:
         return self.pages * self.geometry.page_rows
 
-    @property
-    def key_parts(self) -> int:
-        """The number of parts into which a page divides its keys of one group, each in a different layer."""
-        assert self.key_blocks is not None, "this model has no index keys"
-        return self.geometry.keys_per_page // self.key_blocks.shape[2]
-
     def keys_of(self, group: int) -> Tensor:
-        """Returns the keys of one index group, [parts, pages, keys, stored width].
+        """Returns the layers of all pages that can hold key blocks of one index group, [parts, pages, keys, width].
 
-        Position p of a context is key p % keys_per_page of the context's key page p // keys_per_page. Each part holds
-        consecutive keys of a page.
+        Position p of a context is key p % keys_per_block of block p // keys_per_block.
         """
         assert self.key_blocks is not None, "this model has no index keys"
-        first = self.shape.key_layers[group]
-        return self.key_blocks[first : first + self.key_parts]
+        layers = self.shape.key_part_layers(group)
+        return self.key_blocks[layers.start :: layers.step]
 
     def words_of(self, group: int) -> Tensor:
         """Returns the map words of one index group, [pages * words_per_page] int32."""

@@ -3,15 +3,20 @@
 Every page of the device pool has the same size, `page_rows` rows in each layer, and has one of these uses:
 
     rows   `page_rows` rows of a request in every layer: rows of a resident request, slots, or a tail page
-    keys   `keys_per_page` index keys of a request, for every index group
+    keys   one block of index keys in each layer: `keys_per_block` consecutive index keys of one index group
     maps   words of a tiered request's residency maps, for every index group
     work   the rows of one layer of a context that streams through the device during prefill
 
 A page that is freed from one use can be granted for any other. Therefore, enabling tiers never lowers the number of
 requests that fit.
+
+The key blocks of all index groups take turns: a context has block 0 of every group, then block 1 of every group, and so
+on, and each block takes the next layer of its key pages. The pages are therefore filled whatever the number of groups,
+and however many layers share an indexer: index keys take `groups / layers` pages for every `keys_per_block` tokens.
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from hotset.base.units import ceil_div
 
@@ -26,9 +31,11 @@ class Geometry:
     page_rows: int
     layers: int
     layer_page_bytes: int  # bytes of one page in one layer
-    keys_per_page: int = 0  # 0 if the model has no index keys
+    keys_per_block: int = 0  # index keys of one group in one layer of a page; 0 if the model has no index keys
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
+    key_groups: int = 1  # index groups, each of which stores a key per token
+    blocks_per_page: int = 1  # key blocks in a page: one in each layer
 
     @property
     def page_bytes(self) -> int:
@@ -46,7 +53,13 @@ class Geometry:
         return ceil_div(tokens, self.page_rows)
 
     def key_pages(self, tokens: int) -> int:
-        return ceil_div(tokens, self.keys_per_page) if self.keys_per_page else 0
+        if not self.keys_per_block:
+            return 0
+        return ceil_div(ceil_div(tokens, self.keys_per_block) * self.key_groups, self.blocks_per_page)
+
+    def key_capacity(self, pages: int) -> int:
+        """Returns how many tokens have their index keys in `pages` pages."""
+        return pages * self.blocks_per_page // self.key_groups * self.keys_per_block
 
     def map_pages(self, tokens: int) -> int:
         """Pages for `slots` words of position_of, as many of last_used, and slot_of with two positions per word."""
@@ -69,6 +82,16 @@ class Geometry:
     def streamed_pages(self, tokens: int) -> int:
         """Pages of a streamed prefill. They suffice for the request to become tiered at the end of the prefill."""
         return max(self.work_pages(tokens), self.hot_pages(tokens)) + self.key_pages(tokens)
+
+    def max_row_pages(self, pages: int) -> int:
+        """Returns an upper bound of the row pages of resident requests that fit into `pages` pages with their keys."""
+        if not self.keys_per_block:
+            return pages
+        # The most row pages per key page. The ratio repeats after `key_groups` pages, which hold whole blocks.
+        ratio = max(
+            Fraction(self.row_pages(self.key_capacity(count)), count) for count in range(1, self.key_groups + 1)
+        )
+        return int(pages * ratio / (ratio + 1))
 
     def tail_first(self, position: int) -> int:
         """Returns the first position that the tail holds when the newest row is at `position`."""

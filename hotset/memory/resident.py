@@ -81,8 +81,15 @@ class ResidentView:
     def keys(self, group: int) -> PagedRows:
         layout = self._pool.shape.key
         assert layout is not None, "this model has no index keys"
-        blocks = self._pool.keys_of(group)
-        return PagedRows(blocks, self._key_runs, layout, self._tables.keys, self._batch.seat_of)
+        return PagedRows(
+            self._pool.keys_of(group),
+            self._key_runs,
+            layout,
+            self._tables.keys,
+            self._batch.seat_of,
+            step=self._pool.shape.key_step,
+            first_part=self._pool.shape.key_first_part(group),
+        )
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         return Selected(self._pool.rows[layer], self._find(positions), self._pool.shape.row)

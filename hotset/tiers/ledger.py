@@ -328,7 +328,7 @@ class Ledger:
     def _update_capacity(self, holding: Holding) -> None:
         geometry, held = self.geometry, {use: len(pages) for use, pages in holding.pages.items()}
         holding.host_capacity = NO_LIMIT if self.host is None else held[PageUse.HOST] * geometry.page_rows
-        limits = [held[PageUse.KEYS] * geometry.keys_per_page if geometry.keys_per_page else NO_LIMIT]
+        limits = [geometry.key_capacity(held[PageUse.KEYS]) if geometry.keys_per_block else NO_LIMIT]
         if holding.residence is Residence.RESIDENT:
             limits.append(held[PageUse.ROWS] * geometry.page_rows)
         elif holding.residence is Residence.STREAMED:

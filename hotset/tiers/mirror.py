@@ -7,7 +7,6 @@ rows in all layers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,15 @@ class CopyRun(NamedTuple):
     size: int
 
 
+class KeyLayers(NamedTuple):
+    """Consecutive layers of key pages, and the index group whose keys the first of them holds. The groups that follow
+    are in the layers that follow."""
+
+    first: int
+    last: int
+    group: int
+
+
 class Mirror:
     """Copies ranges of rows and keys. On a GPU, copies to the host, except `stream_out`, run on a side stream."""
 
@@ -55,7 +63,7 @@ class Mirror:
         nothing = self._runs_tensor([CopyRun(0, 0, 0)])
         pairs = [(self._pool.rows, self._host.rows)]
         if self._host.keys is not None:
-            pairs += self._key_tensors(0)
+            pairs.append(self._key_tensors(KeyLayers(0, self._pool.shape.groups, 0)))
         for device, host in pairs:
             page_copy.to_host(nothing, device, host)
             page_copy.to_device(nothing, device, host)
@@ -101,10 +109,8 @@ class Mirror:
         if self._host.keys is None or length == 0:
             return
         self.wait()
-        for part, runs in self._key_runs([TokenRange(seat, 0, length)]).items():
-            on_device = self._runs_tensor(runs)
-            for device, host in self._key_tensors(part):
-                page_copy.to_device(on_device, device, host)
+        for layers, runs in self._key_runs([TokenRange(seat, 0, length)]).items():
+            page_copy.to_device(self._runs_tensor(runs), *self._key_tensors(layers))
 
     def stream_in(self, layer: int, runs: Tensor) -> None:
         """Copies rows of one layer from the host to a workspace. Device rows in `runs` are indices into `flat_rows`."""
@@ -167,62 +173,56 @@ class Mirror:
         )
 
     def _store_keys(self, ranges: Sequence[TokenRange]) -> None:
-        per_page = self._pool.geometry.keys_per_page
+        layers, groups = self._pool.shape.layers, self._pool.shape.groups
+        per_block = self._pool.geometry.keys_per_block
         for seat, first, last in ranges:
-            self.reading.update(self._tables.key_pages[seat][first // per_page : -(-last // per_page)])
-        for part, runs in self._key_runs(ranges, own=True).items():
-            on_device = self._runs_tensor(runs)
-            for device, host in self._key_tensors(part):
-                page_copy.to_host(on_device, device, host)
+            first_layer, last_layer = first // per_block * groups, -(-last // per_block) * groups
+            self.reading.update(self._tables.key_pages[seat][first_layer // layers : -(-last_layer // layers)])
+        for key_layers, runs in self._key_runs(ranges, own=True).items():
+            page_copy.to_host(self._runs_tensor(runs), *self._key_tensors(key_layers))
 
-    def _key_runs(self, ranges: Sequence[TokenRange], own: bool = False) -> dict[int, list[CopyRun]]:
-        """Returns the runs of index keys, in words, for each part of key pages. All index groups have the same runs."""
+    def _key_runs(self, ranges: Sequence[TokenRange], own: bool = False) -> dict[KeyLayers, list[CopyRun]]:
+        """Returns the runs of index keys, in words, by the layers of key pages in which they lie.
+
+        The blocks of all groups with the same number are in consecutive layers, some of which may be in the next page.
+        """
         pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word_dtype.itemsize
-        assert pool.shape.key is not None and pool.key_blocks is not None
-        words_per_key, keys_per_part = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]
-        per_page, words_per_page = pool.geometry.keys_per_page, pool.geometry.layer_page_bytes // word
-        runs: dict[int, list[CopyRun]] = {}
+        assert pool.shape.key is not None
+        layers, groups, per_block = pool.shape.layers, pool.shape.groups, pool.geometry.keys_per_block
+        words_per_key, words_per_page = pool.shape.key.stride_bytes // word, pool.geometry.layer_page_bytes // word
+        runs: dict[KeyLayers, list[CopyRun]] = {}
         for seat, first, last in ranges:
             pages, host_pages = self._tables.key_pages[seat], self._tables.host_pages[seat]
-            for low, high in _split(first, last, page_rows, keys_per_part, per_page):
+            for low, high in _split(first, last, page_rows, per_block):
                 if own and not self._host.writes(host_pages[low // page_rows]):
                     continue
-                part, key = divmod(low % per_page, keys_per_part)
-                device = pages[low // per_page] * words_per_page + key * words_per_key
                 host = (host_pages[low // page_rows] * page_rows + low % page_rows) * words_per_key
-                runs.setdefault(part, []).append(CopyRun(device, host, (high - low) * words_per_key))
-        return {part: _merged(part_runs) for part, part_runs in runs.items()}
+                page, layer = divmod(low // per_block * groups, layers)
+                group = 0
+                while group < groups:
+                    end = min(layers, layer + groups - group)
+                    device = pages[page] * words_per_page + low % per_block * words_per_key
+                    run = CopyRun(device, host, (high - low) * words_per_key)
+                    runs.setdefault(KeyLayers(layer, end, group), []).append(run)
+                    page, layer, group = page + 1, 0, group + end - layer
+        return {key_layers: _merged(runs_there) for key_layers, runs_there in runs.items()}
 
-    def _key_tensors(self, part: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields pairs of tensors [groups, words, 1]: this part of all device pages, and the index keys on the host.
-
-        There is one pair for all index groups if their layers are evenly spaced, otherwise one pair per group.
-        """
+    def _key_tensors(self, layers: KeyLayers) -> tuple[Tensor, Tensor]:
+        """Returns two tensors [groups, words, 1]: these layers of all device pages, and their keys on the host."""
         assert self._host.keys is not None
-        layers = self._pool.shape.key_layers
         device = self._pool.bytes.flatten(1).view(self._key_word_dtype)[:, :, None]
         host = self._host.keys.view(torch.uint8).flatten(1).view(self._key_word_dtype)[:, :, None]
-        distances = {after - before for before, after in pairwise(layers)} or {1}
-        if len(distances) == 1:
-            every = slice(layers[0] + part, layers[-1] + part + 1, distances.pop())
-            yield device[every], host
-            return
-        for group, layer in enumerate(layers):
-            yield device[layer + part][None], host[group : group + 1]
+        groups = slice(layers.group, layers.group + layers.last - layers.first)
+        return device[layers.first : layers.last], host[groups]
 
     def _runs_tensor(self, runs: Sequence[CopyRun]) -> Tensor:
         return list_to_device([number for run in runs for number in run], torch.int64, self._pool.device).view(-1, 3)
 
 
-def _split(
-    first: int, last: int, page_rows: int, keys_per_part: int = 0, keys_per_page: int = 0
-) -> Iterator[tuple[int, int]]:
-    """Splits [first, last) at the ends of row pages and, for keys, also at the ends of key pages and their parts."""
+def _split(first: int, last: int, *sizes: int) -> Iterator[tuple[int, int]]:
+    """Splits [first, last) at the multiples of each of `sizes`."""
     while first < last:
-        end = min(last, first - first % page_rows + page_rows)
-        if keys_per_page:
-            within = first % keys_per_page
-            end = min(end, first - within % keys_per_part + keys_per_part, first - within + keys_per_page)
+        end = min(last, *(first - first % size + size for size in sizes))
         yield first, end
         first = end
 

@@ -200,11 +200,11 @@ def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
 def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: int) -> list[bytes]:
     """Returns the rows of a context, layer by layer, or its index keys, index group by index group."""
     stored = []
-    for parts in span.bases:
+    for layer, bases in enumerate(span.bases):
         for position in range(rows):
-            page, row = divmod(position, span.page_rows)
-            base = parts[row // span.part_rows]
-            address = base + pages[page] * span.page_bytes + row % span.part_rows * span.row_bytes
+            block, row = divmod(position, span.part_rows)
+            page, part = divmod(block * span.step + span.first_part(layer), len(bases))
+            address = bases[part] + pages[page] * span.page_bytes + row * span.row_bytes
             stored.append(ctypes.string_at(address, span.row_bytes))
     return stored
 

@@ -97,26 +97,26 @@ class Pool:
     def __init__(
         self, arena: Arena, units: int, parts: int, pages: int, page_rows: int, row_bytes: int, spare: int = 0
     ) -> None:
-        self.part_rows = -(-page_rows // parts)
+        self.part_rows, self.page_rows = page_rows // parts, page_rows
         page_bytes = self.part_rows * row_bytes + spare
         self.bytes = arena.allocate(units, parts, pages, page_bytes)
         base, strides = self.bytes.ctypes.data, self.bytes.strides
         bases = tuple(
             tuple(base + unit * strides[0] + part * strides[1] for part in range(parts)) for unit in range(units)
         )
-        self.span = PagedSpan(bases, page_bytes, page_rows, self.part_rows, row_bytes)
+        self.span = PagedSpan(bases, page_bytes, self.part_rows, row_bytes)
         self.allocator = PageAllocator(pages)
 
     def rows(self, pages: Sequence[int], unit: int, count: int) -> Bytes:
         """Returns a copy of the first `count` rows of a context in one unit: [count, row_bytes]."""
         parts = self.bytes[unit][:, list(pages), : self.part_rows * self.span.row_bytes]
-        by_page = parts.swapaxes(0, 1).reshape(len(pages), -1, self.span.row_bytes)[:, : self.span.page_rows]
-        return by_page.reshape(-1, self.span.row_bytes)[:count]
+        by_page = parts.swapaxes(0, 1).reshape(-1, self.span.row_bytes)
+        return by_page[:count]
 
     def write(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
         """Writes rows to positions [first, first + len(rows)) of a context in one unit."""
         for position, row in enumerate(rows, first):
-            page, row_index = pages[position // self.span.page_rows], position % self.span.page_rows
+            page, row_index = pages[position // self.page_rows], position % self.page_rows
             start = row_index % self.part_rows * self.span.row_bytes
             self.bytes[unit, row_index // self.part_rows, page, start : start + len(row)] = row
 

@@ -115,7 +115,7 @@ class Memory:
     def _span(self, units: Bytes) -> PagedSpan:
         bases = tuple((unit.ctypes.data,) for unit in units)
         width = units.shape[-1]
-        return PagedSpan(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
+        return PagedSpan(bases, self.page_rows * width, self.page_rows, width)
 
     def _split(self, rows: Bytes) -> list[Bytes]:
         """Splits whole rows into the shards of the ranks."""

@@ -60,7 +60,7 @@ class ShardedMemory:
 
     def _span(self, arrays: Sequence[Bytes], stride: int) -> PagedSpan:
         bases = tuple((array.ctypes.data,) for array in arrays)
-        return PagedSpan(bases, self.page_rows * stride, self.page_rows, self.page_rows, stride)
+        return PagedSpan(bases, self.page_rows * stride, self.page_rows, stride)
 
     def heads_of_rank(self, rank: int) -> range:
         first = rank * self.heads // self.ranks

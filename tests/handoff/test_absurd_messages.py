@@ -101,7 +101,7 @@ valid_hellos = st.builds(
 # Spans with a valid shape, but arbitrary addresses and distances between pages.
 addresses = st.integers(0, (1 << 63) - 1) | st.just(memory.buffer.ctypes.data)
 misplaced_spans = st.builds(
-    lambda bases, page_bytes: PagedSpan(tuple((base,) for base in bases), page_bytes, PAGE_ROWS, PAGE_ROWS, ROW_BYTES),
+    lambda bases, page_bytes: PagedSpan(tuple((base,) for base in bases), page_bytes, PAGE_ROWS, ROW_BYTES),
     st.lists(addresses, min_size=LAYERS, max_size=LAYERS),
     st.integers(PAGE_ROWS * ROW_BYTES, (1 << 63) - 1),
 )

@@ -48,7 +48,7 @@ from hotset.handoff.messages import (
 ORIGIN = "127.0.0.1:9000"
 SECRET = b"a secret that peers share"
 KEY = HandoffKey("request-7/0", 2)
-SPAN = PagedSpan(((1 << 47, 5), (64, 128)), page_bytes=4096, page_rows=64, part_rows=32, row_bytes=128)
+SPAN = PagedSpan(((1 << 47, 5), (64, 128)), page_bytes=4096, part_rows=32, row_bytes=128, step=2)
 HELLO = Hello(
     ORIGIN,
     ModelIdentity("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),

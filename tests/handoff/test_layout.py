@@ -35,9 +35,10 @@ class Side:
 
     def row(self, layer: int, position: int) -> NDArray[np.uint8]:
         """Returns a row, located by the formula of `PagedSpan`."""
-        page, row = self.pages[position // self.span.page_rows], position % self.span.page_rows
-        start = self.starts[layer][row // self.span.part_rows] + page * self.span.page_bytes
-        start += row % self.span.part_rows * self.span.row_bytes
+        block, row = divmod(position, self.span.part_rows)
+        first_part = layer * self.span.step // len(self.span.bases)
+        page, part = divmod(block * self.span.step + first_part, len(self.span.bases[0]))
+        start = self.starts[layer][part] + self.pages[page] * self.span.page_bytes + row * self.span.row_bytes
         return self.bytes[start : start + self.span.row_bytes]
 
     def with_unused_bytes_poisoned(self) -> NDArray[np.uint8]:
@@ -45,18 +46,15 @@ class Side:
         change them."""
         span, found = self.span, self.bytes.copy()
         for starts in self.starts.tolist():
-            for part, start in enumerate(starts):
-                rows = min(span.part_rows, span.page_rows - part * span.part_rows)
+            for start in starts:
                 for page in self.pages:
                     end = start + (page + 1) * span.page_bytes
-                    found[end - span.page_bytes + rows * span.row_bytes : end] = POISON
+                    found[end - span.page_bytes + span.part_rows * span.row_bytes : end] = POISON
         return found
 
 
-def make_span(layers: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> PagedSpan:
-    part_rows = -(-page_rows // parts)
-    parts = -(-page_rows // part_rows)
-    return PagedSpan(((0,) * parts,) * layers, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
+def make_span(layers: int, part_rows: int, row_bytes: int, parts: int = 1, spare: int = 0, step: int = 1) -> PagedSpan:
+    return PagedSpan(((0,) * parts,) * layers, part_rows * row_bytes + spare, part_rows, row_bytes, step)
 
 
 def make_sides(
@@ -96,16 +94,14 @@ def expected_memory(source: Side, target: Side, first: int, last: int, layers: L
 
 @st.composite
 def geometries(draw: st.DrawFn, row_bytes: int, layers: int) -> PagedSpan:
-    page_rows = draw(st.integers(1, 9) | st.sampled_from([16, 64]))
-    return make_span(
-        layers, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5]))
-    )
+    part_rows, parts = draw(st.integers(1, 9) | st.sampled_from([16, 64])), draw(st.integers(1, 4))
+    return make_span(layers, part_rows, row_bytes, parts, draw(st.sampled_from([0, 5])), draw(st.integers(1, parts)))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
-    row_bytes, layers = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 3))
+    row_bytes, layers = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 5))
     rows = data.draw(st.integers(1, 150))
     first = data.draw(st.integers(0, rows))
     last = data.draw(st.integers(first, rows))
@@ -133,7 +129,7 @@ def test_page_sizes_may_differ_and_chunks_may_end_at_any_row(
 
 def test_index_keys_of_host_pages_are_written_to_the_parts_of_device_pages() -> None:
     # The target has pages of 3 parts of 7 keys, with unused bytes at the end of each part, as in memory/device_pool.py.
-    source, target = make_sides(make_span(2, 16, 8), make_span(2, 21, 8, parts=3, spare=6), rows=70, seed=1)
+    source, target = make_sides(make_span(2, 16, 8), make_span(2, 7, 8, parts=3, spare=6, step=2), rows=70, seed=1)
     perform_writes(source, target, 0, 70)
     np.testing.assert_array_equal(
         target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 70, [(0, 0), (1, 1)])
@@ -173,8 +169,8 @@ def test_a_write_ends_where_pages_of_either_side_are_not_consecutive() -> None:
 
 def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
     """Each base may be the start of a separate registered region. A write across two regions would be refused."""
-    span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # layer 1 follows layer 0
-    parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
+    span = PagedSpan(((0,), (32,)), page_bytes=32, part_rows=4, row_bytes=8)  # layer 1 follows layer 0
+    parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, part_rows=2, row_bytes=8)
     assert plan_writes(span, [0], parts, [0], 0, 4).tolist() == [
         [0, 1000, 16],
         [16, 1016, 16],
@@ -185,9 +181,9 @@ def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
 
 def test_addresses_beyond_32_bits_are_exact() -> None:
     base, page_bytes = (1 << 46) + 8, 64 * 1152
-    source = PagedSpan(((base,), (base + (1 << 40),)), page_bytes, 64, 64, 1152)
+    source = PagedSpan(((base,), (base + (1 << 40),)), page_bytes, 64, 1152)
     page = (1 << 33) // page_bytes
-    target = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
+    target = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 1152)
     planned = plan_writes(source, [page], target, [0], 63, 64).tolist()
     assert planned == [
         [base + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
@@ -214,15 +210,15 @@ def test_a_context_of_65536_rows_is_planned_within_50_ms(target_page_rows: int) 
 
 
 def test_too_few_pages_raise_an_assertion() -> None:
-    with pytest.raises(AssertionError, match="17 rows in 1 pages of 16"):
+    with pytest.raises(AssertionError, match="17 rows, 16 in a part, need 2 pages, not 1"):
         plan_writes(make_span(1, 16, 8), [0], make_span(1, 64, 8), [0], 0, 17)
 
 
 MODEL = ModelIdentity(
     "demo", layers=2, row="576 x bfloat16, 1152 bytes", key="128 x bfloat16", groups=1, weights="a1b2"
 )
-ROWS = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 64, 1152)
-STORE = Store(whole_rows(ROWS), PagedSpan(((1 << 22,),), 64 * 256, 64, 64, 256))
+ROWS = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 1152)
+STORE = Store(whole_rows(ROWS), PagedSpan(((1 << 22,),), 64 * 256, 64, 256))
 HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
 
 
@@ -231,7 +227,7 @@ def test_the_name_of_a_model_may_differ() -> None:
 
 
 def test_page_sizes_of_peers_may_differ() -> None:
-    rows = replace(ROWS, page_rows=16, part_rows=16, page_bytes=16 * 1152)
+    rows = replace(ROWS, part_rows=16, page_bytes=16 * 1152)
     assert (
         check_peers(
             HELLO, replace(HELLO, control="127.0.0.1:2", stores={"device": Store(whole_rows(rows), STORE.keys)})
@@ -273,9 +269,15 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
     [
         (Store(whole_rows(ROWS), None), "no span for them"),
         (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "its rows have 1 layers or groups, not 2"),
-        (Store(whole_rows(replace(ROWS, page_rows=0)), STORE.keys), "pages of 0 rows of 1152 bytes do not fit"),
-        (Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys), "in parts of 64 rows and 100 bytes"),
-        (Store(whole_rows(replace(ROWS, page_rows=65)), STORE.keys), "wrong number of parts"),
+        (Store(whole_rows(replace(ROWS, part_rows=0)), STORE.keys), "0 rows of 1152 bytes do not fit"),
+        (
+            Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys),
+            "do not fit in parts of 100 bytes",
+        ),
+        (Store(whole_rows(replace(ROWS, bases=((8,), (8, 16)))), STORE.keys), "a step of 1 in pages of [1, 2] parts"),
+        (Store(whole_rows(replace(ROWS, step=2)), STORE.keys), "its rows have a step of 2"),
+        (Store(whole_rows(ROWS), replace(STORE.keys, step=0)), "index keys have a step of 0 in pages of [1] parts"),
+        (Store(whole_rows(ROWS), replace(STORE.keys, step=2)), "index keys have a step of 2 in pages of [1] parts"),
         (Store(whole_rows(replace(ROWS, bases=((-8,), (8,)))), STORE.keys), "negative address"),
     ],
 )

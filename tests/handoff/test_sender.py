@@ -46,10 +46,8 @@ from hotset.transfer.api import WriteState, WriteTicket
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = HandoffKey("r", 1)
 ROWS = 10
-STORE = Store(whole_rows(PagedSpan(((1 << 20,), (1 << 21,)), 32, 4, 4, 8)), PagedSpan(((1 << 22,),), 16, 4, 4, 4))
-TARGET = Store(
-    whole_rows(PagedSpan(((1 << 30,), (1 << 31,)), 64, 8, 8, 8)), PagedSpan(((1 << 32, 1 << 33),), 12, 6, 3, 4)
-)
+STORE = Store(whole_rows(PagedSpan(((1 << 20,), (1 << 21,)), 32, 4, 8)), PagedSpan(((1 << 22,),), 16, 4, 4))
+TARGET = Store(whole_rows(PagedSpan(((1 << 30,), (1 << 31,)), 64, 8, 8)), PagedSpan(((1 << 32, 1 << 33),), 12, 3, 4))
 HELLO = Hello(PEER, ModelIdentity("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
 PAGES = (7, 3, 5)
 
@@ -594,8 +592,8 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
     ("invalid_request", "error"),
     [
         (replace(request(), landing="device"), "landing 'device' is not one of the stores in Hello"),
-        (replace(request(), row_pages=(2,)), "1 pages of 8 rows are too few for 10 rows"),
-        (replace(request(), key_pages=(2,)), "1 pages of 6 keys are too few for 10 keys"),
+        (replace(request(), row_pages=(2,)), "1 pages are too few for 10 rows, which need 2 pages"),
+        (replace(request(), key_pages=(2,)), "1 pages are too few for 10 keys, which need 2 pages"),
         (replace(request(), prompt=prompt(0)), "the prompt has no tokens"),
     ],
 )

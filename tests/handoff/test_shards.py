@@ -89,8 +89,8 @@ def test_equal_shardings_are_written_in_whole_runs() -> None:
 
 
 def test_stores_of_one_shard_are_planned_like_plain_spans() -> None:
-    span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 64, 48)
-    target = replace(span, bases=((1 << 22,), (1 << 23,)), page_rows=16, part_rows=16, page_bytes=16 * 48)
+    span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 48)
+    target = replace(span, bases=((1 << 22,), (1 << 23,)), part_rows=16, page_bytes=16 * 48)
     stores = Store(whole_rows(span), None), Store(whole_rows(target), None)
     planned = plan_context_writes(stores[0], (5, 3), stores[1], range(8), (), 3, 100)
     np.testing.assert_array_equal(planned, plan_writes(span, (5, 3), target, range(8), 3, 100))
@@ -107,7 +107,7 @@ def test_layers_may_begin_at_unrelated_addresses() -> None:
 
 
 def test_shards_are_described_by_their_byte_slices_of_the_whole_row() -> None:
-    spans = [PagedSpan(((8,),), 64, 4, 4, 16)] * 4
+    spans = [PagedSpan(((8,),), 64, 4, 16)] * 4
     assert [shard.slices for shard in head_shards(spans, 8, 4)] == [
         *(((0, 8), (32, 8)), ((8, 8), (40, 8)), ((16, 8), (48, 8)), ((24, 8), (56, 8)))
     ]
@@ -160,7 +160,7 @@ def test_a_store_with_invalid_shards_is_refused() -> None:
             _with_last_shard(valid, replace(last, slices=((0, 100),))),
             "slices of a shard have 100 bytes, but its rows only 14",
         ),
-        (_with_last_shard(valid, replace(last, span=replace(last.span, page_rows=5))), "pages of [4, 5] rows"),
+        (_with_last_shard(valid, replace(last, span=replace(last.span, part_rows=5))), "pages of [4, 5] rows"),
         (
             _with_last_shard(valid, replace(last, span=replace(last.span, bases=((8,),)))),
             "its rows have 1 layers or groups, not 3",

@@ -77,7 +77,7 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
     pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
     memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
     bases = tuple(tuple(part.ctypes.data for part in group) for group in memory)
-    in_parts = PagedSpan(bases, page_bytes, 12, part_rows, KEY_BYTES)
+    in_parts = PagedSpan(bases, page_bytes, part_rows, KEY_BYTES)
     source_pages, row_pages, _ = fresh_pages(source, target, rows=30)
     source.compute(source_pages, 0, 30)
     packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
@@ -130,7 +130,7 @@ def test_the_count_of_writes_equals_the_number_of_planned_writes() -> None:
 def test_contexts_that_need_large_writes_or_few_writes_are_not_staged() -> None:
     def store(row_bytes: int) -> Store:
         return Store(
-            whole_rows(PagedSpan(tuple((layer << 30,) for layer in range(1, 31)), 16 * row_bytes, 16, 16, row_bytes)),
+            whole_rows(PagedSpan(tuple((layer << 30,) for layer in range(1, 31)), 16 * row_bytes, 16, row_bytes)),
             None,
         )
 

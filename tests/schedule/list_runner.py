@@ -55,7 +55,7 @@ class ListRunner:
 
         A model without an indexer stores no index keys on the device; `key_pages` then repeats the host pages.
         """
-        keys = reservation.key_pages if self.geometry.keys_per_page else ()
+        keys = reservation.key_pages if self.geometry.keys_per_block else ()
         return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 
     def write_late(self, reservation: Reservation) -> None:

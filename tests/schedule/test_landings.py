@@ -10,7 +10,7 @@ from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 
-GEOMETRY = Geometry(2, 2, 64, keys_per_page=8, slots=4, topk=2)
+GEOMETRY = Geometry(2, 2, 64, keys_per_block=8, slots=4, topk=2)
 
 
 def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledger]:

@@ -11,7 +11,7 @@ from hotset.schedule.request import Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
-GEOMETRY = Geometry(page_rows=2, layers=2, layer_page_bytes=64, keys_per_page=8, slots=4, topk=2)
+GEOMETRY = Geometry(page_rows=2, layers=2, layer_page_bytes=64, keys_per_block=8, slots=4, topk=2)
 
 
 class Running:

@@ -47,8 +47,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: TiersMode, promote_after_plans: int, for_peers: bool,
     ) -> None:  # fmt: skip
         self.for_peers = for_peers and host_pages is not None
-        keys_per_page = 5 if slots else 0
-        geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_page, slots, topk=min(2, slots))
+        keys_per_block = 5 if slots else 0
+        geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_block, slots, topk=min(2, slots))
         host = None if host_pages is None else PageAllocator(pages + host_pages)
         self.ledger = Ledger(geometry, PageAllocator(pages), host)
         self.mode: TiersMode = mode if self.ledger.tiers else "auto"
@@ -312,7 +312,7 @@ def request(name: str, length: int, limit: int) -> Request:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_long_request_is_demoted_during_a_burst_and_promoted_after_it(depth: int) -> None:
-    geometry = Geometry(2, 2, 64, keys_per_page=8, slots=4, topk=2)
+    geometry = Geometry(2, 2, 64, keys_per_block=8, slots=4, topk=2)
     ledger = Ledger(geometry, PageAllocator(44), PageAllocator(80))
     scheduler, runner = Scheduler(ledger, 4, 64), ListRunner(geometry)
     scheduler.add(request("long", 40, 64))

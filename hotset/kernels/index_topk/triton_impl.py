@@ -37,5 +37,4 @@ def _context(keys: PagedRows, segments: Segments) -> int:
     """Returns the length of the longest context. In a captured graph, returns the limit of the table."""
     if segments.lengths:
         return max(segments.lengths)
-    parts, _, block_rows, _ = keys.blocks.shape
-    return keys.table.shape[1] * parts * block_rows
+    return keys.capacity

@@ -121,6 +121,8 @@ def score(
         key_stride=width,
         scaled=keys.layout.quantised > 0,
         operand=OPERAND[blocks.dtype],
+        first_part=keys.first_part,
+        step=keys.step,
         parts=parts,
         block_rows=block_rows,
         tile_keys=tuning.keys,
@@ -143,7 +145,7 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@triton.jit(do_not_specialize=["k", "num_queries"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["k", "num_queries", "first_part"])  # type: ignore[untyped-decorator]
 def _score_kernel(
     q: tl.tensor,
     weights: tl.tensor,
@@ -163,12 +165,14 @@ def _score_kernel(
     part_stride: tl.tensor,
     page_stride: tl.tensor,
     value_stride: tl.tensor,
+    first_part: tl.tensor,
     tile_queries: tl.constexpr,
     heads_padded: tl.constexpr,
     head_dim: tl.constexpr,
     key_stride: tl.constexpr,
     scaled: tl.constexpr,
     operand: tl.constexpr,
+    step: tl.constexpr,
     parts: tl.constexpr,
     block_rows: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -212,7 +216,7 @@ def _score_kernel(
             pages = table + seat * table_stride
             if first < last:
                 # The page is looked up one tile ahead, so that the loads of keys never wait for the lookup.
-                page = tl.load(pages + first // block_tiles // parts)
+                page = tl.load(pages + (first // block_tiles * step + first_part) // parts)
                 for tile in tl.range(first, last, num_stages=stages):
                     block = tile // block_tiles
                     start = (tile - block * block_tiles) * tile_keys
@@ -222,7 +226,8 @@ def _score_kernel(
                     else:
                         from_key = tl.minimum(start, block_rows - tile_keys)
                         fresh = key >= start - from_key
-                    base = blocks + (block % parts).to(tl.int64) * part_stride + page * page_stride
+                    part = block * step + first_part
+                    base = blocks + (part % parts).to(tl.int64) * part_stride + page * page_stride
                     key_at = base + from_key * key_stride + key * key_stride  # a scalar plus one vector term
                     if block_rows < tile_keys:
                         stored = tl.load(key_at[:, None] + dim[None, :], mask=fresh[:, None], other=0.0)
@@ -236,7 +241,8 @@ def _score_kernel(
                             score *= tl.load(scale_at, mask=fresh, other=0.0)[:, None]
                         else:
                             score *= tl.load(scale_at)[:, None]
-                    page = tl.load(pages + tl.minimum(tile + 1, last - 1) // block_tiles // parts)
+                    next_block = tl.minimum(tile + 1, last - 1) // block_tiles
+                    page = tl.load(pages + (next_block * step + first_part) // parts)
                     position = block * block_rows + from_key + key
                     seen = (position[:, None] < seen_lengths[None, :]) & fresh[:, None]
                     tl.store(values + query[None, :] * value_stride + position[:, None], score, mask=seen)

@@ -59,6 +59,8 @@ def key_append(
         row_stride=row_stride,
         table_stride=keys.table.stride(0),
         eps=eps,
+        first_part=keys.first_part,
+        step=keys.step,
         parts=blocks.shape[0],
         block_rows=blocks.shape[2],
         half=half,
@@ -74,7 +76,7 @@ def key_append(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_part"])  # type: ignore[untyped-decorator]
 def _append_kernel(
     key: tl.tensor,
     weight: tl.tensor,
@@ -92,6 +94,8 @@ def _append_kernel(
     row_stride: tl.tensor,
     table_stride: tl.tensor,
     eps: tl.tensor,
+    first_part: tl.tensor,
+    step: tl.constexpr,
     parts: tl.constexpr,
     block_rows: tl.constexpr,
     half: tl.constexpr,
@@ -108,10 +112,9 @@ def _append_kernel(
     if seat == _EMPTY:
         return
     position = tl.load(positions + token)
-    page_rows: tl.constexpr = parts * block_rows
-    page = tl.load(table + seat * table_stride + position // page_rows)
-    within = position % page_rows
-    target = blocks + within // block_rows * part_stride + page * page_stride + within % block_rows * row_stride
+    part = position // block_rows * step + first_part
+    page = tl.load(table + seat * table_stride + part // parts)
+    target = blocks + part % parts * part_stride + page * page_stride + position % block_rows * row_stride
 
     source = key + token * key_stride
     pair = tl.arange(0, block_half)
