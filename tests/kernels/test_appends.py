@@ -109,7 +109,10 @@ class Mla:
 
 @dataclass
 class Keys:
-    """The arguments of one call of key_append: five tokens, one of which is padding, and four seats."""
+    """The arguments of one call of key_append: five tokens, one of which is padding, and four seats.
+
+    If pages have several parts, other index groups use some of them.
+    """
 
     key: Tensor
     weight: Tensor
@@ -128,8 +131,10 @@ class Keys:
         # The table of seat -1 is cut off: a kernel that uses EMPTY (-1) as a seat would write to its pages.
         pages = torch.randperm(20).view(5, context_pages)[1:]
         seat_of = torch.tensor([2, 0, EMPTY, 3, 2])
-        positions = torch.randperm(parts * block_rows * context_pages)[:5]
-        keys = PagedRows(poisoned(parts, 20, block_rows, layout=layout), [], layout, pages, seat_of)
+        step, first_part = (1, 0) if parts == 1 else (parts - 1, parts - 2)
+        positions = torch.randperm(parts * context_pages // step * block_rows)[:5]
+        blocks = poisoned(parts, 20, block_rows, layout=layout)
+        keys = PagedRows(blocks, [], layout, pages, seat_of, step=step, first_part=first_part)
         key, weight, bias = draw(5, dim + 8).to(dtype)[:, 8:], 1 + torch.randn(dim) / 4, torch.randn(dim) / 4
         rotation = draw_rotation(5, rope_dim, dtype)
         return Keys(key, weight.to(dtype), bias.to(dtype), rotation, interleaved, keys, positions)
@@ -142,9 +147,9 @@ class Keys:
         parts, _pages, block_rows, _width = blocks.shape
         for row, (seat, position) in enumerate(zip(self.keys.seat_of.tolist(), self.positions.tolist(), strict=True)):
             if seat != EMPTY:
-                page, offset = divmod(position, parts * block_rows)
-                block = blocks[offset // block_rows, int(self.keys.table[seat, page])]
-                block[offset % block_rows] = self.keys.layout.encode(values[row])
+                page, part = divmod(position // block_rows * self.keys.step + self.keys.first_part, parts)
+                block = blocks[part, int(self.keys.table[seat, page])]
+                block[position % block_rows] = self.keys.layout.encode(values[row])
         return all_bytes(blocks)
 
     def run(self, op: Callable[..., None], device: str = "cpu") -> Tensor:
@@ -292,10 +297,9 @@ def stored_values(case: Mla | Keys, stored: Tensor) -> Tensor:
         values = case.layout.decode(stored.cpu())[case.new_rows.clamp_min(0)]
         padded = case.new_rows == EMPTY
     else:
-        parts, _pages, block_rows, _width = stored.shape
-        offset, padded = case.positions % (parts * block_rows), case.keys.seat_of == EMPTY
-        page = case.keys.table[case.keys.seat_of.clamp_min(0), case.positions // (parts * block_rows)]
-        values = case.keys.layout.decode(stored.cpu()[offset // block_rows, page, offset % block_rows])
+        padded = case.keys.seat_of == EMPTY
+        located = case.keys.locations(case.keys.seat_of.clamp_min(0), case.positions)
+        values = case.keys.layout.decode(stored.cpu()[located])
     return values.float().masked_fill(padded[:, None], float("nan"))
 
 

@@ -55,6 +55,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     block_rows: int = 318
     parts: int = 1
+    step: int = 1  # above 1: other index groups use the parts between
+    first_part: int = 0
 
     @property
     def decoding(self) -> bool:
@@ -78,8 +80,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     """Makes inputs. The pool is NaN wherever it has no key. Queries and pool are views of larger tensors."""
     torch.manual_seed(seed)
     layout = index_key_row(case.dim, case.dtype, case.fp8)
-    page_keys = case.parts * case.block_rows
-    pages_of = [-(-length // page_keys) for length in case.lengths]
+    pages_of = [-(-(-(-length // case.block_rows) * case.step) // case.parts) for length in case.lengths]
     order = torch.randperm(sum(pages_of) + 3)
     used = case.block_rows * layout.stored_width
     block_values = -(-used // 16) * 16 + 16
@@ -96,8 +97,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         runs.append([(page, 1) for page in pages.tolist()])
         position, pages = torch.arange(length, device=DEVICE), pages.to(DEVICE)
         stored = layout.encode(torch.randn(length, case.dim, device=DEVICE).to(case.dtype))
-        part = position % page_keys // case.block_rows
-        blocks[part, pages[position // page_keys], position % case.block_rows] = stored
+        part = position // case.block_rows * case.step + case.first_part
+        blocks[part % case.parts, pages[part // case.parts], position % case.block_rows] = stored
     rows = sum(case.counts)
     wide = torch.randn(rows, case.heads + 1, case.dim + 16, device=DEVICE)
     wide *= torch.logspace(-3, 3, case.heads + 1, device=DEVICE)[:, None]  # heads of very different magnitude
@@ -106,7 +107,13 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         wide.to(case.dtype)[:, 1:, 16:],
         torch.randn(rows, case.heads, device=DEVICE) * torch.logspace(3, -3, case.heads, device=DEVICE),
         PagedRows(
-            blocks, runs, layout, table.to(DEVICE), seats.repeat_interleave(torch.tensor(case.counts)).to(DEVICE)
+            blocks,
+            runs,
+            layout,
+            table.to(DEVICE),
+            seats.repeat_interleave(torch.tensor(case.counts)).to(DEVICE),
+            step=case.step,
+            first_part=case.first_part,
         ),
         make_segments(starts, case.counts, DEVICE),
     )
@@ -152,6 +159,7 @@ SMALL = [
     Case((1, 1), (200, 64), heads=20, dim=32, fp8=False, block_rows=64),
     Case((1,), (40,), heads=16, dim=32, block_rows=11, parts=3),
     Case((1, 6, 2), (90, 95, 40), heads=16, dim=32, block_rows=80),
+    Case((1, 1), (333, 70), heads=16, dim=32, block_rows=66, parts=5, step=3, first_part=2),
     Case((5,), (150,), heads=64, dim=32, fp8=False, block_rows=100),
 ]
 LARGE = [
@@ -164,6 +172,8 @@ LARGE = [
     Case((37, 1, 130), (500, 9000, 2000), heads=32),
     Case((3, 8, 64), (3, 800, 700), heads=64, fp8=False, block_rows=288, parts=2),
     Case((50, 20), (1200, 6000), heads=4, block_rows=318, parts=2),
+    Case((1,) * 5, (1, 319, 5000, 40_000, 40_001), parts=26, step=7, first_part=6),
+    Case((50, 20), (1200, 9000), heads=64, fp8=False, block_rows=288, parts=26, step=7),
 ]
 CASES = SMALL if INTERPRETED else LARGE
 
@@ -290,7 +300,7 @@ def test_queries_whose_candidate_list_overflows_do_not_affect_others(impl: Modul
 
 @on_device
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("case", [SMALL[3]] if INTERPRETED else [LARGE[0], LARGE[6], LARGE[8]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[3]] if INTERPRETED else [LARGE[0], LARGE[6], LARGE[8], LARGE[9]], ids=str)
 def test_index_topk_selects_the_best_of_the_scores_that_the_kernel_computes(
     impl: ModuleType, case: Case, captured: bool
 ) -> None:

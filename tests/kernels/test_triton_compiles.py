@@ -166,7 +166,7 @@ def small_op_cases() -> dict[str, Case]:
             "_append_kernel",
             {"*bf16": "key weight bias cos sin", "*u8": "blocks", "*i64": "table seat_of positions"},
             rotated
-            | {"parts": 1, "block_rows": 318, "row_bytes": 132, "stride_bytes": 132, "fp8": True}
+            | {"parts": 26, "step": 7, "block_rows": 318, "row_bytes": 132, "stride_bytes": 132, "fp8": True}
             | {"plain": 64, "block_plain": 64},
             warps=1,
         ),
@@ -229,7 +229,7 @@ def index_topk_cases() -> dict[str, Case]:
     }
     aligned = ("heads", "query_stride", "head_stride", "part_stride", "page_stride", "value_stride", "room")
 
-    def score_case(tuning: Any, fp8: bool) -> Case:
+    def score_case(tuning: Any, fp8: bool, parts: int = 1, step: int = 1) -> Case:
         constants = {
             "tile_queries": max(1, tuning.columns // 32),
             "heads_padded": 32,
@@ -237,7 +237,8 @@ def index_topk_cases() -> dict[str, Case]:
             "key_stride": 132 if fp8 else 128,
             "scaled": fp8,
             "operand": tl.float16 if fp8 else tl.bfloat16,
-            "parts": 1,
+            "parts": parts,
+            "step": step,
             "block_rows": 318 if fp8 else 164,
             "tile_keys": tuning.keys,
             "stages": tuning.stages,
@@ -253,7 +254,7 @@ def index_topk_cases() -> dict[str, Case]:
     tuning = select.TUNED
     sizes = {"block": tuning.block, "bins": tuning.bins}
     return {
-        "score fp8": score_case(score.OWN_CONTEXT[32], fp8=True),
+        "score fp8": score_case(score.OWN_CONTEXT[32], fp8=True, parts=26, step=7),  # 21 groups in 78 layers
         "score bf16": score_case(score.OWN_CONTEXT_PLAIN[64], fp8=False),
         "score shared context": score_case(score.SHARED_CONTEXT, fp8=True),
         "count": select_case("_count_kernel", sizes, tuning.warps),
