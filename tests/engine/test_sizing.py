@@ -1,5 +1,6 @@
 """Sizing of the pools: tiers never lower concurrency, and sizes that do not fit are refused with the numbers."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from hotset.base.units import MIB
 from hotset.engine import sizing
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.model_checks import kv_storage
-from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.engine.sizing import KvBudget, WorkerMemory, kv_budget, shared_budget
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
 from hotset.memory.device_pool import KvShape
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, ModelSpec, RopeSpec
 
 DSA = KvShape(3, mla_row(16, 4, torch.float32), (0, 1, 2), index_key_row(8, torch.float32), topk=6)
+MLA = mla_row(512, 64, torch.bfloat16, fp8=True)
 GQA = KvShape(2, gqa_row(2, 8, torch.float32))
 
 
@@ -62,6 +64,27 @@ def test_defect_20_tiers_never_lower_concurrency(
     assert auto.max_model_len >= off.max_model_len and auto.resident_len >= off.resident_len
     for length in {*range(1, 130), *range(130, off.max_model_len + 1, 7), off.max_model_len}:
         assert auto.requests(length) >= off.requests(length), f"contexts of {length} tokens"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_every_stage_of_a_pipeline_gets_as_many_key_pages_as_the_stage_with_the_most_groups_per_layer(
+    stages: int,
+) -> None:
+    """The 78 layers of GLM-5.2 are divided where a group begins. The first stage has the most groups per layer."""
+    full = (0, 1, 2, *range(6, 78, 4))
+    bounds = [*(full[number * len(full) // stages] for number in range(stages)), 78]
+    key = index_key_row(128, torch.bfloat16, fp8=True)
+    shapes = [
+        KvShape(last - first, MLA, tuple(layer - first for layer in full if first <= layer < last), key, topk=2048)
+        for first, last in pairwise(bounds)
+    ]
+    config = EngineConfig(device_kv_tokens=4096, host_kv_tokens=8192)
+    workers = [WorkerMemory(shape, 1 << 40) for shape in shapes]
+    common = shared_budget(config, workers, 4096, CPU).geometry
+    alone = [shape.geometry(config.page_rows) for shape in shapes]
+    for tokens in (1, 318, 319, 1000, 40_000, 131_072):
+        assert common.key_pages(tokens) == max(geometry.key_pages(tokens) for geometry in alone)
+    assert common.layers == min(shape.layers for shape in shapes)
 
 
 def smallest_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
