@@ -36,13 +36,13 @@ from hotset.kernels.quantise import quantise
 if TYPE_CHECKING:
     from hotset.kernels.linear.triton_fp8 import Tile
 
-SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384))  # (outputs, inputs)
+SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2112, 7168))  # (outputs, inputs)
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
-VARIANT_TOKENS = (16, 64, 1, 32, 128)  # the most important ones first
+VARIANT_TOKENS = (16, 64, 1, 32, 128, 256)  # the most important ones first
 LAUNCH_US, COPY_BAR, LIBRARY_BAR, ERROR_BAR = 2.0, 0.65, 0.95, 2e-3
 MAX_FEW, MIN_MANY = 64, 1024
 COMPILERS = os.cpu_count() or 1  # processes that compile variants
-MIN_PROGRAMS, MAX_PROGRAMS, MIN_GROUPS = 90, 400, 4  # limits for the numbers of splits that are tried
+MIN_PROGRAMS, MAX_PROGRAMS, MIN_GROUPS = 64, 400, 4  # limits for the numbers of splits that are tried
 FUSED, FUSED_TMA, FUSED_EARLY = (True, False, False), (True, True, False), (True, False, True)
 PLAIN, EARLY, EARLY_TMA = (False, False, False), (False, False, True), (False, True, True)
 # By number of tokens: (outputs, warps, stages) and (fused, tma, starts_early), to be combined.
@@ -142,9 +142,9 @@ def variants(tokens: int) -> list["Tile"]:
     """Returns the tile in use for this many tokens and others, each once."""
     from hotset.kernels.linear.triton_fp8 import Tile, tile_for
 
-    in_use = replace(tile_for(tokens), max_programs=0, min_groups=0)
+    in_use = replace(tile_for(tokens), max_programs=0)
     sizes, ways = TRIED[in_use.tokens]
-    tried = [Tile(in_use.tokens, *size, 0, 0, *way) for size in sizes for way in ways]
+    tried = [Tile(in_use.tokens, *size, 0, *way) for size in sizes for way in ways]
     return list(dict.fromkeys([in_use, *(tile for tile in tried if shared_bytes(tile) <= 227 << 10)]))
 
 
@@ -199,7 +199,7 @@ def time_variants(case: Case, tiles: list["Tile"], deadline: float) -> list[tupl
     results = []
     counters = make_counters(case.weight)
     for tile in tiles:
-        for splits in tried_splits(*case.weight.shape, tile):
+        for splits in tried_splits(*case.weight.shape, tile) if case.x.shape[0] <= tile.tokens else (1,):
             if time.monotonic() > deadline:
                 break
             call = partial(fp8_linear_in_tiles, case.x, case.weight, None, counters, tile, splits)
@@ -212,7 +212,7 @@ def time_variants(case: Case, tiles: list["Tile"], deadline: float) -> list[tupl
 
 
 def try_variants(weights: list[tuple[Fp8Weight, Tensor]], seconds: float, shown: int) -> list[dict[str, Any]]:
-    from hotset.kernels.linear.triton_fp8 import tile_for
+    from hotset.kernels.linear.triton_fp8 import fp8_linear_by_library, tile_for
 
     start = time.monotonic()
     working = compiled(list(dict.fromkeys(tile for tokens in VARIANT_TOKENS for tile in variants(tokens))))
@@ -223,6 +223,8 @@ def try_variants(weights: list[tuple[Fp8Weight, Tensor]], seconds: float, shown:
         for weight, plain in weights:
             case = make_case(weight, plain, tokens)
             results = time_variants(case, [tile for tile in variants(tokens) if tile in working], start + seconds)
+            library = us(partial(fp8_linear_by_library, case.x, case.weight))
+            print(f"{case.name}: {library:6.2f} us, quantise and scaled_mm", flush=True)
             best_of_tile: dict[Tile, float] = {}
             for microseconds, tile, _ in results:
                 best_of_tile.setdefault(tile, microseconds)

@@ -6,8 +6,10 @@ it is not.
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 EXCLUDED_MARKER = "not_interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else "interpreted"
 
@@ -17,3 +19,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if excluded:
         config.hook.pytest_deselected(items=excluded)
         items[:] = [item for item in items if item not in excluded]
+
+
+@pytest.fixture
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fills new tensors with NaN. On a GPU, those of the test's first 256 MiB."""
+    if request.node.get_closest_marker("gpu"):
+        torch.full((64 << 20,), float("nan"), device="cuda")  # freed at once, and used again by the next tensors
+        yield
+    else:
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)

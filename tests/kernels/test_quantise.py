@@ -4,8 +4,6 @@ Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run 
 instead (see test_interpreted.py).
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +16,7 @@ from hotset.kernels.quantise import quantise, reference
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True, scope="module")
-def poisoned_memory() -> Iterator[None]:
-    """Fills uninitialised tensors with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def assert_same_bits(codes: Tensor, scales: Tensor, x: Tensor) -> None:

@@ -26,8 +26,11 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self._packed = packed.pack(weight) if isinstance(weight, Tensor) and packed.supports(weight) else None
-        in_fp8_on_gpu = isinstance(weight, Fp8Weight) and weight.device.type == "cuda"
-        self._counters = kernels_of("linear", "triton_fp8").make_counters(weight) if in_fp8_on_gpu else None
+        self._counters: Tensor | None = None  # only for an fp8 weight on a GPU
+        if isinstance(weight, Fp8Weight):
+            assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "an fp8 weight must be contiguous"
+            if weight.device.type == "cuda":
+                self._counters = kernels_of("linear", "triton_fp8").make_counters(weight)
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
         if self._packed is not None and packed.is_faster(x):

@@ -41,8 +41,7 @@ class Tile:
     outputs: int
     warps: int
     stages: int
-    max_programs: int  # a sum is divided only into so many splits that there are at most this many programs
-    min_groups: int  # and only so many that each has at least this many groups
+    max_programs: int  # sums are divided as long as this many programs suffice
     fused: bool  # every program quantises the activations itself; otherwise, a launch before it does
     tma: bool = False  # the tensor memory accelerator reads the codes of the weight; requires inputs % 16 == 0
     # The kernel starts before the previous one has ended, and reads its first codes into the L2 meanwhile.
@@ -51,13 +50,16 @@ class Tile:
 
 # The key of an entry is the largest number of tokens for which the entry is used.
 TILES = {
-    16: Tile(16, 64, 4, 5, max_programs=264, min_groups=12, fused=True),
-    32: Tile(32, 64, 4, 5, max_programs=264, min_groups=12, fused=False),
-    64: Tile(64, 128, 8, 4, max_programs=132, min_groups=8, fused=False),
-    128: Tile(128, 128, 8, 4, max_programs=132, min_groups=8, fused=False),
-    1 << 62: Tile(128, 128, 8, 4, max_programs=0, min_groups=0, fused=False),
+    16: Tile(16, 64, 4, 5, max_programs=264, fused=True),
+    32: Tile(32, 64, 4, 5, max_programs=264, fused=False),
+    64: Tile(64, 128, 8, 4, max_programs=132, fused=False),
+    128: Tile(128, 128, 8, 4, max_programs=132, fused=False),
+    1 << 62: Tile(128, 128, 8, 4, max_programs=0, fused=False),
 }
 MIN_TILE_OUTPUTS = 64
+# With too few programs, a part of the GPU is idle, so sums are divided down to MIN_GROUPS groups. Otherwise, adding the
+# splits takes longer than reading fewer than MIN_GROUPS_IF_ENOUGH groups.
+ENOUGH_PROGRAMS, MIN_GROUPS, MIN_GROUPS_IF_ENOUGH = 100, 4, 12
 MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
 LIBRARY_ALIGN = 4  # tokens, and groups of a weight's scales, must be a multiple of this for torch's library
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
@@ -114,7 +116,9 @@ def splits_for(outputs: int, inputs: int, tile: Tile) -> int:
     """Returns how many programs divide the groups of one tile: a power of two, so that few kernels are compiled."""
     groups, blocks = ceil_div(inputs, SCALE_BLOCK), ceil_div(outputs, tile.outputs)
     splits = 1
-    while 2 * splits * blocks <= tile.max_programs and 2 * splits * tile.min_groups <= groups:
+    while 2 * splits * blocks <= tile.max_programs:
+        if groups < 2 * splits * (MIN_GROUPS if splits * blocks < ENOUGH_PROGRAMS else MIN_GROUPS_IF_ENOUGH):
+            break
         splits *= 2
     return splits
 
