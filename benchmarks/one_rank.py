@@ -240,8 +240,8 @@ class RankRun:
         self._end = clock() + options.seconds
         self._longest_case_s = FIRST_CASE_S
         split = SPLITS[options.split]
-        planned = planned_bytes(spec, split, dtype)
-        print(f"{options.model} {options.split}: {planned.total * 1e-9:.1f} GB of weights expected", flush=True)
+        planned = planned_bytes(spec, split, dtype, device)
+        print(f"{options.model} {options.split}: {planned * 1e-9:.1f} GB of weights expected", flush=True)
         start = time.perf_counter()
         self._rank = Rank.load(
             name=options.model,
@@ -256,7 +256,7 @@ class RankRun:
         self._weights_row: Row = {
             "model": options.model,
             "split": options.split,
-            "expected GB": planned.total * 1e-9,
+            "expected GB": planned * 1e-9,
             "loaded GB": weights.total * 1e-9,
             "of which experts GB": weights.experts * 1e-9,
             "seconds": time.perf_counter() - start,

@@ -16,7 +16,6 @@ from one_rank_model import (
     SimulatedRanks,
     WeightBytes,
     random_weights,
-    weight_bytes,
 )
 from step_profile import grouped_ms, profiled, slowest_ms
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
@@ -78,7 +77,7 @@ class Rank:
             spec=spec,
             ranks=ranks,
             decoder=decoder,
-            weights=weight_bytes(decoder),
+            weights=WeightBytes.of(decoder),
             selection=selection,
             model=SyntheticPrefillModel(decoder, selection, max_step_tokens),
         )

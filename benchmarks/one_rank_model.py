@@ -1,10 +1,9 @@
 """One rank of a model that several ranks share: random weights, simulated peers, and the engine around it."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,16 @@ from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import InProcessExecutor
-from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint.dummy_source import DummySource
-from hotset.models.checkpoint.source import TensorSlice, kept_shape
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.layers import Embedding, Moe
+from hotset.models.layers import Moe
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import Split
+from hotset.models.weight_plan import plan_weights, weight_bytes
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
@@ -101,97 +99,34 @@ class SimulatedRanks:
         self.calls.append(CollectiveCall(name, link_bytes))
 
 
-class PlannedWeights:
-    """A source of weights without memory, to count the bytes of a rank before anything is loaded."""
-
-    def __init__(self, source: DummySource, dtype: torch.dtype) -> None:
-        self._source, self._dtype = source, dtype
-
-    def load(
-        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
-    ) -> Weight:
-        if out is not None:
-            return out
-        return torch.empty(tensor_slice.shape(shape) if tensor_slice else shape, dtype=self._dtype, device="meta")
-
-    def load_weight(
-        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
-    ) -> Weight:
-        if out is not None or not self.is_fp8(name):
-            return self.load(name, shape, out=out, tensor_slice=tensor_slice)
-        kept, block_rows = kept_shape(shape, tensor_slice)
-        return Fp8Weight.empty(kept, torch.device("meta"), block_rows)
-
-    def is_fp8(self, name: str) -> bool:
-        return self._source.is_fp8(name)
-
-    def skip(self, name: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DummySource:
     """Returns a source of random weights, in fp8 where the model's checkpoint has fp8."""
     return DummySource(dtype, device, fp8=spec.fp8_weights)
 
 
-def planned_bytes(spec: ModelSpec, split: Split, dtype: torch.dtype) -> "WeightBytes":
-    """Returns the bytes of one rank's weights, without loading any."""
-    weights = PlannedWeights(random_weights(spec, dtype, torch.device("cpu")), dtype)
-    ranks = SimulatedRanks(split.size, 1, dtype, torch.device("cpu"))
-    return weight_bytes(Decoder(spec, weights, FP8_KV, split, ranks))
-
-
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """The bytes of a decoder's weights."""
+    """The bytes of one rank's weights."""
 
     total: int
     embedding: int  # a step reads only a few of its rows
     experts: int  # routed experts: a step reads only those that its tokens use
 
-
-def weight_bytes(decoder: Decoder) -> WeightBytes:
-    """Counts the tensors that the decoder holds. Tensors that share memory are counted once."""
-    storages: dict[int, int] = {}
-    embedding: set[int] = set()
-    experts: set[int] = set()
-    for owners, tensor in _tensors_of(decoder, (), set()):
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-        if any(isinstance(owner, Embedding) for owner in owners):
-            embedding.add(storage._cdata)
-        elif isinstance(owners[-1], Moe | Fp8Weight) and tensor.dim() == 3:
-            experts.add(storage._cdata)
-    return WeightBytes(
-        total=sum(storages.values()),
-        embedding=sum(storages[key] for key in embedding),
-        experts=sum(storages[key] for key in experts),
-    )
+    @staticmethod
+    def of(decoder: Decoder) -> "WeightBytes":
+        mlps = [layer.mlp for layer in decoder._layers]
+        assert decoder._embedding is not None, "a pipeline stage is not a whole rank"
+        return WeightBytes(
+            total=weight_bytes(decoder, decoder.device),
+            embedding=decoder._embedding.weight.nbytes,
+            experts=sum(mlp._gate_up.nbytes + mlp._down.nbytes for mlp in mlps if isinstance(mlp, Moe)),
+        )
 
 
-def _tensors_of(value: Any, owners: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yields every tensor that can be reached from `value`, with the objects on the way to it."""
-    if isinstance(value, Tensor):
-        if not value.is_mkldnn:  # a copy in blocked order, on CPUs only
-            yield owners, value
-        return
-    if id(value) in seen or isinstance(value, SimulatedRanks | ModelSpec):
-        return
-    seen.add(id(value))
-    members: list[Any] = []
-    if isinstance(value, list | tuple):
-        members = list(value)
-    elif isinstance(value, dict):
-        members = list(value.values())
-    elif is_dataclass(value):
-        members = [getattr(value, field.name) for field in fields(value)]
-    elif type(value).__module__.startswith("hotset.") and hasattr(value, "__dict__"):
-        members = list(vars(value).values())
-    for member in members:
-        yield from _tensors_of(member, (*owners, value), seen)
+def planned_bytes(spec: ModelSpec, split: Split, dtype: torch.dtype, device: torch.device) -> int:
+    """Returns the bytes of one rank's weights, without loading any."""
+    source = random_weights(spec, dtype, device)
+    return plan_weights(spec, source, FP8_KV, split, dtype, device).device_bytes
 
 
 class SharedHostPages(PageAllocator):

@@ -20,6 +20,7 @@ from one_rank_model import (
     SimulatedRanks,
     WeightBytes,
     load_spec,
+    planned_bytes,
     random_weights,
 )
 from step_profile import GAPS, OTHER, KernelRun, group_of, grouped_ms
@@ -275,3 +276,12 @@ def test_cases_without_time_are_skipped_and_a_failed_case_does_not_end_the_run(
     (failure,) = rank_run.results.failures
     assert failure["case"].startswith("3 requests") and "out of memory" in failure["error"]
     assert "skipped: 1 requests of 512 tokens, tiers off; 20 s are left" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "expected"), [("deepseek-v3.2", 103e9), ("glm-5.2", 111e9)])
+def test_rank_with_its_own_attention_and_an_eighth_of_the_experts_takes_what_was_foreseen(
+    name: str, expected: float
+) -> None:
+    planned = planned_bytes(load_spec(name), SPLITS["dp8"], torch.bfloat16, CPU)
+    assert planned == pytest.approx(expected, rel=0.02)
