@@ -116,6 +116,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     sparse, no_tokenizer = model(tmp_path, "sparse", model_type="deepseek_v32"), model(tmp_path, "no-tokenizer")
     (Path(no_tokenizer) / "tokenizer.json").unlink()
+    fp8 = model(tmp_path, "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     huge = model(tmp_path, "huge", hidden_size=1 << 20, intermediate_size=1 << 20)
     serve = ["serve", "--port", "0"]
     cases: list[tuple[list[str], str]] = [
@@ -146,6 +147,8 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
         ([*serve, tiny, "--chat-template", str(tmp_path / "chat.jinja")], "chat.jinja"),
         ([*serve, tiny, "--default-chat-template-kwargs", "{"], "must be a JSON object, got '{'"),
         ([*serve, tiny, "--tensor-parallel-size", "3"], "does not divide 2 attention heads"),
+        ([*serve, fp8, "--tensor-parallel-size", "2"], "24 columns of a dense MLP in fp8 blocks of 128 and 16 columns"),
+        ([*serve, model(tmp_path, "awq", quantization_config={"quant_method": "awq"})], "quant_method is 'awq'"),
         ([*serve, tiny, "--pipeline-parallel-size", "3"], "the model has 2 layers; from 1 to 2 stages work"),
         ([*serve, tiny, "--kv-dtype", "fp8"], "--kv-dtype fp8 needs a model with latent KV"),
         ([*serve, tiny, "--hot-slots", "64"], "--hot-slots needs a model with sparse attention"),

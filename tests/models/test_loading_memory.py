@@ -1,0 +1,194 @@
+"""Loading copies tensors from the mapped files straight to their place, without temporary copies of whole tensors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import tiny_directory
+from models.fp8_models import QUANTISATION
+from safetensors.torch import save_file
+from split_workers import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hotset.models.checkpoint import fp8_tensors
+from hotset.models.checkpoint import source as source_module
+from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.source import TensorSlice
+from hotset.models.checkpoint.weights import open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.split import WHOLE_MODEL, Split
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+MIB = 1 << 20
+
+
+class Storages:
+    """A source of made-up fp8 weights that collects all of them, to write a checkpoint."""
+
+    def __init__(self) -> None:
+        self._made_up = DummySource(torch.bfloat16, CPU, fp8=True)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.skip, self.is_fp8, self.finish = self._made_up.skip, self._made_up.is_fp8, self._made_up.finish
+        self.stored_bytes = self._made_up.stored_bytes
+
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Any = None, tensor_slice: TensorSlice | None = None
+    ) -> Any:
+        self.tensors[name] = self._made_up.load(name, shape)
+        return self._made_up.load(name, shape, out=out, tensor_slice=tensor_slice)
+
+    def load_weight(self, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        if not self.is_fp8(name):
+            return self.load(name, shape, **options)
+        weight: Any = self._made_up.load_weight(name, shape)
+        self.tensors |= {name: weight.codes, f"{name}_scale_inv": weight.scales}
+        return self._made_up.load_weight(name, shape, **options)
+
+
+def save_checkpoint(folder: Path, **changes: Any) -> Path:
+    """Writes an fp8 llama in four shards."""
+    directory = Path(tiny_directory(folder, **SIZES | changes, quantization_config=QUANTISATION))
+    collected = Storages()
+    Decoder(find_model(str(directory)).spec, collected)
+    names = sorted(collected.tensors)
+    for shard in range(4):
+        part = {name: collected.tensors[name] for name in names[shard::4]}
+        save_file(part, directory / f"model-{shard + 1:05}-of-00004.safetensors")
+    return directory
+
+
+def storages_of(value: Any, found: set[int]) -> set[int]:
+    """Returns the addresses of the storages of all tensors that a decoder holds."""
+    if isinstance(value, torch.Tensor):
+        found.add(value.untyped_storage().data_ptr())
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            storages_of(item, found)
+    elif type(value).__module__.startswith("hotset."):
+        for name in [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]:
+            storages_of(getattr(value, name), found)
+    return found
+
+
+def is_mapped(address: int) -> bool:
+    """Returns whether the address belongs to a mapped file of weights."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.endswith(".safetensors")
+    return False
+
+
+class NewTensors(TorchDispatchMode):
+    """Keeps every tensor that an operation returns in more than `min_bytes` of new memory."""
+
+    def __init__(self, min_bytes: int) -> None:
+        super().__init__()
+        self._min_bytes = min_bytes
+        self.tensors: list[torch.Tensor] = []  # are kept alive, so that no address is used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() <= self._min_bytes:
+                continue
+            if not is_mapped(tensor.untyped_storage().data_ptr()):
+                self.tensors.append(tensor)
+        return result
+
+
+@pytest.mark.slow  # torch imports a lot for a dispatch mode
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_temporary_tensor_is_larger_than_two_pieces(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces are 16 KiB here; the largest weight has 512 KiB."""
+    piece = 16 << 10
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", piece)
+    monkeypatch.setattr(fp8_tensors, "BLOCK_BYTES", piece)
+    files = find_model(str(save_checkpoint(tmp_path)))
+    splits = [Split(rank, ranks) for rank in range(ranks)] if ranks > 1 else [WHOLE_MODEL]
+
+    def load(peers: Any) -> tuple[Decoder, NewTensors]:
+        source = open_weights(files, torch.bfloat16, CPU)
+        with NewTensors(min_bytes=2 * piece) as new:
+            decoder = Decoder(files.spec, source, split=splits[peers.rank], collectives=peers)
+        source.finish()
+        return decoder, new
+
+    for decoder, new in on_ranks(ranks, load):
+        held = storages_of(decoder, set())
+        assert any(tensor.untyped_storage().data_ptr() in held for tensor in new.tensors)
+        temporary = [tensor for tensor in new.tensors if tensor.untyped_storage().data_ptr() not in held]
+        assert not [(tuple(tensor.shape), tensor.dtype) for tensor in temporary]
+
+
+# Loads a checkpoint and measures anonymous memory after every operation of torch. Prints in bytes: the most that there
+# was above the start, and what the weights take.
+MEASURE = """
+import sys, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.split import Split
+
+class Peers:
+    rank, size = 1, 2
+    def all_reduce(self, x):
+        return x
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
+
+class Peak(TorchDispatchMode):
+    most, weights = 0, 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, anonymous())
+        return result
+
+def load(directory, split, peers):
+    files = find_model(directory)
+    source = open_weights(files, torch.bfloat16, "cpu")
+    decoder = Decoder(files.spec, source, split=split, **peers)
+    source.finish()
+    return decoder
+
+small, large, divided = sys.argv[1:]
+split, peers = (Split(1, 2), {"collectives": Peers()}) if divided == "True" else (Split(), {})
+with Peak():  # what is allocated once: threads, caches, modules
+    load(small, split, peers)
+before = anonymous()
+with Peak() as peak:
+    decoder = load(large, split, peers)
+print(peak.most - before, anonymous() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divided", [False, True])
+def test_host_memory_beyond_the_weights_is_at_most_twice_the_largest_tensor(divided: bool, tmp_path: Path) -> None:
+    """Anonymous memory does not contain the page cache. The largest tensor, the embedding, has 12 MiB."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "large").mkdir()
+    small = save_checkpoint(tmp_path / "small")
+    large = save_checkpoint(tmp_path / "large", vocab_size=6 * 1024, hidden_size=1024, intermediate_size=4096)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", MEASURE, str(small), str(large), str(divided)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    most, held = (int(number) for number in done.stdout.split())
+    stored = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    share = (0.5 if divided else 1.0) * stored
+    print(f"{most / MIB:.1f} MiB at most, {held / MIB:.1f} MiB afterwards, {share / MIB:.1f} MiB of weights")
+    assert 0.9 * share < held <= most <= share + 2 * 12 * MIB
