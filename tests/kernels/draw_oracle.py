@@ -49,10 +49,11 @@ def token_of(row: Tensor, rule: Rule) -> int:
     weights = [weight_of(distances[token], rule.temperature) for token in survivors]
     base = sum(weights)
     nucleus = base if rule.top_p >= 1.0 else min(base, math.ceil(rule.top_p * base))
-    kept = 0
-    while kept < len(weights) and sum(weights[:kept]) < nucleus and weights[kept] >= rule.min_weight:
-        kept += 1
-    mass = sum(weights[:kept])
+    mass = 0  # of the tokens that are kept
+    for weight in weights:
+        if mass >= nucleus or weight < rule.min_weight:
+            break
+        mass += weight
     target = min(int(rule.uniform * mass), mass - 1)
     for token, weight in zip(survivors, weights, strict=True):
         target -= weight

@@ -80,11 +80,11 @@ def weights_of(values: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     distance = top.clamp(min=torch.finfo(values.dtype).min) - values
     halvings = distance.to(torch.float64).mul_((LOG2_E / temperature).unsqueeze(-1)).clamp_(max=MAX_HALVINGS)
     whole = halvings.round()
-    rest = whole - halvings  # in [-0.5, 0.5], exact
+    rest = halvings.neg_().add_(whole)  # in [-0.5, 0.5], exact
     power = torch.full_like(rest, POWER_OF_TWO[-1])
     for coefficient in reversed(POWER_OF_TWO[:-1]):
         power.mul_(rest).add_(coefficient)
-    return power.mul_(WEIGHT_ONE).to(torch.int64) >> whole.to(torch.int64)
+    return power.mul_(WEIGHT_ONE).to(torch.int64).bitwise_right_shift_(whole.to(torch.int64))
 
 
 def _choose(
