@@ -95,10 +95,13 @@ class Results:
 
     def bars(self) -> list[Bar]:
         bars = [
-            Bar(f"{row['model']} {row['split']}: tiered and resident tokens differ", row["differ"], 0)
+            Bar(f"{_name(row)}: tokens of a tiered request that differ from a resident one's", row["differ"], 0)
             for row in self.weights
             if row["differ"] is not None
         ]
+        if self.serving:
+            not_finite = sum(not row["finite"] for row in self.serving)
+            bars.append(Bar("cases with logits that are not finite", not_finite, 0))
         bars += [
             Bar(f"{_name(row)}: prompt of {row['prompt']} / its products", row["seconds / products"], PREFILL_BAR)
             for row in self.prefill
@@ -304,10 +307,8 @@ class RankRun:
     def _serve(self, server: RankServer, tiers: TiersMode) -> None:
         rank, options = self._rank, self._options
         if tiers != "off":
-            shortest = min(options.context)
-            resident, tiered = (tokens_of_one_request(rank, server, shortest, mode) for mode in ("auto", "always"))
-            self._weights_row["differ"] = sum(left != right for left, right in zip(resident, tiered, strict=True))
-            print(f"tiered and resident: {self._weights_row['differ']} of {len(tiered)} tokens differ", flush=True)
+            compared = self._run("tokens of a tiered and a resident request", partial(self._compare_tokens, server))
+            self._weights_row |= compared or {}
         for case in cases_of(server, tiers, options):
             start = self._clock()
             work = partial(measure, rank, server, case, self._rates, options.steps, profiles=not options.no_profile)
@@ -315,6 +316,14 @@ class RankRun:
             if row is not None:
                 self._add(self.results.serving, row)
             self._longest_case_s = max(self._longest_case_s, self._clock() - start)
+
+    def _compare_tokens(self, server: RankServer) -> Row:
+        shortest = min(self._options.context)
+        resident = tokens_of_one_request(self._rank, server, shortest, "auto")
+        tiered = tokens_of_one_request(self._rank, server, shortest, "always")
+        differ = sum(left != right for left, right in zip(resident, tiered, strict=True))
+        print(f"{differ} of {len(tiered)} tokens of a tiered request differ from those of a resident one", flush=True)
+        return {"differ": differ}
 
     def _run(self, what: str, work: Callable[[], Row]) -> Row | None:
         """Returns the result of one case, or None if too little time is left for it, or if it failed."""

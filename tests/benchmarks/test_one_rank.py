@@ -259,6 +259,7 @@ def test_cases_without_time_are_skipped_and_a_failed_case_does_not_end_the_run(
         "host pages": "",
         "tokens/s": 1.0,
         "profile ms": {},
+        "finite": True,
     }
 
     def fake_measure(_rank: Rank, _server: RankServer, case: Case, *_: object, **__: object) -> dict[str, object]:
