@@ -68,6 +68,9 @@ from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import Split
 
 SPLITS = {"dp8": Split(dp_size=8), "tp8": Split(tp_size=8)}
+# Tokens of the computed prompt per step. With data parallelism, the experts receive eight times as many, and need
+# memory for every pair of a token and an expert.
+PREFILL_CHUNKS = {"dp8": 2048, "tp8": 8192}
 SEATS = 128
 GROWTH = 512  # tokens by which a context grows while it is measured, on average at most
 MAX_HOST_SHARE = 0.9  # of the free host memory
@@ -292,7 +295,8 @@ class RankRun:
     def _prefill(self) -> int:
         """Measures a computed prompt. Returns the bytes of device memory that its steps needed."""
         options = self._options
-        case = partial(measure_prefill, self._rank, options.prefill, options.prefill_chunk, self._rates)
+        chunk = options.prefill_chunk or PREFILL_CHUNKS[options.split]
+        case = partial(measure_prefill, self._rank, options.prefill, chunk, self._rates)
         row = self._run(f"prompt of {options.prefill} tokens", partial(case, profiles=not options.no_profile))
         if row is None:
             return DEFAULT_WORKSPACE
@@ -371,7 +375,9 @@ def make_options() -> argparse.ArgumentParser:
         help="numbers of concurrent requests; the largest number that fits is always measured",
     )
     parser.add_argument("--prefill", type=int, default=32768, help="length of the computed prompt; 0: none")
-    parser.add_argument("--prefill-chunk", type=int, default=8192, help="tokens of it that one step computes")
+    parser.add_argument(
+        "--prefill-chunk", type=int, help=f"tokens of it that one step computes; default: {PREFILL_CHUNKS}"
+    )
     parser.add_argument("--layers", type=int, help="only the first layers of the model, for a quick trial")
     parser.add_argument("--device-gib", type=float, help="GiB of device memory for KV; default: what is left")
     parser.add_argument("--host-gib", type=float, default=96, help="GiB of the host store")

@@ -83,7 +83,8 @@ class Product:
 def prefill_products(spec: ModelSpec, split: Split, tokens: int) -> list[Product]:
     """Returns the products that compute a prompt of `tokens` tokens on one rank.
 
-    With data parallelism every rank computes a prompt of its own, and its experts receive the tokens of all ranks.
+    With data parallelism every rank computes a prompt of its own, and its experts receive the tokens of all ranks. The
+    router is counted for the rank's own tokens, because each token must be routed once, wherever that happens.
     """
     assert isinstance(spec.attention, MlaSpec)
     mla, index, moe, hidden = spec.attention, spec.attention.index, spec.moe, spec.hidden
@@ -111,13 +112,12 @@ def prefill_products(spec: ModelSpec, split: Split, tokens: int) -> list[Product
     mlp = (spec.layers - moe_layers) * len(split.tp_shard(spec.mlp_width))
     products.append(Product("dense MLP", dense, 6.0 * tokens * hidden * mlp))
     if moe is not None:
-        routed = tokens * split.dp_size  # tokens that this rank routes
         shared = len(split.tp_shard(moe.width * moe.shared))
-        pairs = routed * moe.experts_per_token * len(split.experts(moe.experts)) / moe.experts
+        pairs = tokens * split.dp_size * moe.experts_per_token * len(split.experts(moe.experts)) / moe.experts
         products += [
             Product("shared experts", dense, 6.0 * tokens * hidden * moe_layers * shared),
             Product("routed experts", dense, 6.0 * pairs * hidden * moe_layers * moe.width),
-            Product("router", "fp32", 2.0 * routed * hidden * moe_layers * moe.experts),
+            Product("router", "fp32", 2.0 * tokens * hidden * moe_layers * moe.experts),
         ]
     return products
 

@@ -205,16 +205,13 @@ def test_bytes_of_a_step_are_those_of_the_published_shapes() -> None:
     assert read == {"weights": 600.0, "index keys": float(keys), "rows": float(rows)}
 
 
-@pytest.mark.parametrize(
-    ("name", "active", "total"), [("deepseek-v3.2", 37e9, 671e9), ("glm-5.2", 40e9, 744e9)], ids=["v3.2", "glm"]
-)
-def test_products_of_a_token_are_those_of_the_published_active_weights(name: str, active: float, total: float) -> None:
+@pytest.mark.parametrize(("name", "active"), [("deepseek-v3.2", 37e9), ("glm-5.2", 40e9)])
+def test_products_of_a_token_are_those_of_the_published_active_weights(name: str, active: float) -> None:
     """A token is multiplied by every active weight once: 2 FLOP each. The embedding is only looked up."""
     spec, one_token = load_spec(name), 1
     products = {product.name: product for product in prefill_products(spec, SPLITS["dp8"], one_token)}
     without_weights = products["sparse attention"].flops + products["index scores"].flops
-    others_router = products["router"].flops * 7 / 8  # in a real rank, too, every rank routes the tokens of all
-    flops = sum(product.flops for product in products.values()) - without_weights - others_router
+    flops = sum(product.flops for product in products.values()) - without_weights
     assert flops / 2 == pytest.approx(active, rel=0.04)
     eighth = {product.name: product.flops for product in prefill_products(spec, SPLITS["tp8"], one_token)}
     assert eighth["routed experts"] == products["routed experts"].flops / 8
