@@ -24,6 +24,7 @@ from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
 from hotset.engine.start_plan import check_start
+from hotset.engine.warm_up import run_first_steps
 from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.messages import ModelIdentity
@@ -67,6 +68,7 @@ def build_engine(
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
+        run_first_steps(executor, budget, config.data_parallel_size)
         if device.type == "cuda":
             engine.warm_up(show_counts(show, "Compiling kernels and capturing decode steps"))
     except BaseException:

@@ -44,7 +44,7 @@ class Progress:
             while not ended.wait(BEAT_SECONDS):
                 self._counters[BEATS] += 1
 
-        self._advanced_ns = time.monotonic_ns()
+        self._advanced_ns, self._longest_ns = time.monotonic_ns(), 0  # steps during start-up do not count
         thread = threading.Thread(target=beat, name="hotset-beats", daemon=True)
         thread.start()
         try:
