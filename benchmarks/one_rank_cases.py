@@ -27,6 +27,7 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import kv_budget
+from hotset.kernels import EMPTY
 from hotset.models import layers
 from hotset.models.decoder import Decoder
 from hotset.models.spec import MlaSpec, ModelSpec
@@ -106,13 +107,13 @@ class ObservedStep:
 
 def observe_step(rank: Rank, engine: Engine, runner: Runner) -> ObservedStep:
     """Runs one step without a graph and observes its experts, collectives and logits."""
-    used: list[float] = []
+    used: list[int] = []  # experts, in each layer
     finite: list[bool] = []
     compute_experts, compute_logits = layers.experts, rank.model.logits
 
-    def observed_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Any, down: Any) -> Tensor:
-        used.append(expert_ids[expert_ids >= 0].unique().numel() / down.shape[0])
-        return compute_experts(x, expert_ids, weights, gate_up, down)
+    def observed_experts(x: Tensor, expert_ids: Tensor, *others: Any, **named: Any) -> Tensor:
+        used.append(expert_ids[expert_ids != EMPTY].unique().numel())
+        return compute_experts(x, expert_ids, *others, **named)
 
     def observed_logits(hidden: Tensor, indices: Tensor | None) -> Tensor:
         logits = compute_logits(hidden, indices)
@@ -126,7 +127,9 @@ def observe_step(rank: Rank, engine: Engine, runner: Runner) -> ObservedStep:
         patch.object(runner, "_graphs", None),
     ):
         engine.step()
-    return ObservedStep(statistics.mean(used) if used else 1.0, list(rank.ranks.calls), all(finite))
+    moe = rank.spec.moe
+    share = statistics.mean(used) / len(rank.split.experts(moe.experts)) if moe is not None else 1.0
+    return ObservedStep(share, list(rank.ranks.calls), all(finite))
 
 
 @dataclass(frozen=True, slots=True)
