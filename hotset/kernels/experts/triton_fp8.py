@@ -7,10 +7,6 @@ program multiplies the sum by its scales and adds it to the sums of earlier grou
 computes one tile of gate and one of up. These are SCALE_BLOCK activations of each pair, a group of down's inputs, so
 the program quantises them itself. No sum crosses programs, so a token gets the same bits in all batches that use the
 same `Tiles`, which depend on the mean number of pairs per expert only.
-
-A matrix instruction of Hopper has 64 rows and 8 to 256 columns. Blocks of fewer than 64 pairs are its columns (weight @
-tokens^T), larger blocks its rows (tokens @ weight^T): a thread holds few rows and many columns of a product, and the
-weights of a tile share one scale, so a thread then loads two scales per group instead of one per column.
 """
 
 from dataclasses import dataclass
@@ -19,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hotset.kernels import EMPTY
+from hotset.kernels.experts.triton_fp8_products import two_products
 from hotset.kernels.experts.triton_impl import OPTIONS, SortedPairs, sort_by_expert, weighted_sum
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.kernels.quantise.triton_impl import group_codes, group_scale
@@ -33,6 +31,7 @@ class Tile:
     outputs: int
     warps: int
     stages: int
+    tma: bool = False  # the tensor memory accelerator reads the codes; requires a multiple of 16 inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +49,18 @@ class Tiles:
 
 # The key of an entry is the largest mean number of pairs per expert for which the entry is used. A multiprocessor needs
 # about 40 KB of weights in flight. With blocks of 16 or 32 pairs, it runs two programs at a time, each with 64 KB of
-# weights in flight.
+# weights in flight. Blocks of 128 pairs read the fewest bytes from the L2 per product; their sums fill the registers,
+# so that some addresses are spilled.
 TILES = {
     8: Tiles(16, False, Tile(128, 4, 3), Tile(128, 4, 3)),
     20: Tiles(32, False, Tile(128, 4, 3), Tile(128, 4, 3)),
-    1 << 62: Tiles(64, True, Tile(128, 8, 4), Tile(128, 8, 4)),
+    56: Tiles(64, True, Tile(128, 8, 4), Tile(128, 8, 4)),
+    1 << 62: Tiles(128, True, Tile(128, 8, 3), Tile(128, 8, 3)),
 }
 # Programs run in groups of this many blocks: all blocks of a group with the first tile of outputs, then with the next.
 # The inputs and weights of a group stay in the L2 cache until all its tiles are computed.
 GROUP_BLOCKS = 8
+TMA_ALIGN = 16  # bytes
 QUANTISED_GROUPS = 8  # groups of a pair's input that one program quantises
 
 _EMPTY = tl.constexpr(EMPTY)
@@ -90,6 +92,8 @@ def tiles_for(pairs_per_expert: int) -> Tiles:
 def experts_in_tiles(
     x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Fp8Weight, down: Fp8Weight, tiles: Tiles
 ) -> Tensor:
+    for weight in (gate_up, down):
+        assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weights must be contiguous"
     by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs)
     activation = activation_of(quantise_pairs(x, by_expert), by_expert, gate_up, x.dtype, tiles)
     results = results_of(activation, by_expert, down, x.dtype, tiles)
@@ -132,12 +136,14 @@ def activation_of(
     assert tiles.gate_up.outputs == SCALE_BLOCK, f"{tiles.gate_up.outputs} activations are not a group of {SCALE_BLOCK}"
     assert width % gate_up.block_rows == 0, f"up begins at {width}, inside a block of {gate_up.block_rows} outputs"
     out = QuantisedPairs.empty(pairs, width, x.codes.device)
-    blocks = by_expert.block_expert.shape[0]
+    blocks, tma = by_expert.block_expert.shape[0], tiles.gate_up.tma and hidden % TMA_ALIGN == 0
     _gate_up_kernel[(blocks * triton.cdiv(width, SCALE_BLOCK),)](
         x=x.codes,
+        x_tiles=_descriptor(x.codes, tiles.block_pairs) if tma else x.codes,
         x_scales=x.scales,
-        gate_up=gate_up.codes.contiguous(),
-        gate_up_scales=gate_up.scales.contiguous(),
+        gate_up=gate_up.codes,
+        gate_up_tiles=_descriptor(gate_up.codes, SCALE_BLOCK) if tma else gate_up.codes,
+        gate_up_scales=gate_up.scales,
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
         ends=by_expert.ends,
@@ -152,6 +158,7 @@ def activation_of(
         block_pairs=tiles.block_pairs,
         pairs_are_rows=tiles.pairs_are_rows,
         rounded=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        tma=tma,
         stages=tiles.gate_up.stages,
         group_blocks=GROUP_BLOCKS,
         num_warps=tiles.gate_up.warps,
@@ -169,12 +176,14 @@ def results_of(
 ) -> Tensor:  # [pairs, hidden], in sorted order; EMPTY pairs are undefined
     (pairs, width), hidden = activation.codes.shape, down.shape[1]
     results = torch.empty(pairs, hidden, dtype=dtype, device=down.device)
-    blocks = by_expert.block_expert.shape[0]
+    blocks, tma = by_expert.block_expert.shape[0], tiles.down.tma and width % TMA_ALIGN == 0
     _down_kernel[(blocks * triton.cdiv(hidden, 2 * tiles.down.outputs),)](
         activation=activation.codes,
+        activation_tiles=_descriptor(activation.codes, tiles.block_pairs) if tma else activation.codes,
         activation_scales=activation.scales,
-        down=down.codes.contiguous(),
-        down_scales=down.scales.contiguous(),
+        down=down.codes,
+        down_tiles=_descriptor(down.codes, tiles.down.outputs) if tma else down.codes,
+        down_scales=down.scales,
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
         ends=by_expert.ends,
@@ -188,12 +197,18 @@ def results_of(
         block_pairs=tiles.block_pairs,
         pairs_are_rows=tiles.pairs_are_rows,
         tile_out=tiles.down.outputs,
+        tma=tma,
         stages=tiles.down.stages,
         group_blocks=GROUP_BLOCKS,
         num_warps=tiles.down.warps,
         **OPTIONS,
     )
     return results
+
+
+def _descriptor(codes: Tensor, rows: int) -> TensorDescriptor:
+    """Describes tiles of `rows` vectors by SCALE_BLOCK values. Values beyond the last are read as zero."""
+    return TensorDescriptor.from_tensor(codes.view(-1, codes.shape[-1]), [rows, SCALE_BLOCK])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
@@ -233,79 +248,13 @@ def _block_and_tile(blocks: tl.tensor, tiles: tl.constexpr, group_blocks: tl.con
     return first + rest % count, rest // count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scaled_product(
-    weight: tl.tensor,  # [tile_out, SCALE_BLOCK]
-    tokens: tl.tensor,  # [block_pairs, SCALE_BLOCK]
-    weight_scale: tl.tensor,  # a number if `one_scale`, or else [tile_out]
-    token_scale: tl.tensor,  # [block_pairs]
-    one_scale: tl.constexpr,
-    pairs_are_rows: tl.constexpr,
-) -> tl.tensor:  # [block_pairs, tile_out] if `pairs_are_rows`, or else [tile_out, block_pairs]
-    if one_scale:
-        token_scale = token_scale * weight_scale
-    if pairs_are_rows:
-        product = tl.dot(tokens, tl.trans(weight)) * token_scale[:, None]
-        if not one_scale:
-            product *= weight_scale[None, :]
-    else:
-        product = tl.dot(weight, tl.trans(tokens)) * token_scale[None, :]
-        if not one_scale:
-            product *= weight_scale[:, None]
-    return product
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _two_products(
-    tokens: tl.tensor,  # pointer to the codes of pair 0
-    token_scales: tl.tensor,
-    index: tl.tensor,  # [block_pairs]: sorted indices
-    inside: tl.tensor,  # [block_pairs]: the pairs to read
-    num_pairs: tl.tensor,
-    first: tl.tensor,  # [tile_out]: pointers to the codes of the first tile's outputs
-    second: tl.tensor,  # [tile_out]: those of the second tile
-    first_scales: tl.tensor,  # pointers to their scales: one if `one_scale`, or else [tile_out]
-    second_scales: tl.tensor,
-    inputs: tl.constexpr,
-    scale_block: tl.constexpr,
-    one_scale: tl.constexpr,
-    pairs_are_rows: tl.constexpr,
-    stages: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the products of a block of pairs with two tiles of outputs, in float32 (shape: `_scaled_product`)."""
-    block_pairs: tl.constexpr = index.shape[0]
-    tile_out: tl.constexpr = first.shape[0]
-    rows: tl.constexpr = block_pairs if pairs_are_rows else tile_out
-    columns: tl.constexpr = tile_out if pairs_are_rows else block_pairs
-    first_sum = tl.zeros([rows, columns], tl.float32)
-    second_sum = tl.zeros([rows, columns], tl.float32)
-    entry = tl.arange(0, scale_block)[None, :]
-    first_at, second_at = first[:, None] + entry, second[:, None] + entry
-    token_at = tokens + index.to(tl.int64)[:, None] * inputs + entry
-    for group in tl.range(0, (inputs + scale_block - 1) // scale_block, num_stages=stages):
-        start = group * scale_block
-        if inputs % scale_block == 0:
-            first_tile = tl.load(first_at + start)
-            second_tile = tl.load(second_at + start)
-            token_tile = tl.load(token_at + start, mask=inside[:, None], other=0.0)
-        else:
-            in_range = start + entry < inputs
-            first_tile = tl.load(first_at + start, mask=in_range, other=0.0)
-            second_tile = tl.load(second_at + start, mask=in_range, other=0.0)
-            token_tile = tl.load(token_at + start, mask=inside[:, None] & in_range, other=0.0)
-        token_scale = tl.load(token_scales + (group * num_pairs + index), mask=inside, other=0)
-        first_scale = tl.load(first_scales + group)
-        second_scale = tl.load(second_scales + group)
-        first_sum += _scaled_product(first_tile, token_tile, first_scale, token_scale, one_scale, pairs_are_rows)
-        second_sum += _scaled_product(second_tile, token_tile, second_scale, token_scale, one_scale, pairs_are_rows)
-    return first_sum, second_sum
-
-
 @triton.jit(do_not_specialize=["blocks", "num_pairs"])  # type: ignore[untyped-decorator]
 def _gate_up_kernel(
     x: tl.tensor,
+    x_tiles: tl.tensor,
     x_scales: tl.tensor,
     gate_up: tl.tensor,
+    gate_up_tiles: tl.tensor,
     gate_up_scales: tl.tensor,
     block_expert: tl.tensor,
     block_first: tl.tensor,
@@ -321,6 +270,7 @@ def _gate_up_kernel(
     block_pairs: tl.constexpr,
     pairs_are_rows: tl.constexpr,
     rounded: tl.constexpr,
+    tma: tl.constexpr,
     stages: tl.constexpr,
     group_blocks: tl.constexpr,
 ) -> None:
@@ -328,49 +278,51 @@ def _gate_up_kernel(
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert == _EMPTY:
         return
-    index = tl.load(block_first + block) + tl.arange(0, block_pairs)
-    inside = index < tl.load(ends + expert)
-    output = tile * scale_block + tl.arange(0, scale_block)
-    # A tile may extend beyond the last output. These extra outputs read the weights of other outputs, so that the loads
-    # need no mask. They are not stored.
-    row = (output if width % scale_block == 0 else output % width).to(tl.int64)
-    gate = gate_up + expert * (2 * width * hidden) + row * hidden
-    one_scale: tl.constexpr = block_rows == scale_block
-    in_groups: tl.constexpr = (hidden + scale_block - 1) // scale_block
-    scale_row = tile if one_scale else row // block_rows
-    gate_scales = gate_up_scales + (expert * (2 * width // block_rows) + scale_row) * in_groups
-    gate_sum, up_sum = _two_products(
+    first_index, end = tl.load(block_first + block), tl.load(ends + expert)
+    gate, up = two_products(
         x,
+        x_tiles,
         x_scales,
-        index,
-        inside,
         num_pairs,
-        gate,
-        gate + width * hidden,
-        gate_scales,
-        gate_scales + width // block_rows * in_groups,
+        gate_up,
+        gate_up_tiles,
+        gate_up_scales,
+        expert,
+        first_index,
+        end,
+        tile * scale_block,
+        width + tile * scale_block,
+        2 * width,
         hidden,
         scale_block,
-        one_scale,
+        block_rows,
+        block_pairs,
         pairs_are_rows,
+        scale_block,
+        tma,
         stages,
     )
-    value = (gate_sum * tl.sigmoid(gate_sum) * up_sum).to(rounded).to(tl.float32)
+    value = (gate * tl.sigmoid(gate) * up).to(rounded).to(tl.float32)
     if not pairs_are_rows:
         value = tl.trans(value)
-    in_width = (output < width)[None, :]
-    value = tl.where(in_width, value, 0)  # the extra outputs must not affect the scale
+    output = tile * scale_block + tl.arange(0, scale_block)
+    index = first_index + tl.arange(0, block_pairs)
+    inside = index < end
+    stored = inside[:, None] & (output < width)[None, :]
+    value = tl.where(stored, value, 0)  # values beyond the last activation must not affect the scale
     scale = group_scale(value)
     target = activation + index.to(tl.int64)[:, None] * width + output[None, :]
-    tl.store(target, group_codes(value, scale), mask=inside[:, None] & in_width)
+    tl.store(target, group_codes(value, scale), mask=stored)
     tl.store(activation_scales + tile * num_pairs + index, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["blocks", "num_pairs"])  # type: ignore[untyped-decorator]
 def _down_kernel(
     activation: tl.tensor,
+    activation_tiles: tl.tensor,
     activation_scales: tl.tensor,
     down: tl.tensor,
+    down_tiles: tl.tensor,
     down_scales: tl.tensor,
     block_expert: tl.tensor,
     block_first: tl.tensor,
@@ -385,6 +337,7 @@ def _down_kernel(
     block_pairs: tl.constexpr,
     pairs_are_rows: tl.constexpr,
     tile_out: tl.constexpr,
+    tma: tl.constexpr,
     stages: tl.constexpr,
     group_blocks: tl.constexpr,
 ) -> None:
@@ -392,44 +345,35 @@ def _down_kernel(
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert == _EMPTY:
         return
-    index = tl.load(block_first + block) + tl.arange(0, block_pairs)
-    inside = index < tl.load(ends + expert)
-    first_output = tile * (2 * tile_out) + tl.arange(0, tile_out)
-    second_output = first_output + tile_out
-    exact: tl.constexpr = hidden % (2 * tile_out) == 0
-    first_row = (first_output if exact else first_output % hidden).to(tl.int64)
-    second_row = (second_output if exact else second_output % hidden).to(tl.int64)
-    weights = down + expert * (hidden * width)
-    in_groups: tl.constexpr = (width + scale_block - 1) // scale_block
-    scale_rows: tl.constexpr = (hidden + block_rows - 1) // block_rows
-    one_scale: tl.constexpr = block_rows % tile_out == 0
-    scales = down_scales + expert * (scale_rows * in_groups)
-    if one_scale:
-        # The last tile may be wholly beyond the last output.
-        first_scale_row = tile * (2 * tile_out) // block_rows
-        second_scale_row = tl.minimum((tile * (2 * tile_out) + tile_out) // block_rows, scale_rows - 1)
-    else:
-        first_scale_row = first_row // block_rows
-        second_scale_row = second_row // block_rows
-    first_sum, second_sum = _two_products(
+    first_index, end = tl.load(block_first + block), tl.load(ends + expert)
+    first, second = two_products(
         activation,
+        activation_tiles,
         activation_scales,
-        index,
-        inside,
         num_pairs,
-        weights + first_row * width,
-        weights + second_row * width,
-        scales + first_scale_row * in_groups,
-        scales + second_scale_row * in_groups,
+        down,
+        down_tiles,
+        down_scales,
+        expert,
+        first_index,
+        end,
+        tile * (2 * tile_out),
+        tile * (2 * tile_out) + tile_out,
+        hidden,
         width,
         scale_block,
-        one_scale,
+        block_rows,
+        block_pairs,
         pairs_are_rows,
+        tile_out,
+        tma,
         stages,
     )
     if not pairs_are_rows:
-        first_sum, second_sum = tl.trans(first_sum), tl.trans(second_sum)
-    target = results + index.to(tl.int64)[:, None] * hidden
-    dtype = results.dtype.element_ty
-    tl.store(target + first_output, first_sum.to(dtype), mask=inside[:, None] & (first_output < hidden)[None, :])
-    tl.store(target + second_output, second_sum.to(dtype), mask=inside[:, None] & (second_output < hidden)[None, :])
+        first, second = tl.trans(first), tl.trans(second)
+    index = first_index + tl.arange(0, block_pairs)
+    inside = (index < end)[:, None]
+    output = (tile * (2 * tile_out) + tl.arange(0, tile_out))[None, :]
+    target = results + index.to(tl.int64)[:, None] * hidden + output
+    tl.store(target, first.to(results.dtype.element_ty), mask=inside & (output < hidden))
+    tl.store(target + tile_out, second.to(results.dtype.element_ty), mask=inside & (output + tile_out < hidden))
