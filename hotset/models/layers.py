@@ -197,7 +197,7 @@ class Moe:
     def _local_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
         routes = route(x, self._router, self._correction, self._rule, seats)
         expert_ids = routes.expert_ids if self._local_ids is None else self._local_ids[routes.expert_ids]
-        return experts(x, expert_ids, routes.weights, self._gate_up, self._down)
+        return experts(x, expert_ids, routes.weights, self._gate_up, self._down, self._rule.experts)
 
 
 def _load_expert(weights: WeightSource, name: str, gate_up: Weight, down: Weight) -> None:

@@ -1,0 +1,326 @@
+"""Measures experts with fp8 weights on one GPU, against the copy bandwidth, the fp8 matrix rate and bf16.
+
+    python benchmarks/fp8_experts.py --json fp8_experts.json
+    python benchmarks/fp8_experts.py --variants --seconds 300
+
+The GPU is one rank of eight of DeepSeek-V3.2: it holds 32 of 256 experts of 3 x 7168 x 2048 weights. The batch is that
+of all ranks, and each token uses 8 random experts of all ranks, one of them here on average. The first tokens of every
+result are compared with the reference before anything is timed. "of limit" is the time that the used experts' bytes
+take at the copy bandwidth, or that the products take at the matrix rate, whichever is longer, as a share of the
+measured time. Bars: 80 % of the bandwidth, or 50 % of the matrix rate (a product of 8192 x 8192 x 8192 with one scale
+per tensor). The L2 is flushed before every call. The columns "sort" to "sum" are the five launches, each alone.
+
+--variants tries other tiles for each product, prints a line for each that is faster than those before it, and stops
+when --seconds are over. The JSON file has the times of all.
+"""
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from gpu_timing import copy_bandwidth, require_gpu, seconds_of
+from report import make_parser, report, write_json
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotset.kernels import EMPTY
+from hotset.kernels.experts import experts, reference
+from hotset.kernels.fp8 import Fp8Weight
+
+if TYPE_CHECKING:
+    from hotset.kernels.experts.triton_fp8 import Tile, Tiles
+
+EXPERTS, LOCAL_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 256, 32, 8, 7168, 2048
+BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 8192, 32768)
+VARIANT_BATCHES = (128, 1024, 32768, 512, 16, 8192)  # the most important ones first
+CHECKED_TOKENS = 48
+MAX_ERROR = 2e-2  # relative; tests/kernels/test_fp8_experts.py derives it
+BANDWIDTH_BAR, MATRIX_BAR = 0.8, 0.5
+MAX_SHARED = 227 << 10  # bytes per program
+# By pairs in a block: (outputs, warps, stages), to be combined with `tma`, and whether the pairs are rows.
+GATE_UP = {
+    16: ((128, 4, 3), (128, 8, 3), (128, 8, 4), (128, 8, 6)),
+    32: ((128, 4, 3), (128, 8, 3), (128, 8, 5)),
+    64: ((128, 8, 3), (128, 8, 4), (128, 4, 2)),
+    128: ((128, 8, 3), (128, 8, 4), (128, 16, 3)),
+}
+DOWN = {
+    16: ((128, 4, 3), (64, 4, 5), (64, 4, 6), (128, 8, 4)),
+    32: ((128, 4, 3), (64, 4, 4), (64, 4, 5), (128, 8, 4)),
+    64: ((128, 8, 3), (128, 8, 4), (64, 4, 3), (64, 4, 4), (64, 8, 4)),
+    128: ((128, 8, 3), (64, 8, 3), (64, 8, 4), (128, 16, 3)),
+}
+ORIENTATIONS = {16: (False,), 32: (False,), 64: (True, False), 128: (True,)}
+GROUP_BLOCKS = (1, 4, 8, 16, 64)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of one rank, in fp8, and the same in bf16."""
+
+    gate_up: Fp8Weight
+    down: Fp8Weight
+    plain_gate_up: Tensor
+    plain_down: Tensor
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """The tokens of one step of all ranks. Experts of other ranks are EMPTY."""
+
+    x: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.expert_ids, self.weights
+
+    def first(self, tokens: int) -> "LayerInput":
+        return LayerInput(self.x[:tokens], self.expert_ids[:tokens], self.weights[:tokens])
+
+    @property
+    def pairs(self) -> int:
+        return int((self.expert_ids != EMPTY).sum())
+
+    @property
+    def used_experts(self) -> int:
+        return self.expert_ids[self.expert_ids != EMPTY].unique().numel()
+
+
+def make_weight(*shape: int) -> Fp8Weight:
+    weight = Fp8Weight.empty(shape, torch.device("cuda"))
+    for codes in weight.codes:  # one expert at a time: the values take four times the memory of the codes
+        codes.copy_(torch.randn(codes.shape, device="cuda") * 100)
+    weight.scales.uniform_(0.5, 2).mul_(shape[-1] ** -0.5 / 100)
+    return weight
+
+
+def make_layer() -> Layer:
+    gate_up, down = make_weight(LOCAL_EXPERTS, 2 * WIDTH, HIDDEN), make_weight(LOCAL_EXPERTS, HIDDEN, WIDTH)
+    plain = [
+        torch.stack([weight[expert].dequantised(torch.bfloat16) for expert in range(LOCAL_EXPERTS)])
+        for weight in (gate_up, down)
+    ]
+    return Layer(gate_up, down, *plain)
+
+
+def make_inputs(batch: int) -> list[LayerInput]:
+    """Returns several inputs of the same size; fewer for large batches."""
+    inputs = []
+    for _ in range(4 if batch <= 1024 else 1):
+        x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
+        expert_ids = torch.rand(batch, EXPERTS, device="cuda").argsort(1)[:, :EXPERTS_PER_TOKEN]
+        expert_ids = torch.where(expert_ids < LOCAL_EXPERTS, expert_ids, EMPTY)
+        inputs.append(LayerInput(x, expert_ids, torch.rand(batch, EXPERTS_PER_TOKEN, device="cuda")))
+    return inputs
+
+
+def expected_output(layer: Layer, layer_input: LayerInput) -> Tensor:
+    """Returns the reference's result for the first tokens."""
+    return reference.experts(*layer_input.first(CHECKED_TOKENS).arguments, layer.gate_up, layer.down)
+
+
+def check(out: Tensor, expected: Tensor) -> None:
+    """Raises ArithmeticError if the first tokens of a result differ from `expected` by more than MAX_ERROR."""
+    difference = out[: len(expected)].double() - expected.double()
+    error = float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(expected.double()))
+    if not error <= MAX_ERROR:  # also if it is NaN
+        raise ArithmeticError(f"batch {len(out)}: relative error {error:.1e}, more than {MAX_ERROR}")
+
+
+@cache
+def fp8_matrix_rate() -> float:
+    """Returns the FLOP per second of a large product of fp8 codes with one scale per tensor."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one, recipe = torch.ones((), device="cuda"), F.ScalingType.TensorWise
+    call = partial(F.scaled_mm, a, b.t(), one, recipe, one, recipe, output_dtype=torch.bfloat16)
+    return 2 * size**3 / seconds_of([call], cold=False)
+
+
+def limit_seconds(layer: Layer, inputs: list[LayerInput]) -> tuple[float, float]:
+    """Returns the seconds that bytes and products of a call take at the copy bandwidth and at the matrix rate."""
+    used = sum(i.used_experts for i in inputs) / len(inputs)
+    pairs = sum(i.pairs for i in inputs) / len(inputs)
+    expert_bytes = (layer.gate_up.nbytes + layer.down.nbytes) / LOCAL_EXPERTS
+    return used * expert_bytes / copy_bandwidth(), pairs * 6 * HIDDEN * WIDTH / fp8_matrix_rate()
+
+
+def launches(layer: Layer, layer_input: LayerInput, tiles: "Tiles") -> dict[str, Callable[[], Any]]:
+    """Returns the launches of one call, each on the results of the launches before it."""
+    from hotset.kernels.experts import triton_fp8 as impl
+
+    x, expert_ids, weights = layer_input.arguments
+    sort = partial(impl.sort_by_expert, expert_ids, LOCAL_EXPERTS, tiles.block_pairs)
+    by_expert = sort()
+    quantise = partial(impl.quantise_pairs, x, by_expert)
+    gate_up = partial(impl.activation_of, quantise(), by_expert, layer.gate_up, x.dtype, tiles)
+    down = partial(impl.results_of, gate_up(), by_expert, layer.down, x.dtype, tiles)
+    total = partial(impl.weighted_sum, down(), by_expert, expert_ids, weights)
+    return {"sort": sort, "quantise": quantise, "gate_up": gate_up, "down": down, "sum": total}
+
+
+def measure(layer: Layer, batch: int) -> dict[str, Any]:
+    from hotset.kernels.experts.triton_fp8 import tiles_for
+
+    inputs = make_inputs(batch)
+    call = partial(experts, routed_experts=EXPERTS)
+    for layer_input in inputs:
+        check(call(*layer_input.arguments, layer.gate_up, layer.down), expected_output(layer, layer_input))
+    seconds = seconds_of([partial(call, *i.arguments, layer.gate_up, layer.down) for i in inputs])
+    plain = seconds_of([partial(call, *i.arguments, layer.plain_gate_up, layer.plain_down) for i in inputs])
+    tiles = tiles_for(-(-batch * EXPERTS_PER_TOKEN // EXPERTS))
+    parts = {name: us(launch) for name, launch in launches(layer, inputs[0], tiles).items()}
+    by_bytes, by_products = limit_seconds(layer, inputs)
+    share = max(by_bytes, by_products) / seconds
+    bar = BANDWIDTH_BAR if by_bytes >= by_products else MATRIX_BAR
+    row = {
+        "batch": batch,
+        "used experts": sum(i.used_experts for i in inputs) / len(inputs),
+        "us": seconds * 1e6,
+        "TB/s": by_bytes * copy_bandwidth() / seconds / 1e12,
+        "TFLOP/s": by_products * fp8_matrix_rate() / seconds / 1e12,
+        "limit": "bytes" if by_bytes >= by_products else "products",
+        "of limit": share,
+        "bar": "met" if share >= bar else "MISSED",
+        "bf16 us": plain * 1e6,
+        **parts,
+    }
+    print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    return row
+
+
+def us(call: Callable[[], Any]) -> float:
+    return 1e6 * seconds_of([call])
+
+
+def candidates(block_pairs: int) -> Iterator["Tiles"]:
+    """Yields tiles that vary in gate_up, with the first tile of down, and then tiles that vary in down."""
+    from hotset.kernels.experts.triton_fp8 import Tile, Tiles
+
+    def tried(sizes: tuple[tuple[int, int, int], ...]) -> list[Tile]:
+        tiles = [Tile(*size, tma) for size in sizes for tma in (False, True)]
+        return [tile for tile in tiles if tile.stages * 128 * (2 * tile.outputs + block_pairs) <= MAX_SHARED]
+
+    gate_up, down = tried(GATE_UP[block_pairs]), tried(DOWN[block_pairs])
+    for rows in ORIENTATIONS[block_pairs]:
+        yield from (Tiles(block_pairs, rows, tile, down[0]) for tile in gate_up)
+        yield from (Tiles(block_pairs, rows, gate_up[0], tile) for tile in down[1:])
+
+
+def compile_tiles(tiles: "Tiles") -> bool:
+    """Compiles tiles into Triton's cache on disk. Returns whether this worked."""
+    from hotset.kernels.experts.triton_fp8 import experts_in_tiles
+
+    gate_up, down = make_weight(1, 2 * WIDTH, HIDDEN), make_weight(1, HIDDEN, WIDTH)
+    x = torch.randn(tiles.block_pairs, HIDDEN, device="cuda").bfloat16()
+    expert_ids = torch.zeros(len(x), EXPERTS_PER_TOKEN, dtype=torch.int64, device="cuda")
+    try:
+        experts_in_tiles(x, expert_ids, torch.ones(expert_ids.shape, device="cuda"), gate_up, down, tiles)
+        torch.cuda.synchronize()
+    except Exception as problem:
+        print(f"not compiled: {tiles}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+        return False
+    return True
+
+
+def compiled(tried: list["Tiles"]) -> set["Tiles"]:
+    """Compiles tiles in several processes and returns those that work."""
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
+        return {tiles for tiles, works in zip(tried, pool.map(compile_tiles, tried, chunksize=1), strict=True) if works}
+
+
+def described(tile: "Tile") -> str:
+    return f"{tile.outputs} outputs, {tile.warps} warps, {tile.stages} stages" + (", tma" if tile.tma else "")
+
+
+def try_variants(layer: Layer, seconds: float) -> list[dict[str, Any]]:
+    """Times the products of all candidates for the blocks that could suit a batch, and GROUP_BLOCKS for the best."""
+    from hotset.kernels.experts import triton_fp8 as impl
+
+    start = time.monotonic()
+    working = compiled([tiles for block_pairs in GATE_UP for tiles in candidates(block_pairs)])
+    print(f"{len(working)} tiles compiled in {time.monotonic() - start:.0f} s", flush=True)
+    rows = []
+    for batch in VARIANT_BATCHES:
+        layer_input = make_inputs(batch)[0]
+        expected = expected_output(layer, layer_input)
+        mean_pairs = batch * EXPERTS_PER_TOKEN / EXPERTS
+        fitting = [p for p in GATE_UP if mean_pairs / 2 <= p <= max(16, 4 * mean_pairs)] or [64, 128]
+        best: dict[tuple[int, bool, str], tuple[float, Tile]] = {}
+        for tiles in (tiles for block_pairs in fitting for tiles in candidates(block_pairs)):
+            if time.monotonic() - start > seconds or tiles not in working:
+                continue
+            try:
+                parts = launches(layer, layer_input, tiles)
+                check(parts["sum"](), expected)
+                for product, tile in (("gate_up", tiles.gate_up), ("down", tiles.down)):
+                    taken = us(parts[product])
+                    key = tiles.block_pairs, tiles.pairs_are_rows, product
+                    row = {"batch": batch, "block": tiles.block_pairs, "rows": tiles.pairs_are_rows}
+                    rows.append(row | {"product": product, "us": taken, "tile": described(tile)})
+                    if key not in best or taken < best[key][0]:
+                        best[key] = taken, tile
+                        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+            except Exception as problem:
+                print(f"failed: {tiles}: {str(problem)[:200]}", flush=True)
+        for pairs, pairs_are_rows in dict.fromkeys(key[:2] for key in best):
+            products = [best[pairs, pairs_are_rows, product] for product in ("gate_up", "down")]
+            chosen = impl.Tiles(pairs, pairs_are_rows, *(tile for _, tile in products))
+            print(
+                f"batch {batch}: {sum(taken for taken, _ in products):.1f} us for both products: {chosen}", flush=True
+            )
+        if batch > 1024 and time.monotonic() - start <= seconds:
+            rows += time_groups(layer, layer_input)
+    return rows
+
+
+def time_groups(layer: Layer, layer_input: LayerInput) -> list[dict[str, Any]]:
+    """Times both products of the tiles in use with other numbers of blocks per group."""
+    from hotset.kernels.experts import triton_fp8 as impl
+
+    batch, in_use, rows = len(layer_input.x), impl.GROUP_BLOCKS, []
+    tiles = impl.tiles_for(batch * EXPERTS_PER_TOKEN // EXPERTS)
+    for group_blocks in GROUP_BLOCKS:
+        impl.GROUP_BLOCKS = group_blocks
+        parts = launches(layer, layer_input, tiles)
+        row = {"batch": batch, "group blocks": group_blocks} | {name: us(parts[name]) for name in ("gate_up", "down")}
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        rows.append(row)
+    impl.GROUP_BLOCKS = in_use
+    return rows
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--variants", action="store_true", help="try other tiles instead")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of --variants")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="tokens of all ranks")
+    options: argparse.Namespace = parser.parse_args()
+    require_gpu()
+    torch.manual_seed(0)
+    layer = make_layer()
+    limits = (
+        f"copy bandwidth {copy_bandwidth() / 1e12:.2f} TB/s, fp8 matrix rate {fp8_matrix_rate() / 1e12:.0f} TFLOP/s"
+    )
+    print(limits, flush=True)
+    if options.variants:
+        layer = replace(layer, plain_gate_up=torch.empty(0), plain_down=torch.empty(0))
+        rows = try_variants(layer, options.seconds)
+        if options.json is not None:
+            write_json(options.json, "Variants of experts in fp8", rows)
+        return
+    rows = [measure(layer, batch) for batch in options.batches]
+    title = f"Experts in fp8: {LOCAL_EXPERTS} of {EXPERTS}, {HIDDEN} x {WIDTH}, {EXPERTS_PER_TOKEN} per token"
+    report(title, rows, options.json, limits)
+
+
+if __name__ == "__main__":
+    main()
