@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from hotset.kernels.draw import reference
+from hotset.kernels.draw.random_numbers import draw_key, uniforms
 from hotset.kernels.draw.reference import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, leading
-from hotset.kernels.draw.uniforms import draw_key, uniforms
 
 __all__ = ["SHORTLIST_TOKENS", "WEIGHT_ONE", "DrawRules", "draw", "draw_key", "leading", "uniforms"]
 
