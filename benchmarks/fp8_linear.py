@@ -31,7 +31,9 @@ from torch.nn import functional as F
 from hotset.kernels import fp8
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.kernels.linear import Linear
-from hotset.kernels.quantise import quantise
+from hotset.kernels.norm import add_rms_norm
+from hotset.kernels.quantise import add_rms_norm_quantise, quantise, swiglu_quantise
+from hotset.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from hotset.kernels.linear.triton_fp8 import Tile
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2112, 7168))  # (outputs, inputs)
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 VARIANT_TOKENS = (16, 64, 1, 32, 128, 256)  # the most important ones first
+FUSION_TOKENS = (16, 64, 1024)
 LAUNCH_US, COPY_BAR, LIBRARY_BAR, ERROR_BAR = 2.0, 0.65, 0.95, 2e-3
 MAX_FEW, MIN_MANY = 64, 1024
 COMPILERS = os.cpu_count() or 1  # processes that compile variants
@@ -111,7 +114,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     layer, tokens = Linear(case.weight), case.x.shape[0]
     case.check(layer(case.x), "fp8_linear")
-    operands = library_arguments(case.x, case.weight)
+    operands = library_arguments(quantise(case.x), case.weight)
     product = partial(F.scaled_mm, **operands, output_dtype=torch.bfloat16)
     case.check(product()[:tokens], "scaled_mm")
     ours, library, plain = us(partial(layer, case.x)), us(product), us(partial(F.linear, case.x, case.plain))
@@ -136,6 +139,24 @@ def measure(case: Case) -> dict[str, Any]:
     }
     print(f"{case.name}: " + ", ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float)), flush=True)
     return row
+
+
+def measure_fusions(tokens: int) -> list[dict[str, Any]]:
+    """Times swiglu and norm together with the quantisation that follows, in one launch and in two."""
+    gate_up = torch.randn(tokens, 2 * 2048, device="cuda").bfloat16()
+    x, delta = (torch.randn(tokens, 7168, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.rand(7168, device="cuda").bfloat16()
+    calls: dict[str, tuple[Any, Any]] = {
+        "swiglu": (lambda: swiglu_quantise(gate_up), lambda: quantise(swiglu(gate_up))),
+        "add and norm": (
+            lambda: add_rms_norm_quantise(x, delta, weight, 1e-6),
+            lambda: quantise(add_rms_norm(x, delta, weight, 1e-6)[1]),
+        ),
+    }
+    return [
+        {"op": name, "tokens": tokens, "one launch us": us(one), "two launches us": us(two)}
+        for name, (one, two) in calls.items()
+    ]
 
 
 def variants(tokens: int) -> list["Tile"]:
@@ -260,6 +281,8 @@ def main() -> None:
     rows = [measure(make_case(weight, plain, tokens)) for weight, plain in weights for tokens in TOKENS]
     notes = f"copy bandwidth {copy_bandwidth() / 1e12:.2f} TB/s"
     report("Products with fp8 weights", rows, options.json, notes)
+    fusions = [row for tokens in FUSION_TOKENS for row in measure_fusions(tokens)]
+    report("Activations that are quantised where they are computed", fusions, None)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def cases() -> dict[str, dict[str, Any]]:
         "module": "quantise.triton_impl",
         "kernel": "_quantise_kernel",
         "types": {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"},
-        "constants": {"lets_next_start": False, "block_tokens": 32},
+        "constants": {"gated": False, "lets_next_start": False, "block_tokens": 32},
         "options": quantise.OPTIONS | {"num_warps": quantise.WARPS},
         "aligned": ("width", "x_stride"),
     }

@@ -17,6 +17,7 @@ from torch import Tensor
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, quantise
 from hotset.kernels.linear import Linear
+from hotset.kernels.quantise import quantise as to_fp8
 
 BF16 = torch.bfloat16
 ERROR_BAR = 2e-3
@@ -106,8 +107,8 @@ def test_a_batch_may_have_any_number_of_tokens() -> None:
 def test_the_library_gets_its_operands_in_the_layout_that_it_requires(tokens: int, outputs: int, inputs: int) -> None:
     """The rules are those of torch's ScaledBlas.cpp for BlockWise1x128 and BlockWise128x128."""
     x, weight = torch.randn(tokens, inputs).to(BF16), random_weight(outputs, inputs)
-    assert impl().library_supports(x, weight, None)
-    arguments = impl().library_arguments(x, weight)
+    assert impl().library_supports(x.dtype, weight, None)
+    arguments = impl().library_arguments(impl().quantised(x), weight)
     codes, scales, weight_codes, weight_scales = (arguments[name] for name in ("mat_a", "scale_a", "mat_b", "scale_b"))
     padded, groups = codes.shape[0], inputs // SCALE_BLOCK
     padded_groups = -(-groups // 4) * 4
@@ -123,14 +124,13 @@ def test_the_library_gets_its_operands_in_the_layout_that_it_requires(tokens: in
 
 @pytest.mark.interpreted
 def test_the_library_is_not_used_for_what_it_refuses() -> None:
-    supports, x = impl().library_supports, torch.zeros(200, 256, dtype=BF16)
-    weight = random_weight(144, 256)
-    assert supports(x, weight, None)
-    assert not supports(x, weight, torch.zeros(144, dtype=BF16))
-    assert not supports(x.float(), weight, None)
-    assert not supports(x, random_weight(144, 256, block_rows=64), None)
-    assert not supports(x, random_weight(136, 256), None)
-    assert not supports(x[:, :192], random_weight(144, 192), None)
+    supports, weight = impl().library_supports, random_weight(144, 256)
+    assert supports(BF16, weight, None)
+    assert not supports(BF16, weight, torch.zeros(144, dtype=BF16))
+    assert not supports(torch.float32, weight, None)
+    assert not supports(BF16, random_weight(144, 256, block_rows=64), None)
+    assert not supports(BF16, random_weight(136, 256), None)
+    assert not supports(BF16, random_weight(144, 192), None)
 
 
 @pytest.mark.interpreted
@@ -219,6 +219,16 @@ def test_a_captured_product_computes_new_inputs_when_it_is_replayed(tokens: int)
         graph.replay()
         assert error(out, x, call["weight"]) < ERROR_BAR
         assert torch.equal(out, layer(x))
+
+
+def test_activations_that_are_quantised_already_give_the_same_bits() -> None:
+    weight, x = random_weight(72, 200), torch.randn(3, 200).to(BF16)
+    if INTERPRETED:
+        counters = impl().make_counters(weight)
+        got, expected = (impl().fp8_linear(y, weight, None, counters) for y in (impl().quantised(x), x))
+    else:
+        got, expected = Linear(weight)(to_fp8(x)), Linear(weight)(x)
+    assert got.dtype == BF16 and torch.equal(got, expected)
 
 
 @pytest.mark.not_interpreted

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
+from hotset.kernels.quantise import QuantisedTokens, padded_tokens
 from hotset.kernels.quantise.triton_impl import group_codes, group_scale, quantise
 
 READ_AHEAD_GROUPS = 4  # groups that a program reads into the L2 while it waits for the previous kernel
@@ -61,7 +62,7 @@ MIN_TILE_OUTPUTS = 64
 # splits takes longer than reading fewer than MIN_GROUPS_IF_ENOUGH groups.
 ENOUGH_PROGRAMS, MIN_GROUPS, MIN_GROUPS_IF_ENOUGH = 100, 4, 12
 MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
-LIBRARY_ALIGN = 4  # tokens, and groups of a weight's scales, must be a multiple of this for torch's library
+GROUP_ALIGN = 4  # torch's library requires a multiple of this many groups in the scales of a weight
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
 
@@ -70,9 +71,9 @@ def make_counters(weight: Fp8Weight) -> Tensor:
     return torch.zeros(ceil_div(weight.shape[0], MIN_TILE_OUTPUTS), dtype=torch.int32, device=weight.device)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
+def fp8_linear(x: Tensor | QuantisedTokens, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
     tokens = x.shape[0]
-    if tokens > MAX_TILED_TOKENS and library_supports(x, weight, bias):
+    if tokens > MAX_TILED_TOKENS and library_supports(x.dtype, weight, bias):
         return fp8_linear_by_library(x, weight)
     return fp8_linear_in_tiles(x, weight, bias, counters, tile_for(tokens))
 
@@ -81,31 +82,36 @@ def tile_for(tokens: int) -> Tile:
     return next(tile for most, tile in TILES.items() if tokens <= most)
 
 
-def library_supports(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> bool:
+def quantised(x: Tensor | QuantisedTokens, lets_next_start: bool = False) -> QuantisedTokens:
+    if isinstance(x, QuantisedTokens):
+        return x
+    return QuantisedTokens(*quantise(x, padded_tokens(x.shape[0]), lets_next_start), x.shape[0], x.dtype)
+
+
+def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None) -> bool:
     outputs, inputs = weight.shape
     whole = inputs % SCALE_BLOCK == 0 and outputs % 16 == 0 and weight.block_rows == SCALE_BLOCK
-    return x.dtype == torch.bfloat16 and bias is None and whole
+    return dtype == torch.bfloat16 and bias is None and whole
 
 
-def fp8_linear_by_library(x: Tensor, weight: Fp8Weight) -> Tensor:
-    out: Tensor = F.scaled_mm(**library_arguments(x, weight), output_dtype=x.dtype)
+def fp8_linear_by_library(x: Tensor | QuantisedTokens, weight: Fp8Weight) -> Tensor:
+    out: Tensor = F.scaled_mm(**library_arguments(quantised(x), weight), output_dtype=x.dtype)
     return out[: x.shape[0]]
 
 
-def library_arguments(x: Tensor, weight: Fp8Weight) -> dict[str, Any]:
-    """Quantises x and returns the operands of `F.scaled_mm`, with tokens padded to a multiple of LIBRARY_ALIGN.
+def library_arguments(x: QuantisedTokens, weight: Fp8Weight) -> dict[str, Any]:
+    """Returns the operands of `F.scaled_mm`.
 
-    In the scales of the weight, too, the number of groups is padded to a multiple of LIBRARY_ALIGN. cuBLAS assumes
-    this, and would return wrong results without it (pytorch/pytorch#166752).
+    In the scales of the weight, the number of groups is padded to a multiple of GROUP_ALIGN. cuBLAS assumes this, and
+    would return wrong results without it (pytorch/pytorch#166752).
     """
-    codes, scales = quantise(x, ceil_div(x.shape[0], LIBRARY_ALIGN) * LIBRARY_ALIGN)
     weight_scales = weight.scales
-    if padding := -weight_scales.shape[1] % LIBRARY_ALIGN:
+    if padding := -weight_scales.shape[1] % GROUP_ALIGN:
         weight_scales = F.pad(weight_scales, (0, padding))
     return {
-        "mat_a": codes,
+        "mat_a": x.codes,
         "mat_b": weight.codes.t(),
-        "scale_a": scales,  # strides (1, tokens)
+        "scale_a": x.scales,  # strides (1, padded tokens)
         "scale_recipe_a": F.ScalingType.BlockWise1x128,
         "scale_b": weight_scales.t(),  # strides (1, groups)
         "scale_recipe_b": F.ScalingType.BlockWise128x128,
@@ -124,17 +130,25 @@ def splits_for(outputs: int, inputs: int, tile: Tile) -> int:
 
 
 def fp8_linear_in_tiles(
-    x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor, tile: Tile, splits: int | None = None
+    x: Tensor | QuantisedTokens,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    counters: Tensor,
+    tile: Tile,
+    splits: int | None = None,  # None: as `splits_for` says
 ) -> Tensor:
     tokens, (outputs, inputs) = x.shape[0], weight.shape
+    assert x.shape[1] == inputs, f"{x.shape[1]} values per token for a weight with {inputs} inputs"
     assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weight must be contiguous"
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
     splits = splits or splits_for(outputs, inputs, tile)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    # A fused kernel does not read the scales. `scales` is [tokens, groups], and the tokens of a group are adjacent.
-    codes, scales = (x, x) if tile.fused else quantise(x, tokens, lets_next_start=tile.starts_early)
+    if fused := tile.fused and isinstance(x, Tensor):
+        codes = scales = x if x.stride(1) == 1 else x.contiguous()  # the kernel does not read the scales
+    else:
+        x = quantised(x, lets_next_start=tile.starts_early)
+        codes, scales = x.codes, x.scales
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
@@ -162,7 +176,7 @@ def fp8_linear_in_tiles(
         whole_groups=inputs % SCALE_BLOCK == 0,
         with_bias=bias is not None,
         splits=splits,
-        fused=tile.fused,
+        fused=fused,
         tma=tma,
         starts_early=tile.starts_early,
         tile_tokens=tile.tokens,
