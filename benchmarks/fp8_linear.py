@@ -50,6 +50,7 @@ FUSED, FUSED_TMA, FUSED_EARLY = (True, False, False), (True, True, False), (True
 PLAIN, EARLY, EARLY_TMA = (False, False, False), (False, False, True), (False, True, True)
 # By number of tokens: (outputs, warps, stages) and (fused, tma, starts_early), to be combined.
 TRIED = {
+    8: (((64, 4, 5), (128, 4, 4)), (FUSED, FUSED_TMA, FUSED_EARLY, EARLY)),
     16: (
         ((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 8, 4)),
         (FUSED, FUSED_TMA, FUSED_EARLY, EARLY, EARLY_TMA),

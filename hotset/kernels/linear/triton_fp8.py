@@ -1,6 +1,6 @@
 """fp8_linear in Triton for few tokens, and by torch's library for many.
 
-The kernel computes weight @ x^T: the weight is the tall operand of the matrix instructions, so 16 tokens suffice for
+The kernel computes weight @ x^T: the weight is the tall operand of the matrix instructions, so 8 tokens suffice for
 them. A program computes a tile of outputs for a block of tokens, one group of SCALE_BLOCK inputs after the other. The
 products of a group are summed by the matrix units. Then the sum is multiplied by both scales and added in float32.
 
@@ -51,6 +51,7 @@ class Tile:
 
 # The key of an entry is the largest number of tokens for which the entry is used.
 TILES = {
+    8: Tile(8, 64, 4, 5, max_programs=264, fused=True),
     16: Tile(16, 64, 4, 5, max_programs=264, fused=True),
     32: Tile(32, 64, 4, 5, max_programs=264, fused=False),
     64: Tile(64, 128, 8, 4, max_programs=132, fused=False),
