@@ -84,6 +84,14 @@ TIERS_BARS = {
     ("glm-5.2", 32768): 2.7,
     ("glm-5.2", 131072): 4.3,
 }
+HIDDEN_COLUMNS = (
+    "model",
+    "split",
+    "p99 ms",
+    "collectives",
+    "tokens/s with NVLink",
+    "finite",
+)  # too many for a terminal
 SHARED_PAGES_COUNT_FROM = 131072  # the shortest context whose bar counts requests with shared host pages
 
 
@@ -403,7 +411,8 @@ def main() -> None:
     run.measure()
     note = "prompts of decoding requests are not computed; their selections are synthetic"
     for title, rows in run.results.tables().items():
-        report(title, flat(rows), None, note)
+        hidden = HIDDEN_COLUMNS if title == "Decode" else ()
+        report(title, [{key: row[key] for key in row if key not in hidden} for row in flat(rows)], None, note)
     if run.results.failures:
         raise SystemExit(1)
 
