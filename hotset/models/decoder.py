@@ -160,5 +160,5 @@ def _build_layer(loader: ShardLoader, layer: int, local_layer: int, spec: ModelS
     if isinstance(spec.attention, GqaSpec):
         attention = GqaAttention(loader, layer, local_layer, spec, spec.attention, like)
     else:
-        attention = DsaAttention(loader, layer, local_layer, spec, spec.attention)
+        attention = DsaAttention(loader, layer, local_layer, spec, spec.attention, like)
     return _Layer(input_norm, attention, norm("post_attention_layernorm"), feed_forward(loader, layer, spec, like))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hotset.kernels.index_topk import index_topk
 from hotset.kernels.key_append import key_append
-from hotset.kernels.linear import Linear, fp32_linear, per_head_matmul
+from hotset.kernels.linear import fp32_linear, per_head_matmul
 from hotset.kernels.mla_append import mla_append
 from hotset.kernels.rope import Rotation, rope_query, rotate
 from hotset.kernels.rows import index_key_row, mla_row
@@ -13,40 +13,51 @@ from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.layers import RmsNorm, RowParallelLinear, ShardLoader, load_fp32, shard_slice
+from hotset.models.layers import (
+    RmsNorm,
+    RowParallelLinear,
+    ShardLoader,
+    WeightShard,
+    load_fp32,
+    merged_linear,
+    shard_slice,
+)
 from hotset.models.rope import softmax_gain
-from hotset.models.spec import KvStorage, MlaSpec, ModelSpec
+from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query latent and the KV latent, instead of the model's norm_eps
 INDEX_NORM_EPS = 1e-6  # for the layer norm of index keys
 
 
 class Indexer:
-    """Selects the top-k positions of each token's context.
+    """Selects the top-k positions of each token's context, given the outputs of its projections.
 
     Every tensor parallel rank holds the whole indexer. The indexer's inputs have the same bits on every rank, because
     they come from all_reduce; its weights and kernels are the same too. Therefore every rank writes the same index keys
     and selects the same positions, ties included, without communication.
     """
 
-    def __init__(self, weights: WeightSource, prefix: str, group: int, model: ModelSpec, spec: MlaSpec) -> None:
-        index = spec.index
-        self._spec = index
+    def __init__(self, weights: WeightSource, prefix: str, group: int, model: ModelSpec, spec: IndexSpec) -> None:
+        self._spec = spec
         self._group = group
-        query_shape = (index.heads * index.head_dim, spec.q_lora_rank)
-        self._query = Linear(weights.load_weight(f"{prefix}.wq_b.weight", query_shape))
-        self._key = Linear(weights.load_weight(f"{prefix}.wk.weight", (index.head_dim, model.hidden)))
-        self._norm_weight = weights.load(f"{prefix}.k_norm.weight", (index.head_dim,))
-        self._norm_bias = weights.load(f"{prefix}.k_norm.bias", (index.head_dim,))
-        name, shape = f"{prefix}.weights_proj.weight", (index.heads, model.hidden)
+        self._norm_weight = weights.load(f"{prefix}.k_norm.weight", (spec.head_dim,))
+        self._norm_bias = weights.load(f"{prefix}.k_norm.bias", (spec.head_dim,))
+        name, shape = f"{prefix}.weights_proj.weight", (spec.heads, model.hidden)
         self._head_weights = load_fp32(weights, name, shape, self._norm_weight)
 
-    def __call__(self, x: Tensor, q_latent: Tensor, rotation: Rotation, view: View) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,  # [tokens, hidden]
+        query: Tensor,  # [tokens, heads * head_dim]
+        key: Tensor,  # [tokens, head_dim]
+        rotation: Rotation,
+        view: View,
+    ) -> Tensor:
         """Appends this step's index keys and returns positions [tokens, topk], ascending, EMPTY-padded."""
         spec = self._spec
         keys, segments = view.keys(self._group), view.segments
         key_append(
-            self._key(x),
+            key,
             self._norm_weight,
             self._norm_bias,
             INDEX_NORM_EPS,
@@ -55,7 +66,7 @@ class Indexer:
             keys,
             segments.positions,
         )
-        q = rotate(self._query(q_latent).view(-1, spec.heads, spec.head_dim), rotation, spec.interleaved_rope)
+        q = rotate(query.unflatten(1, (spec.heads, spec.head_dim)), rotation, spec.interleaved_rope)
         head_weights = fp32_linear(x, self._head_weights, spec.heads**-0.5)
         return index_topk(q, head_weights, keys, segments, spec.topk, spec.head_dim**-0.5)
 
@@ -63,30 +74,37 @@ class Indexer:
 class DsaAttention:
     """One layer's attention, always in the absorbed form: queries are projected into the latent space of the rows.
 
-    A row holds the normed latent, then the rope key.
+    A row holds the normed latent, then the rope key. Two products compute all projections of the input and of the query
+    latent, those of the layer's indexer included.
     """
 
-    def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, spec: MlaSpec) -> None:
+    def __init__(
+        self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, spec: MlaSpec, like: Tensor
+    ) -> None:
         """Loads layer `layer` of the whole model, which this worker's views number `local_layer`."""
         weights, prefix = loader.weights, f"model.layers.{layer}.self_attn"
-        heads = loader.split.tp_shard(spec.heads)
+        heads, index = loader.split.tp_shard(spec.heads), spec.index
         self._layer = local_layer
         self._spec = spec
         self._heads = len(heads)
         head_dim, up_dim = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
 
-        def linear(name: str, outputs: int) -> Linear:
-            weight = weights.load_weight(f"{prefix}.{name}.weight", (outputs, model.hidden))
-            return Linear(weight, weights.load(f"{prefix}.{name}.bias", (outputs,)) if spec.bias else None)
-
         def norm(name: str, width: int) -> RmsNorm:
             return RmsNorm(weights.load(f"{prefix}.{name}.weight", (width,)), LATENT_NORM_EPS)
 
-        self._q_down = linear("q_a_proj", spec.q_lora_rank)
+        # Of these parts, only kv_a is no multiple of a block of scales in published models: it comes last.
+        down = [WeightShard.whole(f"{prefix}.q_a_proj", spec.q_lora_rank, spec.bias)]
+        up = [WeightShard(f"{prefix}.q_b_proj", spec.heads * head_dim, shard_slice(0, heads, head_dim))]
+        self._indexer: Indexer | None = None
+        if layer in index.full_layers:
+            down.append(WeightShard.whole(f"{prefix}.indexer.wk", index.head_dim))
+            up.append(WeightShard.whole(f"{prefix}.indexer.wq_b", index.heads * index.head_dim))
+            group = len(local_index_groups(spec, range(layer - local_layer, layer)))  # local groups before this layer
+            self._indexer = Indexer(weights, f"{prefix}.indexer", group, model, index)
+        down.append(WeightShard.whole(f"{prefix}.kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim, spec.bias))
+        self._down, self._down_sizes = merged_linear(weights, down, model.hidden, like), [part.size for part in down]
+        self._up, self._up_sizes = merged_linear(weights, up, spec.q_lora_rank, like), [part.size for part in up]
         self._q_norm = norm("q_a_layernorm", spec.q_lora_rank)
-        q_up_shape, q_up_slice = (spec.heads * head_dim, spec.q_lora_rank), shard_slice(0, heads, head_dim)
-        self._q_up = Linear(weights.load_weight(f"{prefix}.q_b_proj.weight", q_up_shape, tensor_slice=q_up_slice))
-        self._kv_down = linear("kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim)
         self._kv_norm = norm("kv_a_layernorm", spec.kv_lora_rank)
         # Each head's part of kv_b is multiplied on its own, with queries and attended rows: it is never in fp8.
         kv_up_shape, kv_up_slice = (spec.heads * up_dim, spec.kv_lora_rank), shard_slice(0, heads, up_dim)
@@ -99,22 +117,19 @@ class DsaAttention:
         out_bias = weights.load(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.bias else None
         self._out = RowParallelLinear(out, out_bias, loader.tp_collectives)
         self._scale = head_dim**-0.5 * softmax_gain(model.rope)
-        self._indexer: Indexer | None = None
-        if layer in spec.index.full_layers:
-            group = len(local_index_groups(spec, range(layer - local_layer, layer)))  # local groups before this layer
-            self._indexer = Indexer(weights, f"{prefix}.indexer", group, model, spec)
 
     def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer."""
         spec = self._spec
-        q_latent = self._q_norm(self._q_down(x))
-        q = self._q_up(q_latent).view(-1, self._heads, spec.nope_dim + spec.rope_dim)
+        q_down, *index_key, kv_down = self._down(x).split(self._down_sizes, dim=1)
+        q_up, *index_query = self._up(self._q_norm(q_down)).split(self._up_sizes, dim=1)
+        q = q_up.unflatten(1, (self._heads, spec.nope_dim + spec.rope_dim))
         new = view.new_rows(self._layer)
-        mla_append(
-            self._kv_down(x), self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids
-        )
+        mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
 
-        positions = previous if self._indexer is None else self._indexer(x, q_latent, rotation, view)
+        positions = previous
+        if self._indexer is not None:
+            positions = self._indexer(x, index_query[0], index_key[0], rotation, view)
         assert positions is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
         selected = view.select(self._layer, positions)
         q_all = rope_query(q, self._key_up, rotation)

@@ -9,7 +9,7 @@ from hotset.kernels.rope import Rotation
 from hotset.kernels.rows import gqa_row
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
-from hotset.models.layers import RowParallelLinear, ShardLoader, WeightShard, column_parallel_linear, shard_slice
+from hotset.models.layers import RowParallelLinear, ShardLoader, WeightShard, merged_linear, shard_slice
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 
@@ -26,17 +26,16 @@ class GqaAttention:
         heads, kv_heads = loader.split.tp_shard(spec.heads), loader.split.kv_heads(spec.kv_heads)
         self._layer = local_layer
         self._heads, self._kv_heads, self._head_dim = len(heads), len(kv_heads), head_dim
-        self._qkv = column_parallel_linear(
-            weights,
-            [
-                WeightShard(f"{prefix}.q_proj", spec.heads * head_dim, shard_slice(0, heads, head_dim)),
-                WeightShard(f"{prefix}.k_proj", spec.kv_heads * head_dim, shard_slice(0, kv_heads, head_dim)),
-                WeightShard(f"{prefix}.v_proj", spec.kv_heads * head_dim, shard_slice(0, kv_heads, head_dim)),
-            ],
-            model.hidden,
-            spec.qkv_bias,
-            like,
-        )
+
+        def shard(name: str, count: int, local: range) -> WeightShard:
+            return WeightShard(f"{prefix}.{name}", count * head_dim, shard_slice(0, local, head_dim), spec.qkv_bias)
+
+        qkv = [
+            shard("q_proj", spec.heads, heads),
+            shard("k_proj", spec.kv_heads, kv_heads),
+            shard("v_proj", spec.kv_heads, kv_heads),
+        ]
+        self._qkv = merged_linear(weights, qkv, model.hidden, like)
         out_shape, out_slice = (model.hidden, spec.heads * head_dim), shard_slice(1, heads, head_dim)
         out = weights.load_weight(f"{prefix}.o_proj.weight", out_shape, tensor_slice=out_slice)
         out_bias = weights.load(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.out_bias else None

@@ -58,11 +58,25 @@ def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's slice of the outputs of one weight [outputs, inputs]."""
+    """This rank's slice of the outputs of one weight [outputs, inputs], and of its bias if it has one."""
 
     name: str  # without .weight or .bias
     outputs: int  # in the whole weight
     tensor_slice: TensorSlice
+    bias: bool = False
+
+    @staticmethod
+    def whole(name: str, outputs: int, bias: bool = False) -> "WeightShard":
+        return WeightShard(name, outputs, TensorSlice(0, 0, outputs), bias)
+
+    @property
+    def size(self) -> int:
+        return self.tensor_slice.size
+
+    @property
+    def first_boundary(self) -> int:
+        """A divisor of the first output of every rank's slice, so that all ranks have blocks of the same size."""
+        return 0 if self.size == self.outputs else self.size
 
 
 def empty_weight(
@@ -83,21 +97,23 @@ def output_range(weight: Weight, first: int, last: int) -> Weight:
     return weight.outputs(first, last) if isinstance(weight, Fp8Weight) else weight[first:last]
 
 
-def column_parallel_linear(
-    weights: WeightSource, shards: list[WeightShard], inputs: int, bias: bool, like: Tensor
-) -> Linear:
+def merged_linear(weights: WeightSource, shards: list[WeightShard], inputs: int, like: Tensor) -> Linear:
     """Merges the shards of several weights along their outputs, so that one matrix product computes all of them."""
     names = [f"{shard.name}.weight" for shard in shards]
-    bounds = [0, *accumulate(shard.tensor_slice.size for shard in shards)]
-    first_outputs = [shard.tensor_slice.first for shard in shards]
-    weight = empty_weight(weights, names, (bounds[-1], inputs), (*bounds[:-1], *first_outputs), like)
+    bounds = [0, *accumulate(shard.size for shard in shards)]
+    boundaries = (*bounds[:-1], *(shard.first_boundary for shard in shards))
+    weight = empty_weight(weights, names, (bounds[-1], inputs), boundaries, like)
     for name, shard, (first, last) in zip(names, shards, pairwise(bounds), strict=True):
         out = output_range(weight, first, last)
         weights.load_weight(name, (shard.outputs, inputs), out=out, tensor_slice=shard.tensor_slice)
-    if not bias:
+    if not any(shard.bias for shard in shards):
         return Linear(weight)
-    biases = [weights.load(f"{s.name}.bias", (s.outputs,), tensor_slice=s.tensor_slice) for s in shards]
-    return Linear(weight, torch.cat(biases))
+    bias = torch.zeros(bounds[-1], dtype=like.dtype, device=like.device)
+    for shard, (first, last) in zip(shards, pairwise(bounds), strict=True):
+        if shard.bias:
+            out_bias = bias[first:last]
+            weights.load(f"{shard.name}.bias", (shard.outputs,), out=out_bias, tensor_slice=shard.tensor_slice)
+    return Linear(weight, bias)
 
 
 class RowParallelLinear:
@@ -127,8 +143,9 @@ class Mlp:
 
     def __init__(self, loader: ShardLoader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
         weights, shard = loader.weights, loader.split.tp_shard(width)
-        gate_up = [WeightShard(f"{prefix}.{name}", width, shard_slice(0, shard)) for name in ("gate_proj", "up_proj")]
-        self._gate_up = column_parallel_linear(weights, gate_up, hidden, bias, like)
+        part = shard_slice(0, shard)
+        gate_up = [WeightShard(f"{prefix}.{name}", width, part, bias) for name in ("gate_proj", "up_proj")]
+        self._gate_up = merged_linear(weights, gate_up, hidden, like)
         down = weights.load_weight(f"{prefix}.down_proj.weight", (hidden, width), tensor_slice=shard_slice(1, shard))
         down_bias = weights.load(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
         self._down = RowParallelLinear(down, down_bias, loader.tp_collectives)

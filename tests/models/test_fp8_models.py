@@ -26,13 +26,16 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels.fp8 import Fp8Weight, Weight
+from hotset.kernels.linear import Linear
 from hotset.memory.resident import make_batch
+from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.planned import PlannedSource
 from hotset.models.checkpoint.source import TensorSlice, WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.split import check_tensor_parallel, stage_layers
+from hotset.models.split import WHOLE_MODEL, Split, check_tensor_parallel, stage_layers
 
 TOLERANCE = 1e-5  # of the root mean square of the logits
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +219,20 @@ def test_weights_in_fp8_are_expanded_if_the_setting_asks_for_it(fp8_model: GetMo
             assert torch.equal(weight.float(), values)
 
 
+class Silent:
+    """Collectives of decoders that are built but not run."""
+
+    tokens_per_rank = ()
+
+    def __init__(self, split: Split) -> None:
+        self.rank, self.size = split.rank, split.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("this decoder is not run")
+
+    all_gather_columns = all_gather_tokens = reduce_scatter = all_reduce
+
+
 def as_last_layer(name: str) -> str:
     return re.sub(r"layers\.\d+", "layers.2", name)
 
@@ -301,13 +318,36 @@ def test_every_tensor_has_the_format_of_the_table_in_the_documentation(family: s
         assert found == formats[patterns[0]], name
 
 
+def fp8_weights_in(value: Any) -> list[Fp8Weight]:
+    """Returns the fp8 weights that a decoder holds."""
+    if isinstance(value, Fp8Weight):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [weight for item in value for weight in fp8_weights_in(item)]
+    if not type(value).__module__.startswith("hotset.models") and not isinstance(value, Linear):
+        return []
+    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+    return [weight for name in names for weight in fp8_weights_in(getattr(value, name))]
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.2"])
-def test_published_models_can_be_divided_among_eight_ranks(name: str) -> None:
+def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) -> None:
+    """With one scale per 128 outputs, the fastest kernels can be used. Layers and experts are fewer than published."""
     path = CONFIGS / f"{name}.json"
-    spec = read_spec(json.loads(path.read_text()), {}, str(path))
-    assert spec.fp8_weights
+    config = json.loads(path.read_text())
+    whole = read_spec(config, {}, str(path))
     for ranks in (1, 2, 4, 8):
-        check_tensor_parallel(spec, ranks)
+        check_tensor_parallel(whole, ranks)
+    spec = read_spec(config | {"num_hidden_layers": 5, "n_routed_experts": 16}, {}, str(path))
+    assert whole.fp8_weights and spec.fp8_weights and spec.moe is not None
+    planned = DummySource(torch.bfloat16, torch.device("meta"), fp8=True)
+    for split in (WHOLE_MODEL, Split(0, 8), Split(7, 8), Split(dp_rank=7, dp_size=8)):
+        decoder = Decoder(spec, PlannedSource(planned, torch.bfloat16), split=split, collectives=Silent(split))
+        weights = fp8_weights_in(decoder)
+        # In each layer: two merged projections and the attention's output; gate and up, and down, of an MLP or of
+        # shared experts; in a layer with experts, two more.
+        assert len(weights) == 5 * 5 + 2 * len(spec.moe.layers)
+        assert {weight.block_rows for weight in weights} == {128}
 
 
 @pytest.mark.parametrize(
