@@ -47,17 +47,17 @@ MAX_FEW, MIN_MANY = 64, 1024
 COMPILERS = os.cpu_count() or 1  # processes that compile variants
 MIN_PROGRAMS, MAX_PROGRAMS, MIN_GROUPS = 64, 400, 4  # limits for the numbers of splits that are tried
 FUSED, FUSED_TMA, FUSED_EARLY = (True, False, False), (True, True, False), (True, False, True)
-PLAIN, EARLY, EARLY_TMA = (False, False, False), (False, False, True), (False, True, True)
+PLAIN, TMA, EARLY, EARLY_TMA = (False, False, False), (False, True, False), (False, False, True), (False, True, True)
 # By number of tokens: (outputs, warps, stages) and (fused, tma, starts_early), to be combined.
 TRIED = {
-    8: (((64, 4, 5), (128, 4, 4)), (FUSED, FUSED_TMA, FUSED_EARLY, EARLY)),
+    8: (((64, 4, 5), (128, 4, 4)), (FUSED, FUSED_TMA, FUSED_EARLY, EARLY_TMA)),
     16: (
         ((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 8, 4)),
         (FUSED, FUSED_TMA, FUSED_EARLY, EARLY, EARLY_TMA),
     ),
-    32: (((64, 4, 5), (128, 8, 4)), (FUSED, PLAIN, EARLY, EARLY_TMA)),
-    64: (((64, 4, 5), (128, 4, 4), (128, 8, 4), (128, 8, 6), (256, 8, 4)), (FUSED, PLAIN, EARLY, EARLY_TMA)),
-    128: (((128, 8, 3), (128, 8, 4)), (PLAIN, EARLY, EARLY_TMA)),
+    32: (((64, 4, 5), (128, 8, 4)), (FUSED, PLAIN, TMA, EARLY_TMA)),
+    64: (((64, 4, 5), (128, 8, 4), (128, 8, 6), (256, 8, 4)), (FUSED, PLAIN, TMA, EARLY, EARLY_TMA)),
+    128: (((128, 8, 3), (128, 8, 4)), (PLAIN, TMA, EARLY_TMA)),
 }
 
 

@@ -44,7 +44,7 @@ class Tile:
     stages: int
     max_programs: int  # sums are divided as long as this many programs suffice
     fused: bool  # every program quantises the activations itself; otherwise, a launch before it does
-    tma: bool = False  # the tensor memory accelerator reads the codes of the weight; requires inputs % 16 == 0
+    tma: bool = False  # the tensor memory accelerator reads codes and scales; requires inputs % 16 == 0
     # The kernel starts before the previous one has ended, and reads its first codes into the L2 meanwhile.
     starts_early: bool = False
 
@@ -150,17 +150,19 @@ def fp8_linear_in_tiles(
     else:
         x = quantised(x, lets_next_start=tile.starts_early)
         codes, scales = x.codes, x.scales
+    operands: dict[str, Any] = {"x": codes, "x_scales": scales, "weight_tiles": weight.codes}
+    if tma := tile.tma and inputs % 16 == 0:
+        operands["weight_tiles"] = TensorDescriptor.from_tensor(weight.codes, [tile.outputs, SCALE_BLOCK])
+    if tma and not fused:
+        operands["x"] = TensorDescriptor.from_tensor(codes, [tile.tokens, SCALE_BLOCK])
+        operands["x_scales"] = TensorDescriptor.from_tensor(scales.t(), [1, tile.tokens])
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
     partial = torch.empty(partial_count, dtype=torch.float32, device=x.device)
-    tma = tile.tma and inputs % 16 == 0
-    tiles = TensorDescriptor.from_tensor(weight.codes, [tile.outputs, SCALE_BLOCK]) if tma else weight.codes
     _linear_kernel[grid](
-        x=codes,
-        x_scales=scales,
+        **operands,
         weight=weight.codes,
-        weight_tiles=tiles,
         weight_scales=weight.scales,
         bias=out if bias is None else bias,
         out=out,
@@ -193,9 +195,9 @@ def fp8_linear_in_tiles(
 @triton.jit(do_not_specialize=["tokens", "groups", "split_groups", "x_scale_stride"])  # type: ignore[untyped-decorator]
 def _linear_kernel(
     x: tl.tensor,  # values if fused, else codes
-    x_scales: tl.tensor,
+    x_scales: tl.tensor,  # not if fused
+    weight_tiles: tl.tensor,  # if tma, descriptors of the weight's tiles, and unless fused, in x and x_scales
     weight: tl.tensor,
-    weight_tiles: tl.tensor,  # the descriptor of the weight's tiles; only if tma
     weight_scales: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
@@ -221,13 +223,15 @@ def _linear_kernel(
 ) -> None:
     first_output = tl.program_id(0) * tile_outputs
     output = first_output + tl.arange(0, tile_outputs)
-    token = tl.program_id(2) * tile_tokens + tl.arange(0, tile_tokens)
+    first_token = tl.program_id(2) * tile_tokens
+    token = first_token + tl.arange(0, tile_tokens)
     # Entries of the tile beyond the last output or token read the last one, so that the loads need no mask. They are
     # not stored.
     read_output = tl.minimum(output, outputs - 1)
     read_token = tl.minimum(token, tokens - 1)
     entry = tl.arange(0, _SCALE_BLOCK)
-    x_at = x + read_token.to(tl.int64)[:, None] * x_stride + entry[None, :]
+    if fused or not tma:
+        x_at = x + read_token.to(tl.int64)[:, None] * x_stride + entry[None, :]
     weight_at = weight + read_output.to(tl.int64)[:, None] * inputs + entry[None, :]
     one_scale: tl.constexpr = block_rows % tile_outputs == 0  # all outputs of the tile have the same scale
     scale_at = weight_scales + (first_output if one_scale else read_output) // block_rows * groups
@@ -246,16 +250,20 @@ def _linear_kernel(
                 weight_tile = tl.load(weight_at + start)
             else:
                 weight_tile = tl.load(weight_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
-        if whole_groups:
-            x_tile = tl.load(x_at + start)
+        if tma and not fused:
+            x_tile = x.load([first_token, start])
+            scale = tl.reshape(x_scales.load([group, first_token]), [tile_tokens])
         else:
-            x_tile = tl.load(x_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
-        if fused:
-            values = x_tile.to(tl.float32)
-            scale = group_scale(values)
-            x_tile = group_codes(values, scale)
-        else:
-            scale = tl.load(x_scales + group * x_scale_stride + read_token)
+            if whole_groups:
+                x_tile = tl.load(x_at + start)
+            else:
+                x_tile = tl.load(x_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
+            if fused:
+                values = x_tile.to(tl.float32)
+                scale = group_scale(values)
+                x_tile = group_codes(values, scale)
+            else:
+                scale = tl.load(x_scales + group * x_scale_stride + read_token)
         product = tl.dot(weight_tile, tl.trans(x_tile))
         weight_scale = tl.load(scale_at + group)
         if one_scale:
