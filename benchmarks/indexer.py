@@ -7,12 +7,14 @@ the rate of these reads over the bandwidth of a large copy. Prefill: the queries
 ceiling" is the share of a large matrix product's rate. The L2 is flushed before every call, also before top-k, although
 in a real step some of the scores are still in the L2. Bars (required results), at 32k and 128k tokens and batch 32 and
 128, for all numbers of heads and both kinds of keys: scoring reaches 60 % of the copy bandwidth, and top-k takes no
-longer than scoring. Other combinations have no bar.
+longer than scoring. Other combinations have no bar. "21 of 78" groups of layers are those of GLM-5.2: the blocks of
+keys that a group reads lie between those of other groups, which should not change the time.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from hotset.kernels.segments import Segments, make_segments
 TOPK = 2048
 HEAD_DIM = 128
 BLOCK_BYTES = 64 * 656  # one layer of a page of 64 fp8 rows; a block of index keys has the same size
-PAGES_PER_ENCODING = 2048
+BLOCKS_PER_ENCODING = 2048
 SCORING_BAR, TOPK_BAR = 0.6, 1.0
 CASES_WITH_BARS = {(batch, context) for batch in (32, 128) for context in (32 << 10, 128 << 10)}
 
@@ -42,9 +44,26 @@ class IndexerCase:
     heads: int = 32
     fp8: bool = True
     chunk: int = 1
+    groups: int = 1  # index groups whose blocks of keys take turns in the layers of a page
+    layers: int = 1
+
+    @property
+    def parts(self) -> int:
+        """The number of layers of a page that can hold blocks of one group."""
+        return self.layers // gcd(self.groups, self.layers)
+
+    @property
+    def step(self) -> int:
+        return self.groups // gcd(self.groups, self.layers)
+
+    def pages(self, block_keys: int) -> int:
+        return -(-(-(-self.context // block_keys) * self.step) // self.parts)
 
 
-QUICK = [IndexerCase(batch, context << 10) for context in (32, 128) for batch in (1, 32, 128)]
+QUICK = [
+    *(IndexerCase(batch, context << 10) for context in (32, 128) for batch in (1, 32, 128)),
+    *(IndexerCase(batch, 128 << 10, groups=21, layers=78) for batch in (1, 32)),
+]
 DECODE = [
     *QUICK,
     IndexerCase(8, 128 << 10),
@@ -74,15 +93,15 @@ class IndexerInputs:
 
 @cache
 def pool(fp8: bool) -> Tensor:
-    """Returns random keys [1, pages, keys per block, stored width], enough for the largest case."""
+    """Returns random keys [blocks, keys per block, stored width], enough for the largest case."""
     layout = index_key_row(HEAD_DIM, torch.bfloat16, fp8)
     per_block = BLOCK_BYTES // layout.stride_bytes
     cases = [case for case in (*DECODE, *PREFILL) if case.fp8 == fp8]
-    pages = max(case.batch * -(-case.context // per_block) for case in cases)
-    stored = torch.empty(1, pages, BLOCK_BYTES, dtype=torch.uint8, device="cuda").view(layout.stored_dtype)
-    blocks = stored[:, :, : per_block * layout.stored_width].unflatten(2, (per_block, layout.stored_width))
-    for first in range(0, pages, PAGES_PER_ENCODING):
-        encoded = blocks[0, first : first + PAGES_PER_ENCODING]
+    count = max(case.batch * case.pages(per_block) * case.parts for case in cases)
+    stored = torch.empty(count, BLOCK_BYTES, dtype=torch.uint8, device="cuda").view(layout.stored_dtype)
+    blocks = stored[:, : per_block * layout.stored_width].unflatten(1, (per_block, layout.stored_width))
+    for first in range(0, count, BLOCKS_PER_ENCODING):
+        encoded = blocks[first : first + BLOCKS_PER_ENCODING]
         values = torch.randn(*encoded.shape[:2], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         encoded.copy_(layout.encode(values))
     return blocks
@@ -91,14 +110,15 @@ def pool(fp8: bool) -> Tensor:
 def make_inputs(case: IndexerCase) -> IndexerInputs:
     blocks = pool(case.fp8)
     layout = index_key_row(HEAD_DIM, torch.bfloat16, case.fp8)
-    pages = -(-case.context // blocks.shape[2])
+    pages = case.pages(blocks.shape[1])
+    blocks = blocks[: len(blocks) // case.parts * case.parts].unflatten(0, (case.parts, -1))
     table = torch.randperm(blocks.shape[1], device="cuda")[: case.batch * pages].view(case.batch, pages)
     queries = case.batch * case.chunk
     seat_of = torch.arange(case.batch, device="cuda").repeat_interleave(case.chunk)
     return IndexerInputs(
         torch.randn(queries, case.heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda"),
         torch.randn(queries, case.heads, device="cuda"),
-        PagedRows(blocks, (), layout, table, seat_of),
+        PagedRows(blocks, (), layout, table, seat_of, step=case.step, first_part=case.step - 1),
         make_segments([case.context - case.chunk] * case.batch, [case.chunk] * case.batch, torch.device("cuda")),
     )
 
@@ -162,6 +182,7 @@ def measure(case: IndexerCase) -> dict[str, Any]:
         "context": case.context,
         "heads": case.heads,
         "keys": "fp8" if case.fp8 else "bf16",
+        "groups": f"{case.groups} of {case.layers}",
         "scoring us": scoring_s * 1e6,
         "GB/s": "-" if key_bytes is None else key_bytes / scoring_s * 1e-9,
         "TFLOP/s": flops * 1e-12,
@@ -229,7 +250,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [f"{row['queries']} at {row['context'] >> 10}k\n{row['heads']} heads, {row['keys']}" for row in rows]
+    names = [
+        f"{row['queries']} at {row['context'] >> 10}k\n{row['heads']} heads, {row['keys']}, {row['groups']}"
+        for row in rows
+    ]
     figure, (rate, time) = pyplot.subplots(2, 1, figsize=(1.1 * len(rows) + 2, 7), sharex=True)
     rate.bar(names, [100 * row["of ceiling"] for row in rows], color="tab:blue")
     rate.axhline(100 * SCORING_BAR, color="tab:red", linewidth=1, label="bar at batch 32 and 128")

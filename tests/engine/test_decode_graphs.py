@@ -78,14 +78,15 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
 
 
 def model_with_shared_indexers(folder: Path) -> str:
-    """Writes to `folder` a model that has the demo model's weights, but only one indexer per three layers, and returns
-    its path. The model's answers are wrong, but deterministic."""
+    """Writes to `folder` a model that has the demo model's weights, but one indexer for its last three layers, and
+    returns its path. The model's answers are wrong, but deterministic. Its index groups have 1, 1, 1 and 3 layers, so
+    that their keys take turns in pages of 6 layers."""
     for path in Path(DEMO).iterdir():
         (folder / path.name).symlink_to(path)
     fields = json.loads((Path(DEMO) / "config.json").read_text())
     fields |= {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}
     (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(fields | {"indexer_types": ["full", "shared", "shared"] * 2}))
+    (folder / "config.json").write_text(json.dumps(fields | {"indexer_types": [*["full"] * 4, "shared", "shared"]}))
     return str(folder)
 
 
