@@ -22,6 +22,7 @@ Columns:
                  by the copy bandwidth of this run
   experts        share of the rank's routed experts that a step uses, measured
   miss           share of the rows selected by tiered requests, outside their tails, that no slot held
+  sampling ms    time of sampling, measured alone; the profile lists its torch operations with others
   NVLink ms      what the links between eight GPUs would add: bytes of all collectives / 450 GB/s, without latencies
   collectives    calls in a step, each of which adds its latency; the last column leaves the latencies out, too
 

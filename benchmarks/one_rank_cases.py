@@ -30,6 +30,7 @@ from hotset.engine.sizing import kv_budget
 from hotset.kernels import EMPTY
 from hotset.models import layers
 from hotset.models.decoder import Decoder
+from hotset.models.sampler import Sampler
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import Split
 
@@ -150,6 +151,26 @@ def sampling() -> SamplingParams:
     return SamplingParams(temperature=1.0, top_p=0.95, max_tokens=MAX_ANSWER, ignore_eos=True)
 
 
+def sampling_seconds(requests: int, vocab: int, device: torch.device) -> float:
+    """Times the sampling of one token for each request, alone. In a step it follows the graph."""
+    sampler = Sampler(requests, vocab, device)
+    for seat in range(requests):
+        sampler.admit(seat, sampling().with_seed(seat), token_ids=(0,), prompt_length=1, stop_ids=frozenset())
+    logits = torch.randn(requests, vocab, device=device)
+    positions = torch.ones(requests, dtype=torch.int64, device=device)
+
+    def sample(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            sampler.sample(logits, range(requests), positions)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / times
+
+    sample(2)  # compiles kernels
+    return sample(10)
+
+
 def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int, *, profiles: bool = True) -> Row:
     """Times `steps` decode steps of one case."""
     rank.select_in(case.context)
@@ -192,6 +213,7 @@ def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int
         "experts": observed.used_experts,
         "miss": misses / lookups if lookups else 0.0,
         "host GB/s": swapped / len(times) / step_s * 1e-9,
+        "sampling ms": sampling_seconds(case.requests, rank.spec.vocab, rank.decoder.device) * 1e3,
         "NVLink ms": link_s * 1e3,
         "collectives": len(observed.calls),
         "tokens/s with NVLink": case.requests / (step_s + link_s) / rank.gpus_per_token,

@@ -89,6 +89,7 @@ def run(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> Results
     spec = small_spec(1024 if options.split == "tp8" else 128)
     rank_run = RankRun(options, spec, RATES, CPU, torch.float32)
     rank_run.measure()
+    assert rank_run.results.failures == []
     return rank_run.results
 
 
@@ -105,6 +106,7 @@ def test_one_run_measures_prompt_and_decode_with_every_mode_of_tiers(
     assert off["tiered"] == off["miss"] == off["host GB/s"] == 0 < shared["miss"] < 1 and shared["host GB/s"] > 0
     for row in results.serving:
         assert row["finite"] and 0.5 < row["experts"] <= 1 and 0 < row["p50 ms"] <= row["p99 ms"]
+        assert row["sampling ms"] > 0
         assert row["collectives"] == 1 + 2 * MOE_LAYERS, "one gather of seats, a gather and a sum in each MoE layer"
         assert row["tokens/s"] == pytest.approx(row["requests"] / row["step ms"] * 1e3)
         assert row["step / bytes"] == pytest.approx(row["step ms"] / row["bytes ms"])
