@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from hotset.kernels.experts.triton_fp8 import Tile, Tiles
 
 EXPERTS, LOCAL_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 256, 32, 8, 7168, 2048
-BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 8192, 32768)
-VARIANT_BATCHES = (128, 1024, 32768, 512, 16, 8192)  # the most important ones first
+BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 8192, 16384)  # more tokens would be computed in parts (MAX_PAIRS)
+VARIANT_BATCHES = (128, 1024, 16384, 512, 16, 4096)  # the most important ones first
 CHECKED_TOKENS = 48
 MAX_ERROR = 2e-2  # relative; tests/kernels/test_fp8_experts.py derives it
 BANDWIDTH_BAR, MATRIX_BAR = 0.8, 0.5
@@ -153,6 +153,11 @@ def limit_seconds(layer: Layer, inputs: list[LayerInput]) -> tuple[float, float]
     return used * expert_bytes / copy_bandwidth(), pairs * 6 * HIDDEN * WIDTH / fp8_matrix_rate()
 
 
+def mean_pairs(batch: int) -> int:
+    """Returns the expected number of pairs per expert."""
+    return -(-batch * EXPERTS_PER_TOKEN // EXPERTS)
+
+
 def launches(layer: Layer, layer_input: LayerInput, tiles: "Tiles") -> dict[str, Callable[[], Any]]:
     """Returns the launches of one call, each on the results of the launches before it."""
     from hotset.kernels.experts import triton_fp8 as impl
@@ -161,8 +166,9 @@ def launches(layer: Layer, layer_input: LayerInput, tiles: "Tiles") -> dict[str,
     sort = partial(impl.sort_by_expert, expert_ids, LOCAL_EXPERTS, tiles.block_pairs)
     by_expert = sort()
     quantise = partial(impl.quantise_pairs, x, by_expert)
-    gate_up = partial(impl.activation_of, quantise(), by_expert, layer.gate_up, x.dtype, tiles)
-    down = partial(impl.results_of, gate_up(), by_expert, layer.down, x.dtype, tiles)
+    slots = impl.slots_for(mean_pairs(len(x)), LOCAL_EXPERTS, tiles.block_pairs)
+    gate_up = partial(impl.activation_of, quantise(), by_expert, layer.gate_up, x.dtype, tiles, slots)
+    down = partial(impl.results_of, gate_up(), by_expert, layer.down, x.dtype, tiles, slots)
     total = partial(impl.weighted_sum, down(), by_expert, expert_ids, weights)
     return {"sort": sort, "quantise": quantise, "gate_up": gate_up, "down": down, "sum": total}
 
@@ -176,7 +182,7 @@ def measure(layer: Layer, batch: int) -> dict[str, Any]:
         check(call(*layer_input.arguments, layer.gate_up, layer.down), expected_output(layer, layer_input))
     seconds = seconds_of([partial(call, *i.arguments, layer.gate_up, layer.down) for i in inputs])
     plain = seconds_of([partial(call, *i.arguments, layer.plain_gate_up, layer.plain_down) for i in inputs])
-    tiles = tiles_for(-(-batch * EXPERTS_PER_TOKEN // EXPERTS))
+    tiles = tiles_for(mean_pairs(batch))
     parts = {name: us(launch) for name, launch in launches(layer, inputs[0], tiles).items()}
     by_bytes, by_products = limit_seconds(layer, inputs)
     share = max(by_bytes, by_products) / seconds
@@ -223,7 +229,7 @@ def compile_tiles(tiles: "Tiles") -> bool:
     x = torch.randn(tiles.block_pairs, HIDDEN, device="cuda").bfloat16()
     expert_ids = torch.zeros(len(x), EXPERTS_PER_TOKEN, dtype=torch.int64, device="cuda")
     try:
-        experts_in_tiles(x, expert_ids, torch.ones(expert_ids.shape, device="cuda"), gate_up, down, tiles)
+        experts_in_tiles(x, expert_ids, torch.ones(expert_ids.shape, device="cuda"), gate_up, down, tiles, slots=8)
         torch.cuda.synchronize()
     except Exception as problem:
         print(f"not compiled: {tiles}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
@@ -252,8 +258,8 @@ def try_variants(layer: Layer, seconds: float) -> list[dict[str, Any]]:
     for batch in VARIANT_BATCHES:
         layer_input = make_inputs(batch)[0]
         expected = expected_output(layer, layer_input)
-        mean_pairs = batch * EXPERTS_PER_TOKEN / EXPERTS
-        fitting = [p for p in GATE_UP if mean_pairs / 2 <= p <= max(16, 4 * mean_pairs)] or [64, 128]
+        mean = mean_pairs(batch)
+        fitting = [p for p in GATE_UP if mean / 2 <= p <= max(16, 4 * mean)] or [64, 128]
         best: dict[tuple[int, bool, str], tuple[float, Tile]] = {}
         for tiles in (tiles for block_pairs in fitting for tiles in candidates(block_pairs)):
             if time.monotonic() - start > seconds or tiles not in working:
@@ -287,7 +293,7 @@ def time_groups(layer: Layer, layer_input: LayerInput) -> list[dict[str, Any]]:
     from hotset.kernels.experts import triton_fp8 as impl
 
     batch, in_use, rows = len(layer_input.x), impl.GROUP_BLOCKS, []
-    tiles = impl.tiles_for(batch * EXPERTS_PER_TOKEN // EXPERTS)
+    tiles = impl.tiles_for(mean_pairs(batch))
     for group_blocks in GROUP_BLOCKS:
         impl.GROUP_BLOCKS = group_blocks
         parts = launches(layer, layer_input, tiles)

@@ -208,6 +208,7 @@ def test_pairs_are_sorted_by_expert_stably_and_divided_into_blocks(tokens: int, 
     got = zip(order.block_expert.tolist(), order.block_first.tolist(), strict=True)
     assert [(e, first) for e, first in got if e != EMPTY] == blocks
     assert (order.block_expert[len(blocks) :] == EMPTY).all()
+    assert order.num_blocks.tolist() == [len(blocks)]
 
 
 def with_other_strides(case: Case, *, transposed: bool = False) -> Case:

@@ -183,8 +183,8 @@ def check_products(case: Case, tiles: Any) -> None:
     impl, k = fp8_impl(), case.expert_ids.shape[1]
     by_expert = impl.sort_by_expert(case.expert_ids, case.gate_up.shape[0], tiles.block_pairs)
     x = impl.quantise_pairs(case.x, by_expert)
-    activation = impl.activation_of(x, by_expert, case.gate_up, case.x.dtype, tiles)
-    results = impl.results_of(activation, by_expert, case.down, torch.float32, tiles)
+    activation = impl.activation_of(x, by_expert, case.gate_up, case.x.dtype, tiles, slots=2)
+    results = impl.results_of(activation, by_expert, case.down, torch.float32, tiles, slots=3)
     for index, pair in enumerate(by_expert.pairs.tolist()):
         token, expert = case.x[pair // k], int(case.expert_ids.flatten()[pair])
         if expert == EMPTY:
@@ -230,7 +230,7 @@ def test_products_that_read_through_tma_have_the_bits_of_the_others(block_pairs:
     case = draw_case(5, 2, draw_weights(2, 144, 160, 32))
     case.expert_ids[0] = EMPTY
     impl = fp8_impl()
-    plain, tma = (impl.experts_in_tiles(*case.arguments, small_tiles(block_pairs, 64, tma)) for tma in (False, True))
+    plain, tma = (impl.experts_in_tiles(*case.arguments, small_tiles(block_pairs, 64, tma), 9) for tma in (False, True))
     assert torch.equal(plain, tma)
 
 
@@ -292,23 +292,44 @@ def test_only_one_weight_in_fp8_is_refused_by_name() -> None:
         experts(case.x, case.expert_ids, case.weights, plain, case.down)
 
 
+@dataclass
+class RecordedKernels:
+    """Stands for the module with the kernels. Returns twice x."""
+
+    calls: list[tuple[Any, ...]]
+
+    def experts(self, *arguments: Any) -> Tensor:
+        self.calls.append(arguments)
+        return 2 * arguments[0]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Makes the op call `RecordedKernels` for tensors on a CPU, and returns the list of the calls' arguments."""
+    kernels = RecordedKernels([])
+    monkeypatch.setattr(op, "has_fast_path", lambda x: True)
+    monkeypatch.setattr(op, "kernels_of", lambda op, module: kernels)
+    return kernels.calls
+
+
 @pytest.mark.parametrize(("routed", "expected"), [(None, 48), (32, 6)])
 def test_the_expected_pairs_per_expert_count_the_experts_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, routed: int | None, expected: int
+    recorded: list[tuple[Any, ...]], routed: int | None, expected: int
 ) -> None:
     """48 tokens with 4 experts each: of 4 experts, or of 32 of which this rank holds 4."""
-    used = []
-
-    class Kernels:
-        @staticmethod
-        def experts(*arguments: Any) -> Tensor:
-            used.append(arguments[-1])
-            return arguments[0]
-
-    monkeypatch.setattr(op, "has_fast_path", lambda x: True)
-    monkeypatch.setattr(op, "kernels_of", lambda op, module: Kernels)
     experts(*draw_case(48, 4, draw_weights(4, 32, 16, 16)).arguments, routed)
-    assert used == [expected]
+    assert [arguments[-1] for arguments in recorded] == [expected]
+
+
+def test_a_batch_with_too_many_pairs_is_computed_in_parts(
+    recorded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "MAX_PAIRS", 7)
+    case = draw_case(5, 3, draw_weights(3, 32, 16, 16))
+    assert torch.equal(experts(*case.arguments), 2 * case.x)
+    assert [len(arguments[0]) for arguments in recorded] == [2, 2, 1]
+    for number, whole in enumerate(case.arguments[:3]):
+        assert torch.equal(torch.cat([arguments[number] for arguments in recorded]), whole)
 
 
 def poison_free_memory() -> None:
@@ -391,7 +412,7 @@ def test_on_a_gpu_a_token_has_the_same_result_in_every_batch_of_the_same_tiles(
         case = draw_case(most, 2, production, torch.bfloat16)
         whole, tiles = experts(*case.arguments), fp8_impl().tiles_for(pairs)
         for tokens in (1, 7, most // 2):
-            part = fp8_impl().experts_in_tiles(*case.first(tokens).arguments, tiles)
+            part = fp8_impl().experts_in_tiles(*case.first(tokens).arguments, tiles, slots=3)
             assert torch.equal(part, whole[:tokens]), f"tokens have other results in a batch of {tokens}"
 
 

@@ -10,6 +10,7 @@ same `Tiles`, which depend on the mean number of pairs per expert only.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 import triton
@@ -17,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hotset.kernels import EMPTY
 from hotset.kernels.experts.triton_fp8_products import two_products
 from hotset.kernels.experts.triton_impl import OPTIONS, SortedPairs, sort_by_expert, weighted_sum
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
@@ -60,10 +60,10 @@ TILES = {
 # Programs run in groups of this many blocks: all blocks of a group with the first tile of outputs, then with the next.
 # The inputs and weights of a group stay in the L2 cache until all its tiles are computed.
 GROUP_BLOCKS = 8
+MARGIN = 1.25  # a launch has programs for this many times the expected number of pairs
+QUANTISING_PROGRAMS = 2048  # at most; an H200 runs 2112 of them at a time
 TMA_ALIGN = 16  # bytes
 QUANTISED_GROUPS = 8  # groups of a pair's input that one program quantises
-
-_EMPTY = tl.constexpr(EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,33 @@ class QuantisedPairs:
 def experts(
     x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Fp8Weight, down: Fp8Weight, pairs_per_expert: int
 ) -> Tensor:
-    return experts_in_tiles(x, expert_ids, weights, gate_up, down, tiles_for(pairs_per_expert))
+    tiles = tiles_for(pairs_per_expert)
+    slots = slots_for(pairs_per_expert, gate_up.shape[0], tiles.block_pairs)
+    return experts_in_tiles(x, expert_ids, weights, gate_up, down, tiles, slots)
 
 
 def tiles_for(pairs_per_expert: int) -> Tiles:
     return next(tiles for max_pairs, tiles in TILES.items() if pairs_per_expert <= max_pairs)
 
 
+def slots_for(pairs_per_expert: int, experts: int, block_pairs: int) -> int:
+    """Returns how many blocks a launch should have programs for.
+
+    If other ranks hold most experts, most pairs are EMPTY. Programs for all blocks that there could be would nearly all
+    find nothing to do, and their launch would take a tenth of the time. Further blocks, which skewed routing causes,
+    are computed by the same programs one after the other.
+    """
+    return experts + ceil(MARGIN * experts * pairs_per_expert / block_pairs)
+
+
 def experts_in_tiles(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Fp8Weight, down: Fp8Weight, tiles: Tiles
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Fp8Weight, down: Fp8Weight, tiles: Tiles, slots: int
 ) -> Tensor:
     for weight in (gate_up, down):
         assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weights must be contiguous"
     by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs)
-    activation = activation_of(quantise_pairs(x, by_expert), by_expert, gate_up, x.dtype, tiles)
-    results = results_of(activation, by_expert, down, x.dtype, tiles)
+    activation = activation_of(quantise_pairs(x, by_expert), by_expert, gate_up, x.dtype, tiles, slots)
+    results = results_of(activation, by_expert, down, x.dtype, tiles, slots)
     return weighted_sum(results, by_expert, expert_ids, weights)
 
 
@@ -105,7 +117,8 @@ def quantise_pairs(x: Tensor, by_expert: SortedPairs) -> QuantisedPairs:
     x = x if x.stride(1) == 1 else x.contiguous()
     (tokens, hidden), pairs = x.shape, by_expert.pairs.numel()
     out = QuantisedPairs.empty(pairs, hidden, x.device)
-    _quantise_kernel[(pairs, triton.cdiv(out.scales.shape[0], QUANTISED_GROUPS))](
+    parts = triton.cdiv(out.scales.shape[0], QUANTISED_GROUPS)  # of a pair's input
+    _quantise_kernel[(min(pairs * parts, QUANTISING_PROGRAMS),)](
         x=x,
         pairs=by_expert.pairs,
         ends=by_expert.ends,
@@ -115,6 +128,7 @@ def quantise_pairs(x: Tensor, by_expert: SortedPairs) -> QuantisedPairs:
         x_stride=x.stride(0),
         k=pairs // tokens,
         experts=by_expert.ends.numel(),
+        parts=parts,
         hidden=hidden,
         scale_block=SCALE_BLOCK,
         block_groups=QUANTISED_GROUPS,
@@ -130,14 +144,15 @@ def activation_of(
     gate_up: Fp8Weight,  # [experts, 2 * width, hidden]: gate, then up
     dtype: torch.dtype,
     tiles: Tiles,
+    slots: int,
 ) -> QuantisedPairs:
     """Returns silu(gate @ x) * (up @ x), computed in float32, rounded to `dtype` and then quantised."""
     (pairs, hidden), width = x.codes.shape, gate_up.shape[1] // 2
     assert tiles.gate_up.outputs == SCALE_BLOCK, f"{tiles.gate_up.outputs} activations are not a group of {SCALE_BLOCK}"
     assert width % gate_up.block_rows == 0, f"up begins at {width}, inside a block of {gate_up.block_rows} outputs"
     out = QuantisedPairs.empty(pairs, width, x.codes.device)
-    blocks, tma = by_expert.block_expert.shape[0], tiles.gate_up.tma and hidden % TMA_ALIGN == 0
-    _gate_up_kernel[(blocks * triton.cdiv(width, SCALE_BLOCK),)](
+    slots, tma = min(slots, by_expert.block_expert.shape[0]), tiles.gate_up.tma and hidden % TMA_ALIGN == 0
+    _gate_up_kernel[(slots * triton.cdiv(width, SCALE_BLOCK),)](
         x=x.codes,
         x_tiles=_descriptor(x.codes, tiles.block_pairs) if tma else x.codes,
         x_scales=x.scales,
@@ -147,9 +162,10 @@ def activation_of(
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
         ends=by_expert.ends,
+        num_blocks=by_expert.num_blocks,
         activation=out.codes,
         activation_scales=out.scales,
-        blocks=blocks,
+        slots=slots,
         num_pairs=pairs,
         hidden=hidden,
         width=width,
@@ -173,11 +189,12 @@ def results_of(
     down: Fp8Weight,  # [experts, hidden, width]
     dtype: torch.dtype,
     tiles: Tiles,
+    slots: int,
 ) -> Tensor:  # [pairs, hidden], in sorted order; EMPTY pairs are undefined
     (pairs, width), hidden = activation.codes.shape, down.shape[1]
     results = torch.empty(pairs, hidden, dtype=dtype, device=down.device)
-    blocks, tma = by_expert.block_expert.shape[0], tiles.down.tma and width % TMA_ALIGN == 0
-    _down_kernel[(blocks * triton.cdiv(hidden, 2 * tiles.down.outputs),)](
+    slots, tma = min(slots, by_expert.block_expert.shape[0]), tiles.down.tma and width % TMA_ALIGN == 0
+    _down_kernel[(slots * triton.cdiv(hidden, 2 * tiles.down.outputs),)](
         activation=activation.codes,
         activation_tiles=_descriptor(activation.codes, tiles.block_pairs) if tma else activation.codes,
         activation_scales=activation.scales,
@@ -187,8 +204,9 @@ def results_of(
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
         ends=by_expert.ends,
+        num_blocks=by_expert.num_blocks,
         results=results,
-        blocks=blocks,
+        slots=slots,
         num_pairs=pairs,
         hidden=hidden,
         width=width,
@@ -222,33 +240,35 @@ def _quantise_kernel(
     x_stride: tl.tensor,
     k: tl.constexpr,
     experts: tl.constexpr,
+    parts: tl.constexpr,
     hidden: tl.constexpr,
     scale_block: tl.constexpr,
     block_groups: tl.constexpr,
 ) -> None:
-    index = tl.program_id(0)
-    if index >= tl.load(ends + experts - 1):
-        return  # an EMPTY pair
-    token = (tl.load(pairs + index) // k).to(tl.int64)
-    group = tl.program_id(1) * block_groups + tl.arange(0, block_groups)
-    entry = group[:, None] * scale_block + tl.arange(0, scale_block)[None, :]
-    values = tl.load(x + token * x_stride + entry, mask=entry < hidden, other=0).to(tl.float32)
-    scale = group_scale(values)
-    tl.store(codes + index.to(tl.int64) * hidden + entry, group_codes(values, scale), mask=entry < hidden)
-    tl.store(scales + group * num_pairs + index, scale, mask=group * scale_block < hidden)
+    # EMPTY pairs come after the pairs of the last expert.
+    for part in range(tl.program_id(0), tl.load(ends + experts - 1) * parts, tl.num_programs(0)):
+        index = part // parts
+        token = (tl.load(pairs + index) // k).to(tl.int64)
+        group = part % parts * block_groups + tl.arange(0, block_groups)
+        entry = group[:, None] * scale_block + tl.arange(0, scale_block)[None, :]
+        values = tl.load(x + token * x_stride + entry, mask=entry < hidden, other=0).to(tl.float32)
+        scale = group_scale(values)
+        target = codes + tl.cast(index, tl.int64) * hidden + entry
+        tl.store(target, group_codes(values, scale), mask=entry < hidden)
+        tl.store(scales + group * num_pairs + index, scale, mask=group * scale_block < hidden)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _block_and_tile(blocks: tl.tensor, tiles: tl.constexpr, group_blocks: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the block of pairs and the number of the tile that this program computes (see GROUP_BLOCKS)."""
+def _slot_and_tile(slots: tl.tensor, tiles: tl.constexpr, group_blocks: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the first block of pairs and the tile of outputs that this program computes (see GROUP_BLOCKS)."""
     program = tl.program_id(0)
     first = program // (group_blocks * tiles) * group_blocks
-    count = tl.minimum(blocks - first, group_blocks)
+    count = tl.minimum(slots - first, group_blocks)
     rest = program % (group_blocks * tiles)
     return first + rest % count, rest // count
 
 
-@triton.jit(do_not_specialize=["blocks", "num_pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots", "num_pairs"])  # type: ignore[untyped-decorator]
 def _gate_up_kernel(
     x: tl.tensor,
     x_tiles: tl.tensor,
@@ -259,9 +279,10 @@ def _gate_up_kernel(
     block_expert: tl.tensor,
     block_first: tl.tensor,
     ends: tl.tensor,
+    num_blocks: tl.tensor,
     activation: tl.tensor,
     activation_scales: tl.tensor,
-    blocks: tl.tensor,
+    slots: tl.tensor,
     num_pairs: tl.tensor,
     hidden: tl.constexpr,
     width: tl.constexpr,
@@ -274,49 +295,48 @@ def _gate_up_kernel(
     stages: tl.constexpr,
     group_blocks: tl.constexpr,
 ) -> None:
-    block, tile = _block_and_tile(blocks, (width + scale_block - 1) // scale_block, group_blocks)
-    expert = tl.load(block_expert + block).to(tl.int64)
-    if expert == _EMPTY:
-        return
-    first_index, end = tl.load(block_first + block), tl.load(ends + expert)
-    gate, up = two_products(
-        x,
-        x_tiles,
-        x_scales,
-        num_pairs,
-        gate_up,
-        gate_up_tiles,
-        gate_up_scales,
-        expert,
-        first_index,
-        end,
-        tile * scale_block,
-        width + tile * scale_block,
-        2 * width,
-        hidden,
-        scale_block,
-        block_rows,
-        block_pairs,
-        pairs_are_rows,
-        scale_block,
-        tma,
-        stages,
-    )
-    value = (gate * tl.sigmoid(gate) * up).to(rounded).to(tl.float32)
-    if not pairs_are_rows:
-        value = tl.trans(value)
-    output = tile * scale_block + tl.arange(0, scale_block)
-    index = first_index + tl.arange(0, block_pairs)
-    inside = index < end
-    stored = inside[:, None] & (output < width)[None, :]
-    value = tl.where(stored, value, 0)  # values beyond the last activation must not affect the scale
-    scale = group_scale(value)
-    target = activation + index.to(tl.int64)[:, None] * width + output[None, :]
-    tl.store(target, group_codes(value, scale), mask=stored)
-    tl.store(activation_scales + tile * num_pairs + index, scale, mask=inside)
+    slot, tile = _slot_and_tile(slots, (width + scale_block - 1) // scale_block, group_blocks)
+    for block in range(slot, tl.load(num_blocks), slots):
+        expert = tl.load(block_expert + block).to(tl.int64)
+        first_index, end = tl.load(block_first + block), tl.load(ends + expert)
+        gate, up = two_products(
+            x,
+            x_tiles,
+            x_scales,
+            num_pairs,
+            gate_up,
+            gate_up_tiles,
+            gate_up_scales,
+            expert,
+            first_index,
+            end,
+            tile * scale_block,
+            width + tile * scale_block,
+            2 * width,
+            hidden,
+            scale_block,
+            block_rows,
+            block_pairs,
+            pairs_are_rows,
+            scale_block,
+            tma,
+            stages,
+        )
+        value = (gate * tl.sigmoid(gate) * up).to(rounded).to(tl.float32)
+        if not pairs_are_rows:
+            value = tl.trans(value)
+        output = tile * scale_block + tl.arange(0, scale_block)
+        index = first_index + tl.arange(0, block_pairs)
+        inside = index < end
+        stored = inside[:, None] & (output < width)[None, :]
+        value = tl.where(stored, value, 0)  # values beyond the last activation must not affect the scale
+        scale = group_scale(value)
+        target = activation + index.to(tl.int64)[:, None] * width + output[None, :]
+        tl.store(target, group_codes(value, scale), mask=stored)
+        tl.store(activation_scales + tile * num_pairs + index, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["blocks", "num_pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots", "num_pairs"])  # type: ignore[untyped-decorator]
 def _down_kernel(
     activation: tl.tensor,
     activation_tiles: tl.tensor,
@@ -327,8 +347,9 @@ def _down_kernel(
     block_expert: tl.tensor,
     block_first: tl.tensor,
     ends: tl.tensor,
+    num_blocks: tl.tensor,
     results: tl.tensor,
-    blocks: tl.tensor,
+    slots: tl.tensor,
     num_pairs: tl.tensor,
     hidden: tl.constexpr,
     width: tl.constexpr,
@@ -341,39 +362,38 @@ def _down_kernel(
     stages: tl.constexpr,
     group_blocks: tl.constexpr,
 ) -> None:
-    block, tile = _block_and_tile(blocks, (hidden + 2 * tile_out - 1) // (2 * tile_out), group_blocks)
-    expert = tl.load(block_expert + block).to(tl.int64)
-    if expert == _EMPTY:
-        return
-    first_index, end = tl.load(block_first + block), tl.load(ends + expert)
-    first, second = two_products(
-        activation,
-        activation_tiles,
-        activation_scales,
-        num_pairs,
-        down,
-        down_tiles,
-        down_scales,
-        expert,
-        first_index,
-        end,
-        tile * (2 * tile_out),
-        tile * (2 * tile_out) + tile_out,
-        hidden,
-        width,
-        scale_block,
-        block_rows,
-        block_pairs,
-        pairs_are_rows,
-        tile_out,
-        tma,
-        stages,
-    )
-    if not pairs_are_rows:
-        first, second = tl.trans(first), tl.trans(second)
-    index = first_index + tl.arange(0, block_pairs)
-    inside = (index < end)[:, None]
-    output = (tile * (2 * tile_out) + tl.arange(0, tile_out))[None, :]
-    target = results + index.to(tl.int64)[:, None] * hidden + output
-    tl.store(target, first.to(results.dtype.element_ty), mask=inside & (output < hidden))
-    tl.store(target + tile_out, second.to(results.dtype.element_ty), mask=inside & (output + tile_out < hidden))
+    slot, tile = _slot_and_tile(slots, (hidden + 2 * tile_out - 1) // (2 * tile_out), group_blocks)
+    for block in range(slot, tl.load(num_blocks), slots):
+        expert = tl.load(block_expert + block).to(tl.int64)
+        first_index, end = tl.load(block_first + block), tl.load(ends + expert)
+        first, second = two_products(
+            activation,
+            activation_tiles,
+            activation_scales,
+            num_pairs,
+            down,
+            down_tiles,
+            down_scales,
+            expert,
+            first_index,
+            end,
+            tile * (2 * tile_out),
+            tile * (2 * tile_out) + tile_out,
+            hidden,
+            width,
+            scale_block,
+            block_rows,
+            block_pairs,
+            pairs_are_rows,
+            tile_out,
+            tma,
+            stages,
+        )
+        if not pairs_are_rows:
+            first, second = tl.trans(first), tl.trans(second)
+        index = first_index + tl.arange(0, block_pairs)
+        inside = (index < end)[:, None]
+        output = (tile * (2 * tile_out) + tl.arange(0, tile_out))[None, :]
+        target = results + index.to(tl.int64)[:, None] * hidden + output
+        tl.store(target, first.to(results.dtype.element_ty), mask=inside & (output < hidden))
+        tl.store(target + tile_out, second.to(results.dtype.element_ty), mask=inside & (output + tile_out < hidden))

@@ -76,6 +76,7 @@ class SortedPairs:
     ends: Tensor  # [experts] int32: the sorted index after each expert's last pair
     block_expert: Tensor  # [blocks] int32, EMPTY-padded at the end
     block_first: Tensor  # [blocks] int32: the sorted index of each block's first pair
+    num_blocks: Tensor  # [1] int32: the number of blocks, without the padding
 
 
 def experts(
@@ -168,6 +169,7 @@ def sort_by_expert(
         ends=empty(experts),
         block_expert=empty(blocks),
         block_first=empty(blocks),
+        num_blocks=empty(1),
     )
     chunk = next((size for size in CHUNK_SIZES if size >= pairs), CHUNK_SIZES[-1])
     _sort_kernel[(experts + 1,)](
@@ -177,6 +179,7 @@ def sort_by_expert(
         ends=by_expert.ends,
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
+        num_blocks=by_expert.num_blocks,
         num_pairs=pairs,
         blocks=blocks,
         block_pairs=block_pairs,
@@ -220,6 +223,7 @@ def _sort_kernel(
     ends: tl.tensor,
     block_expert: tl.tensor,
     block_first: tl.tensor,
+    num_blocks: tl.tensor,
     num_pairs: tl.tensor,
     blocks: tl.tensor,
     block_pairs: tl.tensor,
@@ -229,7 +233,7 @@ def _sort_kernel(
 ) -> None:
     """Sorts the pairs. Each program counts all pairs and sorts those of one expert.
 
-    The last program sorts the EMPTY pairs and pads `block_expert`.
+    The last program sorts the EMPTY pairs, counts the blocks and pads `block_expert`.
     """
     own_bin = tl.program_id(0)
     counts = tl.zeros([bins], tl.int32)
@@ -246,6 +250,7 @@ def _sort_kernel(
             tl.store(block_expert + first_block + block, own_bin)
             tl.store(block_first + first_block + block, first + block * block_pairs)
     else:
+        tl.store(num_blocks, first_block)
         for block in range(first_block, blocks):
             tl.store(block_expert + block, _EMPTY)
     for start in range(0, num_pairs, chunk):
