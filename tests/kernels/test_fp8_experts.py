@@ -184,7 +184,7 @@ def check_products(case: Case, tiles: Any) -> None:
     by_expert = impl.sort_by_expert(case.expert_ids, case.gate_up.shape[0], tiles.block_pairs)
     x = impl.quantise_pairs(case.x, by_expert)
     activation = impl.activation_of(x, by_expert, case.gate_up, case.x.dtype, tiles, slots=2)
-    results = impl.results_of(activation, by_expert, case.down, torch.float32, tiles, slots=3)
+    results = impl.results_of(activation, by_expert, case.down, torch.float32, tiles, slots=2)
     for index, pair in enumerate(by_expert.pairs.tolist()):
         token, expert = case.x[pair // k], int(case.expert_ids.flatten()[pair])
         if expert == EMPTY:

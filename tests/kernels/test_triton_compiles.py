@@ -81,7 +81,7 @@ def experts_cases() -> dict[str, Case]:
     """Returns the cases of the kernels of a routed layer."""
     types = {
         "*i64": "expert_ids seats",
-        "*i32": "pairs sorted_index ends block_expert block_first",
+        "*i32": "pairs sorted_index ends block_expert block_first num_blocks",
         "*fp32": "weights router partial correction",
         "*bf16": "x gate_up down activation results out",
         "fp32": "scale",
