@@ -38,7 +38,7 @@ from hotset.kernels.swiglu import swiglu
 if TYPE_CHECKING:
     from hotset.kernels.linear.triton_fp8 import Tile
 
-SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2112, 7168))  # (outputs, inputs)
+SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2240, 7168))  # (outputs, inputs)
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 VARIANT_TOKENS = (16, 64, 1, 32, 128, 256)  # the most important ones first
 FUSION_TOKENS = (16, 64, 1024)
@@ -187,9 +187,9 @@ def compile_variant(tile: "Tile") -> bool:
     """Compiles a tile into Triton's cache on disk. Returns whether this worked."""
     from hotset.kernels.linear.triton_fp8 import fp8_linear_in_tiles, make_counters
 
-    weight, _ = make_weight(512, 1024)
-    x = torch.randn(tile.tokens, 1024, device="cuda").bfloat16()
     try:
+        weight, _ = make_weight(512, 1024)
+        x = torch.randn(tile.tokens, 1024, device="cuda").bfloat16()
         for splits in {splits for shape in SHAPES for splits in tried_splits(*shape, tile)}:
             fp8_linear_in_tiles(x, weight, None, make_counters(weight), tile, splits)
         torch.cuda.synchronize()
