@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from gpu_timing import copy_bandwidth, matrix_rate, seconds_of
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.fp8 import Fp8Weight
+from hotset.kernels.quantise import quantise
 from hotset.memory.device_pool import KvShape
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import Split
@@ -46,14 +47,18 @@ def measure_rates() -> Rates:
 def _fp8_rate() -> float:
     """Returns the FLOP per second of the library's product of activations and weights in fp8, without quantisation."""
     size = 8192
-    weight = Fp8Weight.empty((size, size), torch.device("cuda"))
-    weight.codes.copy_(torch.randn(size, size, device="cuda"))
-    weight.scales.fill_(1.0)
-    operands = kernels_of("linear", "triton_fp8").library_arguments(
-        torch.randn(size, size, dtype=torch.bfloat16, device="cuda"), weight
-    )
-    product = partial(F.scaled_mm, **operands, output_dtype=torch.bfloat16)
+    product = partial(F.scaled_mm, **fp8_operands(size, torch.device("cuda")), output_dtype=torch.bfloat16)
     return 2 * size**3 / seconds_of([product], cold=False)
+
+
+def fp8_operands(size: int, device: torch.device) -> dict[str, Any]:
+    """Returns the arguments with which a linear layer of `size` x `size` random weights calls the library."""
+    weight = Fp8Weight.empty((size, size), device)
+    weight.codes.copy_(torch.randn(size, size, device=device))
+    weight.scales.fill_(1.0)
+    x = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    operands: dict[str, Any] = kernels_of("linear", "triton_fp8").library_arguments(quantise(x), weight)
+    return operands
 
 
 def step_bytes(

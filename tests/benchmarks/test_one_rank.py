@@ -10,7 +10,7 @@ import pytest
 import torch
 from one_rank import SPLITS, RankRun, Results, make_options
 from one_rank_cases import Case, Rank
-from one_rank_limits import Rates, link_seconds, prefill_products, step_bytes
+from one_rank_limits import Rates, fp8_operands, link_seconds, prefill_products, step_bytes
 from one_rank_model import (
     CONFIGS,
     FP8_KV,
@@ -218,6 +218,13 @@ def test_products_of_a_token_are_those_of_the_published_active_weights(name: str
     eighth = {product.name: product.flops for product in prefill_products(spec, SPLITS["tp8"], one_token)}
     assert eighth["routed experts"] == products["routed experts"].flops / 8
     assert eighth["index scores"] == products["index scores"].flops
+
+
+def test_rate_of_fp8_products_is_that_of_two_matrices_in_fp8() -> None:
+    operands = fp8_operands(256, CPU)
+    for name in ("mat_a", "mat_b"):
+        assert operands[name].shape == (256, 256) and operands[name].dtype == torch.float8_e4m3fn
+    assert operands["scale_a"].shape == (256, 2) and operands["scale_b"].shape[1] == 2
 
 
 def test_kernels_are_grouped_by_the_folder_that_defines_them() -> None:
