@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.threaded import ThreadWorkers
 from harness import CPU, tiny_directory
 from models.test_weight_plan import measured_bytes
 
@@ -16,8 +17,9 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
 from hotset.base.units import GIB, MIB
 from hotset.engine import loading, model_checks, sizing
+from hotset.engine.build import build_engine
 from hotset.engine.loading import ModelLoader
-from hotset.engine.model_checks import check_model
+from hotset.engine.model_checks import check_model, model_splits
 from hotset.engine.sizing import DeviceMemory, KvBudget, WorkerMemory, shared_budget
 from hotset.engine.start_plan import WorkerPlan, check_start, usable_bytes
 from hotset.engine.step_memory import step_bytes
@@ -232,3 +234,33 @@ def test_a_step_needs_more_memory_with_more_seats_tokens_and_context() -> None:
     assert steps(max_num_batched_tokens=16_384) > steps(max_num_batched_tokens=8192) + 8192 * 8 * 7168 * 2
     assert steps(context=131_072) > steps()
     assert steps(split=Split(dp_size=8)) > steps()
+
+
+def test_the_progress_of_several_workers_counts_the_bytes_that_all_of_them_read() -> None:
+    config = EngineConfig(model=DEMO, device="cpu", dtype="bfloat16", tensor_parallel_size=2)
+    whole = ModelLoader(config, CPU).plan.weights
+    workers = ThreadWorkers(config, model_splits(config, check_model(config).spec), kv_heads=1)
+    try:
+        plans = workers.plan()
+        total = sum(plan.weights.read_bytes for plan in plans)
+        assert whole.read_bytes < total < 2 * whole.read_bytes, (
+            "ranks divide most weights, and share norms and indexers"
+        )
+        reports: list[tuple[int, int]] = []
+        workers.load(lambda done, total: reports.append((done, total)))
+        assert reports == sorted(reports) and reports[-1] == (total, total)
+        assert {report[1] for report in reports} == {total}
+    finally:
+        workers.close()
+
+
+def test_an_engine_that_is_refused_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(ModelLoader, "load", read)
+    config = EngineConfig(model=DEMO, device="cpu", max_model_len=1000, device_kv_tokens=64, tiers="off")
+    with pytest.raises(
+        KvDoesNotFit, match=r"holds 64 tokens, .* lower --max-model-len to 64, or leave --tiers off out"
+    ):
+        build_engine(config)
