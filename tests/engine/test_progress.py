@@ -148,3 +148,12 @@ def test_the_newest_step_and_its_time_are_recorded() -> None:
     progress.record_step(1, 2)  # the loop ran, but no step ended
     assert (progress.steps, progress.open_requests, progress._counters[STEP_NS]) == (1, 2, first)
     assert progress.seconds_since_step is not None and 0 <= progress.seconds_since_step < DEADLINE_S
+
+
+def test_the_layers_of_steps_during_start_up_do_not_count() -> None:
+    progress = Progress(multiprocessing.get_context("spawn"))
+    progress._longest_ns = 10**15  # a layer that compiled kernels, or that ended after a long start
+    with progress.beating():
+        progress.advance()
+        progress.record_step(1)
+    assert progress.expected_seconds < DEADLINE_S
