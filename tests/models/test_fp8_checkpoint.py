@@ -96,21 +96,16 @@ def test_expanded_slices_match_the_definition(
         source.finish()  # the scales count as loaded
 
 
-@settings(max_examples=20, deadline=None)
-@given(data=st.data(), before=st.integers(0, 200), **SHAPES)
-def test_slices_that_stay_in_fp8_have_the_stored_codes_and_the_scales_of_their_blocks(
-    data: st.DataObject, before: int, rows: int, columns: int, seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The second copy is written into a merged weight, behind `before` outputs that must not change."""
-    tensors = random_fp8(rows, columns, seed)
-    part = data.draw(slices(rows, columns, any_input=False))
+def check_kept_slice(tensors: dict[str, Tensor], part: TensorSlice | None, before: int, folder: Path) -> None:
+    """Loads a slice alone and into a merged weight, behind `before` outputs that must not change."""
+    rows, columns = tensors[NAME].shape
     codes, scales = tensors[NAME].view(torch.uint8), output_scales(tensors[SCALE], rows)
     first_output = 0
     if part is not None and part.dim == 0:
         codes, scales, first_output = part.of(codes), part.of(scales), part.first
     elif part is not None:
         codes, scales = part.of(codes), scales[:, part.first // 128 : math.ceil(part.last / 128)]
-    source = open_tensors(tmp_path_factory.mktemp("fp8"), tensors)
+    source = open_tensors(folder, tensors)
     assert source.is_fp8(NAME)
     alone = source.load_weight(NAME, (rows, columns), tensor_slice=part)
     block_rows = common_block_rows(before, first_output)
@@ -128,6 +123,34 @@ def test_slices_that_stay_in_fp8_have_the_stored_codes_and_the_scales_of_their_b
     skipped = SkippedWeights(source).load_weight(NAME, (rows, columns), tensor_slice=part)
     assert isinstance(skipped, Fp8Weight) and skipped.device.type == "meta"
     assert (skipped.shape, skipped.block_rows) == (alone.shape, alone.block_rows)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), before=st.integers(0, 200), **SHAPES)
+def test_any_slice_that_stays_in_fp8_has_the_stored_codes_and_the_scales_of_its_blocks(
+    data: st.DataObject, before: int, rows: int, columns: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    part = data.draw(slices(rows, columns, any_input=False))
+    check_kept_slice(random_fp8(rows, columns, seed), part, before, tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.mark.parametrize(
+    ("part", "before"),
+    [
+        (None, 0),
+        (TensorSlice(0, 70, 201), 0),  # begins and ends inside a block
+        (TensorSlice(0, 96, 288), 48),
+        (TensorSlice(0, 127, 257), 0),  # has outputs of three blocks
+        (TensorSlice(0, 128, 256), 7),
+        (TensorSlice(0, 299, 300), 130),
+        (TensorSlice(1, 0, 128), 0),
+        (TensorSlice(1, 128, 290), 64),
+    ],
+)
+def test_slices_that_stay_in_fp8_have_the_stored_codes_and_the_scales_of_their_blocks(
+    part: TensorSlice | None, before: int, tmp_path: Path
+) -> None:
+    check_kept_slice(random_fp8(300, 290, 17), part, before, tmp_path)
 
 
 @pytest.mark.parametrize(("first", "last"), [(64, 128), (0, 100), (128, 200)])
