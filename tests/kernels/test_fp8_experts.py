@@ -257,6 +257,43 @@ def test_every_block_meets_every_tile_of_outputs_once() -> None:
     torch.testing.assert_close(run_op(case).double(), expected_output(case), atol=1e-5, rtol=1e-4)
 
 
+GUARD_BYTES = 1 << 17
+
+
+def guarded(weight: Fp8Weight) -> Fp8Weight:
+    """Returns a copy of the weight, with GUARD_BYTES unused bytes after the codes and after the scales."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        buffer = torch.zeros(tensor.nbytes + GUARD_BYTES, dtype=torch.uint8)
+        inside = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return inside.copy_(tensor)
+
+    return Fp8Weight(copy(weight.codes), copy(weight.scales), weight.block_rows)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("hidden", "width"), [(136, 24), (384, 64)])
+def test_nothing_is_read_beyond_the_weights(monkeypatch: pytest.MonkeyPatch, hidden: int, width: int) -> None:
+    """The last tiles of up and down begin or end beyond the last output of the last expert."""
+    torch.manual_seed(7)
+    case = draw_case(1, 1, draw_weights(1, hidden, width, 8))
+    case = replace(case, gate_up=guarded(case.gate_up), down=guarded(case.down))
+    interpreter = importlib.import_module("triton.runtime.interpreter")._interpreter
+    load, read = interpreter.load, []
+
+    def recorded_load(pointers: Any, mask: Any, *others: Any) -> Any:
+        read.append(torch.from_numpy(pointers[mask].astype("int64")))
+        return load(pointers, mask, *others)
+
+    monkeypatch.setattr(interpreter, "load", recorded_load)
+    run_op(case)
+    addresses = torch.cat(read)
+    for tensor in (case.gate_up.codes, case.gate_up.scales, case.down.codes, case.down.scales):
+        end = tensor.data_ptr() + tensor.nbytes
+        assert ((addresses >= tensor.data_ptr()) & (addresses < end)).any()
+        assert not ((addresses >= end) & (addresses < end + GUARD_BYTES)).any()
+
+
 @needs_interpreter
 def test_inputs_need_not_be_contiguous() -> None:
     torch.manual_seed(3)

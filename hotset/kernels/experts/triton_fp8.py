@@ -49,8 +49,7 @@ class Tiles:
 
 # The key of an entry is the largest mean number of pairs per expert for which the entry is used. A multiprocessor needs
 # about 40 KB of weights in flight. With blocks of 16 or 32 pairs, it runs two programs at a time, each with 64 KB of
-# weights in flight. Blocks of 128 pairs read the fewest bytes from the L2 per product; their sums fill the registers,
-# so that some addresses are spilled.
+# weights in flight. Blocks of 128 pairs read the fewest bytes from the L2 per product; their sums fill the registers.
 TILES = {
     8: Tiles(16, False, Tile(128, 4, 3), Tile(128, 4, 3)),
     20: Tiles(32, False, Tile(128, 4, 3), Tile(128, 4, 3)),
@@ -61,9 +60,9 @@ TILES = {
 # The inputs and weights of a group stay in the L2 cache until all its tiles are computed.
 GROUP_BLOCKS = 8
 MARGIN = 1.25  # a launch has programs for this many times the expected number of pairs
+QUANTISED_GROUPS = 8  # groups of a pair's input that a program quantises at a time
 QUANTISING_PROGRAMS = 2048  # at most; an H200 runs 2112 of them at a time
 TMA_ALIGN = 16  # bytes
-QUANTISED_GROUPS = 8  # groups of a pair's input that one program quantises
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,9 @@ def tiles_for(pairs_per_expert: int) -> Tiles:
 def slots_for(pairs_per_expert: int, experts: int, block_pairs: int) -> int:
     """Returns how many blocks a launch should have programs for.
 
-    If other ranks hold most experts, most pairs are EMPTY. Programs for all blocks that there could be would nearly all
-    find nothing to do, and their launch would take a tenth of the time. Further blocks, which skewed routing causes,
-    are computed by the same programs one after the other.
+    If other ranks hold most experts, most pairs are EMPTY. With programs for all blocks that there could be, a launch
+    would consist mostly of programs that find nothing to do. If there are more blocks than expected, because routing is
+    skewed, some programs compute several blocks one after the other.
     """
     return experts + ceil(MARGIN * experts * pairs_per_expert / block_pairs)
 
