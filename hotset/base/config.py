@@ -1,11 +1,10 @@
 """Configuration. The fields of `EngineConfig` are keywords of `LLM` and command-line flags. The fields of `ServeConfig`
 are command-line flags only."""
 
-import difflib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from hotset.base.address import control_port
 from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import interface_addresses, transfer_interface
+from hotset.base.settings import check_settings, flag_name, setting
 
 TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # set by a request: where its KV is stored
@@ -32,41 +32,6 @@ RECEIVE_TIMEOUT_HELP = (
     "Time for a client to send the headers of a request, and again for its body, in seconds; then 408."
 )
 SEND_TIMEOUT_HELP = "Time for a client that reads nothing of its response, in seconds; then the connection is closed."
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: int | None = None,
-    maximum: int | None = None,
-    positive: bool = False,
-    handoff_only: bool = False,
-) -> Any:
-    """Declares a field with the help text of its flag and the values that `check_settings` accepts.
-
-    `positive` means a finite number above 0. `handoff_only` marks a setting that only prefill and decode workers have.
-    """
-    rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "positive": positive}
-    return field(default=default, metadata={"help": help, "handoff_only": handoff_only, **rules})
-
-
-def check_settings(config: Any) -> None:
-    """Raises ConfigError for the first field whose value breaks the rules of its declaration."""
-    for declared in fields(config):
-        value, rules, flag = getattr(config, declared.name), declared.metadata, flag_name(declared.name)
-        if value is None and declared.default is None:
-            continue
-        if rules["choices"] and value not in rules["choices"]:
-            listed = ", ".join(repr(choice) for choice in rules["choices"])
-            raise ConfigError(f"--{flag} must be one of {listed}, got {value!r}")
-        if rules["maximum"] is not None and not rules["minimum"] <= value <= rules["maximum"]:
-            raise ConfigError(f"--{flag} must lie in [{rules['minimum']}, {rules['maximum']}], got {value}")
-        if rules["minimum"] is not None and not value >= rules["minimum"]:
-            raise ConfigError(f"--{flag} must be at least {rules['minimum']}, got {value}")
-        if rules["positive"] and not 0 < value < float("inf"):
-            raise ConfigError(f"--{flag} must be a finite number above 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,28 +383,6 @@ class ServeConfig:
         check_settings(self)
         if self.api_key == "":
             raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
-
-
-def flag_name(field_name: str) -> str:
-    """Returns the flag of a field, without its dashes: `device_kv_gib -> device-kv-gib`."""
-    return field_name.replace("_", "-")
-
-
-def nearest(unknown: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to the misspelt name `unknown`, or None if no name is similar."""
-    plain = {name.replace("_", "-").lower(): name for name in known}
-    matches = difflib.get_close_matches(unknown.replace("_", "-").lower(), plain, n=1)
-    return plain[matches[0]] if matches else None
-
-
-def check_setting_names(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ConfigError if a name is not in `known`. The message suggests the most similar known name."""
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is None:
-        return
-    match = nearest(unknown, known)
-    advice = f"did you mean {match!r}?" if match else f"the settings are {', '.join(known)}"
-    raise ConfigError(f"{owner} has no setting {unknown!r}; {advice}")
 
 
 def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:

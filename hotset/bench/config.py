@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from hotset.base.config import check_settings, flag_name, setting
 from hotset.base.errors import ConfigError
+from hotset.base.settings import check_settings, flag_name, setting
 
 Number = TypeVar("Number", int, float)
 

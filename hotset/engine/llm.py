@@ -7,9 +7,10 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice, check_setting_names
+from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice
 from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.base.settings import check_setting_names
 from hotset.base.status_line import StatusLine, ignore_progress
 from hotset.engine.build import build_engine
 from hotset.engine.frontend import Prompt, load_frontend, token_ids_of

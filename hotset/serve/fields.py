@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hotset.base.config import nearest
 from hotset.base.errors import UnsupportedField
+from hotset.base.settings import nearest
 
 MAX_NAME_CHARACTERS = 64  # a longer name is no misspelling of a field, and comparing it would take long
 LIST = "docs/api.md and /docs list the fields"

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from hotset.base.config import EngineConfig, ServeConfig, flag_name
+from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError
+from hotset.base.settings import flag_name
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0, -1])

@@ -24,6 +24,7 @@ from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
+from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.messages import (
     AuditReport,
     CacheReady,
@@ -46,7 +47,6 @@ from hotset.engine.workers.messages import (
 )
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.engine.workers.worker import main
-from hotset.memory.device_pool import KvShape
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
@@ -57,19 +57,6 @@ T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
 CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
 STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step; the step never ends if one of them has died
-
-
-@dataclass(slots=True)
-class _Worker:
-    rank: WorkerRank
-    process: SpawnProcess
-    pipe: Connection
-    progress: Progress
-    silence: StallTimer = field(default_factory=StallTimer)
-    hung: bool = False  # it has shown no sign of life for the step timeout, and was killed
-    plan: WorkerPlan | None = None  # None until the worker has planned what it loads
-    free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
-    bytes_read: int = 0
 
 
 @dataclass(slots=True)
@@ -123,14 +110,14 @@ class MultiprocessExecutor:
         while this object waits for workers, because it notices itself if they do not advance.
         """
         self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerHandle] = []
         self._stores: list[HostShard] = []
         self._shared: list[SharedMemory] = []
         self._in_flight: deque[_StepState] = deque()
         self._steps_submitted = 0
         self.steps_finished = 0  # steps that every worker has reported
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
-        self._dead: list[_Worker] = []
+        self._dead: list[WorkerHandle] = []
         self._wake, self._advance = wake, advance
         self._serving = False  # workers have started and are not being closed, so they must show signs of life
         # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
@@ -150,14 +137,14 @@ class MultiprocessExecutor:
                 )
                 progress = Progress(multiprocessing.get_context("spawn"))
                 pipe, process = self._start(rank, progress)
-                self._workers.append(_Worker(rank, process, pipe, progress))
+                self._workers.append(WorkerHandle(rank, process, pipe, progress))
                 pipe.send(InitWorker(config, rank))
         except BaseException:
             self.close()
             raise
         threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
 
-    def _watch(self, workers: Sequence[_Worker]) -> None:
+    def _watch(self, workers: Sequence[WorkerHandle]) -> None:
         """Waits until a worker process has ended, records it as dead, and calls `wake`.
 
         Kills a worker that has shown no sign of life for the step timeout.
@@ -188,7 +175,7 @@ class MultiprocessExecutor:
                 raise self._unexpected(self._workers[number], report)
             self._workers[number].plan = report.plan
             waiting.discard(number)
-        return [self._plan(worker) for worker in self._workers]
+        return [worker.planned for worker in self._workers]
 
     @property
     def owns_store(self) -> list[bool]:
@@ -202,7 +189,7 @@ class MultiprocessExecutor:
         """
         for worker in self._workers:
             self._send(worker, LoadWeights())
-        total = sum(self._plan(worker).weights.read_bytes for worker in self._workers)
+        total = sum(worker.planned.weights.read_bytes for worker in self._workers)
         loading = set(range(len(self._workers)))
         while loading:
             number, report = self._receive(loading, START_SECONDS, "start-up")
@@ -217,7 +204,7 @@ class MultiprocessExecutor:
                 case _:
                     raise self._unexpected(worker, report)
         return [
-            WorkerMemory(self._shape(worker), worker.free or 0, owned)
+            WorkerMemory(worker.shape, worker.free or 0, owned)
             for worker, owned in zip(self._workers, self.owns_store, strict=True)
         ]
 
@@ -329,8 +316,8 @@ class MultiprocessExecutor:
     def _shares_stores(self) -> bool:
         return len(self._stores) < len(self._workers)
 
-    def _init_worker_cache(self, worker: _Worker, budget: KvBudget) -> None:
-        rank, shape, page_rows = worker.rank, self._shape(worker), self._config.page_rows
+    def _init_worker_cache(self, worker: WorkerHandle, budget: KvBudget) -> None:
+        rank, shape, page_rows = worker.rank, worker.shape, self._config.page_rows
         writer, writers = self._writer(worker)
         self._send(worker, InitCache(budget, writer, writers))
         if not budget.host_pages:
@@ -343,14 +330,14 @@ class MultiprocessExecutor:
         assert worker.process.pid is not None
         self._shared[-1].send(worker.pipe, worker.process.pid)
 
-    def _writer(self, worker: _Worker) -> tuple[int, int]:
+    def _writer(self, worker: WorkerHandle) -> tuple[int, int]:
         """Returns the worker's index among the writers of its host store, and the number of these writers.
 
         Tensor parallel ranks of a DSA model have the same rows and share one host store. Ranks of a GQA model have
         rows of different heads, and each has its own host store.
         """
         split = worker.rank.split
-        has_same_rows = self._shape(worker).key is not None
+        has_same_rows = worker.shape.key is not None
         return (split.tp_rank, split.tp_size) if has_same_rows else (0, 1)
 
     def _drain(self) -> None:
@@ -379,14 +366,14 @@ class MultiprocessExecutor:
             if plan is not None and result is not None:
                 self._sampled += _sampled_tokens(plan, result)
 
-    def _request(self, worker: _Worker, command: WorkerCommand, report_type: type[T]) -> T:
+    def _request(self, worker: WorkerHandle, command: WorkerCommand, report_type: type[T]) -> T:
         self._send(worker, command)
         _, report = self._receive({worker.rank.number}, self._stall_limit, type(command).__name__)
         if not isinstance(report, report_type):
             raise self._unexpected(worker, report)
         return report
 
-    def _send(self, worker: _Worker, command: WorkerCommand) -> None:
+    def _send(self, worker: WorkerHandle, command: WorkerCommand) -> None:
         try:
             worker.pipe.send(command)
         except OSError:
@@ -422,7 +409,7 @@ class MultiprocessExecutor:
                 return worker.rank.number, report
         raise self._died(next(by_sentinel[source] for source in ready if isinstance(source, int)))
 
-    def _died(self, worker: _Worker) -> StartupError | EngineStopped:
+    def _died(self, worker: WorkerHandle) -> StartupError | EngineStopped:
         """Returns the error to raise after a worker died: the failure that it reported before, if it did."""
         worker = next((hung for hung in self._workers if hung.hung), worker)  # the others may have failed because of it
         if worker.hung:
@@ -432,11 +419,11 @@ class MultiprocessExecutor:
                 f"{worker.rank.name} has shown no sign of life for {timeout:g} s (--step-timeout){during}"
             )
         worker.process.join(CAUSE_SECONDS)
-        if (failed := _reported_failure(worker)) is not None:
+        if (failed := worker.reported_failure()) is not None:
             return self._failure(worker, failed)
         return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 
-    def _failure(self, worker: _Worker, failed: WorkerFailed) -> StartupError | EngineStopped:
+    def _failure(self, worker: WorkerHandle, failed: WorkerFailed) -> StartupError | EngineStopped:
         """Returns the error to raise after a worker failed. If another worker has died, that is the likely cause, so
         the error names the dead worker."""
         by_sentinel = {other.process.sentinel: other for other in self._workers if other is not worker}
@@ -452,15 +439,8 @@ class MultiprocessExecutor:
             return failed.error
         return EngineStopped(f"{worker.rank.name} failed: {failed.error}")
 
-    def _unexpected(self, worker: _Worker, report: WorkerReport) -> EngineStopped:
+    def _unexpected(self, worker: WorkerHandle, report: WorkerReport) -> EngineStopped:
         return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
-
-    def _plan(self, worker: _Worker) -> WorkerPlan:
-        assert worker.plan is not None, f"{worker.rank.name} has not planned what it loads"
-        return worker.plan
-
-    def _shape(self, worker: _Worker) -> KvShape:
-        return self._plan(worker).weights.kv_shape
 
 
 def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
@@ -469,15 +449,3 @@ def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
     return [
         SampledToken(seat, position, token) for (seat, position), token in zip(positions, result.token_ids, strict=True)
     ]
-
-
-def _reported_failure(worker: _Worker) -> WorkerFailed | None:
-    """Returns the failure that a worker reported before it ended, if the controller has not read it yet."""
-    try:
-        while worker.pipe.poll():
-            report: WorkerReport = worker.pipe.recv()
-            if isinstance(report, WorkerFailed):
-                return report
-    except (EOFError, OSError):  # nothing is left to read
-        pass
-    return None

