@@ -24,7 +24,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_timing import copy_bandwidth, require_gpu, seconds_of
+from gpu_timing import copy_bandwidth, patched_constants, require_gpu, seconds_of
 from report import make_parser, report, write_json
 from torch import Tensor
 from torch.nn import functional as F
@@ -58,6 +58,7 @@ DOWN = {
 }
 ORIENTATIONS = {16: (False,), 32: (False,), 64: (True, False), 128: (True,)}
 GROUP_BLOCKS = (1, 4, 8, 16, 64)
+SORT_CHUNKS = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ def try_variants(layer: Layer, seconds: float) -> list[dict[str, Any]]:
                 f"batch {batch}: {sum(taken for taken, _ in products):.1f} us for both products: {chosen}", flush=True
             )
         if batch > 1024 and time.monotonic() - start <= seconds:
-            rows += time_groups(layer, layer_input)
+            rows += time_groups(layer, layer_input) + time_sorts(layer_input)
     return rows
 
 
@@ -301,6 +302,19 @@ def time_groups(layer: Layer, layer_input: LayerInput) -> list[dict[str, Any]]:
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         rows.append(row)
     impl.GROUP_BLOCKS = in_use
+    return rows
+
+
+def time_sorts(layer_input: LayerInput) -> list[dict[str, Any]]:
+    """Times the sort with other numbers of pairs per chunk."""
+    from hotset.kernels.experts.triton_impl import sort_by_expert
+
+    rows = []
+    for chunk in SORT_CHUNKS:
+        with patched_constants("experts", CHUNK_SIZES=(chunk,)):
+            taken = us(partial(sort_by_expert, layer_input.expert_ids, LOCAL_EXPERTS, 128))
+        rows.append({"batch": len(layer_input.x), "sort chunk": chunk, "us": taken})
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     return rows
 
 

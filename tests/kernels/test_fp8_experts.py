@@ -37,6 +37,9 @@ PRODUCT_ERROR = 1e-6 if INTERPRETED else 2e-3
 BF16_ERROR = 2e-2
 
 
+E4M3_NAN = 0x7F
+
+
 def fp8_impl() -> Any:
     return importlib.import_module("hotset.kernels.experts.triton_fp8")
 
@@ -99,7 +102,7 @@ def draw_case(tokens: int, k: int, weights: tuple[Fp8Weight, Fp8Weight], dtype: 
 def poison(case: Case, unused: list[int]) -> None:
     """Makes the results of these experts NaN."""
     for weight in (case.gate_up, case.down):
-        weight.codes[unused] = float("nan")
+        weight.codes.view(torch.uint8)[unused] = E4M3_NAN
         weight.scales[unused] = float("nan")
 
 

@@ -186,7 +186,7 @@ def sort_by_expert(
         experts=experts,
         bins=max(32, triton.next_power_of_2(experts + 1)),
         chunk=chunk,
-        num_warps=max(4, chunk // 256),
+        num_warps=min(16, max(4, chunk // 256)),
         **OPTIONS,
     )
     return by_expert
