@@ -68,9 +68,9 @@ def build_engine(
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
-        run_first_steps(executor, budget, config.data_parallel_size)
         if device.type == "cuda":
             engine.warm_up(show_counts(show, "Compiling kernels and capturing decode steps"))
+        run_first_steps(executor, budget, config.data_parallel_size)
     except BaseException:
         executor.close()
         raise
