@@ -82,10 +82,10 @@ class WeightShard:
 def empty_weight(
     weights: WeightSource, names: Iterable[str], shape: tuple[int, ...], boundaries: Iterable[int], like: Tensor
 ) -> Weight:
-    """Returns memory for a weight [..., out, in] into which the tensors `names` are merged.
+    """Returns memory for a weight [..., out, in], for the tensors `names` or a part of them.
 
-    It is in fp8 if all of them are, else in the dtype of `like`: a product needs one format for its whole weight. A
-    block of scales begins at each of the `boundaries` between outputs.
+    It is in fp8 if all of them are, else in the dtype of `like`: an operation needs one format for its weights. A block
+    of scales begins at each of the `boundaries` between outputs.
     """
     if all(weights.is_fp8(name) for name in names):
         return Fp8Weight.empty(shape, like.device, common_block_rows(*boundaries))
@@ -179,12 +179,11 @@ class Moe:
         self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
         local = split.experts(spec.experts)
         # Experts of other ranks count too: all ranks compute in the same format.
-        names = [f"{prefix}.experts.{expert}.{{}}_proj.weight" for expert in range(spec.experts)]
-        gate_up = [name.format(part) for name in names for part in ("gate", "up")]
-        down = [name.format("down") for name in names]
+        parts = ("gate_proj", "up_proj", "down_proj")
+        names = [f"{prefix}.experts.{expert}.{part}.weight" for expert in range(spec.experts) for part in parts]
         gate_up_shape, down_shape = (len(local), 2 * spec.width, hidden), (len(local), hidden, spec.width)
-        self._gate_up = empty_weight(weights, gate_up, gate_up_shape, [spec.width], like)
-        self._down = empty_weight(weights, down, down_shape, [0], like)
+        self._gate_up = empty_weight(weights, names, gate_up_shape, [spec.width], like)
+        self._down = empty_weight(weights, names, down_shape, [], like)
         skipped = SkippedWeights(weights)
         for expert in range(spec.experts):
             source, index = (weights, expert - local.start) if expert in local else (skipped, 0)

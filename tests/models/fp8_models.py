@@ -131,6 +131,20 @@ def save_fp8_model(folder: Path, family: str, seed: int, **changes: Any) -> tupl
     return fp8, loaded.eval()
 
 
+def quantise_checkpoint(source: Path, target: Path) -> Path:
+    """Writes the checkpoint in `source` to `target` in fp8, with links to its other files. Returns `target`."""
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and path.name not in ("config.json", "model.safetensors.index.json"):
+            (target / path.name).symlink_to(path.resolve())
+    stored = stored_tensors(source)
+    for name in [name for name in stored if FP8_TENSOR.fullmatch(name)]:
+        stored[name], stored[f"{name}_scale_inv"] = quantised_blocks(stored[name].float())
+    save_file(stored, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTISATION}))
+    return target
+
+
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in directory.glob("*.safetensors"):
