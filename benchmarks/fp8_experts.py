@@ -40,7 +40,7 @@ EXPERTS, LOCAL_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 256, 32, 8, 7168, 204
 BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 8192, 16384)  # more tokens would be computed in parts (MAX_PAIRS)
 VARIANT_BATCHES = (128, 1024, 16384, 512, 16, 4096)  # the most important ones first
 CHECKED_TOKENS = 48
-MAX_ERROR = 2e-2  # relative; tests/kernels/test_fp8_experts.py derives it
+MAX_ERROR = 2e-2  # relative; tests/kernels/fp8_experts_model.py derives it
 BANDWIDTH_BAR, MATRIX_BAR = 0.8, 0.5
 MAX_SHARED = 227 << 10  # bytes per program
 # By pairs in a block: (outputs, warps, stages), to be combined with `tma`, and whether the pairs are rows.
