@@ -17,6 +17,7 @@ when --seconds are over. The JSON file has the times of all.
 import argparse
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from torch.nn import functional as F
 
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import experts, reference
-from hotset.kernels.fp8 import Fp8Weight
+from hotset.kernels.fp8 import E4M3_MAX, Fp8Weight
 
 if TYPE_CHECKING:
     from hotset.kernels.experts.triton_fp8 import Tile, Tiles
@@ -98,7 +99,7 @@ class LayerInput:
 def make_weight(*shape: int) -> Fp8Weight:
     weight = Fp8Weight.empty(shape, torch.device("cuda"))
     for codes in weight.codes:  # one expert at a time: the values take four times the memory of the codes
-        codes.copy_(torch.randn(codes.shape, device="cuda") * 100)
+        codes.copy_(torch.randn(codes.shape, device="cuda").mul_(100).clamp_(-E4M3_MAX, E4M3_MAX))
     weight.scales.uniform_(0.5, 2).mul_(shape[-1] ** -0.5 / 100)
     return weight
 
@@ -337,9 +338,17 @@ def main() -> None:
         if options.json is not None:
             write_json(options.json, "Variants of experts in fp8", rows)
         return
-    rows = [measure(layer, batch) for batch in options.batches]
+    rows, failed = [], []
+    for batch in options.batches:
+        try:
+            rows.append(measure(layer, batch))
+        except (ArithmeticError, RuntimeError) as error:
+            failed.append(f"{batch} tokens: {error}")
+            print(f"failed: {failed[-1]}", flush=True)
     title = f"Experts in fp8: {LOCAL_EXPERTS} of {EXPERTS}, {HIDDEN} x {WIDTH}, {EXPERTS_PER_TOKEN} per token"
     report(title, rows, options.json, limits)
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.kernels import fp8
-from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
+from hotset.kernels.fp8 import E4M3_MAX, SCALE_BLOCK, Fp8Weight
 from hotset.kernels.linear import Linear
 from hotset.kernels.norm import add_rms_norm
 from hotset.kernels.quantise import add_rms_norm_quantise, quantise, swiglu_quantise
@@ -93,7 +94,7 @@ class Case:
 
 def make_weight(outputs: int, inputs: int) -> tuple[Fp8Weight, Tensor]:
     weight = Fp8Weight.empty((outputs, inputs), torch.device("cuda"))
-    weight.codes.copy_(torch.randn(outputs, inputs, device="cuda") * 100)
+    weight.codes.copy_(torch.randn(outputs, inputs, device="cuda").mul_(100).clamp_(-E4M3_MAX, E4M3_MAX))
     weight.scales.uniform_(1e-4, 1e-3)
     return weight, weight.dequantised(torch.bfloat16)
 
@@ -279,11 +280,21 @@ def main() -> None:
         if options.json is not None:
             write_json(options.json, "Variants of products with fp8 weights", rows)
         return
-    rows = [measure(make_case(weight, plain, tokens)) for weight, plain in weights for tokens in TOKENS]
+    rows, failed = [], []
+    for weight, plain in weights:
+        for tokens in TOKENS:
+            case = make_case(weight, plain, tokens)
+            try:
+                rows.append(measure(case))
+            except (ArithmeticError, RuntimeError) as error:
+                failed.append(f"{case.name}: {error}")
+                print(f"failed: {failed[-1]}", flush=True)
     notes = f"copy bandwidth {copy_bandwidth() / 1e12:.2f} TB/s"
     report("Products with fp8 weights", rows, options.json, notes)
     fusions = [row for tokens in FUSION_TOKENS for row in measure_fusions(tokens)]
     report("Activations that are quantised where they are computed", fusions, None)
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

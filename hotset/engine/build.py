@@ -71,6 +71,9 @@ def build_engine(
         if device.type == "cuda":
             engine.warm_up(show_counts(show, "Compiling kernels and capturing decode steps"))
         run_first_steps(executor, budget, config.data_parallel_size)
+    except EngineStopped as error:
+        executor.close()
+        raise StartupError(f"the engine did not start: {error}") from error
     except BaseException:
         executor.close()
         raise

@@ -114,6 +114,8 @@ class ModelLoader:
         self._report(0)
         decoder = Decoder(self.files.spec, self._weights, self._storage, self._split, self._collectives)
         self._weights.finish()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # temporary tensors of loading would count as weights
         self._report(self.plan.weights.read_bytes)
         return decoder
 

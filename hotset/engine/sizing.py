@@ -174,8 +174,8 @@ def _host_pages(
         return 0, "--tiers"
     page_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store) * config.page_rows
     device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
-    # On a CPU, the device pools are in host memory too.
-    free = free_bytes(CPU) - (device_bytes if device.type == "cpu" else 0)
+    # On a CPU, the device pools and the weights are in host memory too.
+    free = min(worker.free for worker in workers) - device_bytes if device.type == "cpu" else free_bytes(CPU)
     min_pages = geometry.max_row_pages(device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
@@ -188,12 +188,15 @@ def _host_pages(
     if pages < min_pages:
         raise ConfigError(
             f"{flag} gives a host store of {pages * config.page_rows} tokens, fewer than the "
-            f"{min_pages * config.page_rows} that the device can hold; raise it, or use --tiers off"
+            f"{min_pages * config.page_rows} that the device can hold; raise it, lower --device-kv-gib, or use "
+            "--tiers off"
         )
     if pages * page_bytes > free:
+        is_set = config.host_kv_tokens is not None or config.host_kv_gib is not None
+        needs = f"{flag} needs" if is_set else "the host store must hold what the device can hold, which takes"
         raise ConfigError(
-            f"{flag} needs {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
-            "free; lower it, or use --tiers off"
+            f"{needs} {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
+            f"free; lower {flag if is_set else '--device-kv-gib'}, or use --tiers off"
         )
     return pages, flag
 

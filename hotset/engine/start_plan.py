@@ -82,8 +82,9 @@ def _check_weights(
         return
     for plan in plans:
         if plan.weights.device_bytes > plan.usable:
-            sizes = sizes_that_fit(files.spec, dtype.itemsize, plan.usable)
+            sizes = sizes_that_fit(files.spec, dtype.itemsize, plan.usable, workers=config.workers)
             advice = f"use {' or '.join(sizes)}" if sizes else "use GPUs with more memory or a smaller model"
+            advice += ", or lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, on which steps depend"
             raise ConfigError(
                 f"{files.path}: the weights take {show_bytes(plan.weights.device_bytes)} per GPU, but beside steps "
                 f"only {show_bytes(plan.usable)} of the GPU's {show_bytes(plan.memory.total)} can be used "
@@ -101,7 +102,8 @@ def _other_ways(
         ways.append("leave --tiers off out")
     if device.type == "cuda":
         kv_bytes = plan.weights.kv_shape.token_bytes * context_length(config, spec.context)
-        ways += [f"use {size}" for size in sizes_that_fit(spec, dtype.itemsize, plan.usable - kv_bytes)]
+        sizes = sizes_that_fit(spec, dtype.itemsize, plan.usable - kv_bytes, workers=config.workers)
+        ways += [f"use {size}" for size in sizes]
     return "".join(f", or {way}" for way in ways)
 
 

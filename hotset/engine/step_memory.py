@@ -8,7 +8,8 @@ from hotset.models.split import Split
 LIBRARY_BYTES = GIB  # loaded kernels, workspaces of the matrix libraries, and the nodes of CUDA graphs
 INDEX_WORKSPACE_BYTES = 256 * MIB  # the scores of an indexer; `index_topk` processes larger batches in parts
 RESIDUAL_COPIES = 6  # tensors of [tokens, hidden] that exist at once in a layer
-LOGIT_COPIES = 6  # float32 tensors of [seats, vocab] that exist at once while a step samples, graphs' logits included
+LOGIT_COPIES = 16  # float32 tensors of [seats, vocab] that exist at once while a step samples by sorting
+GRAPH_LOGIT_COPIES = 12  # float32 tensors of [seats, vocab] with as many entries as the logits of all captured graphs
 
 
 def step_bytes(spec: ModelSpec, split: Split, config: EngineConfig, context: int, dtype_bytes: int) -> int:
@@ -19,8 +20,10 @@ def step_bytes(spec: ModelSpec, split: Split, config: EngineConfig, context: int
     tokens, seats = config.max_num_batched_tokens, config.max_num_seqs
     residual = RESIDUAL_COPIES * tokens * spec.hidden * dtype_bytes
     layer = max(_attention(spec, split, tokens, context), _feed_forward(spec, split, tokens)) * dtype_bytes
-    sampling = LOGIT_COPIES * 4 * seats * spec.vocab
-    return LIBRARY_BYTES + _seat_tables(spec, config, context) + max(residual + layer, sampling)
+    logits = 4 * seats * spec.vocab
+    graphs = GRAPH_LOGIT_COPIES * logits if config.cuda_graphs == "auto" else 0
+    persistent = LIBRARY_BYTES + _seat_tables(spec, config, context) + graphs
+    return persistent + max(residual + layer, LOGIT_COPIES * logits)
 
 
 def _attention(spec: ModelSpec, split: Split, tokens: int, context: int) -> int:

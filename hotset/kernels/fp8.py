@@ -26,7 +26,9 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     width = values.shape[-1]
     groups = ceil_div(width, SCALE_BLOCK)
     blocks = F.pad(values.float(), (0, groups * SCALE_BLOCK - width)).unflatten(-1, (groups, SCALE_BLOCK))
-    scales = (blocks.abs().amax(-1) / E4M3_MAX).clamp_min(MIN_SCALE)
+    largest = blocks.abs().amax(-1)
+    # A GPU divides by a Python number by multiplying with its inverse, which rounds differently than a division.
+    scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(MIN_SCALE)
     codes = (blocks / scales[..., None]).flatten(-2)[..., :width].to(torch.float8_e4m3fn)
     return codes, scales
 

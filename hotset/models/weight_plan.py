@@ -22,7 +22,6 @@ class WeightPlan:
 
     device_bytes: int  # on the worker's device
     read_bytes: int  # of the files
-    largest_bytes: int  # the most bytes that are read for one tensor
     kv_shape: KvShape
 
 
@@ -38,7 +37,7 @@ def plan_weights(
     the stored tensors. Raises `CheckpointError` if a tensor is missing."""
     source = PlannedSource(weights, dtype)
     decoder = Decoder(spec, source, storage, split, planning_collectives(split.rank, split.size))
-    return WeightPlan(weight_bytes(decoder, device), source.read_bytes, source.largest_bytes, decoder.kv_shape)
+    return WeightPlan(weight_bytes(decoder, device), source.read_bytes, decoder.kv_shape)
 
 
 def weight_bytes(decoder: Decoder, device: torch.device) -> int:

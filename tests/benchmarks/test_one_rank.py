@@ -233,6 +233,8 @@ def test_kernels_are_grouped_by_the_folder_that_defines_them() -> None:
         "_score_kernel": "indexer",
         "copy_rows": "swap-in",
         "_gate_up_kernel": "experts",
+        "_quantise_pairs_kernel": "experts",
+        "_quantise_kernel": "linear",
         "_rms_norm_kernel": "norm/rope",
         "void at::native::CatArrayBatchedCopy<x, 2>(y)": "collectives",
         "void at::native::elementwise<copysign_kernel_cuda>(x)": "collectives",

@@ -87,6 +87,14 @@ def test_every_stage_of_a_pipeline_gets_as_many_key_pages_as_the_stage_with_the_
     assert common.layers == min(shape.layers for shape in shapes)
 
 
+def test_on_a_cpu_the_host_store_gets_only_what_weights_and_device_pool_leave() -> None:
+    config = EngineConfig(device_kv_tokens=4096, host_kv_gib=1.0)
+    shape = KvShape(2, MLA, (0, 1), index_key_row(128, torch.bfloat16), topk=64)
+    assert shared_budget(config, [WorkerMemory(shape, 2 << 30)], 4096, CPU).host_pages
+    with pytest.raises(ConfigError, match=r"--host-kv-gib needs 1024\.0 MiB of host memory, but only 50"):
+        shared_budget(config, [WorkerMemory(shape, 1 << 29)], 4096, CPU)
+
+
 def smallest_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
     """Returns the smallest `host_kv_tokens` that is accepted with these settings."""
     low, high = 1, 1 << 16

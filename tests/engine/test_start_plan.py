@@ -139,7 +139,7 @@ def gpu_plan(config: EngineConfig, files: ModelFiles, split: Split, total: int =
     size = worker_weight_bytes(spec, split, 2)
     memory = DeviceMemory(total, total - GIB // 2)
     usable = usable_bytes(config, spec, split, memory, CUDA, torch.bfloat16)
-    return WorkerPlan(WeightPlan(size, size, size, shape), memory, usable)
+    return WorkerPlan(WeightPlan(size, size, shape), memory, usable)
 
 
 def check_on_gpus(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> KvBudget:

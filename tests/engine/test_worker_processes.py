@@ -6,12 +6,15 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +23,12 @@ from processes import is_running, pause, shared_memory_of
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
-from hotset.base.errors import ConfigError, EngineStopped
+from hotset.base.errors import CheckpointError, ConfigError, EngineStopped
 from hotset.engine.build import build_engine, worker_splits
 from hotset.engine.input_processor import InputProcessor
+from hotset.engine.progress import Progress
+from hotset.engine.workers.handle import WorkerHandle
+from hotset.engine.workers.messages import WorkerFailed, WorkerRank
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.checkpoint.files import find_model
 
@@ -54,6 +60,34 @@ def pids_of(llm: LLM) -> list[int]:
     workers = llm._engine.executor
     assert isinstance(workers, MultiprocessExecutor)
     return [worker.process.pid for worker in workers._workers if worker.process.pid is not None]
+
+
+def fail(pipe: Connection, message: str | None) -> None:
+    """Ends with exit code 1, like a process that aborts. Reports a failure before, unless `message` is None."""
+    if message is not None:
+        pipe.send(WorkerFailed(CheckpointError(message)))
+    os._exit(1)
+
+
+@pytest.mark.parametrize("silent", [(), (1,), (0,)])
+def test_the_error_is_that_of_a_dead_worker_without_a_report_else_that_of_one_that_has_reported(
+    silent: tuple[int, ...],
+) -> None:
+    context = get_context("fork")
+    executor = MultiprocessExecutor.__new__(MultiprocessExecutor)
+    executor._workers, executor._in_flight = [], deque()
+    for number in range(2):
+        pipe, worker_end = context.Pipe()
+        message = None if number in silent else "tensor x is missing"
+        process = context.Process(target=fail, args=(worker_end, message))
+        process.start()
+        worker_end.close()
+        rank = cast(WorkerRank, SimpleNamespace(number=number, name=f"worker {number}"))
+        executor._workers.append(WorkerHandle(rank, cast(SpawnProcess, process), pipe, cast(Progress, None)))
+    with pytest.raises((CheckpointError, EngineStopped)) as raised:
+        executor._receive({0, 1}, DEADLINE_S, "start-up")
+    names = [f"worker {number} died (exit code 1)" for number in silent]
+    assert str(raised.value) == (names[0] if names else "tensor x is missing")
 
 
 def wait_until(condition: Callable[[], bool], description: str) -> None:

@@ -17,7 +17,7 @@ def cases() -> dict[str, dict[str, Any]]:
     small, *_, large = importlib.import_module("hotset.kernels.experts.triton_fp8").TILES.values()
     products = (_product(small, "gate_up"), _product(small, "down"), _product(large, "gate_up"))
     groups = {"hidden": 7168, "k": 8, "experts": 32, "parts": 7, "scale_block": 128, "block_groups": 8}
-    quantise = _case("quantise", {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"}, groups, 4)
+    quantise = _case("quantise_pairs", {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"}, groups, 4)
     return dict(zip(NAMES, (*products, quantise), strict=True))
 
 

@@ -123,7 +123,7 @@ def test_the_bytes_to_read_are_those_that_are_then_read() -> None:
         assert not reports, "a plan reads no weights"
         Decoder(files.spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
         source.finish()
-        assert reports[-1] == plan.read_bytes and 0 < plan.largest_bytes <= plan.read_bytes
+        assert reports[-1] == plan.read_bytes
 
 
 def test_a_missing_tensor_is_reported_by_the_plan() -> None:

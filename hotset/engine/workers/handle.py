@@ -23,6 +23,7 @@ class WorkerHandle:
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
     free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
     bytes_read: int = 0
+    failure: WorkerFailed | None = None  # the failure that the controller has read
 
     @property
     def planned(self) -> WorkerPlan:
@@ -34,12 +35,12 @@ class WorkerHandle:
         return self.planned.weights.kv_shape
 
     def reported_failure(self) -> WorkerFailed | None:
-        """Returns the failure that the worker reported before it ended, if the controller has not read it yet."""
+        """Returns the failure that the worker has reported, also if the controller has not read it yet."""
         try:
-            while self.pipe.poll():
+            while self.failure is None and self.pipe.poll():
                 report: WorkerReport = self.pipe.recv()
                 if isinstance(report, WorkerFailed):
-                    return report
+                    self.failure = report
         except (EOFError, OSError):  # nothing is left to read
             pass
-        return None
+        return self.failure

@@ -405,6 +405,7 @@ class MultiprocessExecutor:
                 except (EOFError, OSError):
                     raise self._died(worker) from None
                 if isinstance(report, WorkerFailed):
+                    worker.failure = report
                     raise self._failure(worker, report)
                 return worker.rank.number, report
         raise self._died(next(by_sentinel[source] for source in ready if isinstance(source, int)))
@@ -424,14 +425,14 @@ class MultiprocessExecutor:
         return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 
     def _failure(self, worker: WorkerHandle, failed: WorkerFailed) -> StartupError | EngineStopped:
-        """Returns the error to raise after a worker failed. If another worker has died, that is the likely cause, so
-        the error names the dead worker."""
+        """Returns the error to raise after a worker failed. If another worker has died without a report, that is the
+        likely cause, so the error names the dead worker."""
         by_sentinel = {other.process.sentinel: other for other in self._workers if other is not worker}
         for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
             if isinstance(sentinel, int):
                 other = by_sentinel[sentinel]
                 other.process.join(CAUSE_SECONDS)  # its end is visible slightly before its exit code
-                if other.process.exitcode != 0:
+                if other.process.exitcode != 0 and other.reported_failure() is None:
                     return self._died(other)
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)

@@ -1,7 +1,7 @@
 """experts with weights in fp8, in Triton: sort, quantise, two products, a weighted sum. Five launches.
 
-Sort and weighted sum are those of `triton_impl.py`, and so is the order of the pairs. `_quantise_kernel` writes the
-codes of every pair's token in sorted order. A program of a product computes two tiles of outputs for one block of
+Sort and weighted sum are those of `triton_impl.py`, and so is the order of the pairs. `_quantise_pairs_kernel` writes
+the codes of every pair's token in sorted order. A program of a product computes two tiles of outputs for one block of
 pairs. For each group of SCALE_BLOCK inputs, the matrix units multiply codes and add the products of the group; the
 program multiplies the sum by its scales and adds it to the sums of earlier groups, in float32. A program of gate_up
 computes one tile of gate and one of up. These are SCALE_BLOCK activations of each pair, a group of down's inputs, so
@@ -117,7 +117,7 @@ def quantise_pairs(x: Tensor, by_expert: SortedPairs) -> QuantisedPairs:
     (tokens, hidden), pairs = x.shape, by_expert.pairs.numel()
     out = QuantisedPairs.empty(pairs, hidden, x.device)
     parts = triton.cdiv(out.scales.shape[0], QUANTISED_GROUPS)  # of a pair's input
-    _quantise_kernel[(min(pairs * parts, QUANTISING_PROGRAMS),)](
+    _quantise_pairs_kernel[(min(pairs * parts, QUANTISING_PROGRAMS),)](
         x=x,
         pairs=by_expert.pairs,
         ends=by_expert.ends,
@@ -229,7 +229,7 @@ def _descriptor(codes: Tensor, rows: int) -> TensorDescriptor:
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
-def _quantise_kernel(
+def _quantise_pairs_kernel(
     x: tl.tensor,
     pairs: tl.tensor,
     ends: tl.tensor,

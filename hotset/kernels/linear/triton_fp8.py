@@ -63,6 +63,7 @@ MIN_TILE_OUTPUTS = 64
 # splits takes longer than reading fewer than MIN_GROUPS_IF_ENOUGH groups.
 ENOUGH_PROGRAMS, MIN_GROUPS, MIN_GROUPS_IF_ENOUGH = 100, 4, 12
 MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
+LIBRARY_CAPABILITY = (9, 0)  # torch's library multiplies blocks of these sizes on Hopper only
 GROUP_ALIGN = 4  # torch's library requires a multiple of this many groups in the scales of a weight
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
@@ -90,6 +91,8 @@ def quantised(x: Tensor | QuantisedTokens, lets_next_start: bool = False) -> Qua
 
 
 def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None) -> bool:
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) != LIBRARY_CAPABILITY:
+        return False
     outputs, inputs = weight.shape
     whole = inputs % SCALE_BLOCK == 0 and outputs % 16 == 0 and weight.block_rows == SCALE_BLOCK
     return dtype == torch.bfloat16 and bias is None and whole

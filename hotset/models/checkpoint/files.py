@@ -142,7 +142,9 @@ def _with_missing_shards(paths: list[Path]) -> list[Path]:
         if numbered is not None:
             stem, number, count = numbered.groups()
             if int(count) > MAX_SHARDS:
-                raise CheckpointError(f"{path} is one of {count} shards by its name, which no model has")
+                raise CheckpointError(
+                    f"{path} is one of {count} shards by its name, which no model has; rename it or remove it"
+                )
             shards = range(1, int(count) + 1)
             required |= {path.with_name(f"{stem}-{shard:0{len(number)}}-of-{count}.safetensors") for shard in shards}
     return sorted(required)

@@ -22,7 +22,9 @@ def check_scales(tensor: str, scales: Tensor) -> None:
     """Raises `CheckpointError` unless all scales are finite and above 0. `tensor` is the file and the tensor's name."""
     bad = int((~((scales > 0) & scales.isfinite())).sum())
     if bad:
-        raise CheckpointError(f"{tensor}: {bad} of {scales.numel()} scales are NaN, infinite, zero or negative")
+        raise CheckpointError(
+            f"{tensor}: {bad} of {scales.numel()} scales are NaN, infinite, zero or negative; download the model again"
+        )
 
 
 def check_input_slice(tensor: str, shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> None:
@@ -63,7 +65,7 @@ def copy_fp8(
     largest = [_largest_magnitude(block.copy_(read)) for block, read in blocks if block.numel()]
     if largest and int(torch.stack(largest).amax()) == NAN_MAGNITUDE:
         bad = int(target.codes.isnan().sum())
-        raise CheckpointError(f"{tensor}: {bad} of {target.codes.numel()} values are NaN")
+        raise CheckpointError(f"{tensor}: {bad} of {target.codes.numel()} values are NaN; download the model again")
     return target
 
 

@@ -13,8 +13,7 @@ META = torch.device("meta")
 class PlannedSource:
     """Stands in for the source `weights`, whose files are open, and returns tensors on the meta device.
 
-    They have the formats in which `weights` would return them. `read_bytes` counts the bytes that `weights` would read,
-    and `largest_bytes` is the largest number of bytes that it would read for one tensor.
+    They have the formats in which `weights` would return them. `read_bytes` counts the bytes that `weights` would read.
     """
 
     def __init__(self, weights: WeightSource, dtype: torch.dtype) -> None:
@@ -22,7 +21,6 @@ class PlannedSource:
         self._dtype = dtype
         self._planned: set[str] = set()
         self.read_bytes = 0
-        self.largest_bytes = 0
 
     def load(
         self,
@@ -65,8 +63,6 @@ class PlannedSource:
         """Does nothing: the files stay open for the real source."""
 
     def _count(self, name: str, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
-        read_bytes = self._weights.stored_bytes(name) * math.prod(local_shape) // max(1, math.prod(shape))
-        self.largest_bytes = max(self.largest_bytes, read_bytes)
         if name not in self._planned:
             self._planned.add(name)
-            self.read_bytes += read_bytes
+            self.read_bytes += self._weights.stored_bytes(name) * math.prod(local_shape) // max(1, math.prod(shape))

@@ -162,7 +162,7 @@ class SafetensorsSource:
         if codes.dim() != 2:
             raise CheckpointError(f"{self._title(name)} is fp8 of shape {list(codes.shape)}; supported: matrices")
         if scale_name not in self._file_of:
-            raise CheckpointError(f"{self._title(name)} is fp8, but {scale_name} is missing")
+            raise CheckpointError(f"{self._title(name)} is fp8, but {scale_name} is missing; download the model again")
         stored = self._view(scale_name)
         expected = scale_shape(tuple(codes.shape))
         if tuple(stored.shape) != expected:
