@@ -9,7 +9,7 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
 from hotset.base.host_memory import host_memory
-from hotset.base.memory_shares import cpu_pool_bytes, host_store_bytes
+from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, cpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels.swap_in import MAX_SLOTS
@@ -36,7 +36,7 @@ class KvBudget:
     def resident_len(self) -> int:
         """The longest context that can be resident."""
         return min(
-            self.max_model_len, _longest_context(self.geometry.resident_pages, self.device_pages, self.max_model_len)
+            self.max_model_len, _largest_count(self.geometry.resident_pages, self.device_pages, self.max_model_len)
         )
 
     def requests(self, tokens: int) -> int:
@@ -100,11 +100,11 @@ def shared_budget(
     context = context_length(config, model_context)
     device_pages, flag = _device_pages(config, geometry, context, device, workers)
     host_pages, host_flag = _host_pages(config, geometry, context, device_pages, device, workers)
-    longest = _longest_context(geometry.resident_pages, device_pages, context)
+    longest = _largest_count(geometry.resident_pages, device_pages, context)
     if geometry.slots:
         tiered = min(
-            _longest_context(geometry.streamed_pages, device_pages, context),
-            _longest_context(geometry.tiered_pages, device_pages, context),
+            _largest_count(geometry.streamed_pages, device_pages, context),
+            _largest_count(geometry.tiered_pages, device_pages, context),
         )
         longest = tiered if config.tiers == "always" else max(longest, tiered)
     token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)
@@ -148,6 +148,9 @@ def _device_pages(
         usable = config.max_num_seqs * geometry.resident_pages(context)
         shares = (_default_share(worker.free, device, len(workers)) for worker in workers)
         pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
+        if device.type == "cuda" and config.tiers != "off":
+            # Every row on the device also has a host page.
+            pages = _largest_count(geometry.max_row_pages, _max_host_pages(config, workers), pages)
     for worker, nbytes in zip(workers, page_bytes, strict=True):
         if pages * nbytes > worker.free:
             raise ConfigError(
@@ -155,6 +158,19 @@ def _device_pages(
                 f"lower it{', or raise --gpu-memory-utilization' if device.type == 'cuda' else ''}"
             )
     return pages, flag
+
+
+def _max_host_pages(config: EngineConfig, workers: Sequence[WorkerMemory]) -> int:
+    """Returns the number of host pages that the device pool of a GPU may require by default."""
+    if config.host_kv_tokens is not None:
+        return ceil_div(config.host_kv_tokens, config.page_rows)
+    nbytes = MAX_HOST_STORE_SHARE * free_bytes(CPU) if config.host_kv_gib is None else config.host_kv_gib * GIB
+    return int(nbytes) // _host_page_bytes(config, workers)
+
+
+def _host_page_bytes(config: EngineConfig, workers: Sequence[WorkerMemory]) -> int:
+    """Returns the bytes of one page in the host stores of all workers."""
+    return sum(worker.shape.token_bytes for worker in workers if worker.owns_store) * config.page_rows
 
 
 def _host_pages(
@@ -172,7 +188,7 @@ def _host_pages(
     """
     if config.tiers == "off":
         return 0, "--tiers"
-    page_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store) * config.page_rows
+    page_bytes = _host_page_bytes(config, workers)
     device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
     # On a CPU, the device pools and the weights are in host memory too.
     free = min(worker.free for worker in workers) - device_bytes if device.type == "cpu" else free_bytes(CPU)
@@ -211,9 +227,9 @@ def _check_context(config: EngineConfig, token_bytes: int, longest: int, context
         )
 
 
-def _longest_context(pages_of: Callable[[int], int], pages: int, max_tokens: int) -> int:
-    """Returns the longest context, up to `max_tokens` tokens, that needs at most `pages` pages."""
-    low, high = 0, max_tokens
+def _largest_count(pages_of: Callable[[int], int], pages: int, limit: int) -> int:
+    """Returns the largest count, up to `limit`, for which `pages_of(count)` is at most `pages`."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if pages_of(middle) <= pages else (low, middle - 1)

@@ -212,6 +212,20 @@ def test_kv_gets_what_weights_and_steps_leave_of_the_share(utilization: float) -
     assert kv_bytes == pytest.approx(free - plan.weights.device_bytes - steps, rel=0.001)
 
 
+@pytest.mark.parametrize("given", [{}, {"host_kv_gib": 10.0}, {"host_kv_tokens": 1 << 16}])
+def test_little_host_memory_makes_the_device_pool_smaller_instead_of_refusing(
+    memory: Callable[[int], None], given: dict[str, Any]
+) -> None:
+    """Every row on the device also has a host page."""
+    memory(16 * GIB)
+    files = published("dsa-50b")
+    small = check_on_gpus(EngineConfig(max_num_seqs=4096, **given), files, WHOLE_MODEL, 300 * GIB)
+    assert small.geometry.max_row_pages(small.device_pages) <= small.host_pages
+    memory(4096 * GIB)
+    large = check_on_gpus(EngineConfig(max_num_seqs=4096), files, WHOLE_MODEL, 300 * GIB)
+    assert small.max_model_len >= 2 and small.device_pages < large.device_pages
+
+
 def test_other_programs_on_the_gpu_reduce_the_share_only_if_they_use_what_it_leaves() -> None:
     config, files = EngineConfig(gpu_memory_utilization=0.5), published("dsa-50b")
 
