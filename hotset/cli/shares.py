@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
-from hotset.base.memory_shares import cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
+from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
 from hotset.base.units import GIB, show_bytes
 from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name
 from hotset.engine.step_memory import step_bytes
@@ -56,19 +56,11 @@ class WorkerCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """The memory of one GPU, in bytes."""
-
-    total: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True)
 class FreeMemory:
     """Memory that could be allocated now. `host` is in bytes. `gpus` has one entry per usable GPU; none on a CPU."""
 
     host: int
-    gpus: tuple[GpuMemory, ...] = ()
+    gpus: tuple[DeviceMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +115,7 @@ def measure_free_memory(config: EngineConfig) -> FreeMemory:
     gpus = (
         ()
         if config.device == "cpu"
-        else tuple(GpuMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in machine["gpus"])
+        else tuple(DeviceMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in machine["gpus"])
     )
     return FreeMemory(machine["free_ram_bytes"], gpus)
 

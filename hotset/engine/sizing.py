@@ -9,7 +9,7 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
 from hotset.base.host_memory import host_memory
-from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, cpu_pool_bytes, host_store_bytes
+from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, DeviceMemory, cpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels.swap_in import MAX_SLOTS
@@ -62,14 +62,6 @@ class KvBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """The memory of a device. On a CPU, it is host memory."""
-
-    total: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerMemory:
     """One worker's part of the KV, and the memory of its device that is free for KV, beside weights and steps."""
 
@@ -79,7 +71,7 @@ class WorkerMemory:
 
 
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
-    """Sizes the pools of an engine with one worker whose weights are loaded.
+    """Sizes the pools of one worker for tests and benchmarks that have loaded a model of their own.
 
     On a GPU, steps get the memory that is outside of --gpu-memory-utilization.
     """

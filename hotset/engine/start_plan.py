@@ -8,10 +8,10 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
-from hotset.base.memory_shares import usable_gpu_bytes
+from hotset.base.memory_shares import DeviceMemory, usable_gpu_bytes
 from hotset.base.units import show_bytes
 from hotset.engine.model_checks import context_length, sizes_that_fit, weights_do_not_fit
-from hotset.engine.sizing import DeviceMemory, KvBudget, WorkerMemory, shared_budget
+from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.spec import ModelSpec

@@ -92,7 +92,7 @@ class DsaAttention:
         def norm(name: str, width: int) -> RmsNorm:
             return RmsNorm(weights.load(f"{prefix}.{name}.weight", (width,)), LATENT_NORM_EPS)
 
-        # Of these parts, only kv_a is no multiple of a block of scales in published models: it comes last.
+        # kv_a comes last: in published models, the other parts end at the end of a block of scales, but kv_a does not.
         down = [WeightShard.whole(f"{prefix}.q_a_proj", spec.q_lora_rank, spec.bias)]
         up = [WeightShard(f"{prefix}.q_b_proj", spec.heads * head_dim, shard_slice(0, heads, head_dim))]
         self._indexer: Indexer | None = None

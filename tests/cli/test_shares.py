@@ -6,8 +6,9 @@ import pytest
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.memory_shares import DeviceMemory
 from hotset.base.units import GIB
-from hotset.cli.shares import FreeMemory, GpuMemory, MemoryShare, bytes_besides_kv, divide_memory
+from hotset.cli.shares import FreeMemory, MemoryShare, bytes_besides_kv, divide_memory
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
@@ -20,8 +21,8 @@ def test_shares_on_a_cpu_fit_together(workers: int, free_gib: int) -> None:
     assert all(share.host_kv_gib > 1.2 * share.device_kv_gib for share in shares)  # type: ignore[operator]
 
 
-def gpus(count: int, total_gib: int, free_gib: int | None = None) -> tuple[GpuMemory, ...]:
-    return (GpuMemory(total_gib * GIB, (total_gib if free_gib is None else free_gib) * GIB),) * count
+def gpus(count: int, total_gib: int, free_gib: int | None = None) -> tuple[DeviceMemory, ...]:
+    return (DeviceMemory(total_gib * GIB, (total_gib if free_gib is None else free_gib) * GIB),) * count
 
 
 def test_each_worker_has_its_own_gpu_if_there_are_enough() -> None:

@@ -15,12 +15,13 @@ from models.test_weight_plan import measured_bytes
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
+from hotset.base.memory_shares import DeviceMemory
 from hotset.base.units import GIB, MIB
 from hotset.engine import loading, model_checks, sizing
 from hotset.engine.build import build_engine
 from hotset.engine.loading import ModelLoader
 from hotset.engine.model_checks import check_model, model_splits
-from hotset.engine.sizing import DeviceMemory, KvBudget, WorkerMemory, shared_budget
+from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
 from hotset.engine.start_plan import WorkerPlan, check_start, usable_bytes
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import ModelFiles

@@ -186,7 +186,7 @@ def test_inputs_need_not_be_contiguous() -> None:
 
 @pytest.mark.not_interpreted
 def test_the_reference_rounds_the_activation_once() -> None:
-    """With down = 1 at the position of an activation, the result is this activation after its two roundings."""
+    """`down` is the identity, so the result shows the activations: rounded to bf16, then quantised."""
     torch.manual_seed(5)
     gate_up, down = draw_weights(1, 256, 128)
     down.codes.copy_(torch.eye(256)[:, :128])

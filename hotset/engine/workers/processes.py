@@ -179,7 +179,7 @@ class MultiprocessExecutor:
 
     @property
     def owns_store(self) -> list[bool]:
-        """Of each worker that has planned: False if it shares the host store of another worker."""
+        """For each worker, whether it has a host store of its own. Call `plan` first."""
         return [self._writer(worker)[0] == 0 for worker in self._workers]
 
     def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:

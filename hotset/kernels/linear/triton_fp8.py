@@ -59,8 +59,8 @@ TILES = {
     1 << 62: Tile(128, 128, 8, 4, max_programs=0, fused=False),
 }
 MIN_TILE_OUTPUTS = 64
-# With too few programs, a part of the GPU is idle, so sums are divided down to MIN_GROUPS groups. Otherwise, adding the
-# splits takes longer than reading fewer than MIN_GROUPS_IF_ENOUGH groups.
+# Each split reads at least MIN_GROUPS groups, or MIN_GROUPS_IF_ENOUGH groups if there are already ENOUGH_PROGRAMS to
+# keep the GPU busy: adding up more splits would then take longer than it saves.
 ENOUGH_PROGRAMS, MIN_GROUPS, MIN_GROUPS_IF_ENOUGH = 100, 4, 12
 MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
 LIBRARY_CAPABILITY = (9, 0)  # torch's library multiplies blocks of these sizes on Hopper only
