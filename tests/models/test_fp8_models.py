@@ -332,8 +332,8 @@ def fp8_weights_in(value: Any) -> list[Fp8Weight]:
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.2"])
 def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) -> None:
-    """The fastest kernels need one scale per 128 outputs. The model here has fewer layers and experts than the published
-    one, which does not change the blocks."""
+    """The fastest kernels need one scale per 128 outputs. The model here has fewer layers and experts than the
+    published one, which does not change the blocks."""
     path = CONFIGS / f"{name}.json"
     config = json.loads(path.read_text())
     whole = read_spec(config, {}, str(path))
