@@ -126,7 +126,8 @@ def test_tensor_parallel_rank_computes_an_eighth_of_every_token(
 
 
 def tokens(engine: Engine, prompt: list[int]) -> list[int]:
-    (choice,) = InputProcessor(engine.card, seed=0).accept("0", prompt, SamplingParams(temperature=0, max_tokens=6))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (choice,) = InputProcessor(engine.card, seed=0).accept("0", prompt, params)
     engine.add(choice)
     answer: list[int] = []
     while not engine.idle:
