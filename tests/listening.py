@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 SOCK_DIAG_BY_FAMILY = 20
@@ -33,13 +34,12 @@ def listening(pids: Iterable[int]) -> list[Listening]:
 
 
 def _inodes(pid: int) -> set[int]:
-    """Returns the inodes of the sockets that a process holds."""
+    """Returns the inodes of the sockets that a process holds, none if it has ended."""
     links = []
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        except OSError:  # closed in the meantime
-            continue
+    with suppress(OSError):  # ended in the meantime
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed in the meantime
+                links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     return {int(link[len("socket:[") : -1]) for link in links if link.startswith("socket:[")}
 
 

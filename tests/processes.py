@@ -27,7 +27,12 @@ def pause(pid: int) -> None:
 
 def is_running(pid: int) -> bool:
     """Returns True unless the process has ended. A zombie has ended."""
-    return _state(Path(f"/proc/{pid}")) not in ("Z", None)
+    return state_of(pid) not in ("Z", None)
+
+
+def state_of(pid: int) -> str | None:
+    """Returns the state of a process as a letter (R: it computes), None if it has ended."""
+    return _state(Path(f"/proc/{pid}"))
 
 
 def wait_until_ended(pids: Iterable[int]) -> None:
@@ -67,9 +72,17 @@ def is_spawned(pid: int) -> bool:
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     """Returns the files in /dev/shm that the processes have mapped. Tests in parallel have others."""
-    maps = "\n".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids if is_running(pid))
+    maps = "\n".join(_maps(pid) for pid in pids)
     paths = {Path("/dev/shm", name) for name in re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE)}
     return {path for path in paths if path.exists()}
+
+
+def _maps(pid: int) -> str:
+    """Returns the mapped memory of a process, nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
 
 
 def _parents() -> dict[int, int]:

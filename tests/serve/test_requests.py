@@ -5,6 +5,7 @@ These tests are in one file because they share one server.
 
 import json
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -362,8 +363,16 @@ def test_the_error_for_a_prompt_longer_than_the_context_names_both_lengths(http:
 
 def resident_mib(pid: int) -> float:
     """Returns the resident memory of a process and its children, which here have none themselves."""
-    statuses = [Path(f"/proc/{member}/status").read_text() for member in (pid, *children_of(pid))]
-    return sum(int(status.partition("VmRSS:")[2].split()[0]) for status in statuses) / 1024
+    return sum(map(resident_kib, (pid, *children_of(pid)))) / 1024
+
+
+def resident_kib(pid: int) -> int:
+    """Returns the resident memory of a process, 0 if it has ended."""
+    try:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def cpu_seconds(pid: int) -> float:
