@@ -196,21 +196,24 @@ def test_headers_that_arrive_slowly_end_with_408_at_the_time_limit(
     earlier_requests: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hotset.serve")
-    with running() as server, server.connect() as client:
-        for _ in range(earlier_requests):
-            get(client)
-        began = time.monotonic()
-        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nx-a: ")
-        answer = send_slowly(client, b"a")
-        assert time.monotonic() - began >= LIMIT_SECONDS
-        assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
+    with running() as server:
+        began = time.monotonic()  # the limit of the first request begins with the connection
+        with server.connect() as client:
+            for _ in range(earlier_requests):
+                get(client)
+                began = time.monotonic()
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nx-a: ")
+            answer = send_slowly(client, b"a")
+            assert time.monotonic() - began >= LIMIT_SECONDS
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
     assert "408: the headers did not arrive within" in caplog.text
 
 
 def test_a_body_that_arrives_slowly_ends_with_408_at_the_time_limit() -> None:
-    with running() as server, server.connect(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n") as client:
-        began = time.monotonic()
-        answer = send_slowly(client, b"a")
+    with running() as server:
+        began = time.monotonic()  # before the server has the headers, with which the limit begins
+        with server.connect(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n") as client:
+            answer = send_slowly(client, b"a")
         assert time.monotonic() - began >= LIMIT_SECONDS
         assert answer.startswith(b"HTTP/1.1 408 ") and b"--receive-timeout-seconds" in answer
 
