@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 from engine.handoff_pair import DSA_CONFIG
 from harness import tiny_directory
+from ports import reserved_port
 from processes import pause
 
 from hotset.base.config import EngineConfig
@@ -158,7 +159,9 @@ def test_killing_a_prefill_worker_fails_only_its_request_and_loses_no_page_and_a
     tmp_path: Path,
 ) -> None:
     async def scenario(workers: Workers) -> None:
-        prefill, decode = await workers.start("prefill", "decode")
+        (prefill,), (decode,) = await asyncio.gather(
+            workers.start("prefill", control=f"127.0.0.1:{port}"), workers.start("decode")
+        )
         expected = await answer(decode, "before", SHORT_PROMPT, None)
         interrupted = asyncio.create_task(answer(decode, "interrupted", LONG_PROMPT, prefill))
         other = asyncio.create_task(answer(decode, "other", SHORT_PROMPT, None, MANY_TOKENS))
@@ -177,7 +180,8 @@ def test_killing_a_prefill_worker_fails_only_its_request_and_loses_no_page_and_a
         assert pages_held(stats) == stats.quarantined_pages == 0, "pages of the killed worker's handoff are not free"
         assert stats.handoff is not None and stats.handoff.num_open == 0
 
-    run(tmp_path, scenario)
+    with reserved_port() as port:
+        run(tmp_path, scenario)
 
 
 def test_a_prefill_worker_frees_the_pages_of_a_decode_worker_that_was_killed(tmp_path: Path) -> None:
@@ -224,7 +228,7 @@ def test_twenty_killed_prefill_workers_leave_nothing_in_quarantine_and_every_lat
         (decode,) = await workers.start("decode", **small)
         expected = [await answer(decode, f"alone {number}", prompts[number][:200], None) for number in range(3)]
         slowest = 0.0
-        (prefill,) = await workers.start("prefill", **small)
+        (prefill,) = await workers.start("prefill", control=f"127.0.0.1:{port}", **small)
         for number in range(kills):
             computed = (await prefill.stats()).tokens_prefilled
             interrupted = asyncio.create_task(answer(decode, f"interrupted {number}", prompts[number], prefill))
@@ -243,7 +247,8 @@ def test_twenty_killed_prefill_workers_leave_nothing_in_quarantine_and_every_lat
         stats = await wait_for_audit(decode)
         assert (stats.landed, stats.lost, pages_held(stats)) == (kills, kills, 0)
 
-    run(tmp_path, scenario, seconds=1200.0)
+    with reserved_port() as port:
+        run(tmp_path, scenario, seconds=1200.0)
 
 
 async def pause_while_rows_land(paused: EngineClient, prefill: EngineClient, seconds: float) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from handoff_engines import SHORT_TIMING, WAIT_S, DecodeEngine, FileTransfer, PrefillEngine, StoppableClock, wait_until
 from handoff_world import prompt
+from ports import reserved_port
 from processes import pause
 
 from hotset.handoff.channel import Channel
@@ -26,10 +27,16 @@ STAGES = [pytest.param("compute", marks=pytest.mark.slow), "second chunk", "samp
 
 
 class Worker:
-    """A process that runs peer_process.py. Its input and output are lines of words."""
+    """A process that runs peer_process.py. Its input and output are lines of words.
 
-    def __init__(self, role: str, folder: Path, *, address: str = "127.0.0.1:0", fault: str = "") -> None:
+    Without an `address`, it gets one of its own. After `kill`, another worker can be started there until `release`.
+    """
+
+    def __init__(self, role: str, folder: Path, *, address: str | None = None, fault: str = "") -> None:
         folder.mkdir(exist_ok=True)
+        self._reservation = ExitStack()
+        if address is None:
+            address = f"127.0.0.1:{self._reservation.enter_context(reserved_port())}"
         paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "peer_process.py"), role, address, str(folder), fault],
@@ -68,6 +75,10 @@ class Worker:
             assert stream is not None
             stream.close()
 
+    def release(self) -> None:
+        """Releases the port."""
+        self._reservation.close()
+
 
 @contextmanager
 def workers(*initial: Worker) -> Iterator[list[Worker]]:
@@ -79,6 +90,7 @@ def workers(*initial: Worker) -> Iterator[list[Worker]]:
         for worker in started:
             if worker.process.returncode is None:
                 worker.kill()
+            worker.release()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 import zmq
+from ports import reserved_port
 
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -117,9 +118,8 @@ def test_messages_arrive_in_order_and_at_most_a_fixed_number_per_receive() -> No
 
 
 def test_a_message_sent_before_the_peer_listens_arrives_later() -> None:
-    with open_channels(None) as [left]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"  # nothing listens there once the server is closed
+    with reserved_port() as port, open_channels(None) as [left]:
+        address = f"127.0.0.1:{port}"
         left.send(address, Ping(7))
         time.sleep(0.1)
         with open_channels(None, bind=address) as [right]:
@@ -151,7 +151,10 @@ def test_a_message_to_an_unknown_peer_is_dropped_unless_it_is_a_ping() -> None:
 
 
 def test_a_restarted_peer_is_reported_once_and_gets_no_message_for_its_old_incarnation() -> None:
-    with open_channels(None, None) as (left, first):
+    with ExitStack() as opened:
+        port = opened.enter_context(reserved_port())
+        (left,) = opened.enter_context(open_channels(None))
+        (first,) = opened.enter_context(open_channels(None, bind=f"127.0.0.1:{port}"))
         address = first.address
         first.send(left.address, Ping(1))
         assert receive_events(left, 1) == [MessageReceived(address, Ping(1))]

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import plain_http
 import pytest
+from ports import reserved_port
 from processes import pause
 from running_router import WAIT_SECONDS, Cluster, Router, Stub, wait_until
 from stub_worker import event
@@ -58,15 +59,16 @@ def test_death_in_a_stream_ends_it_with_an_error_event(
 
 
 def test_a_prefill_worker_that_dies_is_down_until_it_is_restarted(cluster: Cluster, idle_workers: list[Stub]) -> None:
-    doomed = cluster.stub("prefill", "doomed")
-    router = cluster.router([doomed], [idle_workers[2]])
-    doomed.kill()
-    assert wait_until(lambda: router.post().status_code == 503)
-    answer = router.post()
-    assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("no_workers", "2")
-    assert "prefill" in answer.json()["error"]["message"]
-    restarted = cluster.stub("prefill", "restarted", port=doomed.port)
-    assert wait_until(lambda: router.post().status_code == 200)
+    with reserved_port() as port:
+        doomed = cluster.stub("prefill", "doomed", port=port)
+        router = cluster.router([doomed], [idle_workers[2]])
+        doomed.kill()
+        assert wait_until(lambda: router.post().status_code == 503)
+        answer = router.post()
+        assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("no_workers", "2")
+        assert "prefill" in answer.json()["error"]["message"]
+        restarted = cluster.stub("prefill", "restarted", port=port)
+        assert wait_until(lambda: router.post().status_code == 200)
     assert idle_workers[2].seen()["requests"][-1]["headers"]["x-hotset-prefill"] == f"{restarted.name}:9000"
     assert "Traceback" not in router.log()
 
