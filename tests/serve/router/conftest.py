@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from running_router import Cluster, Router, Stub
+from running_router import Cluster, Router, Stub, wait_until
 
 
 @pytest.fixture
@@ -32,6 +32,10 @@ def idle_workers(workers: list[Stub]) -> list[Stub]:
     """The shared workers after a reset: they behave well and have recorded no requests."""
     for worker in workers:
         worker.behave(behaviour="well", waiting_tokens=0, degraded=None)
+    # The router may still have to disconnect from requests of the previous test.
+    assert wait_until(lambda: not any(worker.seen()["open"] for worker in workers))
+    for worker in workers:
+        worker.behave()
     return workers
 
 

@@ -37,10 +37,6 @@ class Stub:
     name: str
     process: "subprocess.Popen[str]"
 
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
     def seen(self) -> dict[str, Any]:
         """Returns the requests that the worker received, and the numbers of open and of disconnected completions."""
         return plain_http.get(f"{self.url}/seen", timeout=10).json()
@@ -117,7 +113,7 @@ class Cluster:
         ready: bool = True,
         few_descriptors: bool = False,
     ) -> Router:
-        """Starts a router. If `ready`, waits until it has a live worker of each role."""
+        """Starts a router. If `ready`, waits until it has checked every worker and has a live one of each role."""
         command = [sys.executable, "-m", "hotset", "router", "--port", "0", "--poll-seconds", "0.1", *flags]
         for flag, stubs in (("--prefill", prefill), ("--decode", decode)):
             command += [flag, *(stub.url for stub in stubs)] if stubs else []
@@ -135,6 +131,8 @@ class Cluster:
             assert wait_until(lambda: plain_http.get(f"{router.url}/health", timeout=10).status_code == 200), (
                 router.log()
             )
+            checked = [re.compile(rf"worker {re.escape(stub.url)} is (up|down)") for stub in (*prefill, *decode)]
+            assert wait_until(lambda: all(line.search(router.log()) for line in checked)), router.log()
         return router
 
     def close(self) -> None:
@@ -153,12 +151,12 @@ class Cluster:
     @staticmethod
     def _end(process: "subprocess.Popen[str]") -> None:
         """Sends SIGTERM twice, because the second one ends the drain of a router that still has requests after a failed
-        test. Kills the process if it does not exit within 10 s."""
+        test. Kills the process if it does not exit in time."""
         for number in (signal.SIGTERM, signal.SIGTERM):
             process.send_signal(number)
             time.sleep(0.02)
         try:
-            process.wait(10)
+            process.wait(WAIT_SECONDS)
         finally:
             process.kill()
             process.wait()

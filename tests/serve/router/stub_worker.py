@@ -38,7 +38,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-LATE_SECONDS = 0.5
+LATE_SECONDS = 1.0
 
 
 class Stub:
