@@ -32,6 +32,14 @@ class ManualEvent:
         return self.happened
 
 
+def wait_for_end(transfer: Transfer, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> WriteState:
+    """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
+    until = time.monotonic() + seconds
+    while (state := transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
+        time.sleep(0.0001)
+    return state
+
+
 @dataclass
 class Bench:
     """This process's endpoint with its memory, and the far endpoints that a test has opened."""
@@ -56,11 +64,7 @@ class Bench:
         return spans.astype(np.int64) + np.array([self.memory.ctypes.data, (far or self.far).address, 0])
 
     def wait_for_end(self, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> WriteState:
-        """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
-        until = time.monotonic() + seconds
-        while (state := self.transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
-            time.sleep(0.0001)
-        return state
+        return wait_for_end(self.transfer, ticket, seconds)
 
     def send(self, spans: np.ndarray, peer: str = "far", far: Far | None = None) -> WriteState:
         """Submits the spans as one list and waits for its end."""
@@ -179,8 +183,7 @@ def test_a_list_whose_event_never_happens_fails_at_the_deadline_with_nothing_wri
     impatient.register(Region(bench.memory.ctypes.data, NBYTES))
     impatient.connect("far", bench.far.description)
     ticket = impatient.submit("far", bench.writes(np.array([[0, 0, 100]])), after=ManualEvent())
-    time.sleep(0.4)
-    assert impatient.poll(ticket) is WriteState.FAILED_QUIESCED
+    assert wait_for_end(impatient, ticket) is WriteState.FAILED_QUIESCED
     assert (bench.far.read() == POISON).all()
     impatient.close()
 
