@@ -277,7 +277,8 @@ def check_bytes(case: Mla | Keys, op: Callable[..., None], same_values: bool, de
         # The error of a rotated value is relative to the larger value of its pair, so every value is allowed the error
         # of a value of 2.
         assert bool((difference <= close * values[kept].abs().clamp_min(2)).all())
-        assert difference.norm() <= 1e-3 * values[kept].to(computed.dtype).norm()
+        if values.dtype == torch.bfloat16:  # few values lie so near to the middle of two numbers
+            assert int((difference > 0).sum()) <= 2 + difference.numel() // 100
         values = computed.to(values.dtype)
     assert torch.equal(all_bytes(case.run(op, device)), case.expect(values))
 
