@@ -117,9 +117,11 @@ class Stub:
 
     async def wait_for_disconnect(self, request: Request) -> None:
         self.open += 1
-        while not await request.is_disconnected():
-            await asyncio.sleep(0.01)
-        self.open -= 1
+        try:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+        finally:  # a stream is cancelled when its client disconnects
+            self.open -= 1
         self.disconnected += 1
 
     async def late(self) -> AsyncIterator[bytes]:
