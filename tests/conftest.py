@@ -1,12 +1,16 @@
-"""The order of the test files, and garbage collection during collection."""
+"""The order of the test files, garbage collection during collection, and Ctrl-C for the programs that tests start."""
 
 import gc
+import signal
 
 import pytest
 
 # Collection creates a million objects that live until the end. Traversing them again and again would take 2 s in each
 # worker, so garbage collection starts after it, and ignores them.
 gc.disable()
+
+# A shell that starts the tests in the background lets them, and all programs that they start, ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These files run first, in this order. If a slow file started last, the other workers would be idle at the end.
 SLOW_FILES = (
