@@ -1,15 +1,17 @@
-"""Remote endpoints for tests of transfer engines: a separate process, or for loopback an endpoint in this process."""
+"""Remote endpoints for tests of transfer engines: a separate process, or for loopback an endpoint in this process; and
+how tests wait for a write."""
 
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from processes import pause
 
-from hotset.transfer.api import Region
+from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
 from hotset.transfer.loopback import Hub
 
@@ -17,6 +19,14 @@ NBYTES = 8 << 20
 POISON = 0xAB
 POISON_COMMAND = slice(0, 0)  # an empty span, after which the far process fills its memory with POISON
 ANSWER_S = 120.0  # how long to wait for the far process; only an overloaded machine needs that long
+
+
+def wait_for_end(transfer: Transfer, ticket: WriteTicket, seconds: float = 60.0) -> WriteState:
+    """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
+    until = time.monotonic() + seconds
+    while (state := transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
+        time.sleep(0.0001)
+    return state
 
 
 def serve(engine: str, pipe: Connection) -> None:

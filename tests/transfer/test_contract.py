@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from far_end import NBYTES, POISON, FarLoopback, FarProcess
+from far_end import NBYTES, POISON, FarLoopback, FarProcess, wait_for_end
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
@@ -30,14 +30,6 @@ class ManualEvent:
 
     def query(self) -> bool:
         return self.happened
-
-
-def wait_for_end(transfer: Transfer, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> WriteState:
-    """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
-    until = time.monotonic() + seconds
-    while (state := transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
-        time.sleep(0.0001)
-    return state
 
 
 @dataclass

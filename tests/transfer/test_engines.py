@@ -17,22 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from far_end import NBYTES, POISON, FarProcess
+from far_end import NBYTES, POISON, FarProcess, wait_for_end
 
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
-from hotset.transfer.api import MemoryKind, Region, Transfer, WriteState, WriteTicket
+from hotset.transfer.api import MemoryKind, Region, Transfer, WriteState
 from hotset.transfer.engines import open_transfer
 from hotset.transfer.regions import decode_description
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def wait_for_end(transfer: Transfer, ticket: WriteTicket, seconds: float = 60.0) -> WriteState:
-    """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
-    until = time.monotonic() + seconds
-    while (state := transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
-        time.sleep(0.001)
-    return state
 
 
 @pytest.fixture
