@@ -75,7 +75,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, alternatives: int) -> Logp
     value = logits.gather(-1, chosen)
     earlier = torch.arange(vocab, device=logits.device) < chosen
     ranks = 1 + ((logits > value) | ((logits == value) & earlier)).sum(dim=-1)
-    top_ids = leading(logits, most).ids if most else chosen.new_empty(m, 0)
+    top_ids = leading(logits, most) if most else chosen.new_empty(m, 0)
     return LogprobTensors(logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
-from hotset.kernels.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
+from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw, draw_key
 from hotset.models.logprobs import SampledLogprobs, finite_logits, token_logprobs
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest normal float32: logits are divided by the temperature
@@ -28,7 +28,6 @@ class _Seat:
     """The part of a running request's sampling state that is not in the sampler's tensors."""
 
     params: SamplingParams
-    top_k: int
     banned_ids: tuple[int, ...]  # must not be sampled before the answer has min_tokens tokens
     count_row: int | None  # None: the request has no penalties
 
@@ -48,7 +47,6 @@ class _Batch:
     seats: tuple[int, ...]
     index: Tensor  # [n] int64: the seats
     greedy: bool  # all requests are greedy
-    in_shortlist: bool  # every top_k is at most SHORTLIST_TOKENS
     biased: _LogitIndices | None
     biases: Tensor  # [entries] float64
     banned: _LogitIndices | None
@@ -110,7 +108,7 @@ class Sampler:
         count_row = None
         if params.penalised:
             count_row = self._counts.allocate(token_ids[:prompt_length], token_ids[prompt_length:])
-        self._seats[seat] = _Seat(params, top_k, tuple(banned), count_row)
+        self._seats[seat] = _Seat(params, tuple(banned), count_row)
 
     def release(self, seat: int) -> None:
         """Frees the seat and its row of token counts. Releasing a free seat does nothing."""
@@ -159,7 +157,7 @@ class Sampler:
         keys, top_k, min_weight, _ = self._integers[batch.index].unbind(-1)
         temperature, top_p = self._floats[batch.index, :2].unbind(-1)
         rules = DrawRules(temperature, top_k, top_p, min_weight)
-        return draw(x, rules, uniforms(keys, positions), in_shortlist=batch.in_shortlist)
+        return draw(x, rules, keys, positions)
 
     def _batch_of(self, seats: Sequence[int]) -> _Batch:
         seats = tuple(seats)
@@ -190,7 +188,6 @@ class Sampler:
             seats=seats,
             index=self._to_device(seats),
             greedy=all(request.params.greedy for request in requests),
-            in_shortlist=all(request.top_k <= SHORTLIST_TOKENS for request in requests),
             biased=self._logit_indices([(index, token) for index, token, _ in biases]),
             biases=list_to_device([bias for _, _, bias in biases], torch.float64, self._device),
             banned=self._logit_indices(banned),

@@ -317,6 +317,21 @@ static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
 }
 static inline int __popc(unsigned value) { return __builtin_popcount(value); }
 static inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+static inline int __clzll(uint64_t value) { return value ? __builtin_clzll(value) : 64; }
+static inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulated::bits(value)); }
+static inline float __uint_as_float(unsigned bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+// The host compiler is called with -ffp-contract=off, so that it fuses no operations either.
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dsub_rn(double a, double b) { return a - b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double rint(double value) { return __builtin_rint(value); }
+static inline double ceil(double value) { return __builtin_ceil(value); }
 static inline void __trap() { emulated::fail("the kernel trapped"); }
 template <class T> static T __ldcg(const T *address) { return *address; }
 template <class T, class U> static T atomicAdd(T *address, U value) {

@@ -54,7 +54,8 @@ def _library(source: Path, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp(dir=_build_folder.name))
     variables = "".join(f'extern "C" {{ int given_{name}; }}\n#define {name} given_{name}\n' for name in VARIABLES)
     (folder / "prelude.h").write_text(f'#include "{HEADER}"\n{variables}')
-    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-include", str(folder / "prelude.h")]
+    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    options += ["-include", str(folder / "prelude.h")]
     options += [f"-D{name}={value}" for name, value in macros]
     command = [COMPILER, *options, "-x", "c++", str(source), "-o", str(folder / "kernel.so")]
     subprocess.run(command, check=True, timeout=120)

@@ -62,16 +62,23 @@ def token_of(row: Tensor, rule: Rule) -> int:
     raise AssertionError("the target is less than the mass of the survivors")
 
 
-def draw_rules(rules: list[Rule], vocab: int, device: str = "cpu") -> tuple[DrawRules, Tensor]:
-    """Returns the arguments `rules` and `uniform` of the op."""
+def draw_rules(rules: list[Rule], vocab: int, device: str = "cpu") -> tuple[DrawRules, Tensor, Tensor]:
+    """Returns the arguments of the op after the logits. Like the sampler's, they are columns of matrices."""
+    numbers = [
+        [min(rule.top_k or vocab, vocab), rule.min_weight, key_of(rule.uniform, position), position]
+        for position, rule in enumerate(rules, start=7)
+    ]
+    top_k, min_weight, keys, positions = torch.tensor(numbers, dtype=torch.int64, device=device).unbind(-1)
+    floats = torch.tensor([[rule.temperature, rule.top_p] for rule in rules], dtype=torch.float64, device=device)
+    temperature, top_p = floats.unbind(-1)
+    return DrawRules(temperature, top_k, top_p, min_weight), keys, positions
 
-    def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
 
-    columns = DrawRules(
-        temperature=column([rule.temperature for rule in rules], torch.float64),
-        top_k=column([min(rule.top_k or vocab, vocab) for rule in rules], torch.int64),
-        top_p=column([rule.top_p for rule in rules], torch.float64),
-        min_weight=column([rule.min_weight for rule in rules], torch.int64),
-    )
-    return columns, column([rule.uniform for rule in rules], torch.float64)
+def key_of(uniform: float, position: int) -> int:
+    """Returns the key with which a draw at `position` uses the given multiple of 2^-53 as its random number."""
+    word = int(uniform * 2**53) << 11
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        word ^= (word >> shift) ^ (word >> 2 * shift)  # inverts word ^= word >> shift
+        word = word * pow(factor, -1, 1 << 64) & ((1 << 64) - 1)
+    key = (word - position * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+    return key - (key >> 63 << 64)

@@ -1,4 +1,4 @@
-"""Tests that the CUDA kernels of swap_in and page_copy compile for sm_90 with the constants that the ops pass.
+"""Tests that the CUDA kernels of swap_in, page_copy and draw compile for sm_90 with the constants that the ops pass.
 
 The tests need no GPU. They are skipped if there is neither `nvcc` nor cuda-core.
 """
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
+from hotset.kernels.draw import DrawRules
+from hotset.kernels.draw import cuda_impl as draw_cuda
 from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
 from hotset.kernels.swap_in import RowCopies, SeatTables
 from hotset.kernels.swap_in import cuda_impl as swap_in_cuda
@@ -71,6 +73,21 @@ def record_page_copy() -> Recorder:
     return recorder
 
 
+def record_draw() -> Recorder:
+    ones, temperature = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    recorder = Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        draw_cuda.draw(torch.zeros(1, 4), DrawRules(temperature, ones, temperature, ones), ones, ones)
+    return recorder
+
+
+def record_leading() -> Recorder:
+    recorder = Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        draw_cuda.leading(torch.zeros(1, 40), 20)
+    return recorder
+
+
 CASES = {  # (function that records a launch, bytes of registers that the kernel may spill; None: any number)
     "plan of 2048 of 8192 slots": (lambda: record_plan(2048, 8192, 10496), 0),
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1": (lambda: record_plan(2048, 4096, 10496, 1, 656), 0),
@@ -85,6 +102,8 @@ CASES = {  # (function that records a launch, bytes of registers that the kernel
     "copy of 1152 bytes": (lambda: record_copy(1152), 0),
     "copy of 37 bytes": (lambda: record_copy(37), 0),
     "page copy": (record_page_copy, 0),
+    "draw": (record_draw, 0),
+    "leading": (record_leading, 0),
 }
 
 
@@ -103,11 +122,12 @@ def spilled_bytes(recorder: Recorder, folder: Path) -> int:
     return int(lines[0].split("bytes stack frame, ")[1].split()[0])
 
 
-# The sizes of these cases lie between those of other cases.
+# The sizes of these cases lie between those of other cases, or their kernel is a part of another one.
 SLOW = {
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1",
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 32",
     "copy of 1152 bytes",
+    "leading",
 }
 
 

@@ -1,10 +1,16 @@
-"""Compares the op `draw` with an oracle in plain Python, token by token and without a margin."""
+"""Compares the op `draw` with an oracle in plain Python, token by token and without a margin.
+
+Most tests run with the reference and with the CUDA kernel, which a host compiler builds for the CPU.
+"""
 
 import decimal
 import math
 import random
+import re
 from collections.abc import Callable
+from unittest import mock
 
+import cuda_on_cpu
 import pytest
 import torch
 from draw_oracle import Rule, draw_rules, token_of, weight_of
@@ -12,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotset.kernels.draw import SHORTLIST_TOKENS, WEIGHT_ONE, draw
+from hotset.kernels import cuda_source
+from hotset.kernels.draw import WEIGHT_ONE, cuda_impl, draw, leading, reference
+from hotset.kernels.draw.random_numbers import uniforms
 from hotset.kernels.draw.reference import POWER_OF_TWO, weights_of
 
 LARGEST = torch.finfo(torch.float32).max
@@ -58,13 +66,29 @@ def any_rule(rng: random.Random, vocab: int) -> Rule:
 
 
 def by_reference(x: Tensor, rules: list[Rule]) -> list[int]:
-    columns, uniform = draw_rules(rules, x.shape[1])
-    in_shortlist = bool((columns.top_k <= SHORTLIST_TOKENS).all())
-    return draw(x, columns, uniform, in_shortlist=in_shortlist).tolist()
+    return draw(x, *draw_rules(rules, x.shape[1])).tolist()
+
+
+def by_cuda_on_cpu(x: Tensor, rules: list[Rule], threads: int = 64) -> list[int]:
+    arguments = draw_rules(rules, x.shape[1])
+    with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
+        return cuda_impl.draw(with_poison(x), *arguments, cuda_impl.DrawTuning(threads)).tolist()
+
+
+def with_poison(x: Tensor) -> Tensor:
+    """Returns a copy of `x` in memory with a NaN before and two after the logits of every request."""
+    n, vocab = x.shape
+    memory = torch.full((n, vocab + 3), math.nan, device=x.device)
+    memory[:, 1 : vocab + 1] = x
+    return memory[:, 1 : vocab + 1]
 
 
 Draw = Callable[[Tensor, list[Rule]], list[int]]
-with_each_op = pytest.mark.parametrize("draw_tokens", [pytest.param(by_reference, id="reference")])
+needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
+with_each_op = pytest.mark.parametrize(
+    "draw_tokens",
+    [pytest.param(by_reference, id="reference"), pytest.param(by_cuda_on_cpu, id="cuda", marks=needs_compiler)],
+)
 
 
 @with_each_op
@@ -89,6 +113,83 @@ def test_every_token_is_drawn_from_its_own_interval_of_the_random_number(draw_to
     uniforms = [end + step for end in ends for step in (-1e-11, 1e-11)][:-1]
     found = draw_tokens(row.expand(len(uniforms), -1), [Rule(uniform=uniform) for uniform in uniforms])
     assert found == [1, 3, 3, 4, 4, 0, 0, 5, 5]
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocab", [1, 100, 700])
+def test_the_leading_tokens_are_a_prefix_of_the_stable_sort(vocab: int) -> None:
+    rng = random.Random(vocab)
+    for count in {1, min(vocab, 20), min(vocab, 512)}:
+        x = torch.stack([any_row(rng, vocab) for _ in range(12)])
+        expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        assert torch.equal(leading(x, count), expected)
+        with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
+            found = cuda_impl.leading(with_poison(x), count, cuda_impl.DrawTuning(threads=64))
+        assert torch.equal(found, expected)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [64, 256, 1024])
+def test_blocks_of_every_size_draw_the_tokens_of_the_oracle(threads: int) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        vocab = rng.choice([100, 1023, 1024, 1025, 3000])
+        rows, rules = [any_row(rng, vocab) for _ in range(4)], [any_rule(rng, vocab) for _ in range(4)]
+        expected = [token_of(row, rule) for row, rule in zip(rows, rules, strict=True)]
+        assert by_cuda_on_cpu(torch.stack(rows), rules, threads) == expected
+
+
+@needs_compiler
+def test_a_vocabulary_of_equal_logits_is_divided_by_ids() -> None:
+    """No histogram over logits separates these tokens, and 5000 ids need two histograms."""
+    vocab = 5000
+    places = [0, 1, 2047, 2048, 3777, 4999]
+    rules = [Rule(uniform=(place + 0.5) / vocab) for place in places]
+    rules += [Rule(uniform=0.999, top_k=place + 1) for place in places]
+    rules += [Rule(uniform=0.99, top_p=(place + 0.5) / vocab, temperature=3.0) for place in places[:2]]
+    assert by_cuda_on_cpu(torch.full((len(rules), vocab), -2.5), rules) == [
+        token_of(torch.full((vocab,), -2.5), rule) for rule in rules
+    ]
+
+
+def test_kernel_and_reference_have_the_same_coefficients() -> None:
+    listed = re.search(r"coefficients\[\] = \{(.*?)\}", (cuda_impl.DRAW.parent / "places.cu").read_text(), re.DOTALL)
+    assert listed is not None
+    assert tuple(float(number) for number in listed[1].split(",") if number.strip()) == POWER_OF_TWO
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "n"), [(100, 16), (3001, 128), (129_280, 1), (129_280, 128), (154_880, 256)])
+def test_on_a_gpu_the_kernel_draws_the_tokens_of_the_reference_on_both_devices(vocab: int, n: int) -> None:
+    rng = random.Random(vocab + n)
+    x = torch.stack([any_row(rng, vocab) for _ in range(n)])
+    rules = [any_rule(rng, vocab) for _ in range(n)]
+    expected = by_reference(x, rules)
+    columns, keys, positions = draw_rules(rules, vocab, "cuda")
+    on_gpu = x.cuda()
+    assert reference.draw(on_gpu, columns, uniforms(keys, positions)).tolist() == expected
+    assert draw(on_gpu, columns, keys, positions).tolist() == expected
+    assert draw(with_poison(on_gpu), columns, keys, positions).tolist() == expected
+    count = min(vocab, 20)
+    assert torch.equal(leading(on_gpu, count).cpu(), reference.leading(x, count).ids)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_draws_from_the_logits_that_it_finds() -> None:
+    rng, vocab, n = random.Random(5), 20_000, 8
+    rules = [any_rule(rng, vocab) for _ in range(n)]
+    columns, keys, positions = draw_rules(rules, vocab, "cuda")
+    x = torch.zeros(n, vocab, device="cuda")
+    draw(x, columns, keys, positions)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = draw(x, columns, keys, positions)
+    for _ in range(3):
+        rows = torch.stack([any_row(rng, vocab) for _ in range(n)])
+        x.copy_(rows)
+        graph.replay()
+        assert tokens.tolist() == by_reference(rows, rules)
 
 
 def test_weights_are_exponentials_rounded_down() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
-from hotset.kernels.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, leading, uniforms
-from hotset.kernels.draw.reference import _choose
+from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw_key
+from hotset.kernels.draw.random_numbers import uniforms
+from hotset.kernels.draw.reference import SHORTLIST_TOKENS, _choose, draw, leading
 from hotset.models.sampler import Sampler, SamplerOutput
 from tests.models import sampling_oracle as oracle
 
@@ -222,7 +223,7 @@ def rules_for(n: int, **columns: Tensor) -> DrawRules:
 def test_each_token_owns_a_half_open_interval_of_the_uniform_number() -> None:
     uniform = torch.tensor([0.0, 0.25 - 2.0**-53, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
     rules = rules_for(6, top_k=torch.full((6,), 4))
-    assert draw(torch.zeros(6, 4), rules, uniform, in_shortlist=True).tolist() == [0, 0, 1, 2, 3, 3]
+    assert draw(torch.zeros(6, 4), rules, uniform).tolist() == [0, 0, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
@@ -235,11 +236,11 @@ def test_a_draw_from_the_shortlist_equals_the_draw_from_all_sorted_tokens(spread
     top_p = torch.where(kind >= 2, torch.rand(n, generator=rng, dtype=torch.float64), 1.0)
     min_weight = torch.where(kind == 3, torch.randint(0, WEIGHT_ONE, (n,), generator=rng), 0)
     rules = rules_for(n, top_k=top_k, top_p=top_p, min_weight=min_weight)
-    from_shortlist = draw(x, rules, uniform, in_shortlist=False)
+    from_shortlist = draw(x, rules, uniform)
     from_all = _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
     assert torch.equal(from_shortlist, from_all)
     narrow = (top_k <= SHORTLIST_TOKENS).nonzero().squeeze(-1)
-    assert torch.equal(draw(x[narrow], rules.of(narrow), uniform[narrow], in_shortlist=True), from_all[narrow])
+    assert torch.equal(draw(x[narrow], rules.of(narrow), uniform[narrow]), from_all[narrow])
 
 
 def test_top_k_keeps_exactly_k_and_lower_ids_win_ties() -> None:
@@ -373,13 +374,14 @@ def test_logprobs_are_those_of_the_raw_logits_with_ranks_by_logit_then_id() -> N
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [300, 20000])
-def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: int) -> None:
+def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: int, dtype: torch.dtype) -> None:
     rng = random.Random(vocab)
     requests = [any_request(rng, vocab) for _ in range(48)]
     narrow = [replace(r, params=replace(r.params, top_k=rng.randint(1, 50))) for r in requests]
     for batch in (requests, narrow):
-        logits = torch.randn(48, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+        logits = torch.randn(48, vocab, generator=torch.Generator().manual_seed(1), dtype=dtype) * 3
         expected, positions = sample_all(batch, logits), positions_of(batch).cuda()
         on_gpu = logits.cuda()
         torch.cuda.synchronize()

@@ -1,35 +1,61 @@
-"""draw: draws one token for each request from its logits, by temperature, top-k, top-p and min-p."""
+"""draw: draws one token for each request from its logits, by temperature, top-k, top-p and min-p.
+
+`leading` lists the likeliest tokens, for log-probabilities.
+"""
 
 import torch
 from torch import Tensor
 
 from hotset.kernels.draw import reference
 from hotset.kernels.draw.random_numbers import draw_key, uniforms
-from hotset.kernels.draw.reference import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, leading
+from hotset.kernels.draw.reference import WEIGHT_ONE, DrawRules
+from hotset.kernels.fast_path import kernels_of
 
-__all__ = ["SHORTLIST_TOKENS", "WEIGHT_ONE", "DrawRules", "draw", "draw_key", "leading", "uniforms"]
+__all__ = ["WEIGHT_ONE", "DrawRules", "draw", "draw_key", "leading"]
 
+MAX_LEADING = 512  # tokens that `leading` can list on a GPU
 MAX_VOCAB = 1 << 22  # the weights of this many tokens sum to less than 2^63
 
 
 def draw(
     x: Tensor,  # [n, vocab] logits, float32 or float64, without NaN and inf; -inf: the token is never drawn
     rules: DrawRules,
-    uniform: Tensor,  # [n] float64, in [0, 1)
-    *,
-    in_shortlist: bool,
+    keys: Tensor,  # [n] int64: the results of `draw_key`
+    positions: Tensor,  # [n] int64: the positions of the tokens to draw
 ) -> Tensor:  # [n] int64
-    """Draws one token per request: the inverse CDF at `uniform` over the surviving tokens, likeliest first.
+    """Draws one token per request: the inverse CDF at its random number over the surviving tokens, likeliest first.
 
     Equally likely tokens are ordered by id. `top_k`, then `top_p`, then `min_p` each keep a prefix of this order, and
     at least one token. If all logits of a request are -inf, its token is 0. The token depends only on the request's own
-    logits, rule and number: not on the batch, and not on the device.
-    `in_shortlist` promises that every top_k is at most SHORTLIST_TOKENS.
+    logits, rule, key and position: not on the batch, and not on the device.
+    On a GPU, float32 logits use a kernel that sorts nothing, needs no memory but its result, and never makes the host
+    wait; a graph can capture it after a first call.
     """
     n, vocab = x.shape
     assert 1 <= vocab <= MAX_VOCAB, f"a vocabulary of {vocab} tokens; it must have 1 to {MAX_VOCAB}"
     assert x.dtype in (torch.float32, torch.float64), f"logits must be float32 or float64, not {x.dtype}"
-    assert uniform.shape == (n,) and uniform.dtype == torch.float64, (
-        f"{n} requests need as many float64 numbers, not {tuple(uniform.shape)} of {uniform.dtype}"
-    )
-    return reference.draw(x, rules, uniform, in_shortlist=in_shortlist)
+    for name, column in (("keys", keys), ("positions", positions)):
+        assert column.shape == (n,) and column.dtype == torch.int64, (
+            f"{n} requests need as many int64 {name}, not {tuple(column.shape)} of {column.dtype}"
+        )
+    if _has_fast_path(x):
+        tokens: Tensor = kernels_of("draw", "cuda_impl").draw(x, rules, keys, positions)
+        return tokens
+    return reference.draw(x, rules, uniforms(keys, positions))
+
+
+def leading(
+    x: Tensor,  # [n, vocab] logits without NaN
+    count: int,
+) -> Tensor:  # [n, count] int64
+    """Returns the ids of the `count` likeliest tokens of each request, likeliest first, equal ones by ascending id."""
+    vocab = x.shape[1]
+    assert 1 <= count <= vocab <= MAX_VOCAB, f"the first {count} tokens of a vocabulary of {vocab}"
+    if _has_fast_path(x) and count <= MAX_LEADING:
+        token_ids: Tensor = kernels_of("draw", "cuda_impl").leading(x, count)
+        return token_ids
+    return reference.leading(x, count).ids
+
+
+def _has_fast_path(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.float32 and x.stride(1) == 1

@@ -118,14 +118,14 @@ def _choose(
     return tokens.squeeze(-1), certain.squeeze(-1)
 
 
-def draw(x: Tensor, rules: DrawRules, uniform: Tensor, *, in_shortlist: bool) -> Tensor:
-    """Without `in_shortlist`, a CUDA device sorts all logits: to test whether a draw is certain, the host would have to
-    wait for the device."""
+def draw(x: Tensor, rules: DrawRules, uniform: Tensor) -> Tensor:
+    """On a CUDA device, this function sorts all logits: to test whether a draw from the shortlist is certain, the host
+    would have to wait for the device."""
     vocab = x.shape[-1]
-    if vocab <= SHORTLIST_TOKENS or (x.is_cuda and not in_shortlist):
+    if vocab <= SHORTLIST_TOKENS or x.is_cuda:
         return _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
     shortlist = leading(x, SHORTLIST_TOKENS)
-    if in_shortlist:
+    if bool((rules.top_k <= SHORTLIST_TOKENS).all()):
         return _choose(shortlist, rules, uniform, vocab, None)[0]
     total = weights_of(x, shortlist.values[:, :1], rules.temperature).sum(dim=-1, keepdim=True)
     tokens, certain = _choose(shortlist, rules, uniform, vocab, total)

@@ -1,0 +1,61 @@
+"""draw and leading in CUDA C++: constants and launch shapes. One block works for one request."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import cuda_source
+from hotset.kernels.cuda_source import LaunchShape
+from hotset.kernels.draw import MAX_LEADING
+from hotset.kernels.draw.reference import DrawRules
+
+DRAW, LEADING = (Path(__file__).with_name(name) for name in ("draw.cu", "leading.cu"))
+BINS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTuning:
+    """Parameters that affect only speed."""
+
+    threads: int = 1024  # per block: a power of two from 64 to 1024
+    loads: int = 4  # logits that a thread loads at a time. With 8 and 1024 threads, the kernel spills registers
+
+    @property
+    def shared_bytes(self) -> int:
+        """The size of `Shared` in places.cu."""
+        return 2 * 3 * 4 * BINS + self.threads // 32 * 16 + 56
+
+
+TUNED = DrawTuning()
+
+
+def draw(x: Tensor, rules: DrawRules, keys: Tensor, positions: Tensor, tuning: DrawTuning = TUNED) -> Tensor:
+    n, vocab = x.shape
+    token_ids = torch.empty(n, dtype=torch.int64, device=x.device)
+    if n == 0:
+        return token_ids
+    constants = {"THREADS": tuning.threads, "LOADS": tuning.loads, "SHARED_BYTES": tuning.shared_bytes}
+    columns = (rules.temperature, rules.top_k, rules.top_p, rules.min_weight, keys, positions)
+    cuda_source.kernel(DRAW, "draw", **constants).launch(
+        LaunchShape(n, tuning.threads, tuning.shared_bytes),
+        x,
+        x.stride(0),
+        vocab,
+        *(argument for column in columns for argument in (column, column.stride(0))),
+        token_ids,
+    )
+    return token_ids
+
+
+def leading(x: Tensor, count: int, tuning: DrawTuning = TUNED) -> Tensor:
+    n, vocab = x.shape
+    token_ids = torch.empty(n, count, dtype=torch.int64, device=x.device)
+    if n == 0:
+        return token_ids
+    shared_bytes = tuning.shared_bytes + 8 * MAX_LEADING + 8  # the size of `Listed` in leading.cu
+    constants = {"THREADS": tuning.threads, "LOADS": tuning.loads, "SHARED_BYTES": shared_bytes}
+    kernel = cuda_source.kernel(LEADING, "leading", **constants, MAX_COUNT=MAX_LEADING)
+    kernel.launch(LaunchShape(n, tuning.threads, shared_bytes), x, x.stride(0), vocab, count, token_ids)
+    return token_ids
