@@ -4,6 +4,8 @@
 allocates memory for a loaded model, and `assemble`, which builds an engine around any executor.
 """
 
+import gc
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +17,7 @@ from hotset.base.address import control_port
 from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import ConfigError, EngineStopped, StartupError
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
+from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.handoffs import landing_policy, open_endpoint
@@ -22,9 +25,9 @@ from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_device, choose_dtype, whole_kv_shape
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
-from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
+from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budget
 from hotset.engine.start_plan import check_start
-from hotset.engine.warm_up import run_first_steps
+from hotset.engine.warm_up import run_first_steps, run_largest_steps
 from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.messages import ModelIdentity
@@ -40,6 +43,9 @@ from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import LANES, open_transfer
+
+LOGGER = logging.getLogger("hotset.engine")
+WARM_UP_PAGES = 16  # pages of the KV memory on which steps are measured
 
 
 def build_engine(
@@ -69,7 +75,7 @@ def build_engine(
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
         if device.type == "cuda":
-            engine.warm_up(show_counts(show, "Compiling kernels and capturing decode steps"))
+            engine.warm_up(show_counts(show, "Capturing decode steps"))
         run_first_steps(executor, budget, config.data_parallel_size)
     except EngineStopped as error:
         executor.close()
@@ -177,12 +183,52 @@ def _load_in_process(
 ) -> tuple[KvBudget, Executor]:
     loader = ModelLoader(config, device)
     spec = loader.files.spec
-    check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
+    planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
     model = loader.load(show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
     model.on_layer = advance
-    budget = shared_budget(config, [WorkerMemory(model.kv_shape, loader.free_for_kv())], spec.context, device)
+    steps = _measure_steps(config, model, planned, device, spec.vocab, show) if device.type == "cuda" else None
+    budget = shared_budget(config, [WorkerMemory(model.kv_shape, loader.free_for_kv(steps))], spec.context, device)
+    if steps is not None:
+        LOGGER.info(
+            "steps need %s (%s were estimated); KV cache: %s",
+            show_bytes(steps),
+            show_bytes(loader.plan.steps),
+            show_bytes(budget.device_pages * budget.geometry.page_bytes),
+        )
     pinned = show_counts(show, "Preparing the KV cache", in_bytes=True)
     return budget, in_process_executor(config, model, budget, device, spec.vocab, pinned)
+
+
+def _measure_steps(
+    config: EngineConfig, model: RunnerModel, planned: KvBudget, device: torch.device, vocab: int, show: ShowProgress
+) -> int:
+    """Returns the memory that the largest steps, the tables of all seats and all graphs take on a GPU.
+
+    They run on a KV memory of a few pages, which is freed again. Graphs contain addresses, so they are captured once
+    more on the real one. All kernels are compiled here. What libraries and loaded kernels keep is not counted, because
+    the memory that is free for KV is measured after this.
+    """
+    torch.cuda.empty_cache()
+    free = free_bytes(device)
+    small = replace(
+        planned,
+        device_pages=min(WARM_UP_PAGES, planned.device_pages),
+        host_pages=min(WARM_UP_PAGES, planned.host_pages),
+    )
+    executor = in_process_executor(config, model, small, device, vocab)
+    try:
+        run_largest_steps(executor, config, small, show_counts(show, "Compiling kernels of prompts"))
+        executor.warm_up(show_counts(show, "Compiling kernels of decode steps"))
+        torch.cuda.synchronize(device)
+        # torch keeps what it has freed, so this includes the peaks of all steps.
+        taken = free - free_bytes(device) - executor.pool.bytes.nbytes
+    finally:
+        executor.close()
+        del executor
+        gc.collect()
+        torch.cuda.empty_cache()
+    kept = free - free_bytes(device)
+    return max(0, taken - kept)
 
 
 def _start_workers(

@@ -54,12 +54,6 @@ class SampledLogits:
     prompt_logprobs: LogprobTensors | None = None  # of all prompt ranges of the plan, in order; None if it has none
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor  # [size, vocab], written by each replay
-
-
 def batch_sizes(most: int) -> list[int]:
     """Returns the captured batch sizes up to `most`. Padding adds at most 7 tokens to a batch of up to
     64 tokens, and less than a quarter to larger ones."""
@@ -71,15 +65,16 @@ def batch_sizes(most: int) -> list[int]:
 
 class DecodeGraphs:
     """Captures and replays decode steps. Replays run on the current stream. A result of `run` is valid until the next
-    call of `run`."""
+    call of `run`, because all graphs share one buffer for their logits and one pool for everything else."""
 
     def __init__(self, model: RunnerModel, memory: KvMemory, tokens: Tensor) -> None:
         """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""
         self._model, self._memory, self._tokens = model, memory, tokens
         self._sizes = batch_sizes(tokens.shape[0])
         self._input = torch.empty(2 * self._sizes[-1], dtype=torch.int64, device=tokens.device)
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._memory_pool = torch.cuda.graph_pool_handle()
+        self._logits: Tensor | None = None  # [largest size, vocab], written by each replay; made by the first capture
 
     def can_run(self, plan: Plan) -> bool:
         """Returns True if every request of the plan computes and samples one token, and none is streamed."""
@@ -105,10 +100,11 @@ class DecodeGraphs:
         has_tiered = self._memory.prepare_step(plan.seats, plan.starts)
         tokens = len(plan.seats)
         size = self.size_for(tokens)
-        captured = self._get_or_capture(size, has_tiered)
+        graph = self._get_or_capture(size, has_tiered)
         seat_of, positions = self._fill(size, plan.seats, plan.starts)
-        captured.graph.replay()
-        return SampledLogits(captured.logits[:tokens], positions[:tokens], seat_of[:tokens])
+        graph.replay()
+        assert self._logits is not None, "the first capture makes the buffer"
+        return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens])
 
     def _fill(self, size: int, seats: Sequence[int], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Copies the input of a step to the device. Returns the seats and the positions of `size` tokens."""
@@ -117,13 +113,13 @@ class DecodeGraphs:
         self._input[: 2 * size].copy_(host_input.pin_memory(), non_blocking=True)
         return self._input[:size], self._input[size : 2 * size]
 
-    def _get_or_capture(self, size: int, has_tiered: bool) -> _Captured:
+    def _get_or_capture(self, size: int, has_tiered: bool) -> torch.cuda.CUDAGraph:
         captured = self._captured.get((size, has_tiered))
         if captured is None:
             captured = self._captured[size, has_tiered] = self._capture(size, has_tiered)
         return captured
 
-    def _capture(self, size: int, has_tiered: bool) -> _Captured:
+    def _capture(self, size: int, has_tiered: bool) -> torch.cuda.CUDAGraph:
         seat_of, positions = self._fill(size, (), ())  # the batch is all padding, so this step writes no KV
 
         def step() -> Tensor:
@@ -132,9 +128,12 @@ class DecodeGraphs:
             assert hidden is not None, "only whole models can be captured"
             return self._model.logits(hidden, None)
 
-        step()
+        logits = step()
+        if self._logits is None:
+            self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
+        del logits
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory_pool):
-            logits = step()
-        return _Captured(graph, logits)
+            self._logits[:size].copy_(step())
+        return graph

@@ -11,7 +11,7 @@ from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
 from hotset.engine.model_checks import dtype_name, kv_storage
 from hotset.engine.sizing import device_memory
-from hotset.engine.start_plan import WorkerPlan, usable_bytes
+from hotset.engine.start_plan import WorkerPlan, estimated_steps, usable_bytes
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
@@ -101,11 +101,12 @@ class ModelLoader:
         self._weights = open_weights(
             self.files, self.dtype, device, load_format=config.load_format, progress=self._report
         )
-        memory = device_memory(device)
+        memory, steps = device_memory(device), estimated_steps(config, spec, split, device, self.dtype)
         self.plan = WorkerPlan(
             weights=plan_weights(spec, self._weights, self._storage, split, self.dtype, device),
             memory=memory,
-            usable=usable_bytes(config, spec, split, memory, device, self.dtype),
+            usable=usable_bytes(config, memory, device, steps),
+            steps=steps,
         )
 
     def load(self, progress: Callable[[int, int], None]) -> Decoder:
@@ -119,9 +120,16 @@ class ModelLoader:
         self._report(self.plan.weights.read_bytes)
         return decoder
 
-    def free_for_kv(self) -> int:
-        """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took."""
-        return max(0, self.plan.usable - (self.plan.memory.free - device_memory(self._device).free))
+    def free_for_kv(self, measured_steps: int | None = None) -> int:
+        """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took.
+
+        `measured_steps` replaces the estimate of what steps need.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # reading leaves memory that only torch counts as free
+        taken = self.plan.memory.free - device_memory(self._device).free
+        steps = self.plan.steps if measured_steps is None else measured_steps
+        return max(0, self.plan.usable + self.plan.steps - steps - taken)
 
     def _report(self, done: int) -> None:
         total = self.plan.weights.read_bytes

@@ -28,20 +28,25 @@ class WorkerPlan:
     weights: WeightPlan
     memory: DeviceMemory
     usable: int  # bytes of the free memory that weights and KV may take
+    steps: int  # bytes that are kept for steps, as estimated
 
 
-def usable_bytes(
-    config: EngineConfig, spec: ModelSpec, split: Split, memory: DeviceMemory, device: torch.device, dtype: torch.dtype
+def estimated_steps(
+    config: EngineConfig, spec: ModelSpec, split: Split, device: torch.device, dtype: torch.dtype
 ) -> int:
+    """Returns the memory that steps on a GPU are estimated to need. On a CPU, nothing is kept for them."""
+    context = context_length(config, spec.context)
+    return step_bytes(spec, split, config, context, dtype.itemsize) if device.type == "cuda" else 0
+
+
+def usable_bytes(config: EngineConfig, memory: DeviceMemory, device: torch.device, steps: int) -> int:
     """Returns how many of the device's free bytes weights and KV may take.
 
-    On a GPU, this is the share --gpu-memory-utilization, less what steps are estimated to need.
+    On a GPU, this is the share --gpu-memory-utilization, less the memory for `steps`.
     """
     if device.type != "cuda":
         return memory.free
-    share = usable_gpu_bytes(memory.total, memory.free, config.gpu_memory_utilization)
-    context = context_length(config, spec.context)
-    return max(0, share - step_bytes(spec, split, config, context, dtype.itemsize))
+    return max(0, usable_gpu_bytes(memory.total, memory.free, config.gpu_memory_utilization) - steps)
 
 
 def check_start(

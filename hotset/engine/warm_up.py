@@ -1,16 +1,38 @@
-"""The steps that an engine runs before its first request, so that no request pays for what happens only once: kernels
-are compiled, libraries start their threads and choose their algorithms."""
+"""The steps that an engine runs before its first request, so that no request pays for what happens only once, and so
+that the memory of the largest step is known before the KV cache takes the rest.
 
+A context of any length needs only a few pages here: its page table names the same pages again and again. What such a
+step computes has no meaning, but it takes the same memory and the same kernels as a real one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
+
+from hotset.base.config import EngineConfig
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import Executor
-from hotset.schedule.plan import AssignSeat, Plan
-from hotset.tiers.commands import Grant
+from hotset.schedule.plan import AssignSeat, Plan, PromptRange
+from hotset.tiers.commands import Command, Grant
 from hotset.tiers.residence import PageUse
 
 PROMPT_TOKENS = 32
 SEAT = 0
 PARAMS = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, seed=0)
+# Sampling with everything that takes memory: penalties count tokens, and log-probabilities rank the vocabulary.
+COSTLY_PARAMS = SamplingParams(
+    max_tokens=2,
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    logprobs=20,
+    seed=0,
+)
+ALTERNATIVES = 20  # of each token of a prompt whose log-probabilities are requested
 
 
 def run_first_steps(executor: Executor, budget: KvBudget, replicas: int) -> None:
@@ -22,13 +44,83 @@ def run_first_steps(executor: Executor, budget: KvBudget, replicas: int) -> None
     tokens = min(PROMPT_TOKENS, budget.geometry.page_rows - 2, budget.max_model_len - 1)
     if tokens < 1 or budget.geometry.resident_pages(tokens + 1) > budget.device_pages:
         return  # the pages are tiny, which only tests use
-    prompt = AssignSeat(SEAT, PromptSpec((0,) * tokens, PARAMS), ())
-    grants = [Grant(SEAT, PageUse.ROWS, 0, (0,))]
-    if key_pages := budget.geometry.key_pages(tokens + 1):
-        grants.append(Grant(SEAT, PageUse.KEYS, 0, tuple(range(1, 1 + key_pages))))
-    if budget.host_pages:
-        grants.append(Grant(SEAT, PageUse.HOST, 0, (0,)))
-    prefill = Plan(0, [prompt, *grants], seats=(SEAT,), starts=(0,), counts=(tokens,), sampled=(0,))
+    commands = _admit(SEAT, budget, tokens, tokens + 1, PARAMS)
+    prefill = Plan(0, commands, seats=(SEAT,), starts=(0,), counts=(tokens,), sampled=(0,))
     decode = Plan(1, [], seats=(SEAT,), starts=(tokens,), counts=(1,), sampled=(0,))
     for plan in (prefill, decode):
         executor.submit([plan] * replicas).results()
+
+
+def run_largest_steps(
+    executor: Executor, config: EngineConfig, budget: KvBudget, progress: Callable[[int, int], None]
+) -> None:
+    """Runs the steps that take the most memory, and prompts of many lengths, whose kernels differ.
+
+    `budget` is that of the executor. Its pages are overwritten, so no request may ever use this executor.
+    `progress(done, total)` counts steps.
+    """
+    plans = [*_largest_steps(config, budget), *_prompts(config, budget)]
+    for done, plan in enumerate(plans):
+        progress(done, len(plans))
+        executor.submit([plan]).results()
+    progress(len(plans), len(plans))
+
+
+def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
+    """Yields the last chunk of the longest prompt, with log-probabilities, and a step in which all seats sample."""
+    length, seats = budget.max_model_len - 1, config.max_num_seqs
+    chunk = min(length, config.max_num_batched_tokens)
+    commands: list[AssignSeat | Command] = _admit(SEAT, budget, length, length, COSTLY_PARAMS)
+    logprobs = PromptRange(0, length - chunk + 1, length, ALTERNATIVES)
+    yield Plan(
+        number=0,
+        commands=commands,
+        seats=(SEAT,),
+        starts=(length - chunk,),
+        counts=(chunk,),
+        sampled=(0,),
+        prompt_ranges=(logprobs,) if len(logprobs) else (),
+    )
+    short = min(2, length)
+    commands = [command for seat in range(1, seats) for command in _admit(seat, budget, short, short, COSTLY_PARAMS)]
+    chunk = max(1, min(length, config.max_num_batched_tokens - (seats - 1)))
+    yield Plan(
+        number=1,
+        commands=commands,
+        seats=range(seats),
+        starts=(length - chunk, *[short - 1] * (seats - 1)),
+        counts=(chunk, *[1] * (seats - 1)),
+        sampled=range(seats),
+    )
+
+
+def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
+    """Yields chunks of all orders of magnitude, at the beginning and at the end of the longest context.
+
+    Kernels differ by the number of tokens: by its order of magnitude, and by whether 16 divides it.
+    """
+    length = budget.max_model_len - 1
+    most = min(length, config.max_num_batched_tokens)
+    powers = [1 << bits for bits in range(most.bit_length())]
+    for tokens in sorted({*powers, *(power + 1 for power in powers if power < most), most}):
+        for start in {0, length - tokens}:
+            yield Plan(2, [], seats=(SEAT,), starts=(start,), counts=(tokens,), sampled=(0,))
+
+
+def _admit(
+    seat: int, budget: KvBudget, prompt_tokens: int, tokens: int, params: SamplingParams
+) -> list[AssignSeat | Command]:
+    """Returns the commands that give a seat a prompt and pages for `tokens` tokens: those of the pool, in turn."""
+    geometry = budget.geometry
+    wanted = {
+        PageUse.ROWS: (geometry.row_pages(tokens), budget.device_pages),
+        PageUse.KEYS: (geometry.key_pages(tokens), budget.device_pages),
+        PageUse.HOST: (geometry.row_pages(tokens) if budget.host_pages else 0, budget.host_pages),
+    }
+    grants = [Grant(seat, use, 0, _pages(count, pool)) for use, (count, pool) in wanted.items() if count]
+    return [AssignSeat(seat, PromptSpec((0,) * prompt_tokens, params), ()), *grants]
+
+
+def _pages(count: int, pool: int) -> tuple[int, ...]:
+    pages: Sequence[int] = range(pool)
+    return tuple(islice(cycle(pages), count))

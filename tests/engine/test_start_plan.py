@@ -22,7 +22,7 @@ from hotset.engine.build import build_engine
 from hotset.engine.loading import ModelLoader
 from hotset.engine.model_checks import check_model, model_splits
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
-from hotset.engine.start_plan import WorkerPlan, check_start, usable_bytes
+from hotset.engine.start_plan import WorkerPlan, check_start, estimated_steps, usable_bytes
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
@@ -139,8 +139,8 @@ def gpu_plan(config: EngineConfig, files: ModelFiles, split: Split, total: int =
     shape = loading.whole_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True))
     size = worker_weight_bytes(spec, split, 2)
     memory = DeviceMemory(total, total - GIB // 2)
-    usable = usable_bytes(config, spec, split, memory, CUDA, torch.bfloat16)
-    return WorkerPlan(WeightPlan(size, size, shape), memory, usable)
+    steps = estimated_steps(config, spec, split, CUDA, torch.bfloat16)
+    return WorkerPlan(WeightPlan(size, size, shape), memory, usable_bytes(config, memory, CUDA, steps), steps)
 
 
 def check_on_gpus(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> KvBudget:
@@ -231,8 +231,8 @@ def test_other_programs_on_the_gpu_reduce_the_share_only_if_they_use_what_it_lea
     config, files = EngineConfig(gpu_memory_utilization=0.5), published("dsa-50b")
 
     def usable(free: int) -> int:
-        memory = DeviceMemory(H200, free)
-        return usable_bytes(config, files.spec, WHOLE_MODEL, memory, CUDA, torch.bfloat16)
+        steps = estimated_steps(config, files.spec, WHOLE_MODEL, CUDA, torch.bfloat16)
+        return usable_bytes(config, DeviceMemory(H200, free), CUDA, steps)
 
     assert usable(H200) == usable(H200 // 2) == usable(H200 // 4) + H200 // 4
     assert usable(GIB) == 0, "fewer bytes than steps need"

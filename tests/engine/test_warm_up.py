@@ -4,17 +4,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_all, tiny_directory
+from harness import CPU, run_all, tiny_directory
 
-from hotset.base.config import EngineConfig
+from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
-from hotset.engine import build
-from hotset.engine.build import build_engine
+from hotset.base.units import MIB
+from hotset.engine import build, loading
+from hotset.engine.build import build_engine, in_process_executor
 from hotset.engine.core import Engine
+from hotset.engine.loading import ModelLoader
+from hotset.engine.sizing import DeviceMemory
+from hotset.engine.start_plan import check_start
+from hotset.engine.warm_up import run_largest_steps
 from hotset.engine.workers.executor import InProcessExecutor
 from hotset.models.decoder import Decoder
 
@@ -70,6 +76,42 @@ def test_engines_whose_pages_or_contexts_are_tiny_start(tmp_path: Path, settings
     with engine_of(tiny_directory(tmp_path), load_format="dummy", **settings) as engine:
         assert isinstance(engine.executor, InProcessExecutor)
         engine.audit()
+
+
+@pytest.mark.parametrize("kind", ["dsa", "gqa"])
+@pytest.mark.parametrize("tiers", ["auto", "off"])
+def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int], kind: str, tiers: TiersMode) -> None:
+    """All seats sample in one of them, and chunks of all orders of magnitude are computed."""
+    model = DEMO if kind == "dsa" else tiny_directory(tmp_path, max_position_embeddings=1000)
+    config = EngineConfig(
+        model=model,
+        device="cpu",
+        load_format="dummy",
+        max_model_len=100,
+        max_num_seqs=5,
+        max_num_batched_tokens=20,
+        page_rows=8,
+        tiers=tiers,
+    )
+    loader = ModelLoader(config, CPU)
+    planned = check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
+    small = replace(planned, device_pages=4, host_pages=min(3, planned.host_pages))
+    executor = in_process_executor(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
+    reports: list[tuple[int, int]] = []
+    run_largest_steps(executor, config, small, lambda done, total: reports.append((done, total)))
+    executor.close()
+    assert computed[:2] == [20, 20] and set(computed[2:]) == {1, 2, 3, 4, 5, 8, 9, 16, 17, 20}
+    assert reports[-1] == (len(computed), len(computed)) and len(reports) == len(computed) + 1
+
+
+def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ModelLoader(EngineConfig(model=DEMO, device="cpu"), CPU)
+    memory = DeviceMemory(100 * MIB, 80 * MIB)
+    loader.plan = replace(loader.plan, memory=memory, usable=70 * MIB, steps=10 * MIB)
+    monkeypatch.setattr(loading, "device_memory", lambda _: DeviceMemory(100 * MIB, 50 * MIB))
+    assert loader.free_for_kv() == 40 * MIB, "the weights took 30 MiB"
+    assert loader.free_for_kv(measured_steps=25 * MIB) == 25 * MIB
+    assert loader.free_for_kv(measured_steps=60 * MIB) == 0
 
 
 FIRST_AND_TENTH = """
