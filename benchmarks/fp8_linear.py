@@ -47,18 +47,14 @@ LAUNCH_US, COPY_BAR, LIBRARY_BAR, ERROR_BAR = 2.0, 0.65, 0.95, 2e-3
 MAX_FEW, MIN_MANY = 64, 1024
 COMPILERS = os.cpu_count() or 1  # processes that compile variants
 MIN_PROGRAMS, MAX_PROGRAMS, MIN_GROUPS = 64, 400, 4  # limits for the numbers of splits that are tried
-FUSED, FUSED_TMA, FUSED_EARLY = (True, False, False), (True, True, False), (True, False, True)
-PLAIN, TMA, EARLY, EARLY_TMA = (False, False, False), (False, True, False), (False, False, True), (False, True, True)
-# By number of tokens: (outputs, warps, stages) and (fused, tma, starts_early), to be combined.
+PLAIN, EARLY, FUSED, FUSED_EARLY = (False, False), (False, True), (True, False), (True, True)
+# By number of tokens: (outputs, warps, stages) and (fused, starts_early), to be combined.
 TRIED = {
-    8: (((64, 4, 5), (128, 4, 4)), (FUSED, FUSED_TMA, FUSED_EARLY, EARLY_TMA)),
-    16: (
-        ((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 8, 4)),
-        (FUSED, FUSED_TMA, FUSED_EARLY, EARLY, EARLY_TMA),
-    ),
-    32: (((64, 4, 5), (128, 8, 4)), (FUSED, PLAIN, TMA, EARLY_TMA)),
-    64: (((64, 4, 5), (128, 8, 4), (128, 8, 6), (256, 8, 4)), (FUSED, PLAIN, TMA, EARLY, EARLY_TMA)),
-    128: (((128, 8, 3), (128, 8, 4)), (PLAIN, TMA, EARLY_TMA)),
+    8: (((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 4, 6), (128, 8, 4)), (FUSED, FUSED_EARLY, EARLY)),
+    16: (((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 4, 6), (128, 8, 4)), (FUSED, FUSED_EARLY, EARLY)),
+    32: (((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 8, 4)), (PLAIN, EARLY)),
+    64: (((64, 4, 5), (128, 4, 4), (128, 8, 4), (128, 8, 6), (256, 8, 4)), (PLAIN, EARLY)),
+    128: (((64, 4, 4), (128, 8, 3), (128, 8, 4)), (PLAIN, EARLY)),
 }
 
 
@@ -178,7 +174,7 @@ def shared_bytes(tile: "Tile") -> int:
 
 
 def described(tile: "Tile") -> str:
-    ways = ("fused", tile.fused), ("tma", tile.tma), ("starts early", tile.starts_early)
+    ways = ("fused", tile.fused), ("starts early", tile.starts_early)
     return f"{tile.outputs} outputs, {tile.warps} warps, {tile.stages} stages" + "".join(
         f", {name}" for name, used in ways if used
     )

@@ -75,8 +75,11 @@ def build_engine(
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
         if device.type == "cuda":
+            progress = show_counts(show, "Computing the largest steps")
+            run_largest_steps(executor, config, budget, config.data_parallel_size, progress)
             engine.warm_up(show_counts(show, "Capturing decode steps"))
-        run_first_steps(executor, budget, config.data_parallel_size)
+        else:
+            run_first_steps(executor, budget, config.data_parallel_size)
     except EngineStopped as error:
         executor.close()
         raise StartupError(f"the engine did not start: {error}") from error
@@ -186,7 +189,9 @@ def _load_in_process(
     planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
     model = loader.load(show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
     model.on_layer = advance
-    steps = _measure_steps(config, model, planned, device, spec.vocab, show) if device.type == "cuda" else None
+    steps = None
+    if device.type == "cuda" and config.device_kv_tokens is None and config.device_kv_gib is None:
+        steps = _measure_steps(config, model, planned, device, spec.vocab, show)
     budget = shared_budget(config, [WorkerMemory(model.kv_shape, loader.free_for_kv(steps))], spec.context, device)
     if steps is not None:
         LOGGER.info(
@@ -205,8 +210,8 @@ def _measure_steps(
     """Returns the memory that the largest steps, the tables of all seats and all graphs take on a GPU.
 
     They run on a KV memory of a few pages, which is freed again. Graphs contain addresses, so they are captured once
-    more on the real one. All kernels are compiled here. What libraries and loaded kernels keep is not counted, because
-    the memory that is free for KV is measured after this.
+    more on the real one. What libraries and loaded kernels keep is not counted, because the memory that is free for KV
+    is measured after this.
     """
     torch.cuda.empty_cache()
     free = free_bytes(device)
@@ -217,7 +222,7 @@ def _measure_steps(
     )
     executor = in_process_executor(config, model, small, device, vocab)
     try:
-        run_largest_steps(executor, config, small, show_counts(show, "Compiling kernels of prompts"))
+        run_largest_steps(executor, config, small, 1, show_counts(show, "Compiling kernels of prompts"))
         executor.warm_up(show_counts(show, "Compiling kernels of decode steps"))
         torch.cuda.synchronize(device)
         # torch keeps what it has freed, so this includes the peaks of all steps.

@@ -52,17 +52,17 @@ def run_first_steps(executor: Executor, budget: KvBudget, replicas: int) -> None
 
 
 def run_largest_steps(
-    executor: Executor, config: EngineConfig, budget: KvBudget, progress: Callable[[int, int], None]
+    executor: Executor, config: EngineConfig, budget: KvBudget, replicas: int, progress: Callable[[int, int], None]
 ) -> None:
     """Runs the steps that take the most memory, and prompts of many lengths, whose kernels differ.
 
-    `budget` is that of the executor. Its pages are overwritten, so no request may ever use this executor.
-    `progress(done, total)` counts steps.
+    Kernels are compiled, and torch keeps the memory of these steps for later ones. `budget` is that of the executor.
+    Its pages are overwritten, so no request may have been added yet. `progress(done, total)` counts steps.
     """
     plans = [*_largest_steps(config, budget), *_prompts(config, budget)]
     for done, plan in enumerate(plans):
         progress(done, len(plans))
-        executor.submit([plan]).results()
+        executor.submit([plan] * replicas).results()
     progress(len(plans), len(plans))
 
 

@@ -59,7 +59,8 @@ class Mirror:
         self.rows_mirrored = 0  # positions copied to the host since start, each counted once for all layers
 
     def warm_up(self) -> None:
-        """Compiles the copy kernels by calling them with an empty run."""
+        """Compiles the copy kernels by calling them with an empty run. Rows mirrored before this are not counted."""
+        self.rows_mirrored = 0
         nothing = self._runs_tensor([CopyRun(0, 0, 0)])
         pairs = [(self._pool.rows, self._host.rows)]
         if self._host.keys is not None:

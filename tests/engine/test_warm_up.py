@@ -98,7 +98,7 @@ def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int
     small = replace(planned, device_pages=4, host_pages=min(3, planned.host_pages))
     executor = in_process_executor(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
     reports: list[tuple[int, int]] = []
-    run_largest_steps(executor, config, small, lambda done, total: reports.append((done, total)))
+    run_largest_steps(executor, config, small, 1, lambda done, total: reports.append((done, total)))
     executor.close()
     assert computed[:2] == [20, 20] and set(computed[2:]) == {1, 2, 3, 4, 5, 8, 9, 16, 17, 20}
     assert reports[-1] == (len(computed), len(computed)) and len(reports) == len(computed) + 1

@@ -25,13 +25,13 @@ def _linear_case(tile: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the case of a weight with blocks of 128 x 128 and whole groups, which several programs divide."""
     sizes = {"tile_tokens": tile.tokens, "tile_outputs": tile.outputs, "stages": tile.stages}
     flags = {"whole_groups": True, "with_bias": False, "splits": 4, "fused": tile.fused}
-    flags |= {"tma": tile.tma, "starts_early": tile.starts_early}
+    flags["starts_early"] = tile.starts_early
     return {
         "module": "linear.triton_fp8",
         "kernel": "_linear_kernel",
         "types": {
             "*bf16": "x bias out" if tile.fused else "bias out",
-            "*fp8e4nv": "weight weight_tiles" if tile.fused else "x weight weight_tiles",
+            "*fp8e4nv": "weight" if tile.fused else "x weight",
             "*fp32": "x_scales weight_scales partial",
             "*i32": "counters",
         },

@@ -280,7 +280,7 @@ def test_on_a_gpu_each_product_of_production_size_has_the_error_of_its_own_sums_
 @pytest.mark.parametrize("tokens", [1, 5, 16, 64, 130, 700, 3000])
 def test_on_a_gpu_production_sizes_equal_the_reference(production: tuple[Fp8Weight, Fp8Weight], tokens: int) -> None:
     case = draw_case(tokens, 2, production, torch.bfloat16)
-    case.expert_ids[::5] = EMPTY
+    case.expert_ids[4::5] = EMPTY
     expected = reference.experts(*case.arguments)
     poison_free_memory()
     out = experts(*case.arguments)

@@ -53,22 +53,22 @@ def error(out: Tensor, x: Tensor, weight: Fp8Weight, bias: Tensor | None = None)
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs", "block_rows", "splits", "fused", "tma", "dtype"),
+    ("tokens", "outputs", "inputs", "block_rows", "splits", "fused", "dtype"),
     matrix(
         [1, 3, 16, 33],
         [1, 72],  # 72: a partial tile and a partial block
         [208, 384],  # 208: a partial group
         [128, 64, 32],
         [1, 3],
-        [(False, False, BF16), (True, False, BF16), (False, True, torch.float32), (True, True, torch.float32)],
+        [(False, BF16), (True, BF16), (False, torch.float32), (True, torch.float32)],
     ),
 )
 def test_fp8_linear_equals_a_float64_product_of_the_same_codes(
-    tokens: int, outputs: int, inputs: int, block_rows: int, splits: int, fused: bool, tma: bool, dtype: torch.dtype
+    tokens: int, outputs: int, inputs: int, block_rows: int, splits: int, fused: bool, dtype: torch.dtype
 ) -> None:
     weight, bias = random_weight(outputs, inputs, block_rows), torch.randn(outputs).to(dtype)
     x = torch.randn(tokens, inputs + 2).to(dtype)[:, 2:]  # tokens have a stride
-    tile = replace(impl().tile_for(tokens), outputs=64, fused=fused, tma=tma)
+    tile = replace(impl().tile_for(tokens), outputs=64, fused=fused)
     counters = impl().make_counters(weight)
     splits = min(splits, weight.scales.shape[1])
     out = impl().fp8_linear_in_tiles(x, weight, bias, counters, tile, splits)
@@ -78,10 +78,10 @@ def test_fp8_linear_equals_a_float64_product_of_the_same_codes(
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("fused", "tma"), [(False, True), (True, False)])
-def test_a_token_has_the_same_bits_alone_and_in_a_batch(fused: bool, tma: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(fused: bool) -> None:
     weight, x = random_weight(64, 256), torch.randn(16, 256).to(BF16)
-    tile = replace(impl().TILES[16], fused=fused, tma=tma)
+    tile = replace(impl().TILES[16], fused=fused)
     counters = impl().make_counters(weight)
     whole = impl().fp8_linear_in_tiles(x, weight, None, counters, tile, 2)
     for tokens in (slice(3, 4), slice(5, 16)):
@@ -200,8 +200,8 @@ def test_on_a_gpu_all_ways_to_read_the_factors_give_the_same_bits(tokens: int, s
     expected = [impl().fp8_linear_in_tiles(x, weight, None, counters, plain, splits) for x in inputs]
     assert error(expected[0], inputs[0], weight) < ERROR_BAR
     buffer = torch.empty_like(inputs[0])
-    for fused, tma, early in itertools.product((False, True), repeat=3):
-        way = replace(tile, fused=fused, tma=tma, starts_early=early)
+    for fused, early in itertools.product((False, True), repeat=2):
+        way = replace(tile, fused=fused, starts_early=early)
         for x, result in zip(inputs, expected, strict=True):
             buffer.copy_(x)
             assert torch.equal(impl().fp8_linear_in_tiles(buffer, weight, None, counters, way, splits), result), way

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def assert_same_bits(codes: Tensor, scales: Tensor, x: Tensor) -> None:
     tokens = x.shape[0]
     expected_codes, expected_scales = fp8.quantise(x)
-    assert scales.stride() == (1, scales.shape[0])
+    assert scales.stride() == (1, max(1, scales.shape[0]))
     assert torch.equal(codes[:tokens].view(torch.uint8), expected_codes.view(torch.uint8))
     assert torch.equal(scales[:tokens].view(torch.int32), expected_scales.view(torch.int32))
 

@@ -51,10 +51,10 @@ class Tiles:
 # about 40 KB of weights in flight. With blocks of 16 or 32 pairs, it runs two programs at a time, each with 64 KB of
 # weights in flight. Blocks of 128 pairs read the fewest bytes from the L2 per product; their sums fill the registers.
 TILES = {
-    8: Tiles(16, False, Tile(128, 4, 3), Tile(128, 4, 3)),
-    20: Tiles(32, False, Tile(128, 4, 3), Tile(128, 4, 3)),
-    56: Tiles(64, True, Tile(128, 8, 4), Tile(128, 8, 4)),
-    1 << 62: Tiles(128, True, Tile(128, 8, 3), Tile(128, 8, 3)),
+    8: Tiles(16, False, Tile(128, 4, 3), Tile(64, 4, 5)),
+    20: Tiles(32, False, Tile(128, 4, 3), Tile(64, 4, 4)),
+    160: Tiles(64, True, Tile(128, 8, 4), Tile(64, 4, 3, tma=True)),
+    1 << 62: Tiles(128, True, Tile(128, 8, 4), Tile(64, 8, 3, tma=True)),
 }
 # Programs run in groups of this many blocks: all blocks of a group with the first tile of outputs, then with the next.
 # The inputs and weights of a group stay in the L2 cache until all its tiles are computed.

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
@@ -44,7 +43,6 @@ class Tile:
     stages: int
     max_programs: int  # sums are divided as long as this many programs suffice
     fused: bool  # every program quantises the activations itself; otherwise, a launch before it does
-    tma: bool = False  # the tensor memory accelerator reads codes and scales; requires inputs % 16 == 0
     # The kernel starts before the previous one has ended, and reads its first codes into the L2 meanwhile.
     starts_early: bool = False
 
@@ -153,18 +151,13 @@ def fp8_linear_in_tiles(
     else:
         x = quantised(x, lets_next_start=tile.starts_early)
         codes, scales = x.codes, x.scales
-    operands: dict[str, Any] = {"x": codes, "x_scales": scales, "weight_tiles": weight.codes}
-    if tma := tile.tma and inputs % 16 == 0:
-        operands["weight_tiles"] = TensorDescriptor.from_tensor(weight.codes, [tile.outputs, SCALE_BLOCK])
-    if tma and not fused:
-        operands["x"] = TensorDescriptor.from_tensor(codes, [tile.tokens, SCALE_BLOCK])
-        operands["x_scales"] = TensorDescriptor.from_tensor(scales.t(), [1, tile.tokens])
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
     partial = torch.empty(partial_count, dtype=torch.float32, device=x.device)
     _linear_kernel[grid](
-        **operands,
+        x=codes,
+        x_scales=scales,
         weight=weight.codes,
         weight_scales=weight.scales,
         bias=out if bias is None else bias,
@@ -183,7 +176,6 @@ def fp8_linear_in_tiles(
         with_bias=bias is not None,
         splits=splits,
         fused=fused,
-        tma=tma,
         starts_early=tile.starts_early,
         tile_tokens=tile.tokens,
         tile_outputs=tile.outputs,
@@ -199,7 +191,6 @@ def fp8_linear_in_tiles(
 def _linear_kernel(
     x: tl.tensor,  # values if fused, else codes
     x_scales: tl.tensor,  # not if fused
-    weight_tiles: tl.tensor,  # if tma, descriptors of the weight's tiles, and unless fused, in x and x_scales
     weight: tl.tensor,
     weight_scales: tl.tensor,
     bias: tl.tensor,
@@ -218,7 +209,6 @@ def _linear_kernel(
     with_bias: tl.constexpr,
     splits: tl.constexpr,
     fused: tl.constexpr,
-    tma: tl.constexpr,
     starts_early: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_outputs: tl.constexpr,
@@ -233,8 +223,7 @@ def _linear_kernel(
     read_output = tl.minimum(output, outputs - 1)
     read_token = tl.minimum(token, tokens - 1)
     entry = tl.arange(0, _SCALE_BLOCK)
-    if fused or not tma:
-        x_at = x + read_token.to(tl.int64)[:, None] * x_stride + entry[None, :]
+    x_at = x + read_token.to(tl.int64)[:, None] * x_stride + entry[None, :]
     weight_at = weight + read_output.to(tl.int64)[:, None] * inputs + entry[None, :]
     one_scale: tl.constexpr = block_rows % tile_outputs == 0  # all outputs of the tile have the same scale
     scale_at = weight_scales + (first_output if one_scale else read_output) // block_rows * groups
@@ -246,27 +235,18 @@ def _linear_kernel(
         tl.extra.cuda.gdc_wait()  # the previous kernel may write x, and read what is written below, until here
     for group in tl.range(first_group, tl.minimum(first_group + split_groups, groups), num_stages=stages):
         start = group * _SCALE_BLOCK
-        if tma:
-            weight_tile = weight_tiles.load([first_output, start])
+        if whole_groups:
+            weight_tile, x_tile = tl.load(weight_at + start), tl.load(x_at + start)
         else:
-            if whole_groups:
-                weight_tile = tl.load(weight_at + start)
-            else:
-                weight_tile = tl.load(weight_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
-        if tma and not fused:
-            x_tile = x.load([first_token, start])
-            scale = tl.reshape(x_scales.load([group, first_token]), [tile_tokens])
+            inside = (start + entry < inputs)[None, :]
+            weight_tile = tl.load(weight_at + start, mask=inside, other=0.0)
+            x_tile = tl.load(x_at + start, mask=inside, other=0.0)
+        if fused:
+            values = x_tile.to(tl.float32)
+            scale = group_scale(values)
+            x_tile = group_codes(values, scale)
         else:
-            if whole_groups:
-                x_tile = tl.load(x_at + start)
-            else:
-                x_tile = tl.load(x_at + start, mask=(start + entry < inputs)[None, :], other=0.0)
-            if fused:
-                values = x_tile.to(tl.float32)
-                scale = group_scale(values)
-                x_tile = group_codes(values, scale)
-            else:
-                scale = tl.load(x_scales + group * x_scale_stride + read_token)
+            scale = tl.load(x_scales + group * x_scale_stride + read_token)
         product = tl.dot(weight_tile, tl.trans(x_tile))
         weight_scale = tl.load(scale_at + group)
         if one_scale:
@@ -289,9 +269,9 @@ def _linear_kernel(
         tl.store(counters + tile, 0)
     if with_bias:
         total += tl.load(bias + read_output).to(tl.float32)[:, None]
-    inside = (token < tokens)[None, :] & (output < outputs)[:, None]
+    stored = (token < tokens)[None, :] & (output < outputs)[:, None]
     target = out + token.to(tl.int64)[None, :] * outputs + output[:, None]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(target, total.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
