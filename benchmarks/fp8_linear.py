@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,7 @@ from torch.nn import functional as F
 from hotset.kernels import fp8
 from hotset.kernels.fp8 import E4M3_MAX, SCALE_BLOCK, Fp8Weight
 from hotset.kernels.linear import Linear
-from hotset.kernels.norm import add_rms_norm
-from hotset.kernels.quantise import add_rms_norm_quantise, quantise, swiglu_quantise
-from hotset.kernels.swiglu import swiglu
+from hotset.kernels.quantise import quantise
 
 if TYPE_CHECKING:
     from hotset.kernels.linear.triton_fp8 import Tile
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2240, 7168))  # (outputs, inputs)
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 VARIANT_TOKENS = (16, 64, 1, 32, 128, 256)  # the most important ones first
-FUSION_TOKENS = (16, 64, 1024)
 LAUNCH_US, COPY_BAR, LIBRARY_BAR, ERROR_BAR = 2.0, 0.65, 0.95, 2e-3
 MAX_FEW, MIN_MANY = 64, 1024
 COMPILERS = os.cpu_count() or 1  # processes that compile variants
@@ -139,32 +136,14 @@ def measure(case: Case) -> dict[str, Any]:
     return row
 
 
-def measure_fusions(tokens: int) -> list[dict[str, Any]]:
-    """Times swiglu and norm together with the quantisation that follows, in one launch and in two."""
-    gate_up = torch.randn(tokens, 2 * 2048, device="cuda").bfloat16()
-    x, delta = (torch.randn(tokens, 7168, device="cuda").bfloat16() for _ in range(2))
-    weight = torch.rand(7168, device="cuda").bfloat16()
-    calls: dict[str, tuple[Any, Any]] = {
-        "swiglu": (lambda: swiglu_quantise(gate_up), lambda: quantise(swiglu(gate_up))),
-        "add and norm": (
-            lambda: add_rms_norm_quantise(x, delta, weight, 1e-6),
-            lambda: quantise(add_rms_norm(x, delta, weight, 1e-6)[1]),
-        ),
-    }
-    return [
-        {"op": name, "tokens": tokens, "one launch us": us(one), "two launches us": us(two)}
-        for name, (one, two) in calls.items()
-    ]
-
-
 def variants(tokens: int) -> list["Tile"]:
-    """Returns the tile in use for this many tokens and others, each once."""
-    from hotset.kernels.linear.triton_fp8 import Tile, tile_for
+    """Returns the tiles to try for this many tokens."""
+    from hotset.kernels.linear.triton_fp8 import Tile
 
-    in_use = replace(tile_for(tokens), max_programs=0)
-    sizes, ways = TRIED[in_use.tokens]
-    tried = [Tile(in_use.tokens, *size, 0, *way) for size in sizes for way in ways]
-    return list(dict.fromkeys([in_use, *(tile for tile in tried if shared_bytes(tile) <= 227 << 10)]))
+    tile_tokens = min(tried for tried in TRIED if tried >= min(tokens, max(TRIED)))
+    sizes, ways = TRIED[tile_tokens]
+    tried = [Tile(tile_tokens, *size, 0, *way) for size in sizes for way in ways]
+    return [tile for tile in tried if shared_bytes(tile) <= 227 << 10]
 
 
 def shared_bytes(tile: "Tile") -> int:
@@ -231,7 +210,7 @@ def time_variants(case: Case, tiles: list["Tile"], deadline: float) -> list[tupl
 
 
 def try_variants(weights: list[tuple[Fp8Weight, Tensor]], seconds: float, shown: int) -> list[dict[str, Any]]:
-    from hotset.kernels.linear.triton_fp8 import fp8_linear_by_library, tile_for
+    from hotset.kernels.linear.triton_fp8 import fp8_linear_by_library
 
     start = time.monotonic()
     working = compiled(list(dict.fromkeys(tile for tokens in VARIANT_TOKENS for tile in variants(tokens))))
@@ -248,7 +227,7 @@ def try_variants(weights: list[tuple[Fp8Weight, Tensor]], seconds: float, shown:
             for microseconds, tile, _ in results:
                 best_of_tile.setdefault(tile, microseconds)
             for tile, microseconds in best_of_tile.items():
-                relative[tile_for(tokens).tokens][tile].append(microseconds / results[0][0])
+                relative[tile.tokens][tile].append(microseconds / results[0][0])
             for microseconds, tile, splits in results[:shown]:
                 line = f"{microseconds:6.2f} us, {of_copy(case, microseconds):.2f} of copy, {splits} splits"
                 print(f"{case.name}: {line}, {described(tile)}", flush=True)
@@ -287,8 +266,6 @@ def main() -> None:
                 print(f"failed: {failed[-1]}", flush=True)
     notes = f"copy bandwidth {copy_bandwidth() / 1e12:.2f} TB/s"
     report("Products with fp8 weights", rows, options.json, notes)
-    fusions = [row for tokens in FUSION_TOKENS for row in measure_fusions(tokens)]
-    report("Activations that are quantised where they are computed", fusions, None)
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}")
 

@@ -17,7 +17,7 @@ from one_rank_model import (
     WeightBytes,
     random_weights,
 )
-from step_profile import grouped_ms, profiled, slowest_ms
+from step_profile import grouped_ms, profiled, slowest_kernels
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 from torch import Tensor
 
@@ -221,7 +221,7 @@ def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int
         "bytes": read,
         "link bytes": link_bytes(observed.calls),
         "profile ms": grouped_ms(runs, PROFILED_STEPS),
-        "slowest kernels ms": slowest_ms(runs, PROFILED_STEPS),
+        "slowest kernels": slowest_kernels(runs, PROFILED_STEPS),
     }
 
 
@@ -287,5 +287,5 @@ def measure_prefill(rank: Rank, tokens: int, chunk: int, rates: Rates, *, profil
         "workspace GB": workspace * 1e-9,
         "products ms": {name: value * 1e3 for name, value in ideal.items()},
         "profile ms": grouped_ms(runs, 1),
-        "slowest kernels ms": slowest_ms(runs, 1),
+        "slowest kernels": slowest_kernels(runs, 1),
     }

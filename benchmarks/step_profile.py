@@ -105,13 +105,13 @@ def grouped_ms(runs: Iterable[KernelRun], steps: int) -> dict[str, float]:
     return {group: us / 1e3 / steps for group, us in sorted(totals.items(), key=lambda item: item[1], reverse=True)}
 
 
-def slowest_ms(runs: Iterable[KernelRun], steps: int, count: int = 12) -> dict[str, float]:
-    """Returns the milliseconds per step of the kernels that take longest."""
-    totals: dict[str, float] = defaultdict(float)
+def slowest_kernels(runs: Iterable[KernelRun], steps: int, count: int = 40) -> dict[str, dict[str, float]]:
+    """Returns the milliseconds and launches per step of the kernels that take longest."""
+    times: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        totals[run.name[:80]] += run.end_us - run.start_us
-    longest = sorted(totals.items(), key=lambda item: item[1], reverse=True)[:count]
-    return {name: us / 1e3 / steps for name, us in longest}
+        times[run.name[:80]].append(run.end_us - run.start_us)
+    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:count]
+    return {name: {"ms": sum(us) / 1e3 / steps, "launches": len(us) / steps} for name, us in longest}
 
 
 def profiled(work: Callable[[], object]) -> list[KernelRun]:

@@ -97,12 +97,15 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
 def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields chunks of all orders of magnitude, at the beginning and at the end of the longest context.
 
-    Kernels differ by the number of tokens: by its order of magnitude, and by whether 16 divides it.
+    Our kernels differ by the number of tokens: by its order of magnitude, and by whether 16 divides it. Libraries
+    choose among more kernels, and load each at its first use, so four sizes of every order of magnitude run.
     """
     length = budget.max_model_len - 1
     most = min(length, config.max_num_batched_tokens)
     powers = [1 << bits for bits in range(most.bit_length())]
-    for tokens in sorted({*powers, *(power + 1 for power in powers if power < most), most}):
+    between = {power * quarters // 4 for power in powers for quarters in (5, 6, 7)}
+    sizes = {*powers, *(power + 1 for power in powers), *between, most}
+    for tokens in sorted(size for size in sizes if size <= most):
         for start in {0, length - tokens}:
             yield Plan(2, [], seats=(SEAT,), starts=(start,), counts=(tokens,), sampled=(0,))
 

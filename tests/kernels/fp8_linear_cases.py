@@ -9,12 +9,12 @@ NAMES = ("fp8 linear, 16 tokens", "fp8 linear, 64 tokens", "quantise")
 def cases() -> dict[str, dict[str, Any]]:
     linear = importlib.import_module("hotset.kernels.linear.triton_fp8")
     quantise = importlib.import_module("hotset.kernels.quantise.triton_impl")
-    few, many = (_linear_case(linear.TILES[tokens], linear.OPTIONS) for tokens in (16, 64))
+    few, many = (_linear_case(linear.WIDE_TILES[tokens], linear.OPTIONS) for tokens in (16, 64))
     quantise_case = {
         "module": "quantise.triton_impl",
         "kernel": "_quantise_kernel",
         "types": {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"},
-        "constants": {"gated": False, "lets_next_start": False, "block_tokens": 32},
+        "constants": {"lets_next_start": False, "block_tokens": 32},
         "options": quantise.OPTIONS | {"num_warps": quantise.WARPS},
         "aligned": ("width", "x_stride"),
     }

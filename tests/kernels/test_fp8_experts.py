@@ -285,7 +285,7 @@ def test_on_a_gpu_production_sizes_equal_the_reference(production: tuple[Fp8Weig
     poison_free_memory()
     out = experts(*case.arguments)
     assert out.dtype == torch.bfloat16 and relative_error(out, expected) <= BF16_ERROR
-    assert not out[::5].any()
+    assert not out[4::5].any()
 
 
 @pytest.mark.gpu

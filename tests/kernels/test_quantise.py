@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from interpreted import INTERPRETED, triton_impl
 from torch import Tensor
 
-from hotset.kernels import fp8, norm, swiglu
-from hotset.kernels.quantise import QuantisedTokens, add_rms_norm_quantise, quantise, reference, swiglu_quantise
+from hotset.kernels import fp8
+from hotset.kernels.quantise import quantise, reference
 
 BF16 = torch.bfloat16
 
@@ -78,49 +78,14 @@ def test_tokens_are_padded_and_the_padding_is_not_written() -> None:
     quantised = quantise(x)
     assert quantised.codes.shape == (8, 200) and quantised.scales.shape == (8, 2)
     assert quantised.codes[5:].float().isnan().all() and quantised.scales[5:].isnan().all()
-    assert (quantised.shape, quantised.dtype) == (x.shape, x.dtype)
     assert_same_bits(quantised.codes, quantised.scales, x)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize(("tokens", "width"), [(3, 128), (9, 200)])
-def test_gated_activations_are_quantised_as_if_they_had_been_stored(
-    tokens: int, width: int, dtype: torch.dtype
-) -> None:
-    gate_up = torch.randn(tokens, 2 * width + 3).to(dtype)[:, 3:]
-    op, activation = (triton_impl("quantise"), triton_impl("swiglu")) if INTERPRETED else (reference, swiglu.reference)
-    assert_same_bits(*op.swiglu_quantise(gate_up, 12), activation.swiglu(gate_up))
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize(("tokens", "width"), [(1, 128), (3, 300)])
-def test_the_norm_that_is_quantised_is_the_norm_that_is_returned(tokens: int, width: int, dtype: torch.dtype) -> None:
-    x, delta = (torch.randn(tokens, width + 3).to(dtype)[:, 3:] for _ in range(2))
-    weight = torch.rand(width).to(dtype)
-    op = triton_impl("quantise") if INTERPRETED else reference
-    total, normed, codes, scales = op.add_rms_norm_quantise(x, delta, weight, 1e-6, 4)
-    assert torch.equal(total, x + delta)
-    torch.testing.assert_close(normed, norm.reference.rms_norm(x + delta, weight, 1e-6))
-    assert_same_bits(codes, scales, normed)
-
-
-def on_cpu(quantised: QuantisedTokens) -> tuple[Tensor, Tensor]:
-    return quantised.codes.cpu(), quantised.scales.t().cpu().t()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 128), (1, 7168), (17, 576), (64, 2048), (300, 7168), (4097, 1536)])
 def test_on_a_gpu_codes_and_scales_have_the_bits_of_a_cpu(dtype: torch.dtype, tokens: int, width: int) -> None:
-    # The product of gate and up must be finite.
-    for x in (torch.randn(tokens, 2 * width + 8), values_with_ties(tokens, 2 * width + 8, seed=tokens, exponents=25)):
-        gate_up = x.to(dtype)[:, 8:].cuda()
-        values = gate_up[:, :width]
-        assert_same_bits(*on_cpu(quantise(values)), values.cpu())
-        assert_same_bits(*on_cpu(swiglu_quantise(gate_up)), swiglu.swiglu(gate_up).cpu())
-        weight = torch.rand(width, device="cuda").to(dtype)
-        total, normed, quantised = add_rms_norm_quantise(values, gate_up[:, width:], weight, 1e-6)
-        expected = norm.add_rms_norm(values, gate_up[:, width:], weight, 1e-6)
-        assert torch.equal(total, expected[0])
-        torch.testing.assert_close(normed, expected[1])
-        assert_same_bits(*on_cpu(quantised), normed.cpu())
+    for x in (torch.randn(tokens, width + 8), values_with_ties(tokens, width + 8, seed=tokens)):
+        values = x.to(dtype)[:, 8:]
+        quantised = quantise(values.cuda())
+        assert_same_bits(quantised.codes.cpu(), quantised.scales.t().cpu().t(), values)

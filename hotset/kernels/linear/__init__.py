@@ -6,7 +6,6 @@ from torch import Tensor
 from hotset.kernels.fast_path import FAST_DTYPES, has_fast_path, kernels_of
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
-from hotset.kernels.quantise import QuantisedTokens
 
 MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear` is faster than torch
 
@@ -14,9 +13,9 @@ MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear`
 class Linear:
     """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
 
-    If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`), or already is. On a GPU in bfloat16 or
-    float32, such a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same
-    instance at the same time, because its calls share counters.
+    If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`). On a GPU in bfloat16 or float32, such
+    a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same instance at the
+    same time, because its calls share counters.
 
     On a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in blocked order
     (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms
@@ -33,21 +32,17 @@ class Linear:
             if weight.device.type == "cuda":
                 self._counters = kernels_of("linear", "triton_fp8").make_counters(weight)
 
-    def __call__(self, x: Tensor | QuantisedTokens) -> Tensor:  # [tokens, in] -> [tokens, out]
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
         if isinstance(self.weight, Fp8Weight):
             return self._fp8_product(x, self.weight)
-        assert isinstance(x, Tensor), "quantised activations for a weight that is not in fp8"
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
         return reference.linear(x, self.weight, self.bias)
 
-    def _fp8_product(self, x: Tensor | QuantisedTokens, weight: Fp8Weight) -> Tensor:
+    def _fp8_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
         if self._counters is not None and x.dtype in FAST_DTYPES:
             out: Tensor = kernels_of("linear", "triton_fp8").fp8_linear(x, weight, self.bias, self._counters)
             return out
-        if isinstance(x, QuantisedTokens):
-            codes, scales = x.codes[: x.tokens], x.scales[: x.tokens]
-            return reference.quantised_linear(codes, scales, weight, self.bias, x.dtype)
         return reference.fp8_linear(x, weight, self.bias)
 
 

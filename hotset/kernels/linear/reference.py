@@ -19,20 +19,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     codes, scales = quantise(x)
-    return quantised_linear(codes, scales, weight, bias, x.dtype)
-
-
-def quantised_linear(
-    codes: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    dtype = accumulation_dtype(out_dtype)
+    dtype = accumulation_dtype(x.dtype)
     weight_scales = weight.output_scales()
     out = torch.zeros(codes.shape[0], weight.shape[0], dtype=dtype, device=codes.device)
     groups = zip(codes.split(SCALE_BLOCK, 1), weight.codes.split(SCALE_BLOCK, 1), strict=True)
     for group, (x_codes, weight_codes) in enumerate(groups):
         product = F.linear(x_codes.to(dtype), weight_codes.to(dtype))
         out += product * scales[:, group, None] * weight_scales[:, group]
-    return (out if bias is None else out + bias).to(out_dtype)
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def fp32_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:

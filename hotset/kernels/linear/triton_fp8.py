@@ -47,20 +47,31 @@ class Tile:
     starts_early: bool = False
 
 
-# The key of an entry is the largest number of tokens for which the entry is used.
-TILES = {
-    8: Tile(8, 64, 4, 5, max_programs=264, fused=True),
-    16: Tile(16, 64, 4, 5, max_programs=264, fused=True),
+# The key of an entry is the largest number of tokens for which the entry is used. Weights with enough tiles of
+# WIDE_OUTPUTS outputs for a whole GPU use WIDE_TILES, because a wider tile reads the activations less often; others
+# need tiles of fewer outputs. Chosen by benchmarks/fp8_linear.py --variants on an H200.
+WIDE_TILES = {
+    8: Tile(8, 128, 4, 4, max_programs=264, fused=True),
+    16: Tile(16, 128, 4, 4, max_programs=264, fused=True),
     32: Tile(32, 64, 4, 5, max_programs=264, fused=False),
-    64: Tile(64, 128, 8, 4, max_programs=132, fused=False),
-    128: Tile(128, 128, 8, 4, max_programs=132, fused=False),
-    1 << 62: Tile(128, 128, 8, 4, max_programs=0, fused=False),
+    64: Tile(64, 128, 4, 4, max_programs=132, fused=False),
+    1 << 62: Tile(128, 64, 4, 4, max_programs=0, fused=False),
 }
+NARROW_TILES = {
+    8: Tile(8, 64, 4, 5, max_programs=264, fused=False, starts_early=True),
+    16: Tile(16, 64, 4, 5, max_programs=264, fused=False, starts_early=True),
+    32: Tile(32, 64, 4, 5, max_programs=264, fused=False),
+    64: Tile(64, 64, 4, 5, max_programs=132, fused=False),
+    128: Tile(128, 64, 4, 4, max_programs=132, fused=False),
+    1 << 62: Tile(128, 64, 4, 4, max_programs=0, fused=False),
+}
+WIDE_OUTPUTS, MIN_WIDE_PROGRAMS, MIN_WIDE_GROUPS, MAX_WIDE_SPLITS = 128, 192, 7, 8
 MIN_TILE_OUTPUTS = 64
 # Each split reads at least MIN_GROUPS groups, or MIN_GROUPS_IF_ENOUGH groups if there are already ENOUGH_PROGRAMS to
 # keep the GPU busy: adding up more splits would then take longer than it saves.
 ENOUGH_PROGRAMS, MIN_GROUPS, MIN_GROUPS_IF_ENOUGH = 100, 4, 12
-MAX_TILED_TOKENS = 128  # more tokens than this use torch's library if it supports the weight
+# More tokens than these use torch's library if it supports the weight.
+MAX_WIDE_TOKENS, MAX_NARROW_TOKENS = 64, 128
 LIBRARY_CAPABILITY = (9, 0)  # torch's library multiplies blocks of these sizes on Hopper only
 GROUP_ALIGN = 4  # torch's library requires a multiple of this many groups in the scales of a weight
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
@@ -71,21 +82,28 @@ def make_counters(weight: Fp8Weight) -> Tensor:
     return torch.zeros(ceil_div(weight.shape[0], MIN_TILE_OUTPUTS), dtype=torch.int32, device=weight.device)
 
 
-def fp8_linear(x: Tensor | QuantisedTokens, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
     tokens = x.shape[0]
-    if tokens > MAX_TILED_TOKENS and library_supports(x.dtype, weight, bias):
+    most = MAX_WIDE_TOKENS if is_wide(weight) else MAX_NARROW_TOKENS
+    if tokens > most and library_supports(x.dtype, weight, bias):
         return fp8_linear_by_library(x, weight)
-    return fp8_linear_in_tiles(x, weight, bias, counters, tile_for(tokens))
+    return fp8_linear_in_tiles(x, weight, bias, counters, tile_for(tokens, weight))
 
 
-def tile_for(tokens: int) -> Tile:
-    return next(tile for most, tile in TILES.items() if tokens <= most)
+def is_wide(weight: Fp8Weight) -> bool:
+    """Returns whether tiles of WIDE_OUTPUTS outputs keep a whole GPU reading, if each is divided into a few splits."""
+    outputs, inputs = weight.shape
+    splits = max(1, min(MAX_WIDE_SPLITS, ceil_div(inputs, SCALE_BLOCK) // MIN_WIDE_GROUPS))
+    return ceil_div(outputs, WIDE_OUTPUTS) * splits >= MIN_WIDE_PROGRAMS
 
 
-def quantised(x: Tensor | QuantisedTokens, lets_next_start: bool = False) -> QuantisedTokens:
-    if isinstance(x, QuantisedTokens):
-        return x
-    return QuantisedTokens(*quantise(x, padded_tokens(x.shape[0]), lets_next_start), x.shape[0], x.dtype)
+def tile_for(tokens: int, weight: Fp8Weight) -> Tile:
+    tiles = WIDE_TILES if is_wide(weight) else NARROW_TILES
+    return next(tile for most, tile in tiles.items() if tokens <= most)
+
+
+def quantised(x: Tensor, lets_next_start: bool = False) -> QuantisedTokens:
+    return QuantisedTokens(*quantise(x, padded_tokens(x.shape[0]), lets_next_start))
 
 
 def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None) -> bool:
@@ -96,7 +114,7 @@ def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None)
     return dtype == torch.bfloat16 and bias is None and whole
 
 
-def fp8_linear_by_library(x: Tensor | QuantisedTokens, weight: Fp8Weight) -> Tensor:
+def fp8_linear_by_library(x: Tensor, weight: Fp8Weight) -> Tensor:
     out: Tensor = F.scaled_mm(**library_arguments(quantised(x), weight), output_dtype=x.dtype)
     return out[: x.shape[0]]
 
@@ -132,7 +150,7 @@ def splits_for(outputs: int, inputs: int, tile: Tile) -> int:
 
 
 def fp8_linear_in_tiles(
-    x: Tensor | QuantisedTokens,
+    x: Tensor,
     weight: Fp8Weight,
     bias: Tensor | None,
     counters: Tensor,
@@ -146,11 +164,11 @@ def fp8_linear_in_tiles(
     if tokens == 0:
         return out
     splits = splits or splits_for(outputs, inputs, tile)
-    if fused := tile.fused and isinstance(x, Tensor):
+    if tile.fused:
         codes = scales = x if x.stride(1) == 1 else x.contiguous()  # the kernel does not read the scales
     else:
-        x = quantised(x, lets_next_start=tile.starts_early)
-        codes, scales = x.codes, x.scales
+        of_x = quantised(x, lets_next_start=tile.starts_early)
+        codes, scales = of_x.codes, of_x.scales
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
@@ -175,7 +193,7 @@ def fp8_linear_in_tiles(
         whole_groups=inputs % SCALE_BLOCK == 0,
         with_bias=bias is not None,
         splits=splits,
-        fused=fused,
+        fused=tile.fused,
         starts_early=tile.starts_early,
         tile_tokens=tile.tokens,
         tile_outputs=tile.outputs,
