@@ -69,7 +69,7 @@ class Rank:
         max_step_tokens: int,
     ) -> "Rank":
         assert isinstance(spec.attention, MlaSpec)
-        ranks = SimulatedRanks(split.size, spec.hidden, dtype, device)
+        ranks = SimulatedRanks(split.size, spec.hidden, spec.moe.experts, dtype, device)
         decoder = Decoder(spec, random_weights(spec, dtype, device), FP8_KV, split, ranks)
         selection = SyntheticSelection.constant(spec.attention.index.topk, device)
         return Rank(

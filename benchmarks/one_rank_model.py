@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.engine.build import model_card
@@ -15,6 +16,7 @@ from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import InProcessExecutor
+from hotset.kernels import EMPTY
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
@@ -54,8 +56,8 @@ class SimulatedRanks:
     Results have the shapes of real ones, and as many bytes are moved within the device as a real call would write:
 
     - `all_gather_tokens` returns the own tokens, then those of the peers: fixed random numbers with a variance of 1, as
-      after a norm. The experts of this rank receive as many tokens as from `size` ranks, and these choose experts at
-      random. Gathered seats repeat the own seats: every rank has as many tokens, and as much padding.
+      after a norm. The peers have the routes of the own tokens, shifted by the experts of one rank for each peer. So
+      the experts of this rank receive as many tokens as from `size` ranks, and every own route reaches one of them.
     - `reduce_scatter` adds up the parts of all ranks' tokens, in place of the partial sums of the peers.
     - `all_reduce` copies.
     - `all_gather_columns` returns the own logits, then lower ones for the peers: a sampled token is one whose embedding
@@ -65,8 +67,12 @@ class SimulatedRanks:
     profile shows its time.
     """
 
-    def __init__(self, size: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, hidden: int, experts: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rank, self.size = 0, size
+        self._hidden = hidden
+        expert, shift = torch.arange(experts, device=device), torch.arange(size, device=device) * (experts // size)
+        # [ranks, experts + 1]: the last column is that of EMPTY, -1.
+        self._shifted_ids = F.pad((expert + shift[:, None]) % experts, (0, 1), value=EMPTY)
         self.tokens_per_rank: Sequence[int] = ()
         self.calls: list[CollectiveCall] = []  # since it was cleared; calls in replays of graphs are not listed
         random = torch.Generator(device).manual_seed(0)
@@ -80,9 +86,14 @@ class SimulatedRanks:
         self._record("all_gather_columns", (self.size - 1) * x.nbytes)
         return torch.cat([x, *[x - PEER_LOGITS_BELOW] * (self.size - 1)], dim=1)
 
-    def all_gather_tokens(self, x: Tensor) -> Tensor:
-        self._record("all_gather_tokens", (self.size - 1) * x.nbytes)
+    def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        self._record("all_gather_tokens", (self.size - 1) * sum(tensor.nbytes for tensor in tensors))
+        return [self._gather_tokens(tensor) for tensor in tensors]
+
+    def _gather_tokens(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
+            return self._shifted_ids[:, x].flatten(0, 1)
+        if x.shape[1] != self._hidden:
             return x.repeat(self.size, 1)
         tokens = x.shape[0]
         counts = [PEER_TOKENS] * (tokens // PEER_TOKENS) + [tokens % PEER_TOKENS]

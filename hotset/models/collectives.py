@@ -25,8 +25,11 @@ class Collectives(Protocol):
         """Concatenates the [tokens, w] of all ranks along the columns and returns [tokens, size * w]."""
         ...
 
-    def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """Data parallel: concatenates the tokens of all ranks in rank order; rank r has `tokens_per_rank[r]` tokens."""
+    def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Data parallel: concatenates each of the [tokens, w] of all ranks in rank order.
+
+        Rank r has `tokens_per_rank[r]` tokens. One call for several tensors may need fewer messages than several calls.
+        """
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -52,8 +55,8 @@ class _SingleRank:
     def all_gather_columns(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather_tokens(self, x: Tensor) -> Tensor:
-        return x
+    def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return tensors
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x

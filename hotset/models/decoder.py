@@ -32,7 +32,6 @@ class _Layer:
         delta: Tensor | None,
         rotation: Rotation,
         view: View,
-        seats: Tensor | None,
         selected: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Computes one layer. The residual stream is x + delta; the next norm computes that sum.
@@ -43,7 +42,7 @@ class _Layer:
         x, normed = (x, self.input_norm(x)) if delta is None else self.input_norm.add_then_norm(x, delta)
         attended, selected = self.attention(normed, rotation, view, selected)
         x, normed = self.post_attention_norm.add_then_norm(x, attended)
-        return x, self.mlp(normed, seats), selected
+        return x, self.mlp(normed, view.padded_seats), selected
 
 
 class Decoder:
@@ -110,11 +109,10 @@ class Decoder:
     def run_layers(self, x: Tensor, view: View) -> Tensor:
         """Returns the residual stream [tokens, hidden] after this worker's layers."""
         rotation = self._rope.at(view.segments.positions)
-        seats = self._seats(x.shape[0], view.padded_seats)
         delta: Tensor | None = None
         selected: Tensor | None = None
         for layer in self._layers:
-            x, delta, selected = layer(x, delta, rotation, view, seats, selected)
+            x, delta, selected = layer(x, delta, rotation, view, selected)
             self.on_layer()
         return x if delta is None else x + delta
 
@@ -129,23 +127,11 @@ class Decoder:
     def idle_moe_step(self) -> None:
         """Data parallel: runs this rank's experts in a step in which only other ranks have tokens."""
         assert self._split.dp_size > 1, "tensor parallel ranks are never idle: they compute every token"
-        seats = self._seats(0, None)
         no_tokens = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         for layer in self._layers:
             if isinstance(layer.mlp, Moe):
-                layer.mlp.routed(no_tokens, seats)
+                layer.mlp.routed(no_tokens, None)
             self.on_layer()
-
-    def _seats(self, tokens: int, padded: Tensor | None) -> Tensor | None:
-        """Returns the seats of all tokens that this worker's experts compute. None means that no token is padding.
-
-        Data parallel ranks gather the seats once per step. A rank without padding sends seats too, because another rank
-        may have padded its batch.
-        """
-        if self._split.dp_size == 1 or not any(isinstance(layer.mlp, Moe) for layer in self._layers):
-            return padded
-        own_seats = torch.zeros(tokens, dtype=torch.int64, device=self.device) if padded is None else padded
-        return self._collectives.all_gather_tokens(own_seats[:, None])[:, 0]
 
 
 def _build_layer(loader: ShardLoader, layer: int, local_layer: int, spec: ModelSpec) -> _Layer:

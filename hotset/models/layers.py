@@ -13,7 +13,7 @@ from hotset.kernels.experts import experts
 from hotset.kernels.fp8 import Fp8Weight, Weight, common_block_rows
 from hotset.kernels.linear import Linear
 from hotset.kernels.norm import add_rms_norm, rms_norm
-from hotset.kernels.route import RoutingRule, route
+from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
 from hotset.models.checkpoint.source import SkippedWeights, TensorSlice, WeightSource
@@ -158,10 +158,11 @@ class Mlp:
 class Moe:
     """Routed and shared experts. Each token uses `experts_per_token` experts of its best `topk_group` groups.
 
-    Every rank holds some consecutive experts and the whole router, so all ranks compute the same routes. A token's
-    output is the sum of the outputs of all ranks. `seats` has an entry for each token that this rank's experts compute,
-    including the tokens of other data parallel ranks. Tokens with seat EMPTY are padding. They are routed to no expert,
-    so that no weights are read for them. If `seats` is None, no token is padding.
+    Every rank holds some consecutive experts and the whole router. A token's output is the sum of the outputs of all
+    ranks. Tensor parallel ranks have the same tokens, so all of them compute the same routes. A data parallel rank
+    computes the routes of its own tokens, and sends them to the other ranks together with the tokens. Tokens with seat
+    EMPTY are padding. They are routed to no expert, so that no weights are read for them. If `seats` is None, no token
+    is padding.
     """
 
     def __init__(self, loader: ShardLoader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
@@ -200,7 +201,8 @@ class Moe:
         if self._data_parallel:
             out = self.routed(x, seats)
             return out if self._shared is None else out + self._shared(x)
-        out = self._local_experts(x, seats)
+        routes = self._routes(x, seats)
+        out = self._local_experts(x, routes.expert_ids, routes.weights)
         return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own tokens, hidden]
@@ -208,12 +210,18 @@ class Moe:
 
         If any rank has tokens in a step, every rank must call this, because its experts compute all ranks' tokens.
         """
-        return self._collectives.reduce_scatter(self._local_experts(self._collectives.all_gather_tokens(x), seats))
+        routes = self._routes(x, seats)
+        of_all_ranks = self._collectives.all_gather_tokens(x, routes.expert_ids, routes.weights)
+        return self._collectives.reduce_scatter(self._local_experts(*of_all_ranks))
 
-    def _local_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
-        routes = route(x, self._router, self._correction, self._rule, seats)
-        expert_ids = routes.expert_ids if self._local_ids is None else self._local_ids[routes.expert_ids]
-        return experts(x, expert_ids, routes.weights, self._gate_up, self._down, self._rule.experts)
+    def _routes(self, x: Tensor, seats: Tensor | None) -> Routes:
+        return route(x, self._router, self._correction, self._rule, seats)
+
+    def _local_experts(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Returns the sum of this rank's experts for each token. `expert_ids` may name experts of other ranks."""
+        if self._local_ids is not None:
+            expert_ids = self._local_ids[expert_ids]
+        return experts(x, expert_ids, weights, self._gate_up, self._down, self._rule.experts)
 
 
 def _load_expert(weights: WeightSource, name: str, gate_up: Weight, down: Weight) -> None:

@@ -84,7 +84,10 @@ class ThreadCollectives:
     def all_gather_columns(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=1)
 
-    def all_gather_tokens(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return [self._gather_tokens(tensor) for tensor in tensors]
+
+    def _gather_tokens(self, x: Tensor) -> Tensor:
         tensors = self._exchange(x)
         assert [len(tensor) for tensor in tensors] == list(self.tokens_per_rank)
         return torch.cat(tensors)

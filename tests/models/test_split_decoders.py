@@ -213,5 +213,7 @@ def test_data_parallel_ranks_hold_only_their_own_experts(name: str) -> None:
 def test_collectives_of_a_single_rank_return_their_argument() -> None:
     x = torch.randn(3, 2)
     single = SINGLE_RANK
-    ops = (single.all_reduce, single.all_gather_columns, single.all_gather_tokens, single.reduce_scatter)
+    ops = (single.all_reduce, single.all_gather_columns, single.reduce_scatter)
     assert all(op(x) is x for op in ops)
+    (gathered,) = single.all_gather_tokens(x)
+    assert gathered is x

@@ -124,7 +124,10 @@ class DistributedCollectives:
     def all_gather_columns(self, x: Tensor) -> Tensor:
         return torch.cat(self._all_gather(x), dim=-1)
 
-    def all_gather_tokens(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return [self._gather_tokens(tensor) for tensor in tensors]
+
+    def _gather_tokens(self, x: Tensor) -> Tensor:
         most = max(self.tokens_per_rank)
         padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
         parts = self._all_gather(padded)
