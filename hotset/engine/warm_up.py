@@ -5,18 +5,20 @@ A context of any length needs only a few pages here: its page table names the sa
 step computes has no meaning, but it takes the same memory and the same kernels as a real one.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.sizing import KvBudget
-from hotset.engine.workers.executor import Executor
+from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import AssignSeat, Plan, PromptRange
 from hotset.tiers.commands import Command, Grant
 from hotset.tiers.residence import PageUse
 
 PROMPT_TOKENS = 32
+PLANS_IN_FLIGHT = 2  # as in an engine: the buffers of two steps are in use at a time
 SEAT = 0
 PARAMS = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, seed=0)
 # Sampling with everything that takes memory: penalties count tokens, and log-probabilities rank the vocabulary.
@@ -60,9 +62,14 @@ def run_largest_steps(
     Its pages are overwritten, so no request may have been added yet. `progress(done, total)` counts steps.
     """
     plans = [*_largest_steps(config, budget), *_prompts(config, budget)]
+    submitted: deque[StepFuture] = deque()
     for done, plan in enumerate(plans):
         progress(done, len(plans))
-        executor.submit([plan] * replicas).results()
+        submitted.append(executor.submit([plan] * replicas))
+        if len(submitted) == PLANS_IN_FLIGHT:
+            submitted.popleft().results()
+    while submitted:
+        submitted.popleft().results()
     progress(len(plans), len(plans))
 
 

@@ -8,9 +8,11 @@ implementation, and `memory` and `tiers` do not import models.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
+from hotset.kernels.decode_rows import decode_rows
 from hotset.kernels.rows import PagedRows, RowLayout
 from hotset.kernels.segments import Segments
 
@@ -22,6 +24,25 @@ class Selected:
     rows: Tensor  # [device rows, stored width]
     row_ids: Tensor  # [tokens, k] int64 indices into `rows`, EMPTY-padded
     layout: RowLayout  # how `rows` are stored
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """All rows of the contexts of a step in one layer, one context after another."""
+
+    rows: Tensor  # [device rows, stored width]
+    row_ids: Tensor  # [n] int64 indices into `rows`
+    first: Tensor  # [tokens] int64: where the context of each token begins in `row_ids`
+    layout: RowLayout  # how `rows` are stored
+
+    def decoded(self, positions: Tensor) -> Selected:
+        """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context as values.
+
+        Every row is decoded once, however many tokens read it.
+        """
+        values = decode_rows(self.rows, self.row_ids, self.layout)
+        row_ids = torch.where(positions == EMPTY, EMPTY, positions + self.first[:, None])
+        return Selected(values, row_ids, RowLayout(self.layout.width, self.layout.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +82,12 @@ class View(Protocol):
     def select(self, layer: int, positions: Tensor) -> Selected:
         """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context."""
 
+    def short_contexts(self, layer: int) -> Contexts | None:
+        """Returns all rows of all contexts if the step has many tokens for so many rows, as prompts have. Else None.
+
+        It must be called after `select` of the same layer.
+        """
+
 
 class ViewWrapper:
     """Forwards every call to another view. Subclasses override the calls that they observe or change."""
@@ -87,3 +114,6 @@ class ViewWrapper:
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         return self._inner.select(layer, positions)
+
+    def short_contexts(self, layer: int) -> Contexts | None:
+        return self._inner.short_contexts(layer)

@@ -27,6 +27,7 @@ from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query latent and the KV latent, instead of the model's norm_eps
 INDEX_NORM_EPS = 1e-6  # for the layer norm of index keys
+MIN_HEADS_TO_DECODE = 64  # with fewer heads, attention over fp8 rows is as fast as over decoded ones
 
 
 class Indexer:
@@ -117,6 +118,8 @@ class DsaAttention:
         out_bias = weights.load(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.bias else None
         self._out = RowParallelLinear(out, out_bias, loader.tp_collectives)
         self._scale = head_dim**-0.5 * softmax_gain(model.rope)
+        # On a GPU, with so many heads, converting fp8 rows for every token again takes a third of attention's time.
+        self._decodes_contexts = like.is_cuda and len(heads) >= MIN_HEADS_TO_DECODE
 
     def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer."""
@@ -132,6 +135,9 @@ class DsaAttention:
             positions = self._indexer(x, index_query[0], index_key[0], rotation, view)
         assert positions is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
         selected = view.select(self._layer, positions)
+        if self._decodes_contexts and selected.layout.quantised:
+            contexts = view.short_contexts(self._layer)
+            selected = selected if contexts is None else contexts.decoded(positions)
         q_all = rope_query(q, self._key_up, rotation)
         attended = sparse_attention(
             q_all, selected.rows, selected.row_ids, selected.layout, spec.kv_lora_rank, self._scale

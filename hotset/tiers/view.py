@@ -1,5 +1,7 @@
 """The view of a step that may mix resident, tiered and streamed requests."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from hotset.kernels.swap_in import SwapPlan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import Batch, ResidentView
 from hotset.memory.tables import PageTables
-from hotset.memory.view import NewRows, Selected
+from hotset.memory.view import Contexts, NewRows, Selected
 from hotset.tiers.hot_buffers import HotBuffers
 from hotset.tiers.mirror import Mirror, TokenRange
 
@@ -19,9 +21,13 @@ from hotset.tiers.mirror import Mirror, TokenRange
 class StreamedSegment:
     """One segment whose rows pass through a workspace, layer by layer."""
 
-    def __init__(self, pool: DevicePool, tables: PageTables, mirror: Mirror, seat: int, span: SegmentSpan) -> None:
+    def __init__(
+        self, pool: DevicePool, tables: PageTables, mirror: Mirror, seat: int, span: SegmentSpan, first_row: int
+    ) -> None:
+        """`first_row` is the number of rows in the contexts of all segments before this one."""
         layers, page_rows = pool.geometry.layers, pool.geometry.page_rows
         self.tokens = slice(span.first, span.last)  # this segment's tokens in the batch
+        self.context = slice(first_row, first_row + span.length)  # this segment's rows in the contexts of the batch
         self.start = span.length - (span.last - span.first)
         # A workspace page has room for `layers` context pages. Context page b is in workspace page b // layers, where
         # layer b % layers would be.
@@ -64,13 +70,15 @@ class TieredView(ResidentView):
         """Finds the streamed segments, and the last token of each segment."""
         pool, tables, segments = self._pool, self._tables, self.segments
         newest: list[int] = []
+        first_row = 0
         for span in segments:
             seat = self._batch.seats[span.segment]
             newest.append(span.last - 1)
             one_token = span.last - span.first == 1
             assert one_token or seat not in tables.tiered_seats, "a tiered request computes one token per step"
             if tables.work_pages[seat]:
-                self._streamed.append(StreamedSegment(pool, tables, self._mirror, seat, span))
+                self._streamed.append(StreamedSegment(pool, tables, self._mirror, seat, span, first_row))
+            first_row += span.length
         self._newest = list_to_device(newest, torch.int64, pool.device)
 
     def new_rows(self, layer: int) -> NewRows:
@@ -108,6 +116,15 @@ class TieredView(ResidentView):
             selected = positions[stream.tokens]
             row_ids[stream.tokens] = torch.where(selected == EMPTY, EMPTY, stream.row_ids[selected.clamp_min(0)])
         return Selected(self._pool.flat_rows, row_ids, shape.row)
+
+    def short_contexts(self, layer: int) -> Contexts | None:
+        contexts = None if self._has_tiered else super().short_contexts(layer)
+        if contexts is None or not self._streamed:
+            return contexts
+        row_ids = contexts.row_ids + layer * self._pool.layer_rows
+        for stream in self._streamed:
+            row_ids[stream.context] = stream.row_ids
+        return replace(contexts, rows=self._pool.flat_rows, row_ids=row_ids)
 
     def _find_selected(self, group: int, positions: Tensor) -> None:
         """Finds the rows of a group's selection. Their ids are the same in each layer of the group.

@@ -66,7 +66,17 @@ EXPERTS = (
     "select of 256 in groups",
     "swiglu",
 )
-SMALL_OPS = ("add and norm", "rope", "mla append", "key append", "gqa append", "fp32 linear", "decode", "merge")
+SMALL_OPS = (
+    "add and norm",
+    "rope",
+    "mla append",
+    "key append",
+    "gqa append",
+    "fp32 linear",
+    "decode",
+    "merge",
+    "decode rows",
+)
 SLICES = {  # (alignment in bytes, unpack)
     "slices of 16 bytes": (16, False),
     "slices of 16 bytes, unpacked": (16, True),
@@ -185,6 +195,13 @@ def small_op_cases() -> dict[str, Case]:
             {"width": 4096, "outputs": 32, "block_tokens": 8, "block_outputs": 2, "block_values": 1024},
             warps=8,
             fusion=True,
+        ),
+        "decode rows": case(
+            "decode_rows",
+            "_decode_rows_kernel",
+            {"*u8": "rows", "*i64": "row_ids", "*bf16": "out"},
+            {"quantised": 512, "scales": 4, "others": 64, "block_quantised": 512, "block_others": 64, "block_rows": 8},
+            warps=4,
         ),
         "decode": case(
             "paged_attention",
