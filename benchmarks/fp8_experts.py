@@ -59,7 +59,7 @@ DOWN = {
 }
 ORIENTATIONS = {16: (False,), 32: (False,), 64: (True, False), 128: (True,)}
 GROUP_BLOCKS = (1, 4, 8, 16, 64)
-SORT_CHUNKS = (1024, 4096, 16384)
+SORT_CHUNKS = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)

@@ -194,19 +194,41 @@ def test_inputs_need_not_be_contiguous() -> None:
 @pytest.mark.parametrize(("tokens", "k", "count"), [(1, 1, 1), (3, 2, 7), (90, 6, 64), (1300, 4, 3)], ids=str)
 def test_pairs_are_sorted_by_expert_stably_and_divided_into_blocks(tokens: int, k: int, count: int) -> None:
     torch.manual_seed(tokens)
-    expert_ids = torch.randint(EMPTY, count, (tokens, k))
-    pairs = expert_ids.flatten().tolist()
-    block_pairs = 16
+    check_sort(torch.randint(EMPTY, count, (tokens, k)), count, block_pairs=16)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("routing", ["random", "unused experts", "one expert", "only EMPTY", "two whole chunks"])
+def test_pairs_of_several_chunks_are_sorted_stably(monkeypatch: pytest.MonkeyPatch, routing: str) -> None:
+    # The 313 pairs are five chunks, of which the last is not full. The kernel reads the counts of two chunks at a time.
+    monkeypatch.setattr(triton_impl(), "CHUNK_SIZES", (16, 64))
+    torch.manual_seed(6)
+    expert_ids = torch.randint(EMPTY, 5, (313, 1))
+    if routing == "unused experts":
+        expert_ids[(expert_ids == 0) | (expert_ids == 3)] = EMPTY
+    elif routing == "one expert":
+        expert_ids[:] = 2
+    elif routing == "only EMPTY":
+        expert_ids[:] = EMPTY
+    elif routing == "two whole chunks":
+        expert_ids = expert_ids[:128]
+    check_sort(expert_ids, 5, block_pairs=4)
+
+
+def check_sort(expert_ids: Tensor, count: int, block_pairs: int) -> None:
+    """Compares the sort with torch's."""
     order = triton_impl().sort_by_expert(expert_ids, count, block_pairs)
-    by_expert = {e: [pair for pair, expert in enumerate(pairs) if expert == e] for e in range(EMPTY, count)}
-    runs = [by_expert[e] for e in range(count)]
-    assert order.pairs.tolist() == [pair for run in runs for pair in run] + by_expert[EMPTY]
-    assert order.pairs[order.sorted_index.long()].tolist() == list(range(tokens * k))
-    ends = [sum(len(run) for run in runs[: e + 1]) for e in range(count)]
-    assert order.ends.tolist() == ends
-    blocks = [(e, ends[e] - len(run) + i) for e, run in enumerate(runs) for i in range(0, len(run), block_pairs)]
+    bins = torch.where(expert_ids == EMPTY, count, expert_ids).flatten()
+    pairs = torch.sort(bins, stable=True).indices
+    assert torch.equal(order.pairs.long(), pairs)
+    assert torch.equal(order.pairs[order.sorted_index.long()].long(), torch.arange(len(bins), device=bins.device))
+    counts = torch.bincount(bins, minlength=count + 1)[:count]
+    ends = counts.cumsum(0)
+    assert torch.equal(order.ends.long(), ends)
+    runs = enumerate(zip((ends - counts).tolist(), ends.tolist(), strict=True))
+    blocks = [(expert, first) for expert, (start, end) in runs for first in range(start, end, block_pairs)]
     got = zip(order.block_expert.tolist(), order.block_first.tolist(), strict=True)
-    assert [(e, first) for e, first in got if e != EMPTY] == blocks
+    assert [(expert, first) for expert, first in got if expert != EMPTY] == blocks
     assert (order.block_expert[len(blocks) :] == EMPTY).all()
     assert order.num_blocks.tolist() == [len(blocks)]
 
@@ -286,6 +308,18 @@ def test_on_a_gpu_odd_sizes_equal_float32(
     out = check_on_gpu(case, tolerance)
     for strided in (with_other_strides(case), with_other_strides(case, transposed=True)):
         assert close(experts(*strided.arguments), out, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "count"), [(512, 32), (513, 32), (16384, 32), (16384, 256)], ids=str)
+def test_on_a_gpu_pairs_are_sorted_as_by_torch(tokens: int, count: int) -> None:
+    torch.manual_seed(tokens)
+    expert_ids = torch.randint(EMPTY, count, (tokens, 8), device="cuda")
+    expert_ids[torch.rand(tokens, 8, device="cuda") < 0.5] = EMPTY  # experts of other ranks
+    poison_free_memory()
+    check_sort(expert_ids, count, block_pairs=64)
+    poison_free_memory()
+    check_sort(torch.full_like(expert_ids, count - 1), count, block_pairs=64)
 
 
 @pytest.mark.gpu

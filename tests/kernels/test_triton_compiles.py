@@ -59,7 +59,9 @@ EXPERTS = (
     "down of 4096 x 1536, many tokens",
     "gate_up of the demo model",
     "down of the demo model",
-    "sort",
+    "sort of one chunk",
+    "sort of several chunks",
+    "sort: counts of a chunk",
     "sum",
     "router",
     "select of 64",
@@ -92,7 +94,7 @@ def experts_cases() -> dict[str, Case]:
     """Returns the cases of the kernels of a routed layer."""
     types = {
         "*i64": "expert_ids seats",
-        "*i32": "pairs sorted_index ends block_expert block_first num_blocks",
+        "*i32": "chunk_counts pairs sorted_index ends block_expert block_first num_blocks",
         "*fp32": "weights router partial correction",
         "*bf16": "x gate_up down activation results out",
         "fp32": "scale",
@@ -117,13 +119,16 @@ def experts_cases() -> dict[str, Case]:
         return case("route", "_select_kernel", sizes, warps)
 
     small, *_, large = importlib.import_module("hotset.kernels.experts.triton_impl").TILES.values()
+    sort = {"experts": 64, "bins": 128, "chunk": 4096}
     router = {"hidden": 4096, "part": 128, "experts": 64, "tile_tokens": 16, "tile_experts": 64, "tile_in": 64}
     router_types = {"*bf16": "x", "*fp32": "router out"}
     return {
         **products("4096 x 1536, decoding", small, 4096, 1536),
         **products("4096 x 1536, many tokens", large, 4096, 1536),
         **products("the demo model", small, 256, 160),
-        "sort": case("experts", "_sort_kernel", {"experts": 64, "bins": 128, "chunk": 4096}, 16),
+        "sort of one chunk": case("experts", "_sort_kernel", sort | {"one_chunk": True}, 16),
+        "sort of several chunks": case("experts", "_sort_kernel", sort | {"one_chunk": False}, 16),
+        "sort: counts of a chunk": case("experts", "_count_kernel", sort, 16),
         "sum": case("experts", "_sum_kernel", {"hidden": 4096, "k": 6, "block": 1024}, 4),
         "router": replace(case("route", "_product_kernel", router, 4), types=router_types),
         "select of 64": select(32, 1, 64, 1, 6, warps=1),

@@ -1,12 +1,13 @@
-"""experts with weights in fp8, in Triton: sort, quantise, two products, a weighted sum. Five launches.
+"""experts with weights in fp8, in Triton: sort, quantise, two products, a weighted sum.
 
-Sort and weighted sum are those of `triton_impl.py`, and so is the order of the pairs. `_quantise_pairs_kernel` writes
-the codes of every pair's token in sorted order. A program of a product computes two tiles of outputs for one block of
-pairs. For each group of SCALE_BLOCK inputs, the matrix units multiply codes and add the products of the group; the
-program multiplies the sum by its scales and adds it to the sums of earlier groups, in float32. A program of gate_up
-computes one tile of gate and one of up. These are SCALE_BLOCK activations of each pair, a group of down's inputs, so
-the program quantises them itself. No sum crosses programs, so a token gets the same bits in all batches that use the
-same `Tiles`, which depend on the mean number of pairs per expert only.
+There are five launches, or six if the pairs do not fit into one chunk of the sort. Sort and weighted sum are those of
+`triton_impl.py`, and so is the order of the pairs. `_quantise_pairs_kernel` writes the codes of every pair's token in
+sorted order. A program of a product computes two tiles of outputs for one block of pairs. For each group of SCALE_BLOCK
+inputs, the matrix units multiply codes and add the products of the group; the program multiplies the sum by its scales
+and adds it to the sums of earlier groups, in float32. A program of gate_up computes one tile of gate and one of up.
+These are SCALE_BLOCK activations of each pair, a group of down's inputs, so the program quantises them itself. No sum
+crosses programs, so a token gets the same bits in all batches that use the same `Tiles`, which depend on the mean
+number of pairs per expert only.
 """
 
 from dataclasses import dataclass

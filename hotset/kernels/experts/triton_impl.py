@@ -1,4 +1,6 @@
-"""experts in Triton: sort the pairs by expert, two products, a weighted sum. Four launches, no synchronisation.
+"""experts in Triton: sort the pairs by expert, two products, a weighted sum. No synchronisation with the host.
+
+There are four launches, or five if the pairs do not fit into one chunk of the sort.
 
 A pair is one (token, expert of this token); pair p belongs to token p // k. `_sort_kernel` sorts the pairs by expert
 and divides the sorted pairs of each expert into blocks. A program of a product computes one tile of outputs for one
@@ -57,7 +59,11 @@ TILES = {
 }
 FLOAT32_TILES = Tiles(16, Tile(32, 32, 4, 3), Tile(32, 32, 4, 3))
 MIN_TORCH_PAIRS = 96  # mean pairs per expert from which on torch's grouped product is faster
-CHUNK_SIZES = (256, 1024, 4096)  # pairs per chunk of the sort: the smallest size that holds all, or else the last
+# Pairs per chunk of the sort: the smallest size that holds all pairs, or else the last. The sort has a program for each
+# chunk and each of 33 bins (32 experts and EMPTY). The last size results in 132 programs for 16,384 pairs, one for each
+# multiprocessor of an H200, and in 1,056 for 131,072. It is not smaller because every program reads the counts of all
+# chunks: of 131,072 pairs in chunks of 2,048, it would read as many bytes of counts as of pairs (16 KB each).
+CHUNK_SIZES = (256, 1024, 4096)
 SUM_BLOCK = 1024  # values of a token that one program of the weighted sum computes
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
@@ -172,22 +178,28 @@ def sort_by_expert(
         num_blocks=empty(1),
     )
     chunk = next((size for size in CHUNK_SIZES if size >= pairs), CHUNK_SIZES[-1])
-    _sort_kernel[(experts + 1,)](
-        expert_ids=expert_ids.contiguous(),
+    chunks, bins = triton.cdiv(pairs, chunk), max(32, triton.next_power_of_2(experts + 1))
+    expert_ids = expert_ids.contiguous()
+    sizes = {"num_pairs": pairs, "experts": experts, "bins": bins, "chunk": chunk}
+    options = {"num_warps": min(16, max(4, chunk // 256))} | OPTIONS
+    chunk_counts = by_expert.pairs  # not read if there is one chunk
+    if chunks > 1:
+        chunk_counts = empty(chunks * bins)
+        _count_kernel[(chunks,)](expert_ids=expert_ids, chunk_counts=chunk_counts, **sizes, **options)
+    _sort_kernel[(experts + 1, chunks)](
+        expert_ids=expert_ids,
+        chunk_counts=chunk_counts,
         pairs=by_expert.pairs,
         sorted_index=by_expert.sorted_index,
         ends=by_expert.ends,
         block_expert=by_expert.block_expert,
         block_first=by_expert.block_first,
         num_blocks=by_expert.num_blocks,
-        num_pairs=pairs,
         blocks=blocks,
         block_pairs=block_pairs,
-        experts=experts,
-        bins=max(32, triton.next_power_of_2(experts + 1)),
-        chunk=chunk,
-        num_warps=min(16, max(4, chunk // 256)),
-        **OPTIONS,
+        one_chunk=chunks == 1,
+        **sizes,
+        **options,
     )
     return by_expert
 
@@ -215,9 +227,25 @@ def weighted_sum(results: Tensor, by_expert: SortedPairs, expert_ids: Tensor, we
     return out
 
 
+@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
+def _count_kernel(
+    expert_ids: tl.tensor,
+    chunk_counts: tl.tensor,
+    num_pairs: tl.tensor,
+    experts: tl.constexpr,
+    bins: tl.constexpr,
+    chunk: tl.constexpr,
+) -> None:
+    """Counts the pairs of each expert in one chunk, and in the bin after the last expert those without an expert."""
+    pair = tl.program_id(0) * chunk + tl.arange(0, chunk)
+    counts = tl.histogram(_expert_of(expert_ids, pair, num_pairs, experts), bins)
+    tl.store(chunk_counts + tl.program_id(0) * bins + tl.arange(0, bins), counts)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "blocks", "block_pairs"])  # type: ignore[untyped-decorator]
 def _sort_kernel(
     expert_ids: tl.tensor,
+    chunk_counts: tl.tensor,  # [chunks, bins] int32, written by `_count_kernel`; not read if `one_chunk`
     pairs: tl.tensor,
     sorted_index: tl.tensor,
     ends: tl.tensor,
@@ -227,39 +255,63 @@ def _sort_kernel(
     num_pairs: tl.tensor,
     blocks: tl.tensor,
     block_pairs: tl.tensor,
+    one_chunk: tl.constexpr,
     experts: tl.constexpr,
     bins: tl.constexpr,
     chunk: tl.constexpr,
 ) -> None:
-    """Sorts the pairs. Each program counts all pairs and sorts those of one expert.
+    """Sorts the pairs. Each program sorts the pairs of one expert in one chunk.
 
-    The last program sorts the EMPTY pairs, counts the blocks and pads `block_expert`.
+    The programs of the bin after the last expert sort the EMPTY pairs. Those of the first chunk also divide the pairs
+    of their expert into blocks or, in the last bin, count the blocks and pad `block_expert`.
     """
-    own_bin = tl.program_id(0)
-    counts = tl.zeros([bins], tl.int32)
-    for start in range(0, num_pairs, chunk):
-        counts += tl.histogram(_expert_of(expert_ids, start + tl.arange(0, chunk), num_pairs, experts), bins)
+    own_bin, own_chunk = tl.program_id(0), tl.program_id(1)
+    pair = own_chunk * chunk + tl.arange(0, chunk)
+    expert = _expert_of(expert_ids, pair, num_pairs, experts)
     bin_number = tl.arange(0, bins)
+    if one_chunk:
+        counts = tl.histogram(expert, bins)
+        earlier = tl.zeros([bins], tl.int32)
+    else:
+        counts, earlier = _sum_counts(chunk_counts, own_chunk, tl.num_programs(1), bins, chunk)
     before = bin_number < own_bin
     first = tl.sum(tl.where(before, counts, 0), 0)
-    first_block = tl.sum(tl.where(before, (counts + block_pairs - 1) // block_pairs, 0), 0)
-    if own_bin < experts:
-        end = first + tl.sum(tl.where(bin_number == own_bin, counts, 0), 0)
-        tl.store(ends + own_bin, end)
-        for block in range(tl.cdiv(end - first, block_pairs)):
-            tl.store(block_expert + first_block + block, own_bin)
-            tl.store(block_first + first_block + block, first + block * block_pairs)
-    else:
-        tl.store(num_blocks, first_block)
-        for block in range(first_block, blocks):
-            tl.store(block_expert + block, _EMPTY)
-    for start in range(0, num_pairs, chunk):
-        pair = start + tl.arange(0, chunk)
-        own = (_expert_of(expert_ids, pair, num_pairs, experts) == own_bin) & (pair < num_pairs)
-        index = first + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(pairs + index, pair, mask=own)
-        tl.store(sorted_index + pair, index, mask=own)
-        first += tl.sum(own.to(tl.int32), 0)
+    if own_chunk == 0:
+        first_block = tl.sum(tl.where(before, (counts + block_pairs - 1) // block_pairs, 0), 0)
+        if own_bin < experts:
+            end = first + tl.sum(tl.where(bin_number == own_bin, counts, 0), 0)
+            tl.store(ends + own_bin, end)
+            own_blocks = tl.cdiv(end - first, block_pairs)
+            for start in range(0, own_blocks, chunk):
+                block = start + tl.arange(0, chunk)
+                tl.store(block_expert + first_block + block, own_bin, mask=block < own_blocks)
+                tl.store(block_first + first_block + block, first + block * block_pairs, mask=block < own_blocks)
+        else:
+            tl.store(num_blocks, first_block)
+            for start in range(first_block, blocks, chunk):
+                block = start + tl.arange(0, chunk)
+                tl.store(block_expert + block, _EMPTY, mask=block < blocks)
+    own = (expert == own_bin) & (pair < num_pairs)
+    first += tl.sum(tl.where(bin_number == own_bin, earlier, 0), 0)
+    index = first + tl.cumsum(own.to(tl.int32), 0) - 1
+    tl.store(pairs + index, pair, mask=own)
+    tl.store(sorted_index + pair, index, mask=own)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_counts(
+    chunk_counts: tl.tensor, own_chunk: tl.tensor, chunks: tl.tensor, bins: tl.constexpr, chunk: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the number of pairs of each bin in all chunks, and in the chunks before `own_chunk`."""
+    rows: tl.constexpr = chunk // bins  # as many counts at a time as a chunk has pairs
+    counts = tl.zeros([rows, bins], tl.int32)
+    earlier = tl.zeros([rows, bins], tl.int32)
+    for start in range(0, chunks, rows):
+        row = (start + tl.arange(0, rows))[:, None]
+        tile = tl.load(chunk_counts + row * bins + tl.arange(0, bins)[None, :], mask=row < chunks, other=0)
+        counts += tile
+        earlier += tl.where(row < own_chunk, tile, 0)
+    return tl.sum(counts, 0), tl.sum(earlier, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
