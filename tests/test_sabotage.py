@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = set(range(1, 40))
+DEFECTS = set(range(1, 41))
 
 
 def load_script() -> ModuleType:
