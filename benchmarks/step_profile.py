@@ -21,6 +21,7 @@ OTHER = "other torch ops"
 GROUP_OF_FOLDER = {
     "sparse_attention": "attention",
     "page_table_lookup": "attention",
+    "decode_rows": "attention",
     "index_topk": "indexer",
     "swap_in": "swap-in",
     "page_copy": "swap-in",

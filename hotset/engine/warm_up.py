@@ -105,13 +105,13 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields chunks of all orders of magnitude, at the beginning and at the end of the longest context.
 
     Our kernels differ by the number of tokens: by its order of magnitude, and by whether 16 divides it. Libraries
-    choose among more kernels, and load each at its first use, so four sizes of every order of magnitude run.
+    choose among more kernels, and load each at its first use, so at least four sizes of each order of magnitude run.
     """
     length = budget.max_model_len - 1
     most = min(length, config.max_num_batched_tokens)
     powers = [1 << bits for bits in range(most.bit_length())]
     between = {power * quarters // 4 for power in powers for quarters in (5, 6, 7)}
-    sizes = {*powers, *(power + 1 for power in powers), *between, most}
+    sizes = {*powers, *(power + 1 for power in powers), *between, *range(64, 1024, 64), most}
     for tokens in sorted(size for size in sizes if size <= most):
         for start in {0, length - tokens}:
             yield Plan(2, [], seats=(SEAT,), starts=(start,), counts=(tokens,), sampled=(0,))

@@ -128,7 +128,7 @@ def experts_cases() -> dict[str, Case]:
         **products("the demo model", small, 256, 160),
         "sort of one chunk": case("experts", "_sort_kernel", sort | {"one_chunk": True}, 16),
         "sort of several chunks": case("experts", "_sort_kernel", sort | {"one_chunk": False}, 16),
-        "sort: counts of a chunk": case("experts", "_count_kernel", sort, 16),
+        "sort: counts of a chunk": case("experts", "_count_pairs_kernel", sort, 16),
         "sum": case("experts", "_sum_kernel", {"hidden": 4096, "k": 6, "block": 1024}, 4),
         "router": replace(case("route", "_product_kernel", router, 4), types=router_types),
         "select of 64": select(32, 1, 64, 1, 6, warps=1),

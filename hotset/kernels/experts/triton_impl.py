@@ -185,7 +185,7 @@ def sort_by_expert(
     chunk_counts = by_expert.pairs  # not read if there is one chunk
     if chunks > 1:
         chunk_counts = empty(chunks * bins)
-        _count_kernel[(chunks,)](expert_ids=expert_ids, chunk_counts=chunk_counts, **sizes, **options)
+        _count_pairs_kernel[(chunks,)](expert_ids=expert_ids, chunk_counts=chunk_counts, **sizes, **options)
     _sort_kernel[(experts + 1, chunks)](
         expert_ids=expert_ids,
         chunk_counts=chunk_counts,
@@ -228,7 +228,7 @@ def weighted_sum(results: Tensor, by_expert: SortedPairs, expert_ids: Tensor, we
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
-def _count_kernel(
+def _count_pairs_kernel(
     expert_ids: tl.tensor,
     chunk_counts: tl.tensor,
     num_pairs: tl.tensor,
@@ -245,7 +245,7 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "blocks", "block_pairs"])  # type: ignore[untyped-decorator]
 def _sort_kernel(
     expert_ids: tl.tensor,
-    chunk_counts: tl.tensor,  # [chunks, bins] int32, written by `_count_kernel`; not read if `one_chunk`
+    chunk_counts: tl.tensor,  # [chunks, bins] int32, written by `_count_pairs_kernel`; not read if `one_chunk`
     pairs: tl.tensor,
     sorted_index: tl.tensor,
     ends: tl.tensor,
