@@ -74,19 +74,38 @@ def build_engine(
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
-        if device.type == "cuda":
-            progress = show_counts(show, "Computing the largest steps")
-            run_largest_steps(executor, config, budget, config.data_parallel_size, progress)
-            engine.warm_up(show_counts(show, "Capturing decode steps"))
-        else:
-            run_first_steps(executor, budget, config.data_parallel_size)
-    except EngineStopped as error:
-        executor.close()
-        raise StartupError(f"the engine did not start: {error}") from error
     except BaseException:
         executor.close()
         raise
+    try:
+        _warm_up(engine, config, budget, device, show)
+    except EngineStopped as error:
+        engine.close()
+        raise StartupError(f"the engine did not start: {error}") from error
+    except torch.OutOfMemoryError as error:
+        engine.close()
+        raise StartupError(
+            f"the largest step does not fit into the memory that {show_bytes(_kv_bytes(budget))} of KV cache leave; "
+            "lower --device-kv-gib, --device-kv-tokens, --max-num-batched-tokens or --max-num-seqs"
+        ) from error
+    except BaseException:
+        engine.close()
+        raise
     return engine
+
+
+def _warm_up(engine: Engine, config: EngineConfig, budget: KvBudget, device: torch.device, show: ShowProgress) -> None:
+    """Runs all that happens only once, so that no request pays for it, or runs out of memory."""
+    replicas = config.data_parallel_size
+    if device.type == "cuda":
+        run_largest_steps(engine.executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
+        engine.warm_up(show_counts(show, "Capturing decode steps"))
+    else:
+        run_first_steps(engine.executor, budget, replicas)
+
+
+def _kv_bytes(budget: KvBudget) -> int:
+    return budget.device_pages * budget.geometry.page_bytes
 
 
 def in_process_executor(
@@ -198,7 +217,7 @@ def _load_in_process(
             "steps need %s (%s were estimated); KV cache: %s",
             show_bytes(steps),
             show_bytes(loader.plan.steps),
-            show_bytes(budget.device_pages * budget.geometry.page_bytes),
+            show_bytes(_kv_bytes(budget)),
         )
     pinned = show_counts(show, "Preparing the KV cache", in_bytes=True)
     return budget, in_process_executor(config, model, budget, device, spec.vocab, pinned)

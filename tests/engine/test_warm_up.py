@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import CPU, run_all, tiny_directory
 
 from hotset.base.config import EngineConfig, TiersMode
+from hotset.base.errors import StartupError
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB
 from hotset.engine import build, loading
@@ -65,6 +67,26 @@ def test_a_prompt_and_a_token_are_computed_before_the_first_request_and_leave_no
     monkeypatch.setattr(build, "run_first_steps", lambda *_: None)
     with engine_of(DEMO) as engine:
         assert run_all(engine, prompts, params) == answers
+
+
+def test_a_step_that_does_not_fit_into_memory_ends_the_start_with_the_settings_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = []
+    close = Engine.close
+
+    def recording(self: Engine) -> None:
+        closed.append(self)
+        close(self)
+
+    def too_large(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "close", recording)
+    monkeypatch.setattr(build, "run_first_steps", too_large)
+    with pytest.raises(StartupError, match=r"KV cache leave; lower --device-kv-gib.*--max-num-batched-tokens"):
+        build_engine(EngineConfig(model=DEMO, device="cpu", device_kv_tokens=2048, max_num_seqs=4))
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize(
