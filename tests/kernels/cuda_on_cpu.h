@@ -9,6 +9,7 @@
 // at barriers and warp exchanges, not between single memory accesses.
 //
 // Only small headers are included, because this file is compiled once for every set of constants.
+#include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -330,8 +331,6 @@ static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
 static inline double __ddiv_rn(double a, double b) { return a / b; }
-static inline double rint(double value) { return __builtin_rint(value); }
-static inline double ceil(double value) { return __builtin_ceil(value); }
 static inline void __trap() { emulated::fail("the kernel trapped"); }
 template <class T> static T __ldcg(const T *address) { return *address; }
 template <class T, class U> static T atomicAdd(T *address, U value) {

@@ -1,8 +1,6 @@
 // Emulates the GPU instructions of sparse_attention's instructions.cu: asynchronous copies, matrix products, and 8- and
 // 16-bit numbers. A copy writes its target when the kernel waits for the copy; until then the target holds NaN. Shared
 // memory that was never written holds NaN too.
-#include <math.h>
-
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 
@@ -13,12 +11,6 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
-static inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulated::bits(value)); }
-static inline float __uint_as_float(unsigned word) {
-    float value;
-    memcpy(&value, &word, sizeof value);
-    return value;
-}
 template <class T> static T __shfl_xor_sync(unsigned, T value, int step) {
     return emulated::exchange(value, threadIdx.x % 32 ^ step);
 }
