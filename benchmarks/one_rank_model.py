@@ -30,6 +30,7 @@ from hotset.models.weight_plan import plan_weights, weight_bytes
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import PrefixCache
 
 CONFIGS = Path(__file__).parent / "configs"
 FP8_KV = KvStorage(fp8_rows=True, fp8_keys=True)
@@ -198,7 +199,7 @@ class RankServer:
         if shared_pages:
             host = SharedHostPages(self._granted_pages, budget.host_pages)
         elif budget.host_pages:
-            host = PageAllocator(budget.host_pages)
+            host = PrefixCache(budget.host_pages)
         ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host)
         scheduler = Scheduler(ledger, config.max_num_seqs, config.max_num_batched_tokens, tiers or config.tiers)
         device = self.memory.pool.device

@@ -69,6 +69,7 @@ from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import PrefixCache
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -172,7 +173,7 @@ def make_engine(setup: ModelSetup, selection: SyntheticSelection) -> tuple[Engin
     model = SyntheticPrefillModel(setup.decoder, selection, CHUNK + SEATS)
     memory = KvMemory(setup.pool, setup.host, SEATS, budget.max_model_len)
     memory.warm_up()
-    host_allocator = PageAllocator(budget.host_pages) if setup.host else None
+    host_allocator = PrefixCache(budget.host_pages) if setup.host else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host_allocator)
     scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers)
     card = model_card(config, setup.spec, budget, CUDA, torch.bfloat16)

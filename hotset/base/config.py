@@ -115,6 +115,11 @@ class EngineConfig:
         "'always': only hot rows on the device, the rest in host memory; 'off': no KV in host memory.",
         choices=("auto", "off", "always"),
     )
+    prefix_cache: bool = setting(
+        True,
+        "Keep the KV of ended requests in host memory while there is room, so that a prompt that begins like an "
+        "earlier one is not computed again. Needs --tiers auto or always.",
+    )
     hot_slots: int | None = setting(
         None,
         "Hot rows that a tiered request keeps on the device, per layer. Default: twice the model's top-k. "

@@ -143,6 +143,7 @@ class PromptSpec:
     token_ids: tuple[int, ...]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # tokens that end the request; not sampled before `params.min_tokens`
+    cache_salt: str = ""  # only requests with the same salt reuse each other's prefixes
 
     def __len__(self) -> int:
         return len(self.token_ids)

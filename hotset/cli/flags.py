@@ -57,6 +57,7 @@ PANELS: Panels = {
         "device_kv_tokens",
         "host_kv_gib",
         "host_kv_tokens",
+        "prefix_cache",
         "hot_slots",
         "kv_dtype",
         "index_dtype",

@@ -41,6 +41,7 @@ from hotset.models.split import Split
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import LANES, open_transfer
 
@@ -286,7 +287,7 @@ def _start_workers(
 
 
 def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
-    host = PageAllocator(budget.host_pages) if budget.host_pages else None
+    host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
     scheduler = Scheduler(
         ledger,
@@ -294,6 +295,9 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
         config.max_num_batched_tokens,
         config.tiers,
         stages=config.pipeline_parallel_size,
+        hasher=PageHasher(f"{card.name} {card.dtype} {budget.geometry}", budget.geometry.page_rows)
+        if config.prefix_cache
+        else None,
     )
     return Replica(scheduler, ledger)
 

@@ -1,5 +1,7 @@
 """Decides whether a waiting request is admitted and in which residence, and where prompts from prefill workers land."""
 
+from collections.abc import Sequence
+
 from hotset.base.config import TiersMode
 from hotset.schedule.landings import Landings
 from hotset.schedule.plan import AssignSeat, PlanBuilder
@@ -7,14 +9,18 @@ from hotset.schedule.preemption import Preemptor, headroom
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import CachedPage, PageHasher
 from hotset.tiers.residence import PageUse, Residence
 
 
-def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence, ...]:
-    """Returns the residences in which a waiting or parked request may be admitted, the best first."""
+def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode, rows: int = 0) -> tuple[Residence, ...]:
+    """Returns the residences in which a waiting or parked request may be admitted, the best first.
+
+    Its first `rows` rows are on the host. If at most one is left to compute, it need not be streamed.
+    """
     if not ledger.tiers or request.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
         return (Residence.RESIDENT,)
-    rows_on_host = Residence.TIERED if request.phase is Phase.PARKED and request.prefilled else Residence.STREAMED
+    rows_on_host = Residence.TIERED if rows and rows >= len(request.tokens) - 1 else Residence.STREAMED
     if mode == "always" or request.tiers == "tiered":
         return (rows_on_host,)
     return (Residence.RESIDENT, rows_on_host)
@@ -51,7 +57,10 @@ class Admission:
         mode: TiersMode,
         preemptor: Preemptor,
         landings: Landings,
+        hasher: PageHasher | None,
     ) -> None:
+        """Without a `hasher`, no prefix is reused."""
+        self._hasher = hasher
         self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
         self._preemptor, self._landings, self._mode = preemptor, landings, mode
 
@@ -75,16 +84,43 @@ class Admission:
         queues = self._queues
         if not queues.free_seats:
             return False
-        spare = headroom(queues.running)
-        for residence in admissible_residences(self._ledger, request, self._mode):
-            if residence is Residence.STREAMED and queues.count(Residence.STREAMED):
-                continue  # only one request streams at a time
-            need = self._ledger.pages_needed(request.holding, residence, len(request.tokens))
+        spare, prefix = headroom(queues.running), self._find_prefix(request)
+        length = request.num_scheduled or len(prefix) * self._ledger.geometry.page_rows
+        for residence in admissible_residences(self._ledger, request, self._mode, length):
+            need = self._ledger.pages_needed(request.holding, residence, len(request.tokens), prefix)
             if self._preemptor.make_room(need, spare):
-                self._start(request, residence)
+                self._start(request, residence, prefix)
                 return True
         self._preemptor.note_pressure()
         return False
+
+    def waits_for_prefix(self, request: Request) -> bool:
+        """Returns True if a running request computes the next unknown page of the prefix of a waiting one.
+
+        That page will be in the cache soon. If the running request is preempted or ends before, the waiting one is
+        admitted without it.
+        """
+        hashes = self._reusable_hashes(request)
+        for other in self._queues.prefilling():
+            published = len(other.holding.cached)
+            if published < min(len(hashes), len(other.page_hashes)) and other not in self._preemptor.pending:
+                page_hash = other.page_hashes[published]
+                if page_hash == hashes[published] and not self._ledger.is_cached(page_hash):
+                    return True
+        return False
+
+    def _reusable_hashes(self, request: Request) -> list[bytes]:
+        """Returns the hashes of the pages that a waiting request can take from the cache. The last token is always
+        computed. If the logits of the whole prompt are needed, all tokens are computed."""
+        if self._hasher is None or request.phase is not Phase.WAITING:
+            return []
+        self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+        if request.needs_prompt_logits:
+            return []
+        return request.page_hashes[: (len(request.tokens) - 1) // self._hasher.page_rows]
+
+    def _find_prefix(self, request: Request) -> list[CachedPage]:
+        return self._ledger.find_prefix(self._reusable_hashes(request))
 
     def on_kv_ready(self, request: Request) -> None:
         """Moves a request to phase DECODE; no other method does. All its tokens except the newest have rows."""
@@ -109,11 +145,19 @@ class Admission:
         self._preemptor.note_pressure()
         return False
 
-    def _start(self, request: Request, residence: Residence) -> None:
+    def _start(self, request: Request, residence: Residence, prefix: Sequence[CachedPage]) -> None:
         """Gives a request a seat and its pages. The caller has checked that both are free."""
         ledger, holding, length, rows = self._ledger, request.holding, request.num_scheduled, len(request.tokens)
         seat = self._queues.start(request)
-        if holding.residence is Residence.PARKED:
+        if self._hasher is not None and holding.residence is Residence.ABSENT:
+            self._counters.tokens_queried += rows
+            self._counters.tokens_reused += len(prefix) * ledger.geometry.page_rows
+        if prefix:
+            request.num_scheduled = length = len(prefix) * ledger.geometry.page_rows
+            if len(request.tokens) == len(request.prompt):
+                request.num_cached = length
+            commands = ledger.reuse(holding, seat, residence, prefix, rows)
+        elif holding.residence is Residence.PARKED:
             commands = ledger.resume(holding, seat, residence, length, rows)
             self._counters.resumes += 1
         elif holding.residence is Residence.LANDING:

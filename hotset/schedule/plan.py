@@ -193,6 +193,7 @@ class TokenOutputs:
     # The next log-probabilities of a request's prompt, from its second token on. Those of its last token come before
     # the first token of the answer.
     prompt_logprobs: list[tuple[str, LogprobColumns]] = field(default_factory=list)
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # of requests admitted with a prefix from the cache
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # messages for requests that ended as 'lost' or 'no_room'
 

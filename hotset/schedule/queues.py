@@ -37,6 +37,10 @@ class Queues:
             self.free_seats.append(request.seat)
             request.seat = None
 
+    def prefilling(self) -> list[Request]:
+        """Returns the running requests whose prompts are being computed."""
+        return [request for request in self.running if request.phase is Phase.PREFILL]
+
     def count(self, residence: Residence) -> int:
         """Returns how many running requests are in a residence."""
         return sum(request.holding.residence is residence for request in self.running)

@@ -49,9 +49,11 @@ class Request:
         "landing",
         "max_length",
         "num_announced",
+        "num_cached",
         "num_prompt_logprobs",
         "num_scheduled",
         "num_unsampled",
+        "page_hashes",
         "parks",
         "phase",
         "prefill_at",
@@ -93,6 +95,8 @@ class Request:
         self.arrival = 0  # the scheduler numbers requests in order of arrival
         self.seat: int | None = None
         self.holding = Holding()
+        self.page_hashes: list[bytes] = []  # of the full pages of `tokens`; the scheduler extends it when needed
+        self.num_cached = 0  # tokens whose rows were in the prefix cache when the request was first admitted
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample
@@ -132,6 +136,8 @@ class Counters:
     steps: int = 0
     tokens_prefilled: int = 0
     tokens_generated: int = 0
+    tokens_queried: int = 0  # tokens of requests that were looked up in the prefix cache when they were admitted
+    tokens_reused: int = 0  # those whose rows were in the cache
     demotions: int = 0
     promotions: int = 0
     parks: int = 0

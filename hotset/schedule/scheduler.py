@@ -29,6 +29,7 @@ from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, FinishReason, Phase, Request
 from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, Ledger
+from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
 READS_HOST = (Load, Demote, Promote)  # commands that read host pages
@@ -55,6 +56,7 @@ class Scheduler:
         tiers: TiersMode = "auto",
         promote_after_plans: int = PROMOTE_AFTER_PLANS,
         stages: int = 1,
+        hasher: PageHasher | None = None,
     ) -> None:
         """At most `seats` requests run at once.
 
@@ -62,12 +64,14 @@ class Scheduler:
         in all. It leaves room for at least one prompt token, so prompts advance however many requests decode. A tiered
         request is promoted only after `promote_after_plans` plans without memory pressure. With several pipeline
         `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
-        requests are therefore divided among `stages` plans in flight.
+        requests are therefore divided among `stages` plans in flight. With a `hasher` and a host store, prefixes are
+        reused.
         """
         self.counters = Counters()
         self._ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
         self._stages = stages
+        self._hasher = None if ledger.host is None else hasher
         self._next_plan = PlanBuilder()
         self._queues = Queues(seats)
         self._landings = Landings()
@@ -76,7 +80,7 @@ class Scheduler:
             ledger, self._queues, self._next_plan, self.counters, tiers, promote_after_plans=promote_after_plans
         )
         self._admission = Admission(
-            ledger, self._queues, self._next_plan, self.counters, tiers, self._preemptor, self._landings
+            ledger, self._queues, self._next_plan, self.counters, tiers, self._preemptor, self._landings, self._hasher
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -232,10 +236,7 @@ class Scheduler:
         for request in prefills:
             if budget > 0 and request.running and request not in pending:
                 budget -= self._schedule_chunk(request, budget)
-        while budget > 0 and queues.waiting and self._admission.admit(queues.waiting[0]):
-            request = queues.waiting.popleft()
-            if request.running:
-                budget -= self._schedule_chunk(request, budget)
+        self._admit_waiting(budget)
         self._preemptor.promote_one()
         if queues.waiting and not (next_plan.seats or queues.running or self._in_flight):
             self._make_room_for_first()
@@ -255,8 +256,10 @@ class Scheduler:
         assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
         outputs, requests = self._outputs, in_flight.requests
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
-        for request in requests:
+        for request, start, count in zip(requests, in_flight.plan.starts, in_flight.plan.counts, strict=True):
             request.in_flight -= 1
+            if self._hasher is not None:
+                self._publish(self._hasher, request, start + count)
         for prompt_range, columns in zip(in_flight.plan.prompt_ranges, result.prompt_logprobs, strict=True):
             request = requests[prompt_range.segment]
             if request.phase is not Phase.ENDING:
@@ -304,6 +307,23 @@ class Scheduler:
             if seated:
                 need = self._ledger.pages_needed(request.holding, residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
+
+    def _admit_waiting(self, budget: int) -> None:
+        """Admits requests in order of arrival until one does not fit, and schedules their first chunks. Those whose
+        prefix is being computed wait without delaying others."""
+        waiting, skipped = self._queues.waiting, 0
+        while budget > 0 and skipped < len(waiting):
+            request = waiting[skipped]
+            if self._admission.waits_for_prefix(request):
+                skipped += 1
+                continue
+            if not self._admission.admit(request):
+                break
+            del waiting[skipped]
+            if request.num_cached:
+                self._outputs.cached_tokens[request.request_id] = request.num_cached
+            if request.running:
+                budget -= self._schedule_chunk(request, budget)
 
     def _schedule_decodes(self) -> list[Request]:
         """Adds one token of each decoding request to the plan. Returns requests with several tokens left to compute."""
@@ -373,6 +393,15 @@ class Scheduler:
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
             why = f"{pages} pages are in quarantine, because lost prefill workers could still write to them"
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
+
+    def _publish(self, hasher: PageHasher, request: Request, computed: int) -> None:
+        """Makes the full pages of a request available to others, of which rows [0, computed) have been computed. Rows
+        beyond its known tokens were computed after its last token, before its end was known."""
+        pages = min(computed, len(request.tokens)) // hasher.page_rows
+        if pages > len(request.holding.cached):
+            hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+            rows = pages * hasher.page_rows
+            self._ledger.publish(request.holding, request.page_hashes[:pages], request.tokens[:rows])
 
     def _append_token(self, request: Request, token: int) -> None:
         request.num_unsampled -= 1

@@ -5,11 +5,14 @@ it returns None and changes nothing. Freed pages can be granted again at once, b
 order.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
+from hotset.tiers.prefix_cache import CachedPage, PrefixCache
 from hotset.tiers.residence import PAGE_USES, Holding, PageUse, Residence
 
 NO_LIMIT = 1 << 62
@@ -49,13 +52,14 @@ LAND_ANYWHERE = LandingPolicy()
 
 
 class Ledger:
-    """Owns the page allocators of both pools. Without a host store, no request is streamed, tiered or parked."""
+    """Owns the page allocators of both pools. Without a host store, no request is streamed, tiered or parked, and no
+    prefix is reused."""
 
     def __init__(
         self,
         geometry: Geometry,
         device: PageAllocator,
-        host: PageAllocator | None,
+        host: PrefixCache | None,
         landing: LandingPolicy = LAND_ANYWHERE,
     ) -> None:
         self.geometry = geometry
@@ -69,11 +73,16 @@ class Ledger:
         """True if requests can be tiered: there is a host store, and hot buffers have slots."""
         return self.host is not None and self.geometry.slots > 0
 
-    def pages_needed(self, holding: Holding, to: Residence, tokens: int) -> PageCounts:
-        """Returns the pages that a context of `tokens` rows needs in residence `to` beyond those that it holds."""
+    def pages_needed(
+        self, holding: Holding, to: Residence, tokens: int, prefix: Sequence[CachedPage] = ()
+    ) -> PageCounts:
+        """Returns the pages that a context of `tokens` rows needs in residence `to` beyond those that it holds.
+
+        It takes the pages of `prefix` from the cache. Those that no request uses count as free, so they are needed.
+        """
         required = self._required(to, tokens)
         missing = {use: max(0, count - len(holding.pages[use])) for use, count in required.items()}
-        host = missing.pop(PageUse.HOST)
+        host = missing.pop(PageUse.HOST) - len(prefix) + sum(cached.users == 0 for cached in prefix)
         return PageCounts(sum(missing.values()), host)
 
     def fits(self, need: PageCounts, spare: PageCounts = NO_PAGES) -> bool:
@@ -89,6 +98,32 @@ class Ledger:
         holding.move(to)
         holding.seat = seat
         return self._grant(holding, self._required(to, tokens))
+
+    def reuse(
+        self, holding: Holding, seat: int, to: Residence, prefix: Sequence[CachedPage], tokens: int
+    ) -> list[Command] | None:
+        """Gives an absent request a seat, the cached pages of its `prefix`, and pages for the rest of `tokens` rows."""
+        if not self.fits(self.pages_needed(holding, to, tokens, prefix)):
+            return None
+        assert self.host is not None, "there is no host store with cached pages"
+        self.host.use(prefix)
+        holding.move(Residence.PARKED)
+        holding.cached = list(prefix)
+        holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
+        return self.resume(holding, seat, to, len(prefix) * self.geometry.page_rows, tokens)
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> list[CachedPage]:
+        """Returns the cached pages of the longest known prefix of a context with these page hashes."""
+        return [] if self.host is None else self.host.find(hashes)
+
+    def is_cached(self, page_hash: bytes) -> bool:
+        return self.host is not None and page_hash in self.host
+
+    def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int]) -> None:
+        """Makes full pages of a request available to others. All their rows are on the host, or commands before any
+        later one put them there. `hashes` and `token_ids` are those of the full pages of the context."""
+        if self.host is not None and len(hashes) > len(holding.cached):
+            self.host.publish(holding.cached, holding.pages[PageUse.HOST], hashes, token_ids)
 
     def grow(self, holding: Holding, tokens: int) -> list[Command] | None:
         """Grants pages for rows [0, tokens) in the request's present residence."""
@@ -226,7 +261,7 @@ class Ledger:
         """Ends a landing whose writer may still write. The pages stay unavailable, recorded under `name`."""
         assert holding.residence is Residence.LANDING, f"a request that is {holding.residence.value} has no writer"
         holding.move(Residence.ABSENT)
-        host = self._take(holding, PageUse.HOST)
+        host = self._take_own_host_pages(holding)
         device = [page for use in PageUse for page in self._take(holding, use)]
         self._quarantined[name] = Quarantined(device, host)
         self._update_capacity(holding)
@@ -262,26 +297,32 @@ class Ledger:
         holding.move(Residence.ABSENT)
         self._release_device_pages(holding)
         if self.host is not None:
-            self.host.release(self._take(holding, PageUse.HOST))
+            self.host.release(self._take_own_host_pages(holding))
         self._update_capacity(holding)
 
     def audit(self, holdings: list[Holding]) -> None:
-        """Proves that every page of both pools is free, quarantined, or held by exactly one of `holdings`."""
+        """Proves that every page of both pools is free, quarantined, cached, or held by exactly one of `holdings`."""
         self.device.audit()
         held = [page for h in holdings for use, pages in h.pages.items() if use is not PageUse.HOST for page in pages]
         held += [page for pages in self._quarantined.values() for page in pages.device]
         assert len(held) == len(set(held)), "a device page has two owners"
         assert len(held) == self.device.held, f"{len(held)} device pages have owners, {self.device.held} are held"
-        on_host = [page for holding in holdings for page in holding.pages[PageUse.HOST]]
-        on_host += [page for pages in self._quarantined.values() for page in pages.host]
-        assert len(on_host) == len(set(on_host)), "a host page has two owners"
         if self.host is not None:
-            self.host.audit()
-            assert len(on_host) == self.host.held, f"{len(on_host)} host pages have owners, {self.host.held} are held"
+            self._audit_host(self.host, holdings)
         for holding in holdings:
             for use, pages in holding.pages.items():
                 allowed = not pages or use in PAGE_USES[holding.residence]
                 assert allowed, f"a {holding.residence.value} request holds pages for {use.value}"
+
+    def _audit_host(self, host: PrefixCache, holdings: list[Holding]) -> None:
+        host.audit()
+        users = Counter(cached.page for holding in holdings for cached in holding.cached)
+        assert users == Counter(host.users()), "the users of a cached page are not counted correctly"
+        held = [page for holding in holdings for page in _own_host_pages(holding)]
+        held += [page for pages in self._quarantined.values() for page in pages.host]
+        held += users
+        assert len(held) == len(set(held)), "a host page has two owners"
+        assert len(held) == host.held, f"{len(held)} host pages have owners, {host.held} are held"
 
     def _required(self, to: Residence, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use that a context of `tokens` rows requires in residence `to`."""
@@ -343,7 +384,21 @@ class Ledger:
     def _release_device_pages(self, holding: Holding) -> None:
         self.device.release([p for use in PageUse if use is not PageUse.HOST for p in self._take(holding, use)])
 
+    def _take_own_host_pages(self, holding: Holding) -> list[int]:
+        """Takes all host pages of a request. Returns its own ones, and lets go of those in the cache."""
+        own = _own_host_pages(holding)
+        if self.host is not None:
+            self.host.stop_using(holding.cached)
+        holding.pages[PageUse.HOST], holding.cached = [], []
+        return own
+
     @staticmethod
     def _take(holding: Holding, use: PageUse) -> list[int]:
         pages, holding.pages[use] = holding.pages[use], []
         return pages
+
+
+def _own_host_pages(holding: Holding) -> list[int]:
+    """Returns the host pages of a request that are not in the cache."""
+    cached = {page.page for page in holding.cached}
+    return [page for page in holding.pages[PageUse.HOST] if page not in cached]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hotset.base.errors import IllegalTransition
+from hotset.tiers.prefix_cache import CachedPage
 
 
 class Residence(Enum):
@@ -18,7 +19,8 @@ class Residence(Enum):
 
 
 RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {
-    Residence.ABSENT: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.LANDING}),  # admit, reserve
+    # admit, reserve, reuse
+    Residence.ABSENT: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.LANDING, Residence.PARKED}),
     Residence.RESIDENT: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # demote, park, release
     Residence.STREAMED: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # stream ends, park, release
     Residence.TIERED: frozenset({Residence.RESIDENT, Residence.PARKED, Residence.ABSENT}),  # promote, park, release
@@ -57,6 +59,9 @@ class Holding:
     seat: int = -1  # meaningless while absent, parked or landing
     residence: Residence = Residence.ABSENT
     pages: dict[PageUse, list[int]] = field(default_factory=lambda: {use: [] for use in PageUse})
+    # The pages of the prefix cache that the request uses, from the first page of its context on. A host page that is
+    # one of them is shared and never written; all other pages are the request's own.
+    cached: list[CachedPage] = field(default_factory=list)
     # Numbers of rows for which the request holds device pages, host pages, and both. They are stored, and updated after
     # every change, because every step reads them.
     device_capacity: int = 0

@@ -9,12 +9,13 @@ from hotset.schedule.plan import Reservation, Withdrawal
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
+from hotset.tiers.prefix_cache import PrefixCache
 
 GEOMETRY = Geometry(2, 2, 64, keys_per_block=8, slots=4, topk=2)
 
 
 def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledger]:
-    ledger = Ledger(GEOMETRY, PageAllocator(device), PageAllocator(host))
+    ledger = Ledger(GEOMETRY, PageAllocator(device), PrefixCache(host))
     return Scheduler(ledger, 4, 64), ListRunner(GEOMETRY), ledger
 
 

@@ -9,6 +9,7 @@ from hotset.memory.pages import PageAllocator
 from hotset.schedule.preemption import MAX_PARKS, Victim, demotions_for, pick_victim, promotable
 from hotset.schedule.request import Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
+from hotset.tiers.prefix_cache import PrefixCache
 from hotset.tiers.residence import Residence
 
 GEOMETRY = Geometry(page_rows=2, layers=2, layer_page_bytes=64, keys_per_block=8, slots=4, topk=2)
@@ -22,7 +23,7 @@ class Running:
 
     def __init__(self, lengths: list[int], device: int = 0, host: int | None = 20, tiers: TiersChoice = "auto") -> None:
         held, on_host = sum(map(GEOMETRY.resident_pages, lengths)), sum(map(GEOMETRY.row_pages, lengths))
-        allocator = None if host is None else PageAllocator(on_host + host)
+        allocator = None if host is None else PrefixCache(on_host + host)
         self.ledger = Ledger(GEOMETRY, PageAllocator(held + device), allocator)
         self.requests = [self._decoding(seat, length, tiers) for seat, length in enumerate(lengths)]
 

@@ -22,6 +22,7 @@ from hotset.schedule.plan import Plan, PromptComputed, Reservation, RowsWritten,
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 from hotset.tiers.residence import Residence
 
 STOP = 7
@@ -41,15 +42,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["auto", "auto", "always"]),
         promote_after_plans=st.integers(0, 3),
         for_peers=st.sampled_from([False, False, True]),
+        prefix_cache=st.sampled_from([True, True, False]),
     )
     def start(
         self, pages: int, page_rows: int, seats: int, step_tokens: int, depth: int, host_pages: int | None, slots: int,
-        mode: TiersMode, promote_after_plans: int, for_peers: bool,
+        mode: TiersMode, promote_after_plans: int, for_peers: bool, prefix_cache: bool,
     ) -> None:  # fmt: skip
         self.for_peers = for_peers and host_pages is not None
         keys_per_block = 5 if slots else 0
         geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_block, slots, topk=min(2, slots))
-        host = None if host_pages is None else PageAllocator(pages + host_pages)
+        host = None if host_pages is None else PrefixCache(pages + host_pages)
         self.ledger = Ledger(geometry, PageAllocator(pages), host)
         self.mode: TiersMode = mode if self.ledger.tiers else "auto"
         self.resident = longest(geometry.resident_pages, pages)
@@ -57,7 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.capacity = tiered if self.mode == "always" else max(self.resident, tiered)
         if host is not None:
             self.capacity = min(self.capacity, host.capacity * page_rows)
-        self.scheduler = Scheduler(self.ledger, seats, step_tokens, self.mode, promote_after_plans)
+        hasher = PageHasher("model", page_rows) if prefix_cache else None
+        self.scheduler = Scheduler(self.ledger, seats, step_tokens, self.mode, promote_after_plans, hasher=hasher)
         self.runner = ListRunner(geometry)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
@@ -87,9 +90,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             capacity = min(capacity, longest(self.ledger.geometry.streamed_pages, self.ledger.device.capacity))
         if capacity < 1:
             return
-        length = data.draw(st.integers(1, min(capacity, 40)))
+        self.prompts[name] = self.draw_prompt(data, data.draw(st.integers(1, min(capacity, 40))))
+        length = len(self.prompts[name])
         limit = data.draw(st.integers(length + 1, min(capacity, 60) + 1))
-        self.prompts[name] = data.draw(st.lists(st.integers(0, 22), min_size=length, max_size=length))
         self.limits[name] = limit
         self.answers[name] = []
         landing: LandingChoice = "auto"
@@ -99,13 +102,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             possible += ["device"] * (tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1)
             landing = data.draw(st.sampled_from(possible))
         params = SamplingParams(seed=0)
-        if prefill_at is None:
+        if prefill_at is None and data.draw(st.booleans()):
             self.scored[name] = 0
             if limit == length + 1 and length % 2:
                 self.prompt_only.add(name)
             params = SamplingParams(seed=0, prompt_logprobs=0, max_tokens=0 if name in self.prompt_only else None)
-        prompt = PromptSpec(tuple(self.prompts[name]), params, frozenset({STOP}))
+        prompt = PromptSpec(tuple(self.prompts[name]), params, frozenset({STOP}), data.draw(SALTS))
         self.scheduler.add(Request(name, prompt, limit, tiers, prefill_at, landing))
+
+    def draw_prompt(self, data: st.DataObject, length: int) -> list[int]:
+        """Returns a prompt of at most `length` tokens. Most begin like an earlier conversation."""
+        earlier = [[*prompt, *self.answers.get(name, [])] for name, prompt in self.prompts.items()]
+        known = data.draw(st.sampled_from([[], *earlier])) if earlier else []
+        prompt = known[: data.draw(st.integers(0, min(len(known), length)))]
+        return prompt + data.draw(st.lists(st.integers(0, 22), min_size=not prompt, max_size=length - len(prompt)))
 
     @rule(data=st.data())
     @precondition(lambda self: self.for_peers)
@@ -116,8 +126,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = f"peer{len(self.announced)}"
         self.announced[name] = 0
-        self.prompts[name] = data.draw(st.lists(st.integers(0, 22), min_size=length, max_size=length))
-        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0))
+        self.prompts[name] = self.draw_prompt(data, length)
+        length = len(self.prompts[name])
+        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), cache_salt=data.draw(SALTS))
         self.scheduler.add(Request(name, prompt, length + 1, for_peer=True))
 
     @rule(data=st.data())
@@ -251,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0
         counters = self.scheduler.counters
-        for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off"):
+        for change in (*CHANGES, "promotions"):
             SEEN[change] += getattr(counters, change)
         for name, prompt in self.prompts.items():
             if name in self.announced:
@@ -289,7 +300,8 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
 
 
 # Promotions are too rare in random examples; a separate test covers them.
-CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off")
+CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off", "tokens_reused")
+SALTS = st.sampled_from(["", "", "salt"])
 SEEN: Counter[str] = Counter()  # how often each change has happened in all examples
 # Without a seed, the examples depend on the source text of the class and may not contain every change in CHANGES.
 TestScheduler = seed(1)(SchedulerMachine).TestCase
@@ -313,7 +325,7 @@ def request(name: str, length: int, limit: int) -> Request:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_long_request_is_demoted_during_a_burst_and_promoted_after_it(depth: int) -> None:
     geometry = Geometry(2, 2, 64, keys_per_block=8, slots=4, topk=2)
-    ledger = Ledger(geometry, PageAllocator(44), PageAllocator(80))
+    ledger = Ledger(geometry, PageAllocator(44), PrefixCache(80))
     scheduler, runner = Scheduler(ledger, 4, 64), ListRunner(geometry)
     scheduler.add(request("long", 40, 64))
     in_flight: deque[StepResult] = deque()

@@ -29,6 +29,7 @@ from hotset.memory.pages import PageAllocator
 from hotset.tiers.commands import Command, Grant
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger, PageCounts
+from hotset.tiers.prefix_cache import PrefixCache
 from hotset.tiers.residence import Holding, PageUse, Residence
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ class TiersMachine(RuleBasedStateMachine):
         geometry = kv.geometry(page_rows, kv.topk + spare_slots if kv.groups else 0)
         device_pages = int(device_share * geometry.resident_pages(context)) + 1
         host_pages = int(host_share * geometry.row_pages(context)) + 1
-        self.ledger = Ledger(geometry, PageAllocator(device_pages), PageAllocator(host_pages))
+        self.ledger = Ledger(geometry, PageAllocator(device_pages), PrefixCache(host_pages))
         self.capacity = self.free_pages()
         self.pool = DevicePool(kv, geometry, device_pages, CPU)
         self.host = HostStore(kv, host_pages, page_rows, CPU)

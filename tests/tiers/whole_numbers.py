@@ -31,6 +31,7 @@ from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import PrefixCache
 from hotset.tiers.residence import PageUse, Residence
 
 CPU = torch.device("cpu")
@@ -192,7 +193,7 @@ class Bench:
         memory: type[KvMemory] = KvMemory,
     ) -> None:
         self.geometry = SHAPE.geometry(page_rows, slots)
-        self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PageAllocator(host_pages))
+        self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PrefixCache(host_pages))
         self.pool = DevicePool(SHAPE, self.geometry, device_pages, CPU)
         self.host = HostStore(SHAPE, host_pages, page_rows, CPU)
         self.poisoner = Poisoner(self.pool, self.host)

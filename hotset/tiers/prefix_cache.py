@@ -1,0 +1,185 @@
+"""The prefix cache: full host pages that stay in the host store when their request ends, until their memory is needed.
+
+A page is found by the hash of everything that its rows depend on: the model, the request's `cache_salt`, and all tokens
+up to the end of the page (`PageHasher`). A new request that begins with the same tokens uses such pages as they are, so
+its prefix is not computed again. Pages in the cache are never written.
+
+A request that uses a page also uses all pages before it. When it stops, its last page is the first to become evictable.
+In the order of eviction, every page therefore comes after all pages that continue it: least recently used first, and
+the end of a prefix before its beginning.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from hotset.memory.pages import PageAllocator
+
+EVICTED_SHARE = 128  # evictions free at least 1/128 of all pages: few pages at a time would be scattered
+
+
+class PageHasher:
+    """Computes the hashes of the full pages of a context. Each depends on all tokens up to the end of its page."""
+
+    def __init__(self, model: str, page_rows: int) -> None:
+        """`model` names everything besides the tokens that determines the bytes of a page, such as dtypes."""
+        self._model, self.page_rows = model, page_rows
+
+    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
+        """Appends the hashes of the full pages of `tokens` that `hashes` does not have yet."""
+        page_rows = self.page_rows
+        parent = hashes[-1] if hashes else self.root(salt)
+        for first in range(len(hashes) * page_rows, len(tokens) - page_rows + 1, page_rows):
+            parent = sha256(parent + array("q", tokens[first : first + page_rows]).tobytes()).digest()
+            hashes.append(parent)
+
+    def root(self, salt: str) -> bytes:
+        """Returns the hash that the first page of a context continues."""
+        return sha256(f"{len(self._model)} {self._model} {self.page_rows} {salt}".encode()).digest()
+
+
+class CachedPage:
+    """A host page in the cache. `users` is the number of requests that use it."""
+
+    __slots__ = ("page", "page_hash", "users")
+
+    def __init__(self, page: int, page_hash: bytes) -> None:
+        self.page, self.page_hash, self.users = page, page_hash, 1
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Consecutive pages of one context that entered the cache."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None  # the hash of the page before them; None if they begin the context
+    token_ids: tuple[int, ...]  # the tokens of these pages
+
+
+@dataclass(frozen=True, slots=True)
+class PagesEvicted:
+    """Pages that left the cache."""
+
+    hashes: tuple[bytes, ...]
+
+
+CacheChange = PagesStored | PagesEvicted
+
+
+class PrefixCache(PageAllocator):
+    """The allocator of host pages, and the cache. Pages that no request uses count as free: `allocate` evicts them."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._cached: dict[bytes, CachedPage] = {}
+        self._unused: OrderedDict[bytes, CachedPage] = OrderedDict()  # in the order of eviction
+        self.on_change: Callable[[CacheChange], None] = lambda change: None
+        self.evictions = 0  # pages evicted since start
+
+    @property
+    def free(self) -> int:
+        """The number of pages that `allocate` can return: free ones, and cached ones that no request uses."""
+        return self._free + len(self._unused)
+
+    @property
+    def held(self) -> int:
+        """The number of pages that requests use or that are in quarantine."""
+        return self.capacity - self.free
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def unused(self) -> int:
+        """The number of cached pages that no request uses."""
+        return len(self._unused)
+
+    def __contains__(self, page_hash: bytes) -> bool:
+        return page_hash in self._cached
+
+    def find(self, hashes: Sequence[bytes]) -> list[CachedPage]:
+        """Returns the cached pages of the longest known prefix. The caller must `use` them before anything else
+        changes."""
+        found = []
+        for page_hash in hashes:
+            if (cached := self._cached.get(page_hash)) is None:
+                break
+            found.append(cached)
+        return found
+
+    def use(self, pages: Sequence[CachedPage]) -> None:
+        """Records one more request that uses these pages, which are those of a whole prefix."""
+        for cached in pages:
+            if cached.users == 0:
+                del self._unused[cached.page_hash]
+            cached.users += 1
+
+    def publish(
+        self, used: list[CachedPage], pages: Sequence[int], hashes: Sequence[bytes], token_ids: Sequence[int]
+    ) -> None:
+        """Adds full pages of a context, whose first len(`used`) pages its request uses already, and extends `used`.
+
+        `pages` and `hashes` are those of the whole context. If another request has published a page with the same hash
+        before, this request uses the other's page, too, and keeps its own.
+        """
+        page_rows = len(token_ids) // len(hashes)
+        first = len(used)
+        for number in range(first, len(hashes)):
+            cached = self._cached.get(hashes[number])
+            if cached is None:
+                self._cached[hashes[number]] = cached = CachedPage(pages[number], hashes[number])
+            else:
+                self.use([cached])
+                self._announce(hashes, first, number, token_ids, page_rows)
+                first = number + 1
+            used.append(cached)
+        self._announce(hashes, first, len(hashes), token_ids, page_rows)
+
+    def _announce(
+        self, hashes: Sequence[bytes], first: int, last: int, token_ids: Sequence[int], page_rows: int
+    ) -> None:
+        if first < last:
+            parent = hashes[first - 1] if first else None
+            tokens = tuple(token_ids[first * page_rows : last * page_rows])
+            self.on_change(PagesStored(tuple(hashes[first:last]), parent, tokens))
+
+    def stop_using(self, pages: Sequence[CachedPage]) -> None:
+        """Records that one request uses these pages, which are those of a whole prefix, no more."""
+        for cached in reversed(pages):
+            cached.users -= 1
+            if cached.users == 0:
+                self._unused[cached.page_hash] = cached
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """Returns `count` pages as `PageAllocator` does, after evicting cached pages if necessary."""
+        if count > self.free:
+            return None
+        if count > self._free:
+            self.evict(max(count - self._free, self.capacity // EVICTED_SHARE))
+        return super().allocate(count, after)
+
+    def evict(self, count: int) -> None:
+        """Evicts `count` pages, or all that no request uses if these are fewer."""
+        evicted = [self._unused.popitem(last=False)[1] for _ in range(min(count, len(self._unused)))]
+        for cached in evicted:
+            del self._cached[cached.page_hash]
+        self.release([cached.page for cached in evicted])
+        self.evictions += len(evicted)
+        if evicted:
+            self.on_change(PagesEvicted(tuple(cached.page_hash for cached in evicted)))
+
+    def audit(self) -> None:
+        """Proves that the free runs are correct, and that exactly the pages without users are evictable."""
+        super().audit()
+        pages = [cached.page for cached in self._cached.values()]
+        assert len(pages) == len(set(pages)), "a page is in the cache twice"
+        assert all(self._held[page] for page in pages), "a cached page is free"
+        unused = {page_hash for page_hash, cached in self._cached.items() if cached.users == 0}
+        assert unused == set(self._unused), "a page that is used can be evicted, or one that is unused cannot"
+
+    def users(self) -> dict[int, int]:
+        """Returns the number of users of each cached page, for audits."""
+        return {cached.page: cached.users for cached in self._cached.values()}
