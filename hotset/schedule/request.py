@@ -26,7 +26,8 @@ class Phase(Enum):
 
 
 PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.PREFILL, Phase.LANDING, Phase.FINISHED}),
+    # DECODE if a request that lost its pages finds all rows but the newest in the prefix cache
+    Phase.WAITING: frozenset({Phase.PREFILL, Phase.DECODE, Phase.LANDING, Phase.FINISHED}),
     Phase.PREFILL: frozenset({Phase.DECODE, Phase.PARKED, Phase.WAITING, Phase.HANDOFF, Phase.ENDING}),
     Phase.DECODE: frozenset({Phase.PARKED, Phase.WAITING, Phase.ENDING}),
     Phase.PARKED: frozenset({Phase.PREFILL, Phase.DECODE, Phase.WAITING, Phase.FINISHED}),
