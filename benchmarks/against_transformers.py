@@ -120,6 +120,7 @@ def hotset_engine(prompts: Answers) -> Iterator[Generate]:
         max_num_batched_tokens=longest,
         device_kv_tokens=(longest + 512) * len(prompts),
         host_kv_tokens=(longest + 512) * (len(prompts) + 1),
+        prefix_cache=False,  # every repetition computes the prompts
     )
 
     def generate(tokens: int) -> Answers:

@@ -108,6 +108,7 @@ def main() -> None:
             kv_dtype=kv_dtype,
             max_num_batched_tokens=CHUNK,
             max_model_len=max(lengths) + 256,
+            prefix_cache=False,  # both implementations compute the same prompts
             progress=False,
         )
         generate(llm, make_prompt(llm, 512))  # warm-up

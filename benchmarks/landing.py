@@ -170,6 +170,7 @@ async def early_bytes(model: str, engine: str, chunk: int, chunks: Sequence[int]
     longest = chunk * max(chunks) + 64
     sizes = {"max_model_len": longest, "device_kv_tokens": 2 * longest, "host_kv_tokens": 3 * longest}
     common: dict[str, Any] = {"model": model, "device": "cpu", "max_num_seqs": 4, "transfer": engine, **sizes}
+    common["prefix_cache"] = False  # each prompt begins like the one before, but must be computed and sent whole
     client = EngineClient.start(EngineConfig(role="decode", **common))
     prefill = build_engine(EngineConfig(role="prefill", max_num_batched_tokens=chunk, **common))
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

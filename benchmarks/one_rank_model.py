@@ -141,7 +141,7 @@ def planned_bytes(spec: ModelSpec, split: Split, dtype: torch.dtype, device: tor
     return plan_weights(spec, source, FP8_KV, split, dtype, device).device_bytes
 
 
-class SharedHostPages(PageAllocator):
+class SharedHostPages(PrefixCache):
     """Grants the same host pages to several requests, so that more contexts can be measured than host memory holds.
 
     It grants `capacity` pages in all. Page ids run from 0 to `host_pages` - 1 and then start again. A context gets
@@ -195,7 +195,7 @@ class RankServer:
     def engine(self, shared_pages: bool = False, tiers: TiersMode | None = None) -> Engine:
         """Returns an engine without requests. Only the newest one may be used. `tiers` replaces the configured mode."""
         config, budget = self._config, self._budget
-        host: PageAllocator | None = None
+        host: PrefixCache | None = None
         if shared_pages:
             host = SharedHostPages(self._granted_pages, budget.host_pages)
         elif budget.host_pages:

@@ -132,6 +132,7 @@ class DemoModel:
             max_model_len=sizes.longest,
             device_kv_gib=(pages + 0.5) * geometry.page_bytes / GIB,  # rounded down to whole pages
             host_kv_tokens=None if tiers == OFF else HOST_STORE_RATIO * sizes.resident * sizes.longest,
+            prefix_cache=False,  # every batch computes the same prompts
         )
         return config, kv_budget(config, shape, self.spec.context, self.device)
 

@@ -129,6 +129,7 @@ class DemoEngine:
             device_kv_gib=device_gib,
             host_kv_gib=None if tiers == "off" else 8 * device_gib,
             max_model_len=max_length,
+            prefix_cache=False,  # all prompts have the same tokens, but none may share pages with another
         )
         self.budget = kv_budget(config, model.kv_shape, model.spec.context, CPU)
         card = model_card(config, model.spec, self.budget, CPU, DTYPE)

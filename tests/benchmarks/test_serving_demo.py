@@ -35,16 +35,17 @@ def test_tiers_swap_rows_and_keep_the_answers(model: DemoModel) -> None:
         assert 0 < row["p50 ms"] <= row["p99 ms"] and row["tokens/s"] > 0
 
 
-def test_aborted_requests_end_before_the_next_batch(model: DemoModel) -> None:
-    engine = model.engine(*model.size(OFF, TINY))
+def test_aborted_requests_end_before_the_next_batch_which_computes_the_same_prompts_again(model: DemoModel) -> None:
+    engine = model.engine(*model.size(AUTO, TINY))
     for _ in range(2):
-        batch = Batch(engine, [[5] * 20, [6] * 30], growth=32)
+        batch = Batch(engine, [[5] * 70, [6] * 80], growth=32)
         batch.prefill()
         timed = batch.decode(3)
         assert timed.steps == 3 and len(timed.gaps) == 6 and sum(timed.gaps) <= 2 * timed.seconds
         batch.abort()
         assert engine.stats().running == 0
     assert engine.stats().requests_finished == {"abort": 4}, "the requests ran to their end instead of being aborted"
+    assert engine.stats().tokens_prefilled == 2 * (70 + 80), "prompts of the first batch were reused"
     engine.audit()
 
 
