@@ -23,6 +23,7 @@ FLOORS = {
     "models": 4,
     "schedule": 5,
     "handoff": 5,
+    "kv_events": 5,
     "engine": 6,
     "bench": 7,
     "evaluate": 7,
@@ -31,7 +32,7 @@ FLOORS = {
     "cli": 8,
     "__main__": 9,
 }
-NO_TORCH = ("base", "bench", "schedule", "serve")
+NO_TORCH = ("base", "bench", "kv_events", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
@@ -40,6 +41,7 @@ OPTIONAL = [
 # Modules that require an optional package. Other modules import them inside the functions that use them.
 REQUIRES_OPTIONAL = re.compile(
     r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+|hotset\.handoff\.(codec|channel)"
+    r"|hotset\.kv_events\.(wire|publisher|subscriber)"
 )
 
 IMPORT_EACH = """
