@@ -399,9 +399,10 @@ class Scheduler:
         beyond its known tokens were computed after its last token, before its end was known."""
         pages = min(computed, len(request.tokens)) // hasher.page_rows
         if pages > len(request.holding.cached):
-            hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+            salt = request.prompt.cache_salt
+            hasher.extend(request.page_hashes, request.tokens, salt)
             rows = pages * hasher.page_rows
-            self._ledger.publish(request.holding, request.page_hashes[:pages], request.tokens[:rows])
+            self._ledger.publish(request.holding, request.page_hashes[:pages], request.tokens[:rows], salt)
 
     def _append_token(self, request: Request, token: int) -> None:
         request.num_unsampled -= 1

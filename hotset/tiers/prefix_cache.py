@@ -56,6 +56,7 @@ class PagesStored:
     hashes: tuple[bytes, ...]
     parent: bytes | None  # the hash of the page before them; None if they begin the context
     token_ids: tuple[int, ...]  # the tokens of these pages
+    salt: str  # the request's `cache_salt`
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,12 @@ class PrefixCache(PageAllocator):
             cached.users += 1
 
     def publish(
-        self, used: list[CachedPage], pages: Sequence[int], hashes: Sequence[bytes], token_ids: Sequence[int]
+        self,
+        used: list[CachedPage],
+        pages: Sequence[int],
+        hashes: Sequence[bytes],
+        token_ids: Sequence[int],
+        salt: str = "",
     ) -> None:
         """Adds full pages of a context, whose first len(`used`) pages its request uses already, and extends `used`.
 
@@ -133,18 +139,18 @@ class PrefixCache(PageAllocator):
                 self._cached[hashes[number]] = cached = CachedPage(pages[number], hashes[number])
             else:
                 self.use([cached])
-                self._announce(hashes, first, number, token_ids, page_rows)
+                self._announce(hashes, first, number, token_ids, page_rows, salt)
                 first = number + 1
             used.append(cached)
-        self._announce(hashes, first, len(hashes), token_ids, page_rows)
+        self._announce(hashes, first, len(hashes), token_ids, page_rows, salt)
 
     def _announce(
-        self, hashes: Sequence[bytes], first: int, last: int, token_ids: Sequence[int], page_rows: int
+        self, hashes: Sequence[bytes], first: int, last: int, token_ids: Sequence[int], page_rows: int, salt: str
     ) -> None:
         if first < last:
             parent = hashes[first - 1] if first else None
             tokens = tuple(token_ids[first * page_rows : last * page_rows])
-            self.on_change(PagesStored(tuple(hashes[first:last]), parent, tokens))
+            self.on_change(PagesStored(tuple(hashes[first:last]), parent, tokens, salt))
 
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
         """Records that one request uses these pages, which are those of a whole prefix, no more."""
