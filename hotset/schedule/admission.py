@@ -1,15 +1,16 @@
 """Decides whether a waiting request is admitted and in which residence, and where prompts from prefill workers land."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hotset.base.config import TiersMode
 from hotset.schedule.landings import Landings
 from hotset.schedule.plan import AssignSeat, PlanBuilder
 from hotset.schedule.preemption import Preemptor, headroom
+from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import Ledger
-from hotset.tiers.prefix_cache import CachedPage, PageHasher
+from hotset.tiers.prefix_cache import CachedPage
 from hotset.tiers.residence import PageUse, Residence
 
 
@@ -57,12 +58,10 @@ class Admission:
         mode: TiersMode,
         preemptor: Preemptor,
         landings: Landings,
-        hasher: PageHasher | None,
+        prefixes: Prefixes,
     ) -> None:
-        """Without a `hasher`, no prefix is reused."""
-        self._hasher = hasher
         self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
-        self._preemptor, self._landings, self._mode = preemptor, landings, mode
+        self._preemptor, self._landings, self._prefixes, self._mode = preemptor, landings, prefixes, mode
 
     def check_possible(self, request: Request) -> None:
         """Asserts that the request fits empty pools. The front end has refused requests that do not."""
@@ -74,17 +73,29 @@ class Admission:
             on_host = ledger.geometry.row_pages(rows)
             assert on_host <= ledger.host.capacity, f"{on_host} host pages are needed, {ledger.host.capacity} exist"
 
-    def admit(self, request: Request) -> bool:
+    def admit_waiting(self) -> Iterator[Request]:
+        """Admits requests in order of arrival until one does not fit, and yields each. Those whose prefix is being
+        computed wait without delaying others."""
+        waiting, skipped = self._queues.waiting, 0
+        self._prefixes.begin_plan()
+        while skipped < len(waiting) and not self._lacks_seat(waiting[skipped]):
+            request = waiting[skipped]
+            if self._prefixes.must_wait(request):
+                skipped += 1
+            elif self._admit(request):
+                del waiting[skipped]
+                yield request
+            else:
+                break
+
+    def _admit(self, request: Request) -> bool:
         """Admits a waiting or parked request with pages for all its tokens. Returns False if it must wait.
 
         A request whose prompt a prefill worker computes gets the pages in which the prompt will land, but no seat yet.
         """
         if request.phase is Phase.WAITING and request.prefill_at is not None:
             return self._reserve_landing(request)
-        queues = self._queues
-        if not queues.free_seats:
-            return False
-        spare, prefix = headroom(queues.running), self._find_prefix(request)
+        spare, prefix = headroom(self._queues.running), self._prefixes.find(request)
         length = request.num_scheduled or len(prefix) * self._ledger.geometry.page_rows
         for residence in admissible_residences(self._ledger, request, self._mode, length):
             need = self._ledger.pages_needed(request.holding, residence, len(request.tokens), prefix)
@@ -94,33 +105,10 @@ class Admission:
         self._preemptor.note_pressure()
         return False
 
-    def waits_for_prefix(self, request: Request) -> bool:
-        """Returns True if a running request computes the next unknown page of the prefix of a waiting one.
-
-        That page will be in the cache soon. If the running request is preempted or ends before, the waiting one is
-        admitted without it.
-        """
-        hashes = self._reusable_hashes(request)
-        for other in self._queues.prefilling():
-            published = len(other.holding.cached)
-            if published < min(len(hashes), len(other.page_hashes)) and other not in self._preemptor.pending:
-                page_hash = other.page_hashes[published]
-                if page_hash == hashes[published] and not self._ledger.is_cached(page_hash):
-                    return True
-        return False
-
-    def _reusable_hashes(self, request: Request) -> list[bytes]:
-        """Returns the hashes of the pages that a waiting request can take from the cache. The last token is always
-        computed. If the logits of the whole prompt are needed, all tokens are computed."""
-        if self._hasher is None or request.phase is not Phase.WAITING:
-            return []
-        self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
-        if request.needs_prompt_logits:
-            return []
-        return request.page_hashes[: (len(request.tokens) - 1) // self._hasher.page_rows]
-
-    def _find_prefix(self, request: Request) -> list[CachedPage]:
-        return self._ledger.find_prefix(self._reusable_hashes(request))
+    def _lacks_seat(self, request: Request) -> bool:
+        """Returns True if the request needs a seat and none is free. A landing needs none."""
+        lands = request.phase is Phase.WAITING and request.prefill_at is not None
+        return not lands and not self._queues.free_seats
 
     def on_kv_ready(self, request: Request) -> None:
         """Moves a request to phase DECODE; no other method does. All its tokens except the newest have rows."""
@@ -149,13 +137,9 @@ class Admission:
         """Gives a request a seat and its pages. The caller has checked that both are free."""
         ledger, holding, length, rows = self._ledger, request.holding, request.num_scheduled, len(request.tokens)
         seat = self._queues.start(request)
-        if self._hasher is not None and holding.residence is Residence.ABSENT:
-            self._counters.tokens_queried += rows
-            self._counters.tokens_reused += len(prefix) * ledger.geometry.page_rows
+        self._prefixes.count(request, prefix)
         if prefix:
             request.num_scheduled = length = len(prefix) * ledger.geometry.page_rows
-            if len(request.tokens) == len(request.prompt):
-                request.num_cached = length
             commands = ledger.reuse(holding, seat, residence, prefix, rows)
         elif holding.residence is Residence.PARKED:
             commands = ledger.resume(holding, seat, residence, length, rows)

@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 
 from hotset.schedule.request import Phase, Request
 from hotset.tiers.residence import Residence
@@ -44,3 +45,16 @@ class Queues:
     def count(self, residence: Residence) -> int:
         """Returns how many running requests are in a residence."""
         return sum(request.holding.residence is residence for request in self.running)
+
+    def audit(self, requests: Iterable[Request]) -> None:
+        """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat."""
+        seats = list(self.free_seats)
+        for request in requests:
+            residence = request.holding.residence
+            seated = residence not in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
+            assert seated == (request.seat is not None), (
+                f"{request.request_id} is {residence.value} on seat {request.seat}"
+            )
+            if request.seat is not None:
+                seats.append(request.seat)
+        assert sorted(seats) == list(range(len(seats))), "a seat is lost or shared"

@@ -63,6 +63,7 @@ class Request:
         "seat",
         "tiers",
         "tokens",
+        "waits_for",
     )
 
     def __init__(
@@ -97,7 +98,9 @@ class Request:
         self.seat: int | None = None
         self.holding = Holding()
         self.page_hashes: list[bytes] = []  # of the full pages of `tokens`; the scheduler extends it when needed
-        self.num_cached = 0  # tokens whose rows were in the prefix cache when the request was first admitted
+        # Tokens whose rows were in the prefix cache when the request was first admitted; None before that
+        self.num_cached: int | None = None
+        self.waits_for: Request | None = None  # the running request that last computed the next page of its prefix
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample

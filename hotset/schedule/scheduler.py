@@ -4,8 +4,9 @@
 flight; they commit in order. A request loses its seat or pages, or changes its residence, only while no plan in flight
 uses the request.
 
-`queues` holds the waiting and running requests. `admission` decides which request is admitted and where, and
-`preemption` decides which request is preempted. `landings` keeps the messages to prefill and decode workers.
+`queues` holds the waiting and running requests. `admission` decides which request is admitted and where, `prefixes`
+from which cached pages it starts, and `preemption` which request is preempted. `landings` keeps the messages to prefill
+and decode workers.
 """
 
 from collections import deque
@@ -25,6 +26,7 @@ from hotset.schedule.plan import (
     Withdrawal,
 )
 from hotset.schedule.preemption import Preemptor
+from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, FinishReason, Phase, Request
 from hotset.tiers.commands import Demote, Load, Promote
@@ -71,7 +73,6 @@ class Scheduler:
         self._ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
         self._stages = stages
-        self._hasher = None if ledger.host is None else hasher
         self._next_plan = PlanBuilder()
         self._queues = Queues(seats)
         self._landings = Landings()
@@ -79,8 +80,9 @@ class Scheduler:
         self._preemptor = Preemptor(
             ledger, self._queues, self._next_plan, self.counters, tiers, promote_after_plans=promote_after_plans
         )
+        self._prefixes = Prefixes(ledger, self._queues, self.counters, self._preemptor.pending, hasher)
         self._admission = Admission(
-            ledger, self._queues, self._next_plan, self.counters, tiers, self._preemptor, self._landings, self._hasher
+            ledger, self._queues, self._next_plan, self.counters, tiers, self._preemptor, self._landings, self._prefixes
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -236,7 +238,11 @@ class Scheduler:
         for request in prefills:
             if budget > 0 and request.running and request not in pending:
                 budget -= self._schedule_chunk(request, budget)
-        self._admit_waiting(budget)
+        for request in self._admission.admit_waiting() if budget > 0 else ():
+            if request.running:
+                budget -= self._schedule_chunk(request, budget)
+            if budget <= 0:
+                break
         self._preemptor.promote_one()
         if queues.waiting and not (next_plan.seats or queues.running or self._in_flight):
             self._make_room_for_first()
@@ -258,8 +264,7 @@ class Scheduler:
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         for request, start, count in zip(requests, in_flight.plan.starts, in_flight.plan.counts, strict=True):
             request.in_flight -= 1
-            if self._hasher is not None:
-                self._publish(self._hasher, request, start + count)
+            self._prefixes.publish(request, start + count)
         for prompt_range, columns in zip(in_flight.plan.prompt_ranges, result.prompt_logprobs, strict=True):
             request = requests[prompt_range.segment]
             if request.phase is not Phase.ENDING:
@@ -287,43 +292,19 @@ class Scheduler:
     def take_outputs(self) -> TokenOutputs:
         """Returns outputs that need no step, each of them once: first tokens of landings, and requests that ended."""
         outputs, self._outputs = self._outputs, TokenOutputs()
+        outputs.cached_tokens = self._prefixes.take_cached_tokens()
         return outputs
 
     def audit(self) -> None:
         """Proves that every page and every seat is free or has exactly one owner."""
         requests, queues = list(self._requests.values()), self._queues
         self._ledger.audit([request.holding for request in requests])
-        seats = [request.seat for request in requests if request.seat is not None]
-        assert sorted(seats + queues.free_seats) == list(range(len(seats) + len(queues.free_seats))), (
-            "a seat is lost or shared"
-        )
+        queues.audit(requests)
         assert set(self._preemptor.pending) <= set(queues.running), "a request that does not run has a pending change"
         for request in requests:
-            residence = request.holding.residence
-            seated = residence not in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
-            assert seated == (request.seat is not None), (
-                f"{request.request_id} is {residence.value} on seat {request.seat}"
-            )
-            if seated:
-                need = self._ledger.pages_needed(request.holding, residence, request.num_scheduled)
+            if request.seat is not None:
+                need = self._ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
-
-    def _admit_waiting(self, budget: int) -> None:
-        """Admits requests in order of arrival until one does not fit, and schedules their first chunks. Those whose
-        prefix is being computed wait without delaying others."""
-        waiting, skipped = self._queues.waiting, 0
-        while budget > 0 and skipped < len(waiting):
-            request = waiting[skipped]
-            if self._admission.waits_for_prefix(request):
-                skipped += 1
-                continue
-            if not self._admission.admit(request):
-                break
-            del waiting[skipped]
-            if request.num_cached:
-                self._outputs.cached_tokens[request.request_id] = request.num_cached
-            if request.running:
-                budget -= self._schedule_chunk(request, budget)
 
     def _schedule_decodes(self) -> list[Request]:
         """Adds one token of each decoding request to the plan. Returns requests with several tokens left to compute."""
@@ -393,16 +374,6 @@ class Scheduler:
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
             why = f"{pages} pages are in quarantine, because lost prefill workers could still write to them"
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
-
-    def _publish(self, hasher: PageHasher, request: Request, computed: int) -> None:
-        """Makes the full pages of a request available to others, of which rows [0, computed) have been computed. Rows
-        beyond its known tokens were computed after its last token, before its end was known."""
-        pages = min(computed, len(request.tokens)) // hasher.page_rows
-        if pages > len(request.holding.cached):
-            salt = request.prompt.cache_salt
-            hasher.extend(request.page_hashes, request.tokens, salt)
-            rows = pages * hasher.page_rows
-            self._ledger.publish(request.holding, request.page_hashes[:pages], request.tokens[:rows], salt)
 
     def _append_token(self, request: Request, token: int) -> None:
         request.num_unsampled -= 1

@@ -121,9 +121,11 @@ class Ledger:
 
     def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str = "") -> None:
         """Makes full pages of a request available to others. All their rows are on the host, or commands before any
-        later one put them there. `hashes` and `token_ids` are those of the full pages of the context."""
-        if self.host is not None and len(hashes) > len(holding.cached):
-            self.host.publish(holding.cached, holding.pages[PageUse.HOST], hashes, token_ids, salt)
+        later one put them there. `hashes` and `token_ids` are those of these pages, the next after `holding.cached`."""
+        if self.host is not None:
+            first = len(holding.cached)
+            pages = holding.pages[PageUse.HOST][first : first + len(hashes)]
+            self.host.publish(holding.cached, pages, hashes, token_ids, salt)
 
     def grow(self, holding: Holding, tokens: int) -> list[Command] | None:
         """Grants pages for rows [0, tokens) in the request's present residence."""

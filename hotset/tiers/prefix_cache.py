@@ -126,31 +126,28 @@ class PrefixCache(PageAllocator):
         token_ids: Sequence[int],
         salt: str = "",
     ) -> None:
-        """Adds full pages of a context, whose first len(`used`) pages its request uses already, and extends `used`.
+        """Adds the full pages of a context that come next after those in `used`, and extends `used` by them.
 
-        `pages` and `hashes` are those of the whole context. If another request has published a page with the same hash
-        before, this request uses the other's page, too, and keeps its own.
+        If another request has published a page with the same hash before, this request uses the other's page, too, and
+        keeps its own.
         """
         page_rows = len(token_ids) // len(hashes)
-        first = len(used)
-        for number in range(first, len(hashes)):
-            cached = self._cached.get(hashes[number])
+        parent = used[-1].page_hash if used else None
+        first = 0  # pages [first, number) are new
+        for number, page_hash in enumerate(hashes):
+            cached = self._cached.get(page_hash)
             if cached is None:
-                self._cached[hashes[number]] = cached = CachedPage(pages[number], hashes[number])
+                self._cached[page_hash] = cached = CachedPage(pages[number], page_hash)
             else:
                 self.use([cached])
-                self._announce(hashes, first, number, token_ids, page_rows, salt)
-                first = number + 1
+                self._announce(parent, hashes[first:number], token_ids[first * page_rows : number * page_rows], salt)
+                parent, first = page_hash, number + 1
             used.append(cached)
-        self._announce(hashes, first, len(hashes), token_ids, page_rows, salt)
+        self._announce(parent, hashes[first:], token_ids[first * page_rows :], salt)
 
-    def _announce(
-        self, hashes: Sequence[bytes], first: int, last: int, token_ids: Sequence[int], page_rows: int, salt: str
-    ) -> None:
-        if first < last:
-            parent = hashes[first - 1] if first else None
-            tokens = tuple(token_ids[first * page_rows : last * page_rows])
-            self.on_change(PagesStored(tuple(hashes[first:last]), parent, tokens, salt))
+    def _announce(self, parent: bytes | None, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
+        if hashes:
+            self.on_change(PagesStored(tuple(hashes), parent, tuple(token_ids), salt))
 
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
         """Records that one request uses these pages, which are those of a whole prefix, no more."""

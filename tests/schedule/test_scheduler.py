@@ -429,7 +429,7 @@ def test_no_token_is_computed_past_the_maximal_length() -> None:
 def test_a_phase_change_outside_the_table_is_refused() -> None:
     waiting = request("r", 1, 2)
     with pytest.raises(IllegalTransition):
-        waiting.move(Phase.DECODE)
+        waiting.move(Phase.HANDOFF)
 
 
 def test_plans_must_be_committed_in_order() -> None:

@@ -1,0 +1,104 @@
+"""Prefix reuse: which cached pages a waiting request can start from, which requests wait for a prefix, and when pages
+enter the cache."""
+
+from collections.abc import Sequence
+
+from hotset.schedule.queues import Queues
+from hotset.schedule.request import Counters, Phase, Request
+from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import CachedPage, PageHasher
+from hotset.tiers.residence import Residence
+
+HASHED_TOKENS = 1 << 16  # a plan hashes the prompts of waiting requests until it has hashed this many tokens
+
+
+class Prefixes:
+    """Connects requests with the prefix cache of the ledger. Without a hasher or a host store, no prefix is reused."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        queues: Queues,
+        counters: Counters,
+        pending: dict[Request, Residence],
+        hasher: PageHasher | None,
+    ) -> None:
+        """`pending` are the running requests that will be preempted once no plan in flight uses them."""
+        self._ledger, self._queues, self._counters, self._pending = ledger, queues, counters, pending
+        self._hasher = None if ledger.host is None else hasher
+        self._page_rows = ledger.geometry.page_rows
+        self._tokens_to_hash = HASHED_TOKENS
+        self._cached_tokens: dict[str, int] = {}  # of requests admitted since the last call of `take_cached_tokens`
+
+    def begin_plan(self) -> None:
+        self._tokens_to_hash = HASHED_TOKENS
+
+    def must_wait(self, request: Request) -> bool:
+        """Returns True if a running request computes the next unknown page of the prefix of a waiting one.
+
+        That page will be in the cache soon. If the running request is preempted or ends before, the waiting one is
+        admitted without it. A request whose pages are not hashed yet waits for the next plan if this plan has already
+        hashed many tokens.
+        """
+        if self._hasher is None or request.phase is not Phase.WAITING:
+            return False
+        if not request.page_hashes:
+            if self._tokens_to_hash <= 0:
+                return True
+            self._tokens_to_hash -= len(request.tokens)
+            self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+        reusable = self._reusable_pages(request)
+        if request.waits_for is None or not self._computes(request.waits_for, request, reusable):
+            prefilling = self._queues.prefilling() if reusable else ()
+            request.waits_for = next((other for other in prefilling if self._computes(other, request, reusable)), None)
+        return request.waits_for is not None
+
+    def find(self, request: Request) -> list[CachedPage]:
+        """Returns the cached pages from which a waiting request can start."""
+        if self._hasher is None or request.phase is not Phase.WAITING:
+            return []
+        self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+        return self._ledger.find_prefix(request.page_hashes[: self._reusable_pages(request)])
+
+    def count(self, request: Request, prefix: Sequence[CachedPage]) -> None:
+        """Counts a request that is admitted with these cached pages. It may be admitted again after a recompute."""
+        reused = len(prefix) * self._page_rows
+        if request.num_cached is None:
+            request.num_cached = reused
+            if reused:
+                self._cached_tokens[request.request_id] = reused
+        if self._hasher is not None and request.holding.residence is Residence.ABSENT:
+            self._counters.tokens_queried += len(request.tokens)
+            self._counters.tokens_reused += reused
+
+    def take_cached_tokens(self) -> dict[str, int]:
+        """Returns how many tokens newly admitted requests found in the cache, each request once."""
+        cached_tokens, self._cached_tokens = self._cached_tokens, {}
+        return cached_tokens
+
+    def publish(self, request: Request, computed: int) -> None:
+        """Makes the full pages of a request available to others, of which rows [0, computed) have been computed. Rows
+        beyond its known tokens were computed after its last token, before its end was known."""
+        if self._hasher is None:
+            return
+        first, pages = len(request.holding.cached), min(computed, len(request.tokens)) // self._page_rows
+        if pages > first:
+            salt = request.prompt.cache_salt
+            self._hasher.extend(request.page_hashes, request.tokens, salt)
+            tokens = request.tokens[first * self._page_rows : pages * self._page_rows]
+            self._ledger.publish(request.holding, request.page_hashes[first:pages], tokens, salt)
+
+    def _reusable_pages(self, request: Request) -> int:
+        """Returns how many pages a request can take from the cache. Its last token is always computed. If the logits
+        of the whole prompt are needed, all tokens are computed."""
+        return 0 if request.needs_prompt_logits else (len(request.tokens) - 1) // self._page_rows
+
+    def _computes(self, other: Request, request: Request, reusable: int) -> bool:
+        """Returns True if the next page that `other` will publish is one of the `reusable` first pages of `request`."""
+        published = len(other.holding.cached)
+        if other.phase is not Phase.PREFILL or other in self._pending:
+            return False
+        if published >= min(reusable, len(request.page_hashes), len(other.page_hashes)):
+            return False
+        page_hash = other.page_hashes[published]
+        return page_hash == request.page_hashes[published] and not self._ledger.is_cached(page_hash)
