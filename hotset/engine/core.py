@@ -72,8 +72,12 @@ class Engine:
         return sum(scheduler.open_requests for scheduler in self._schedulers)
 
     def add(self, choice: Choice) -> None:
-        """Queues a choice at the replica whose requests have the fewest tokens."""
-        min(self._schedulers, key=lambda scheduler: scheduler.load).add(choice.to_request())
+        """Queues a choice at the replica whose requests have the fewest tokens, unless another has cached, or will
+        compute for other requests, so long a prefix of it that this saves more than the difference."""
+        request, scheduler = choice.to_request(), self._schedulers[0]
+        if len(self._schedulers) > 1:
+            scheduler = min(self._schedulers, key=lambda replica: replica.cost_of(request))
+        scheduler.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request in any phase. Unknown ids are ignored."""

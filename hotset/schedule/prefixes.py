@@ -1,7 +1,8 @@
 """Prefix reuse: which cached pages a waiting request can start from, which requests wait for a prefix, and when pages
 enter the cache."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
@@ -60,6 +61,18 @@ class Prefixes:
         self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
         return self._ledger.find_prefix(request.page_hashes[: self._reusable_pages(request)])
 
+    def tokens_known(self, request: Request, others: Iterable[Request]) -> int:
+        """Returns how many tokens of a new request need not be computed: their rows are in the cache, or will be when
+        the other requests have been computed."""
+        if self._hasher is None:
+            return 0
+        self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+        hashes = request.page_hashes[: self._reusable_pages(request)]
+        known = len(self._ledger.find_prefix(hashes))
+        for other in others:
+            known = max(known, _common_pages(hashes, other.page_hashes))
+        return known * self._page_rows
+
     def count(self, request: Request, prefix: Sequence[CachedPage]) -> None:
         """Counts a request that is admitted with these cached pages. It may be admitted again after a recompute."""
         reused = len(prefix) * self._page_rows
@@ -102,3 +115,11 @@ class Prefixes:
             return False
         page_hash = other.page_hashes[published]
         return page_hash == request.page_hashes[published] and not self._ledger.is_cached(page_hash)
+
+
+def _common_pages(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Returns how many pages two contexts have in common. If one page differs, so do all pages after it."""
+    if not hashes or not others or hashes[0] != others[0]:
+        return 0
+    pages = range(min(len(hashes), len(others)))
+    return bisect_left(pages, True, key=lambda page: hashes[page] != others[page])

@@ -106,10 +106,11 @@ class Scheduler:
         """The number of requests in any phase that have not been released."""
         return len(self._requests)
 
-    @property
-    def load(self) -> int:
-        """The number of tokens of all requests. A new request goes to the replica with the smallest load."""
-        return sum(len(request.tokens) for request in self._requests.values())
+    def cost_of(self, request: Request) -> int:
+        """Returns the number of tokens of all requests, plus those of a new request that would have to be computed. The
+        new request goes to the replica where this is least."""
+        others = self._requests.values()
+        return sum(len(other.tokens) for other in (request, *others)) - self._prefixes.tokens_known(request, others)
 
     @property
     def tokens_to_prefill(self) -> int:

@@ -1,0 +1,237 @@
+"""Prefix reuse in the scheduler: who waits for whom, what is computed, published and reported.
+
+`ListRunner` checks every row that attention could read, so a wrong page fails each of these tests.
+"""
+
+from collections.abc import Callable
+
+import pytest
+from schedule.list_runner import next_token
+from schedule.prefix_loop import NO_STOP, ROWS, Loop, tokens
+
+from hotset.base.config import TiersMode
+from hotset.schedule.prefixes import HASHED_TOKENS
+from hotset.schedule.request import Request
+from hotset.tiers.residence import Residence
+
+MODES = pytest.mark.parametrize("mode", ["auto", "always"])
+DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
+
+
+@MODES
+@DEPTHS
+def test_a_request_waits_for_the_prefix_that_another_computes_and_then_computes_only_its_own_part(
+    depth: int, mode: TiersMode
+) -> None:
+    loop, shared = Loop(depth, mode), tokens(22)
+    loop.add("first", shared + tokens(9))
+    loop.add("second", shared + tokens(13))
+    loop.add("other", tokens(12))
+    plan = loop.submit()
+    assert plan is not None and plan.counts == [31, 12], "a request behind the one that waits is delayed"
+    loop.run()
+    assert loop.order == ["first", "other", "second"]
+    assert loop.start("second") == 20, "the shared pages must be reused, and the page that differs be computed"
+    assert set(loop.computed("second").values()) == {1}
+    assert loop.cached_tokens == [("second", 20)]
+
+
+@DEPTHS
+def test_a_long_prefix_is_awaited_to_its_end_but_not_what_follows_it(depth: int) -> None:
+    loop, shared = Loop(depth, step_tokens=8), tokens(20)
+    loop.add("first", shared + tokens(40))
+    for _ in range(2):
+        loop.step()
+    loop.add("second", shared + tokens(10))
+    loop.run()
+    assert loop.start("second") == 20
+    assert loop.segments["first"][-1][0] > 60 > loop.segments["second"][0][0]
+
+
+@pytest.mark.parametrize("seats", [1, 2, 8])
+@pytest.mark.parametrize(("length", "shared"), [(41, 40), (40, 36), (4, 0), (5, 4)])
+@MODES
+def test_several_answers_to_one_prompt_compute_its_shared_part_once(
+    mode: TiersMode, length: int, shared: int, seats: int
+) -> None:
+    loop, prompt = Loop(depth=2, mode=mode, seats=seats), tokens(length)
+    for number in range(4):
+        loop.add(f"answer {number}", prompt)
+    loop.run()
+    assert [loop.start(f"answer {number}") for number in range(4)] == [0] + [shared] * 3
+    assert loop.scheduler.counters.tokens_prefilled == length + 3 * (length - shared)
+    assert loop.scheduler.counters.tokens_queried == 4 * length
+    assert loop.scheduler.counters.tokens_reused == 3 * shared
+
+
+def test_a_request_with_one_token_left_to_compute_is_tiered_without_being_streamed() -> None:
+    loop, prompt = Loop(mode="always"), tokens(41)
+    loop.add("first", prompt)
+    loop.run()
+    second = loop.add("second", prompt)
+    loop.submit()
+    assert second.holding.residence is Residence.TIERED
+    loop.run()
+    third = loop.add("third", prompt + tokens(1))
+    loop.submit()
+    assert third.holding.residence is Residence.STREAMED, "two tokens are left to compute"
+    loop.run()
+
+
+def park(loop: Loop, request: Request) -> None:
+    loop.scheduler._preemptor.change_residence(request, Residence.PARKED)
+
+
+def recompute(loop: Loop, request: Request) -> None:
+    loop.scheduler._preemptor.change_residence(request, Residence.ABSENT)
+
+
+def abort(loop: Loop, request: Request) -> None:
+    loop.scheduler.abort(request.request_id)
+
+
+def fail(loop: Loop, request: Request) -> None:
+    loop.scheduler._end(request, "no_room", "a failure")
+
+
+@pytest.mark.parametrize("stop", [park, abort, fail])
+@DEPTHS
+def test_a_request_goes_on_alone_if_the_one_that_computes_its_prefix_stops(
+    depth: int, stop: Callable[[Loop, Request], None]
+) -> None:
+    loop, shared = Loop(depth, step_tokens=16), tokens(40)
+    first = loop.add("first", shared + tokens(3))
+    while len(first.holding.cached) < 4:
+        loop.step()
+    second = loop.add("second", shared + tokens(5))
+    assert loop.scheduler._prefixes.must_wait(second)
+    stop(loop, first)
+    assert not loop.scheduler._prefixes.must_wait(second)
+    loop.submit()
+    assert "second" in loop.segments or (stop is park and depth == 1), "only a parked request can be ahead of it"
+    loop.run()
+    assert loop.start("second") >= 4 * ROWS, "what was published before must be reused"
+    assert set(loop.computed("second").values()) == {1}
+
+
+@DEPTHS
+def test_a_recomputed_request_finds_its_own_pages_and_is_reported_only_once(depth: int) -> None:
+    loop, prompt = Loop(depth, step_tokens=16), tokens(50)
+    loop.add("earlier", prompt[:9])
+    loop.run()
+    first = loop.add("first", prompt)
+    while len(first.holding.cached) < 8:
+        loop.step()
+    recompute(loop, first)
+    loop.add("second", prompt)
+    loop.run()
+    assert loop.scheduler.counters.recomputes == 1
+    again = [token for token, times in loop.computed("first").items() if times > 1]
+    assert not again or min(again) >= 32, "pages that were in the cache were computed again"
+    assert loop.start("second") >= 32
+    assert loop.cached_tokens == [("first", 8), ("second", loop.start("second"))]
+    assert first.num_cached == 8
+
+
+def test_a_request_recomputed_while_it_decodes_starts_from_the_pages_of_its_answer() -> None:
+    loop = Loop()
+    request = loop.add("r", tokens(7), answer=20)
+    while len(loop.answers["r"]) < 12:
+        loop.step()
+    recompute(loop, request)
+    loop.run()
+    assert loop.scheduler.counters.recomputes == 1
+    assert loop.computed("r")[15] == 1 and loop.computed("r")[16] == 2, "four full pages were in the cache"
+    assert loop.cached_tokens == []
+
+
+@pytest.mark.parametrize("length", [10, 11, 12, 13])
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+@DEPTHS
+def test_the_next_turn_reuses_the_answer_and_no_row_computed_after_the_end_is_published(
+    depth: int, reason: str, length: int
+) -> None:
+    prompt = tokens(length)
+    context = list(prompt)
+    while len(context) < length + 21:
+        context.append(next_token(tuple(context)))
+    stop = context[-2] if reason == "stop" else NO_STOP
+    loop = Loop(depth)
+    loop.add("turn", prompt, answer=21, stop=stop)
+    if reason == "abort":
+        while len(loop.answers["turn"]) < 11:
+            loop.step()
+        loop.scheduler.abort("turn")
+    loop.run()
+    assert loop.finished["turn"] == reason
+    known, hashes = prompt + loop.answers["turn"], list[bytes]()
+    loop.hasher.extend(hashes, known, "")
+    assert set(loop.host._cached) <= set(hashes), "a page with rows after the end was published"
+    loop.add("next", known + tokens(9))
+    loop.run()
+    # The row of the last token is computed if a plan was in flight when the request ended.
+    rows = len(known) - 1 if depth == 1 or reason == "length" else len(known)
+    assert loop.start("next") == rows // ROWS * ROWS
+
+
+def test_requests_that_ask_for_log_probabilities_of_the_prompt_compute_it_and_publish_it() -> None:
+    loop, prompt = Loop(depth=2), tokens(30)
+    loop.add("first", prompt)
+    loop.add("scored", prompt, prompt_logprobs=1)
+    plan = loop.submit()
+    assert plan is not None and plan.counts == [30, 30], "a request that computes everything must not wait"
+    loop.run()
+    loop.host.evict(200)
+    loop.add("scored again", prompt, prompt_logprobs=1)
+    loop.run()
+    assert loop.start("scored again") == 0
+    loop.add("second", prompt)
+    loop.run()
+    assert loop.start("second") == 28
+    assert loop.cached_tokens == [("second", 28)]
+
+
+@pytest.mark.parametrize(("depth", "mode"), [(1, "auto"), (2, "always"), (3, "auto")])
+def test_a_host_full_of_cached_pages_evicts_them_and_then_requests_wait(depth: int, mode: TiersMode) -> None:
+    loop = Loop(depth, mode, host=30, seats=3)
+    for number in range(8):
+        loop.add(f"r{number}", tokens(40 + number), answer=16 + number)
+    loop.run()
+    assert set(loop.finished.values()) == {"length"}
+    assert loop.host.evictions > 0
+    assert loop.host.cached > 20, "pages were evicted although nobody needed their memory"
+    assert loop.ledger.fits_beside_quarantine(119), "cached pages that nobody uses must count as free"
+    loop.add("large", tokens(100), answer=20)
+    assert loop.submit() is not None, "a request must be admitted that fits if all cached pages are evicted"
+    loop.run()
+    assert loop.finished["large"] == "length"
+
+
+def test_the_prefix_that_was_used_last_is_evicted_last() -> None:
+    loop, old, new = Loop(host=30), tokens(41), tokens(41)
+    for name, prompt in (("old", old), ("new", new), ("old again", old)):
+        loop.add(name, prompt, answer=1)
+        loop.run()
+    loop.add("large", tokens(70), answer=1)
+    loop.run()
+    loop.add("old, used lately", old, answer=1)
+    loop.run()
+    assert loop.start("old, used lately") == 40
+    loop.add("new, not used since", new, answer=1)
+    loop.run()
+    assert loop.start("new, not used since") < 40
+
+
+def test_hashing_is_done_once_per_request_and_is_bounded_per_plan() -> None:
+    loop, shared = Loop(seats=64, device=10**5, host=10**5, step_tokens=1 << 20), tokens(HASHED_TOKENS // 2)
+    names = [f"r{number}" for number in range(6)]
+    for name in names:
+        loop.add(name, shared, answer=1)
+    pages, hashed = len(shared) // ROWS, []
+    plans = []
+    for _ in range(4):
+        before = loop.hasher.hashed
+        plans.append(loop.scheduler.plan())
+        hashed.append(loop.hasher.hashed - before)
+    assert plans[0] is not None and plans[1:] == [None] * 3, "all others wait for the first"
+    assert hashed == [2 * pages, 2 * pages, 2 * pages, 0]
