@@ -117,8 +117,8 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(
         True,
-        "Keep the KV of ended requests in host memory while there is room, so that a prompt that begins like an "
-        "earlier one is not computed again. Needs --tiers auto or always.",
+        "Keep the KV of ended requests in host memory until that memory is needed, so that a prompt that begins like "
+        "an earlier one is not computed again. Without effect with --tiers off, which keeps no KV in host memory.",
     )
     hot_slots: int | None = setting(
         None,

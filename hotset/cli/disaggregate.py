@@ -240,7 +240,13 @@ def router_arguments(serve: ServeConfig, prefill: Sequence[str], decode: Sequenc
 def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[str]:
     """Returns flags for the named fields whose values differ from their defaults."""
     changed = [s for s in fields(config) if s.name in names and getattr(config, s.name) != s.default]
-    return [word for s in changed for word in (f"--{flag_name(s.name)}", str(getattr(config, s.name)))]
+    return [word for s in changed for word in _flag(s.name, getattr(config, s.name))]
+
+
+def _flag(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return (f"--{'' if value else 'no-'}{flag_name(name)}",)
+    return (f"--{flag_name(name)}", str(value))
 
 
 def _answers(url: str) -> bool:

@@ -125,6 +125,8 @@ def with_flags(
 def _flags_of(config_type: ConfigType, panels: Panels) -> Iterator[inspect.Parameter]:
     for setting in fields(config_type):
         name, help = f"--{flag_name(setting.name)}", setting.metadata["help"]
+        if setting.type is bool:
+            name += f"/--no-{flag_name(setting.name)}"
         option = typer.Option(name, help=help, rich_help_panel=_panel_of(setting.name, panels))
         hint: Any = Annotated[setting.type, option]
         yield inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=hint)
@@ -245,6 +247,7 @@ def _unknown_flag(name: str, typed_words: Sequence[str], command: Any, ctx: Any)
     """Returns the message for a flag that does not exist, with the one flag that is nearest to it."""
     # click reads `-port` as `-p -o -r -t` and reports `-p`, so the typed word is looked up again.
     typed = name if name in typed_words else next((word for word in typed_words if word.startswith(name)), name)
-    known = [flag for option in command.get_params(ctx) for flag in option.opts if flag.startswith("--")]
+    options = command.get_params(ctx)
+    known = [flag for option in options for flag in (*option.opts, *option.secondary_opts) if flag.startswith("--")]
     match = nearest(typed, known)
     return f"No such option: {typed}" + (f"; did you mean {match}?" if match else "")

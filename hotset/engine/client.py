@@ -142,11 +142,13 @@ class EngineClient:
         tiers: TiersChoice = "auto",
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of all `n` choices as they arrive; each choice ends with a finish_reason.
 
         `prefill_at` is the control address of the prefill worker that computes the prompt, or None to compute it here.
         `landing` selects where KV from a prefill worker lands: on the host, on the device, or on either ('auto').
+        Only requests with the same `cache_salt` reuse each other's prefixes.
 
         Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
         not arrive, NoRoomLeft if pages in quarantine leave too little memory for the request, and EngineStopped if the
@@ -159,7 +161,7 @@ class EngineClient:
         self.check()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        choices = self._input_processor.accept(request_id, prompt, params, tiers, prefill_at, landing)
+        choices = self._input_processor.accept(request_id, prompt, params, tiers, prefill_at, landing, cache_salt)
         inbox: Inbox = asyncio.Queue()
         ids = [choice.request_id for choice in choices]
         self._inboxes.update(dict.fromkeys(ids, inbox))

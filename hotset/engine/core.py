@@ -141,10 +141,15 @@ class Engine:
             device_pages_held=sum(device.held for device in devices),
             device_pages_total=sum(device.capacity for device in devices),
             host_pages_held=sum(host.held for host in hosts),
+            host_pages_cached=sum(host.unused for host in hosts),
+            host_pages_quarantined=sum(ledger.quarantined.host for ledger in ledgers),
             host_pages_total=sum(host.capacity for host in hosts),
             steps=counters.steps,
             tokens_prefilled=counters.tokens_prefilled,
             tokens_generated=counters.tokens_generated,
+            tokens_queried=counters.tokens_queried,
+            tokens_reused=counters.tokens_reused,
+            pages_evicted=sum(host.evictions for host in hosts),
             demotions=counters.demotions,
             promotions=counters.promotions,
             parks=counters.parks,
@@ -225,6 +230,7 @@ def _merge(outputs: Sequence[TokenOutputs]) -> TokenOutputs:
         alternatives = replica_outputs.alternatives
         merged.alternatives.update({first + index: of_token for index, of_token in alternatives.items()})
         merged.prompt_logprobs += replica_outputs.prompt_logprobs
+        merged.cached_tokens.update(replica_outputs.cached_tokens)
         merged.finished.update(replica_outputs.finished)
         merged.errors.update(replica_outputs.errors)
     return merged

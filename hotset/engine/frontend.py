@@ -11,7 +11,8 @@ from hotset.engine.input_processor import ModelCard
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import ChatSettings, Tokenizer
 
-Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+# Text, {"prompt": text} or {"prompt_token_ids": [...]}. The last two may also have a "cache_salt".
+Prompt = str | Mapping[str, Any]
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # recommended by the authors of SmolLM2
 
@@ -48,14 +49,23 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int | 
     """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if it is text and `tokenizer` is
     None, and ContextLengthExceeded if it is a long text that has more than `max_tokens` tokens."""
     if isinstance(prompt, Mapping):
-        if list(prompt) == ["prompt_token_ids"]:
+        keys = prompt.keys() - {"cache_salt"}
+        if keys == {"prompt_token_ids"}:
             return _checked_ids(prompt["prompt_token_ids"])
-        prompt = prompt["prompt"] if list(prompt) == ["prompt"] else prompt
+        prompt = prompt["prompt"] if keys == {"prompt"} else prompt
     if not isinstance(prompt, str):
-        raise RequestError('a prompt must be text, {"prompt": ...} or {"prompt_token_ids": [...]}', param="prompt")
+        raise RequestError(
+            'a prompt must be text, {"prompt": ...} or {"prompt_token_ids": [...]}, the last two optionally with a '
+            '"cache_salt"',
+            param="prompt",
+        )
     if tokenizer is None:
         raise RequestError('this model has no tokenizer; give {"prompt_token_ids": [...]}', param="prompt")
     return tokenizer.encode(prompt, max_tokens=max_tokens)
+
+
+def cache_salt_of(prompt: Prompt) -> str | None:
+    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
 
 
 def _checked_ids(ids: object) -> list[int]:

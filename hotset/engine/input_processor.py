@@ -8,7 +8,7 @@ from typing import get_args
 from hotset.base.address import Address
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
-from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams, check_cache_salt
 from hotset.schedule.request import Request
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 
@@ -30,6 +30,7 @@ class ModelCard:
     control: str | None = None  # the address at which peers reach the handoff agent; None with role 'both'
     control_listens_on: Address | None = None  # the address on which the handoff agent listens
     host_store: bool = False
+    prefix_cache: bool = False  # whether requests reuse the prefixes of others
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 
 
@@ -72,9 +73,14 @@ class InputProcessor:
         tiers: TiersChoice = "auto",
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
+        cache_salt: str | None = None,
     ) -> list[Choice]:
-        """Returns the `n` choices of a request. Raises RequestError if the request is invalid. Allocates no KV."""
+        """Returns the `n` choices of a request. Raises RequestError if the request is invalid. Allocates no KV.
+
+        Only requests with the same `cache_salt` reuse each other's prefixes.
+        """
         card = self._card
+        salt = "" if cache_salt is None else check_cache_salt(cache_salt)
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
         # The prompt is followed by room for at least one token: with max_tokens 0, that token is sampled and dropped.
@@ -109,7 +115,7 @@ class InputProcessor:
             Choice(
                 request_id=f"{request_id}/{index}",
                 index=index,
-                prompt=PromptSpec(token_ids, params.with_seed(_signed(first_seed + index)), stop_ids),
+                prompt=PromptSpec(token_ids, params.with_seed(_signed(first_seed + index)), stop_ids, salt),
                 max_length=max_length,
                 tiers=tiers,
                 prefill_at=prefill_at,

@@ -13,7 +13,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.base.settings import check_setting_names
 from hotset.base.status_line import StatusLine, ignore_progress
 from hotset.engine.build import build_engine
-from hotset.engine.frontend import Prompt, load_frontend, token_ids_of
+from hotset.engine.frontend import Prompt, cache_salt_of, load_frontend, token_ids_of
 from hotset.engine.input_processor import Choice, InputProcessor
 from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import CompletionOutput, Delta, EngineStats, RequestOutput
@@ -59,12 +59,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns the answers in the order of the prompts. All prompts are checked before the first is computed.
 
+        A prompt is text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`. The last two may have a "cache_salt":
+        only prompts with the same salt reuse each other's prefixes.
+
         `tiers` selects where KV is stored: 'resident' (all of it on the device), 'tiered' (only hot rows and index keys
         on the device) or 'auto' (the engine decides).
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         accepted = [
-            self._accept(self._token_ids(prompt), its_params, tiers)
+            self._accept(prompt, its_params, tiers)
             for prompt, its_params in zip(batch, self._params_for(batch, params), strict=True)
         ]
         collected: dict[str, CompletionOutput] = {}
@@ -105,7 +108,7 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """Yields the deltas of one prompt's choices as they arrive. The request is checked at once, but submitted only
         when the first delta is requested. Closing the iterator aborts the request."""
-        choices = self._accept(self._token_ids(prompt), params or SamplingParams(), tiers)
+        choices = self._accept(prompt, params or SamplingParams(), tiers)
         return self._deltas(choices)
 
     def stream_chat(
@@ -161,9 +164,6 @@ class LLM:
             )
         return params
 
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        return token_ids_of(prompt, self.tokenizer, self.card.max_model_len)
-
     @property
     def _chat_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -174,11 +174,14 @@ class LLM:
         text = self._chat_tokenizer.render_chat(messages, options)
         return self._chat_tokenizer.encode(text, add_special=False, max_tokens=self.card.max_model_len)
 
-    def _accept(self, token_ids: Sequence[int], params: SamplingParams, tiers: TiersChoice) -> list[Choice]:
+    def _accept(self, prompt: Prompt, params: SamplingParams, tiers: TiersChoice) -> list[Choice]:
+        token_ids = token_ids_of(prompt, self.tokenizer, self.card.max_model_len)
         self._check_open()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        return self._input_processor.accept(f"llm-{next(self._numbers)}", token_ids, params, tiers)
+        return self._input_processor.accept(
+            f"llm-{next(self._numbers)}", token_ids, params, tiers, cache_salt=cache_salt_of(prompt)
+        )
 
     def _start(self, choices: Sequence[Choice]) -> None:
         self._outputs.add(choices)
@@ -232,4 +235,5 @@ class LLM:
             prompt_token_ids=list(choices[0].prompt.token_ids),
             outputs=outputs,
             prompt_logprobs=outputs[0].prompt_logprobs,
+            num_cached_tokens=outputs[0].cached_tokens,
         )

@@ -17,6 +17,7 @@ class ChoiceState:
         self.index = choice.index
         self.ended = False
         params = choice.prompt.params
+        self.cached_tokens = 0
         self._stop_token_ids = params.stop_token_ids
         stream = None if tokenizer is None else tokenizer.stream(skip_special=params.skip_special_tokens)
         self._text = TextAssembler(stream, params)
@@ -41,14 +42,31 @@ class ChoiceState:
         self.ended = finish_reason is not None
         logprobs = None if alternatives is None else (_logprobs(alternatives),)
         prompt_logprobs = self._take_prompt_logprobs()
-        return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason, prompt_logprobs=prompt_logprobs)
+        return Delta(
+            index=self.index,
+            text=text,
+            token_ids=(token,),
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=self.cached_tokens,
+        )
 
     def end(self, reason: FinishReason, error: str) -> Delta:
         """Returns the last delta of a choice that ended without a further token."""
         self.ended = True
         # A request that ends before its prompt is computed has only some of the log-probabilities, and reports none.
         prompt_logprobs = self._take_prompt_logprobs() if reason in ("length", "stop") else None
-        return Delta(self.index, self._text.finish(), (), None, reason, error=error, prompt_logprobs=prompt_logprobs)
+        return Delta(
+            index=self.index,
+            text=self._text.finish(),
+            token_ids=(),
+            finish_reason=reason,
+            error=error,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=self.cached_tokens,
+        )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """Returns the log-probabilities of the prompt, once, when they are complete."""
@@ -90,6 +108,9 @@ class OutputProcessor:
         last_token: dict[str, int] = {}
         if outputs.finished:
             last_token = {name: index for index, name in enumerate(outputs.request_ids) if name in outputs.finished}
+        for request_id, cached_tokens in outputs.cached_tokens.items():
+            if (choice := self._open.get(request_id)) is not None:
+                choice.cached_tokens = cached_tokens
         for request_id, part in outputs.prompt_logprobs:
             if (choice := self._open.get(request_id)) is not None:
                 choice.add_prompt_logprobs(part)

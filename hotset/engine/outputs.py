@@ -82,6 +82,7 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string, or the id from `stop_token_ids`, that ended the choice
     error: str = ""  # the cause, if finish_reason is 'lost' or 'no_room'
     prompt_logprobs: PromptLogprobs | None = None  # in the first delta of a choice, if requested
+    cached_tokens: int = 0  # tokens of the prompt whose rows were in the prefix cache; the same in all deltas
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0
 
     def extend(self, delta: Delta) -> None:
         self.text += delta.text
@@ -104,6 +106,7 @@ class CompletionOutput:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.cached_tokens = delta.cached_tokens
 
 
 @dataclass(slots=True)
@@ -115,6 +118,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: PromptLogprobs | None = None  # None unless requested
+    num_cached_tokens: int = 0  # of the first choice; the other choices also reuse what that one computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +135,16 @@ class EngineStats:
     parked: int = 0
     device_pages_held: int = 0
     device_pages_total: int = 0
-    host_pages_held: int = 0
+    host_pages_held: int = 0  # pages that requests use, and pages in quarantine
+    host_pages_cached: int = 0  # pages of the prefix cache that no request uses
+    host_pages_quarantined: int = 0
     host_pages_total: int = 0
     steps: int = 0
     tokens_prefilled: int = 0
     tokens_generated: int = 0
+    tokens_queried: int = 0  # tokens of admitted requests that were looked up in the prefix cache
+    tokens_reused: int = 0  # those whose rows were in the cache, so that they were not computed
+    pages_evicted: int = 0  # pages that left the prefix cache
     demotions: int = 0
     promotions: int = 0
     parks: int = 0

@@ -198,7 +198,7 @@ class TokenOutputs:
     errors: dict[str, str] = field(default_factory=dict)  # messages for requests that ended as 'lost' or 'no_room'
 
     def __bool__(self) -> bool:
-        return bool(self.request_ids or self.prompt_logprobs or self.finished)
+        return bool(self.request_ids or self.prompt_logprobs or self.cached_tokens or self.finished)
 
     def add(self, request_id: str, token_id: int, alternatives: Alternatives | None) -> None:
         if alternatives is not None:

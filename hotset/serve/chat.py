@@ -170,6 +170,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         stream_options=body.stream_options,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
+        cache_salt=body.cache_salt,
         prefill_at=prefill_at,
     )
     try:

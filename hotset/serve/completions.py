@@ -151,6 +151,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         stream_options=body.stream_options,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
+        cache_salt=body.cache_salt,
         prefill_at=prefill_at,
     )
     return await respond(request, service, job)

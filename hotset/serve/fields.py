@@ -41,9 +41,6 @@ IGNORED: Mapping[str, str] = {
     "request_id": "send the header x-request-id instead",
     "rid": "send the header x-request-id instead",
     "session_id": "names the session",
-    # Once prompts of different requests share rows, the next two must be implemented.
-    "cache_salt": "separates caches of prompts, and none is shared",
-    "extra_key": "separates caches of prompts, and none is shared",
     "custom_labels": "labels for metrics",
     "spaces_between_special_tokens": "concerns tokenizers that are not used",
     "stream_interval": "chunks are sent as they are generated",
@@ -177,6 +174,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "bootstrap_room": Unsupported(_USE_ROUTER),
     "nvext": Unsupported("send its members as fields of their own", ({},)),
     # Names that other servers use for fields that Hotset has.
+    "extra_key": Unsupported("use cache_salt"),
     "max_new_tokens": Unsupported(_USE_MAX_TOKENS),
     "max_output_tokens": Unsupported(_USE_MAX_TOKENS),
     "max_gen_toks": Unsupported(_USE_MAX_TOKENS),

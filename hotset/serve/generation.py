@@ -22,7 +22,7 @@ from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
 from hotset.serve.protocol import StreamOptions
-from hotset.serve.responses import ChunkBase, Usage
+from hotset.serve.responses import ChunkBase, PromptTokensDetails, Usage
 from hotset.serve.service import Load, Service
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: up to 100 MiB of JSON, which takes 10 s to format
@@ -59,6 +59,7 @@ class GenerationJob:
     stream_options: StreamOptions | None
     tiers: TiersChoice
     landing: LandingChoice = "auto"
+    cache_salt: str | None = None
     prefill_at: str | None = None  # control address of the prefill worker; None: this worker computes the prompts
 
     @property
@@ -83,6 +84,11 @@ class GenerationJob:
                 param="prompt_logprobs",
                 code="invalid_value",
             )
+
+    def cached_tokens(self, of_choices: Sequence[int]) -> int:
+        """Returns how many of `prompt_tokens` were in the prefix cache. Each prompt counts once, with its first choice:
+        the others also reuse what that one computed."""
+        return sum(of_choices[:: self.params.n])
 
     def prompt_tokens_of(self, index: int) -> int:
         """Returns the number of prompt tokens of one choice."""
@@ -151,7 +157,11 @@ async def _full_response(service: Service, job: GenerationJob, deltas: AsyncGene
     async with aclosing(deltas):
         async for delta in deltas:
             outputs[delta.index].extend(delta)
-    usage = _usage(job.prompt_tokens, sum(len(output.token_ids) for output in outputs))
+    usage = usage_of(
+        job.prompt_tokens,
+        job.cached_tokens([output.cached_tokens for output in outputs]),
+        sum(len(output.token_ids) for output in outputs),
+    )
 
     def formatted() -> Response:
         return json_response(job.formatter.full_response(outputs, usage))
@@ -162,7 +172,8 @@ async def _full_response(service: Service, job: GenerationJob, deltas: AsyncGene
 async def _events(
     service: Service, job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta, None]
 ) -> AsyncGenerator[bytes, None]:
-    completion_tokens = [0] * job.choices
+    completion_tokens, cached_tokens = [0] * job.choices, [0] * job.choices
+    cached_tokens[first.index] = first.cached_tokens
     # As in vLLM, usage in every chunk needs both options, and is that of the chunk's choice.
     options = job.stream_options
     include_usage = options is not None and bool(options.include_usage)
@@ -170,7 +181,7 @@ async def _events(
 
     def event_of_choice(index: int, chunk: ChunkBase) -> bytes:
         if in_every_chunk:
-            chunk.usage = _usage(job.prompt_tokens_of(index), completion_tokens[index])
+            chunk.usage = usage_of(job.prompt_tokens_of(index), cached_tokens[index], completion_tokens[index])
         return event_of(chunk)
 
     def event_of_delta(delta: Delta) -> bytes | None:
@@ -183,6 +194,7 @@ async def _events(
                 yield event_of_choice(index, chunk)
         async for delta in _chained(first, deltas):
             completion_tokens[delta.index] += len(delta.token_ids)
+            cached_tokens[delta.index] = delta.cached_tokens
             if delta.prompt_logprobs is None:
                 event = event_of_delta(delta)
             else:
@@ -193,13 +205,18 @@ async def _events(
         yield event_of(error_body(error))
         return
     if include_usage:
-        yield event_of(job.formatter.usage_chunk(_usage(job.prompt_tokens, sum(completion_tokens))))
+        usage = usage_of(job.prompt_tokens, job.cached_tokens(cached_tokens), sum(completion_tokens))
+        yield event_of(job.formatter.usage_chunk(usage))
     yield DONE
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    total_tokens = prompt_tokens + completion_tokens
-    return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total_tokens)
+def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+    )
 
 
 def event_of(body: BaseModel) -> bytes:
@@ -284,7 +301,13 @@ async def _pump(
     """Moves the deltas of one prompt into `queue`, followed by None at the end or by the error."""
     try:
         generated = client.generate(
-            request_id, prompt, job.params, tiers=job.tiers, prefill_at=job.prefill_at, landing=job.landing
+            request_id,
+            prompt,
+            job.params,
+            tiers=job.tiers,
+            prefill_at=job.prefill_at,
+            landing=job.landing,
+            cache_salt=job.cache_salt,
         )
         async with aclosing(generated) as deltas:
             async for delta in deltas:

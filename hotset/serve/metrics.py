@@ -40,6 +40,18 @@ GAUGES = {
 COUNTERS = {
     "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
     "tokens_prefilled": ("hotset_tokens_prefilled", "Tokens prefilled, including those that are recomputed."),
+    "tokens_queried": (
+        "hotset_prefix_cache_tokens_queried",
+        "Tokens of admitted requests that were looked up in the prefix cache.",
+    ),
+    "tokens_reused": (
+        "hotset_prefix_cache_tokens_reused",
+        "Tokens that were found in the prefix cache, and therefore not computed.",
+    ),
+    "pages_evicted": (
+        "hotset_prefix_cache_pages_evicted",
+        "Pages that left the prefix cache because their memory was needed.",
+    ),
     "demotions": ("hotset_demotions", "Resident requests that became tiered."),
     "promotions": ("hotset_promotions", "Tiered requests that became resident."),
     "parks": ("hotset_parks", "Preemptions that kept the KV rows on the host."),
@@ -168,6 +180,7 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("hotset_engine_stats_age_seconds", help, value=received.age_seconds)
     for field, (name, help) in GAUGES.items():
         yield GaugeMetricFamily(name, help, value=getattr(stats, field))
+    yield _host_pages(stats)
     help = "Share of the KV memory in use, from 0 to 1: of the host store, or with --tiers off of the device pool."
     yield GaugeMetricFamily("hotset_kv_usage", help, value=_kv_usage(stats))
     for field, (name, help) in COUNTERS.items():
@@ -185,6 +198,22 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
     yield finished
     if stats.handoff is not None:
         yield from _handoff_metrics(stats.handoff)
+
+
+def _host_pages(stats: EngineStats) -> Metric:
+    """Returns the pages of the host store by state. The states exclude each other, so the sum is the total."""
+    family = GaugeMetricFamily(
+        "hotset_host_pages_by_state",
+        "Pages of the host store by state: free, cached (in the prefix cache, and no request uses them), used, "
+        "quarantined.",
+        labels=("state",),
+    )
+    free = stats.host_pages_total - stats.host_pages_held - stats.host_pages_cached
+    family.add_metric(("free",), free)
+    family.add_metric(("cached",), stats.host_pages_cached)
+    family.add_metric(("used",), stats.host_pages_held - stats.host_pages_quarantined)
+    family.add_metric(("quarantined",), stats.host_pages_quarantined)
+    return family
 
 
 def _kv_usage(stats: EngineStats) -> float:

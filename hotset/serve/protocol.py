@@ -24,12 +24,14 @@ from pydantic_core import PydanticCustomError
 
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.sampling import (
+    MAX_CACHE_SALT_CHARACTERS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    check_cache_salt,
 )
 from hotset.serve.fields import (
     IGNORED,
@@ -93,6 +95,7 @@ Stop = Annotated[
     _one_of(_text_or_list, "a string or a list of strings"),
 ]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS), BeforeValidator(check_cache_salt)]
 LogitBias = Annotated[
     dict[TokenIdText, float], Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False})
 ]
@@ -304,6 +307,9 @@ class SamplingFields(RequestBody):
     )
     landing: LandingChoice | None = Field(
         None, description="Where KV from a prefill worker arrives. 'auto': on the device if all of it fits there."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Only requests with the same salt reuse each other's prefixes."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Ignored without stream: true.")

@@ -143,6 +143,8 @@ def _announce(client: EngineClient, config: ServeConfig, listener: socket.socket
     model = client.model
     name = config.served_model_name or model.name
     details = [model.device, model.dtype, f"context {model.max_model_len}"]
+    if model.prefix_cache:
+        details.append("prefix cache")
     if client.control is not None:
         details += [f"{client.role} worker", f"control {client.control}"]
     print(f"Hotset serves {name} at {url_of(listener)} ({', '.join(details)})", flush=True)

@@ -41,7 +41,18 @@ VLLM_METRICS = (
     VllmMetric("num_requests_waiting", "Requests in the queue.", ("hotset_requests_waiting", "hotset_requests_parked")),
     VllmMetric("kv_cache_usage_perc", "Share of the KV memory in use; 1 is all of it.", ("hotset_kv_usage",)),
     VllmMetric("num_preemptions", "Preemptions.", ("hotset_parks", "hotset_recomputes")),
-    VllmMetric("prompt_tokens", "Tokens prefilled.", ("hotset_tokens_prefilled",)),
+    VllmMetric(
+        "prompt_tokens",
+        "Tokens prefilled or reused.",
+        ("hotset_tokens_prefilled", "hotset_prefix_cache_tokens_reused"),
+    ),
+    VllmMetric("prompt_tokens_cached", "Tokens reused.", ("hotset_prefix_cache_tokens_reused",)),
+    VllmMetric(
+        "prefix_cache_queries",
+        "Tokens looked up in the prefix cache.",
+        ("hotset_prefix_cache_tokens_queried",),
+    ),
+    VllmMetric("prefix_cache_hits", "Tokens found in the prefix cache.", ("hotset_prefix_cache_tokens_reused",)),
     VllmMetric("generation_tokens", "Tokens sampled.", ("hotset_tokens_generated",)),
     VllmMetric("request_success", "Finished requests by finish reason.", ("hotset_requests_finished",)),
     VllmMetric(

@@ -34,9 +34,10 @@ from hotset.models.checkpoint.model_names import embedded_path
 DEADLINE_S = 200.0
 NOTICE_S = 60.0  # time for a client to notice a process that is stopped or hangs; the limit is 3 s
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 STEP_TIMEOUT_S = 3.0
 # Prompts that the process of `child_with_slow_layers` computes slowly, or never finishes.
-SLOW_PROMPT, HANGING_PROMPT = [1] * 20, [1] * 30
+SLOW_PROMPT, HANGING_PROMPT = [1] * 20, [2] * 30  # they begin differently: no prefix is reused
 LAYER_SECONDS = 1.0
 HANGING = 99  # the number of open requests that this process reports when it hangs
 ENGINE_CHILD = process_module._child
@@ -132,6 +133,21 @@ def test_answers_equal_those_of_an_engine_in_this_process(shared: SharedEngine) 
         assert client.waiting == 0
 
     shared.run(scenario)
+
+
+def test_the_number_of_cached_tokens_arrives_although_the_admission_comes_steps_before_the_first_token(
+    tmp_path: Path,
+) -> None:
+    prompt = [5, *range(30)]
+
+    async def scenario(client: EngineClient) -> None:
+        await collect(client.generate("first", prompt, SHORT))
+        deltas = [delta async for delta in client.generate("second", [*prompt[:20], *range(20)], SHORT)]
+        assert {delta.cached_tokens for delta in deltas} == {20}
+        salted = [delta async for delta in client.generate("third", prompt, SHORT, cache_salt="a")]
+        assert {delta.cached_tokens for delta in salted} == {0}
+
+    with_client(config_of(tmp_path, max_num_batched_tokens=8), scenario)
 
 
 def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(shared: SharedEngine) -> None:

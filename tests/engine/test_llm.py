@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tiny: LLM) -> None:
         ({"prompt_token_ids": [1] * 128}, {"max_tokens": 1}, ContextLengthExceeded, "holds 128 tokens, but 129"),
         (IDS, {"max_tokens": 126}, ContextLengthExceeded, "3 in the prompt, 126 for the answer"),
         (IDS, {"logit_bias": {50: 1.0}}, RequestError, "logit_bias"),
+        (IDS | {"cache_salt": ""}, {}, RequestError, "cache_salt must have 1 to 256 characters, but has 0"),
+        (IDS | {"cache_salt": "x" * 257}, {}, RequestError, "cache_salt must have 1 to 256 characters, but has 257"),
+        (IDS | {"cache_salt": 5}, {}, RequestError, "cache_salt must be a text, but is of type int"),
+        (IDS | {"cache_salt": "a\udfff"}, {}, RequestError, "cache_salt must not contain lone surrogates"),
+        ({"cache_salt": "a"}, {}, RequestError, "a prompt must be"),
     ],
 )
 def test_invalid_prompts_are_refused_with_a_reason_and_hold_no_pages(
@@ -172,6 +178,47 @@ def test_a_closed_llm_refuses_open_streams_and_new_requests(tmp_path: Path) -> N
         next(stream)
     with pytest.raises(EngineStopped):
         llm.generate(IDS)
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_with_the_same_salt_is_computed_from_where_they_differ(
+    tmp_path: Path,
+) -> None:
+    settings: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 512, "page_rows": 4}
+    settings["dtype"] = "float64"  # chunks of other sizes are rounded otherwise, but choose the same tokens
+    settings["max_num_batched_tokens"] = 8  # the first token comes several steps after the admission
+    model = tiny_directory(tmp_path)
+    first = [random.randrange(4, 50) for _ in range(random.randrange(30, 50))]
+    shared = random.randrange(9, 20)
+    second = [*first[:shared], 3, *(random.randrange(4, 50) for _ in range(20))]  # 3 is not in `first`
+    prompts = [
+        {"prompt_token_ids": first},
+        {"prompt_token_ids": first},
+        {"prompt_token_ids": second},
+        {"prompt_token_ids": first, "cache_salt": "tenant"},
+        {"prompt_token_ids": first, "cache_salt": "tenant"},
+        {"prompt_token_ids": first[:5]},
+    ]
+    whole = (len(first) - 1) // 4 * 4
+    expected = [0, whole, shared // 4 * 4, 0, whole, 4]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(model, **settings, prefix_cache=False) as llm:
+        answers = [llm.generate(prompt, params)[0] for prompt in prompts]
+        assert [answer.num_cached_tokens for answer in answers] == [0] * len(prompts)
+        assert llm.stats().tokens_queried == llm.stats().host_pages_cached == 0
+    with LLM(model, **settings) as llm:
+        reused = [llm.generate(prompt, params)[0] for prompt in prompts]
+        stats = llm.stats()
+        choices = llm.generate({"prompt_token_ids": second, "cache_salt": "n"}, SamplingParams(n=3, max_tokens=1))[0]
+        deltas = list(llm.stream({"prompt_token_ids": first}, params))
+    assert [answer.outputs[0].token_ids for answer in reused] == [answer.outputs[0].token_ids for answer in answers]
+    assert [answer.num_cached_tokens for answer in reused] == expected
+    num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+    assert (stats.tokens_queried, stats.tokens_reused) == (num_tokens, sum(expected))
+    assert stats.tokens_prefilled == num_tokens - sum(expected)
+    assert stats.host_pages_held == 0 and stats.host_pages_cached > 2 * (len(first) // 4)
+    assert [choice.cached_tokens for choice in choices.outputs] == [0, *[(len(second) - 1) // 4 * 4] * 2]
+    assert choices.num_cached_tokens == 0, "the prompt counts once, and its first choice computed it"
+    assert {delta.cached_tokens for delta in deltas} == {whole}
 
 
 @pytest.mark.parametrize(

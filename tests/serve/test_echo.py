@@ -140,7 +140,8 @@ def test_an_echoed_stream_equals_the_full_response(http: httpx.Client, logprobs:
 def test_prompt_logprobs_have_the_shape_of_vllm_in_both_endpoints(http: httpx.Client) -> None:
     ids = tokenize(http, CAPITAL)
     answer = complete(http, prompt_logprobs=2, max_tokens=0, logprobs=1, echo=True)
-    assert answer["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     (choice,) = answer["choices"]
     first, *others = choice["prompt_logprobs"]
     assert first is None and len(others) == len(ids) - 1

@@ -26,7 +26,7 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer, TokenizerParts
 from hotset.schedule.plan import LogprobColumns, TokenOutputs
 from hotset.serve.completions import CompletionFormatter, _prompts
-from hotset.serve.generation import GenerationJob, ResponseFormatter, _events, _full_response
+from hotset.serve.generation import GenerationJob, ResponseFormatter, _events, _full_response, usage_of
 from hotset.serve.protocol import CompletionRequest
 from hotset.serve.responses import CompletionChoice, Usage
 from hotset.serve.service import Service
@@ -132,7 +132,7 @@ def test_offsets_of_an_echoed_prompt_and_its_answer_point_at_their_tokens(kind: 
             output.extend(delta)
         streaming = formatter()
         chunks = [chunk for delta in deltas if (chunk := streaming.chunk(delta)) is not None]
-        usage = Usage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
+        usage = usage_of(0, 0, 0)
         text, logprobs = joined(formatter().full_response([output], usage).choices)
         assert joined([choice for chunk in chunks for choice in chunk.choices]) == (text, logprobs)
         assert text == text_of_prompt + output.text

@@ -19,9 +19,14 @@ STATS = EngineStats(
     device_pages_held=40,
     device_pages_total=50,
     host_pages_held=25,
+    host_pages_cached=60,
+    host_pages_quarantined=5,
     host_pages_total=100,
     tokens_prefilled=1000,
     tokens_generated=200,
+    tokens_queried=3000,
+    tokens_reused=2500,
+    pages_evicted=8,
     parks=4,
     recomputes=1,
     requests_finished={"stop": 7, "length": 2, "lost": 1, "no_room": 3},
@@ -31,7 +36,10 @@ VALUES = {  # type and value of each metric that is one number
     "vllm:num_requests_waiting": ("gauge", 7),
     "vllm:kv_cache_usage_perc": ("gauge", 0.25),
     "vllm:num_preemptions": ("counter", 5),
-    "vllm:prompt_tokens": ("counter", 1000),
+    "vllm:prompt_tokens": ("counter", 3500),
+    "vllm:prompt_tokens_cached": ("counter", 2500),
+    "vllm:prefix_cache_queries": ("counter", 3000),
+    "vllm:prefix_cache_hits": ("counter", 2500),
     "vllm:generation_tokens": ("counter", 200),
 }
 FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 2560.0"
@@ -72,6 +80,15 @@ def test_each_gauge_and_counter_of_vllm_has_its_type_and_our_value() -> None:
     assert finished.type == "counter"
     counts = {sample.labels["finished_reason"]: sample.value for sample in finished.samples}
     assert counts == {"stop": 7, "length": 2, "abort": 0, "error": 4}
+
+
+def test_the_prefix_cache_has_counters_and_every_host_page_is_in_one_state() -> None:
+    families = scraped(Metrics())
+    counted = {"tokens_queried": 3000, "tokens_reused": 2500, "pages_evicted": 8}
+    assert {name: value(families[f"hotset_prefix_cache_{name}"], "_total") for name in counted} == counted
+    states = {sample.labels["state"]: sample.value for sample in families["hotset_host_pages_by_state"].samples}
+    assert states == {"free": 15, "cached": 60, "used": 20, "quarantined": 5}
+    assert sum(states.values()) == value(families["hotset_host_pages_total"])
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)

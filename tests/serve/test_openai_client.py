@@ -4,6 +4,7 @@ test_clients.py has the tests with the embedded model.
 """
 
 import asyncio
+import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ MODEL = "demo-dsa"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CAPITAL = "The capital of France is"
 COUNTING = "1, 2, 3, 4,"
+PAGE_ROWS = 64
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,67 @@ def test_usage_counts_prompt_and_completion_tokens(client: openai.OpenAI, http: 
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     *_, last = ask(client, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage == answer.usage
+
+
+def reusable(prompt_tokens: int) -> int:
+    """Returns how many tokens of a known prompt are reused: whole pages, and never the last token."""
+    return (prompt_tokens - 1) // PAGE_ROWS * PAGE_ROWS
+
+
+def cached(answer: Any) -> int:
+    tokens: int = answer.usage.prompt_tokens_details.cached_tokens
+    return tokens
+
+
+def random_prompt(tokens: int) -> list[int]:
+    """Returns the same prompt in every run: float32 might round the closest two logits of some prompt either way."""
+    return random.Random(tokens).choices(range(300, 400), k=tokens)
+
+
+def test_a_known_prompt_is_not_computed_again_unless_its_salt_differs_and_usage_and_metrics_say_so(
+    demo_server: RunningServer, client: openai.OpenAI
+) -> None:
+    prompt = random_prompt(2 * PAGE_ROWS + 7)
+    fields = {"prompt": prompt, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    salted = {**fields, "extra_body": {**fields["extra_body"], "cache_salt": "tenant-1"}}
+    names = ("prefix_cache_tokens_queried", "prefix_cache_tokens_reused", "tokens_prefilled")
+    before = [demo_server.gauge(f"hotset_{name}_total") for name in names]
+    answers = [complete(client, **each) for each in (fields, fields, salted, salted)]
+    after = [demo_server.gauge(f"hotset_{name}_total") for name in names]
+    known = reusable(len(prompt))
+    assert [cached(answer) for answer in answers] == [0, known, 0, known]
+    assert len({tuple(answer.choices[0].model_extra["token_ids"]) for answer in answers}) == 1
+    queried, reused, prefilled = (now - then for now, then in zip(after, before, strict=True))
+    assert (queried, reused, prefilled) == (4 * len(prompt), 2 * known, 4 * len(prompt) - 2 * known)
+    assert demo_server.gauge("hotset_host_pages_held") == 0, "pages that only the cache has are not held"
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_one_before_streamed_or_not(client: openai.OpenAI) -> None:
+    question = " ".join(random.Random(0).choices(["red", "green", "blue", "tall", "old", "seven"], k=PAGE_ROWS))
+    messages = [{"role": "user", "content": question}]
+    first = ask(client, messages=messages, max_tokens=4)
+    messages += [first.choices[0].message, {"role": "user", "content": "And why?"}]
+    *chunks, last = ask(
+        client,
+        messages=messages,
+        max_tokens=4,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    assert cached(first) == 0 and first.usage.prompt_tokens > PAGE_ROWS
+    assert cached(last) >= reusable(first.usage.prompt_tokens)
+    assert {cached(chunk) for chunk in chunks} == {cached(last)}
+    again = ask(client, messages=messages, max_tokens=4)
+    assert cached(again) == reusable(again.usage.prompt_tokens)
+    assert again.choices[0].message.content == streamed_text(chunks)
+
+
+def test_a_prompt_counts_once_however_many_choices_share_it(client: openai.OpenAI) -> None:
+    prompts = [random_prompt(PAGE_ROWS + 2), random_prompt(2 * PAGE_ROWS + 2)]
+    fields = {"prompt": prompts, "n": 2, "max_tokens": 1}
+    first, again = complete(client, **fields), complete(client, **fields)
+    assert first.usage.prompt_tokens == again.usage.prompt_tokens == 3 * PAGE_ROWS + 4
+    assert (cached(first), cached(again)) == (0, 3 * PAGE_ROWS)
 
 
 def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: openai.OpenAI) -> None:

@@ -51,6 +51,9 @@ METRICS = {  # every scrape contains these metrics
     "hotset_handoff_retries_total",
     "hotset_prompts_handed_off_total",
     "hotset_steps_total",
+    "hotset_prefix_cache_tokens_queried_total",
+    "hotset_prefix_cache_tokens_reused_total",
+    "hotset_prefix_cache_pages_evicted_total",
     "hotset_time_to_first_token_seconds_count",
     "hotset_inter_token_seconds_count",
 }
@@ -117,6 +120,7 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     ]],
     *[(TEXT, {field: value}, "unsupported_field", field) for field, value in [
         ("suffix", "!"), ("use_beam_search", True), ("guided_json", {}), ("messages", MESSAGES), ("n" * 9000, 1),
+        ("extra_key", "a"),
     ]],
     ("/tokenize", {"promt": "a"}, "unsupported_field", "promt"),
     ("/detokenize", {"token": [1]}, "unsupported_field", "token"),
@@ -161,6 +165,7 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
         ("max_tokens", -1), ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2), ("echo", "yes"), ("add_special_tokens", 1),
         ("stop", ["a"] * 17), ("stop", 5), ("stream", "yes"), ("ignore_eos", 1),
+        ("cache_salt", ""), ("cache_salt", "x" * 257), ("cache_salt", 5), ("cache_salt", ["a"]),
     ]],
     (TEXT, {"stop": ["a", ""]}, "invalid_value", "stop[1]"),
     (TEXT, {"logit_bias": {"a": 1}}, "invalid_value", "logit_bias.a"),
@@ -327,6 +332,7 @@ def test_answers_and_chunks_have_the_same_fingerprint(http: httpx.Client) -> Non
         (TEXT, r'{"model": "tiny", "prompt": "\ud800"}'),
         (TEXT, r'{"model": "tiny", "prompt": ["a", "\udfff"]}'),
         (TEXT, r'{"model": "tiny", "prompt": "a", "stop": "\ud800"}'),
+        (TEXT, r'{"model": "tiny", "prompt": "a", "cache_salt": "\ud800"}'),
         (TEXT, r'{"model": "tiny", "prompt": "a", "\ud800": 1}'),
         (TEXT, r'{"model": "tiny", "prompt": "a", "logit_bias": {"\ud800": 1}}'),
         (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}'),
