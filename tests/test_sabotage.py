@@ -34,7 +34,7 @@ PATCHES = sabotage.load_patches()
 
 
 def test_every_defect_has_a_patch() -> None:
-    assert {patch.number for patch in PATCHES} == DEFECTS
+    assert {patch.number for patch in PATCHES} >= DEFECTS
     assert os.access(SCRIPT, os.X_OK)
 
 

@@ -24,6 +24,7 @@ class StreamedAnswer:
     def __init__(self) -> None:
         self.chunk_times: list[float] = []  # one for each chunk that has text
         self.input_tokens: int | None = None
+        self.cached_tokens: int | None = None  # those of the input that the server had in its prefix cache
         self.failure: Failure | None = None
         self._completion_tokens: int | None = None
         self._finished = False  # a finish reason or the end marker has arrived
@@ -55,6 +56,7 @@ class StreamedAnswer:
             self._fail(error_message(error))
         if usage := chunk.get("usage"):
             self.input_tokens, self._completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             if choice.get("text") or any(delta.get(field) for field in TEXT_FIELDS):

@@ -76,6 +76,7 @@ def _record_json(record: RequestRecord) -> dict[str, Any]:
         "ended": rounded(record.ended),
         "chunk_times": [rounded(chunk) for chunk in record.chunk_times],
         "input_tokens": record.input_tokens,
+        "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "asked_output_tokens": record.asked_output_tokens,
         "ttft_ms": rounded(record.ttft, 1e3),

@@ -26,6 +26,7 @@ class RequestRecord:
     input_tokens: int | None  # as the server counted; None if it did not
     output_tokens: int
     failure: Failure | None = None
+    cached_tokens: int | None = None  # input tokens from the server's prefix cache; None if it did not report them
 
     @property
     def ttft(self) -> float | None:
@@ -164,6 +165,7 @@ class Summary:
     output_tokens_per_second: float
     input_tokens: Distribution | None
     output_tokens: Distribution | None
+    cached_share: float | None  # of the input tokens; None if the server did not report cached tokens
     shorter_answers: int  # completed requests whose answer is shorter than asked for
     latencies_ms: dict[str, Distribution | None]
     goodput: Goodput | None
@@ -193,12 +195,20 @@ def summarize(result: LoadResult, objectives: dict[str, float]) -> Summary:
         output_tokens_per_second=sum(record.output_tokens for record in completed) / seconds,
         input_tokens=Distribution.of(record.input_tokens for record in completed),
         output_tokens=Distribution.of(record.output_tokens for record in completed),
+        cached_share=_cached_share(completed),
         shorter_answers=sum(record.output_tokens < record.asked_output_tokens for record in completed),
         latencies_ms=_latencies_ms(completed),
         goodput=goodput,
         errors=tuple(ErrorCount(failure.status, failure.message, count) for failure, count in failures.most_common()),
         generator=result.generator,
     )
+
+
+def _cached_share(completed: Sequence[RequestRecord]) -> float | None:
+    """Returns the share of the input tokens that came from the server's prefix cache."""
+    reported = [record for record in completed if record.cached_tokens is not None]
+    total = sum(record.input_tokens or 0 for record in reported)
+    return sum(record.cached_tokens or 0 for record in reported) / total if total else None
 
 
 def _latencies_ms(completed: Sequence[RequestRecord]) -> dict[str, Distribution | None]:

@@ -146,6 +146,7 @@ class LoadRun:
             input_tokens=answer.input_tokens,
             output_tokens=answer.output_tokens,
             failure=answer.failure,
+            cached_tokens=answer.cached_tokens,
         )
         self.records.append(record)
         if record.failure is None:

@@ -35,6 +35,8 @@ def print_load(console: Console, load: Load, summary: Summary) -> None:
         prompts = "of unknown length" if summary.input_tokens is None else f"{summary.input_tokens.mean:.1f} tokens"
         shorter = f", {summary.shorter_answers} shorter than asked for" if summary.shorter_answers else ""
         line(f"mean length: prompts {prompts}, answers {summary.output_tokens.mean:.1f} tokens{shorter}")
+    if summary.cached_share:
+        line(f"prefix cache: {summary.cached_share:.1%} of the input tokens were not computed again")
     if (goodput := summary.goodput) is not None:
         line(f"within --slo: {goodput.share:.1%} of requests, {goodput.requests_per_second:.2f} requests/s")
     if summary.completed:

@@ -71,6 +71,16 @@ def test_chunks_without_text_are_no_tokens_and_chat_deltas_with_reasoning_or_too
     assert answer.chunk_times == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("details", "cached"), [({"cached_tokens": 5}, 5), ({"cached_tokens": None}, None), ({}, None), (None, None)]
+)
+def test_cached_tokens_are_read_where_the_server_reports_them(details: object, cached: int | None) -> None:
+    usage = {"prompt_tokens": 7, "completion_tokens": 1, "prompt_tokens_details": details}
+    answer = read(text("a", "length"), event(choices=[], usage=usage), DONE)
+    assert (answer.failure, answer.input_tokens, answer.cached_tokens) == (None, 7, cached)
+    assert read(text("a", "length"), USAGE, DONE).cached_tokens is None
+
+
 def test_without_usage_the_chunks_are_counted() -> None:
     answer = read(text("a"), text("b"), text("c", "length"), DONE)
     assert (answer.input_tokens, answer.output_tokens) == (None, 3)

@@ -1,5 +1,7 @@
 """Statistics: percentiles equal numpy's, and each latency has its definition."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -88,6 +90,17 @@ def test_rates_count_completed_requests_only_and_errors_are_counted_by_status_an
     assert (found.requests_per_second, found.input_tokens_per_second) == (0.2, 20.0)
     assert found.output_tokens_per_second == 0.7
     assert found.errors == (ErrorCount(429, "full", 2), ErrorCount(None, "connection refused", 1))
+
+
+def test_the_cached_share_is_that_of_the_tokens_of_completed_requests_that_report_it() -> None:
+    done = record(0.0, [1.0], 1.0, output_tokens=1)
+    failed = record(0.0, [], 1.0, output_tokens=0, failure=Failure(500, "x"))
+    measured = result(
+        replace(done, cached_tokens=64), replace(done, cached_tokens=0), done, replace(failed, cached_tokens=64)
+    )
+    assert summarize(measured, {}).cached_share == 0.32
+    assert summarize(result(done), {}).cached_share is None
+    assert summarize(result(), {}).cached_share is None
 
 
 def test_goodput_counts_requests_within_all_limits_and_failed_requests_as_missed() -> None:

@@ -348,7 +348,8 @@ def test_hotset_bench_counts_what_the_server_counts_and_no_token_comes_earlier(
             return await benchmark.run()
 
     [result] = asyncio.run(measure()).results
-    assert [(record.input_tokens, record.output_tokens) for record in result.completed] == [(40, 5)] * 4
+    counted = [(record.input_tokens, record.cached_tokens, record.output_tokens) for record in result.completed]
+    assert counted == [(40, 0, 5)] * 4
     after = bench_metrics(demo_server)
     difference = {name: after[name] - before[name] for name in after}
     assert difference["hotset_tokens_prefilled_total"] == 4 * 40
