@@ -1,4 +1,7 @@
-"""Control addresses, at which workers receive messages from peers: `host:port`, with IPv6 addresses in brackets."""
+"""Addresses on which an engine listens, for control messages of its peers and for subscribers of its KV events.
+
+They have the form `host:port`, with IPv6 addresses in brackets.
+"""
 
 import ipaddress
 import re
@@ -11,6 +14,7 @@ from hotset.base.errors import ConfigError
 ADDRESS_FORM = re.compile(r"([A-Za-z0-9._-]{1,250}|\*|\[[0-9A-Fa-f:.%a-z]{2,60}\]):([0-9]{1,5})")
 WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]")
 MIN_SECRET_CHARACTERS = 16
+EVENTS_SCHEME = "tcp://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,69 @@ def control_port(control: str, advertise: str | None, secret: str | None) -> Con
             "worker the same handoff secret, or listen on 127.0.0.1"
         )
     return ControlPort(listen, peers)
+
+
+@dataclass(frozen=True, slots=True)
+class EventsEndpoint:
+    """The addresses of one publisher of KV events. Port 0 means any free port."""
+
+    live: Address
+    replay: Address | None  # where subscribers request batches that they have missed
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [self.live] if self.replay is None else [self.live, self.replay]
+
+    def __str__(self) -> str:
+        return " and ".join(f"{EVENTS_SCHEME}{address}" for address in self.addresses)
+
+
+def events_endpoints(events: str, replay: str | None, *, public: bool, ranks: int) -> list[EventsEndpoint]:
+    """Reads the addresses --kv-events and --kv-events-replay. Returns the addresses of each data parallel rank: rank n
+    has the ports that are n higher.
+
+    Raises ConfigError if an address is malformed, if the ports of the two overlap, or if other machines could connect
+    and `public` is not set.
+    """
+    live = _events_address("--kv-events", events, public, ranks)
+    asked = None if replay is None else _events_address("--kv-events-replay", replay, public, ranks)
+    if asked is not None and live.port and asked.port and abs(live.port - asked.port) < ranks:
+        ports = "port" if ranks == 1 else f"{ranks} ports, one for each data parallel rank,"
+        raise ConfigError(
+            f"--kv-events {events} and --kv-events-replay {replay} use the same {ports}; choose ports that are at "
+            f"least {ranks} apart"
+        )
+    return [
+        EventsEndpoint(_of_rank(live, rank), None if asked is None else _of_rank(asked, rank)) for rank in range(ranks)
+    ]
+
+
+def _events_address(flag: str, text: str, public: bool, ranks: int) -> Address:
+    address = Address.parse(text.removeprefix(EVENTS_SCHEME)) if text.startswith(EVENTS_SCHEME) else None
+    if address is None or not (address.host in WILDCARD_HOSTS or _is_ip_address(address.host)):
+        raise ConfigError(
+            f"{flag} must be tcp://, an IP address of this machine and a port, like tcp://127.0.0.1:5557, got {text!r}"
+        )
+    if address.port + ranks > 1 << 16:
+        raise ConfigError(f"{flag} {text} needs {ranks} ports, one for each data parallel rank; choose a lower port")
+    if not public and not is_loopback(address.host):
+        raise ConfigError(
+            f"{flag} {text} can be reached from other machines, and KV events contain the tokens of all prompts; use "
+            "127.0.0.1, or add --kv-events-public if you trust every machine that can connect"
+        )
+    return address
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _of_rank(address: Address, rank: int) -> Address:
+    return Address(address.host, address.port and address.port + rank)
 
 
 def is_loopback(host: str) -> bool:

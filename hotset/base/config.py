@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hotset.base.address import control_port
+from hotset.base.address import EventsEndpoint, control_port, events_endpoints
 from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import interface_addresses, transfer_interface
@@ -119,6 +119,23 @@ class EngineConfig:
         True,
         "Keep the KV of ended requests in host memory until that memory is needed, so that a prompt that begins like "
         "an earlier one is not computed again. Without effect with --tiers off, which keeps no KV in host memory.",
+    )
+    kv_events: str | None = setting(
+        None,
+        "Address at which changes of the prefix cache are published in vLLM's format of KV events, like "
+        "tcp://127.0.0.1:5557; port 0 picks a free port. The events contain the tokens of all prompts. With "
+        "--data-parallel-size, rank n uses the port that is n higher. Default: none are published.",
+    )
+    kv_events_replay: str | None = setting(
+        None,
+        "Address at which subscribers request KV events that they have missed, like tcp://127.0.0.1:5558. Needs "
+        "--kv-events. Default: none.",
+    )
+    kv_events_topic: str = setting("", "Topic of KV events. llm-d expects kv@POD@MODEL. Default: an empty topic.")
+    kv_events_public: bool = setting(
+        False,
+        "Allow addresses of KV events that other machines can reach. Everyone who can connect can then read the tokens "
+        "of all prompts.",
     )
     hot_slots: int | None = setting(
         None,
@@ -251,6 +268,7 @@ class EngineConfig:
         _ = self.chat_template_variables  # raises ConfigError if they are invalid
         self._check_role()
         self._check_workers()
+        self._check_events()
         if self.role == "prefill" and self.tiers == "off":
             raise ConfigError(
                 "--role prefill sends KV from the host store, which --tiers off disables; leave --tiers out"
@@ -261,6 +279,27 @@ class EngineConfig:
                     raise ConfigError(
                         f"--{flag_name(name)} would have no effect with --tiers off; leave one of the two out"
                     )
+
+    @property
+    def events_endpoints(self) -> list[EventsEndpoint]:
+        """The addresses of each data parallel rank's KV events. Empty if none are published."""
+        if self.kv_events is None:
+            return []
+        ranks = self.data_parallel_size
+        return events_endpoints(self.kv_events, self.kv_events_replay, public=self.kv_events_public, ranks=ranks)
+
+    def _check_events(self) -> None:
+        if self.kv_events is None:
+            for name in ("kv_events_replay", "kv_events_topic", "kv_events_public"):
+                if getattr(self, name):
+                    raise ConfigError(f"--{flag_name(name)} needs --kv-events; give an address, or leave it out")
+            return
+        _ = self.events_endpoints  # raises ConfigError if they are invalid
+        if not self.prefix_cache or self.tiers == "off":
+            flag = "--tiers off" if self.tiers == "off" else "--no-prefix-cache"
+            raise ConfigError(
+                f"--kv-events publishes the prefix cache, which {flag} disables; leave one of the two out"
+            )
 
     @property
     def workers(self) -> int:

@@ -22,7 +22,8 @@ Panels = Mapping[str, tuple[str, ...]]
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
-SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS)
+EVENT_SETTINGS = ("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_public")
+SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS, *EVENT_SETTINGS)
 # Settings that have no effect outside a chat.
 CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
 MAX_KEY_CHARACTERS = 4096
@@ -63,6 +64,7 @@ PANELS: Panels = {
         "index_dtype",
         "page_rows",
     ),
+    "KV events": EVENT_SETTINGS,
     "Batches and steps": (
         "max_num_seqs",
         "max_num_batched_tokens",

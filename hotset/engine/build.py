@@ -6,16 +6,18 @@ allocates memory for a loaded model, and `assemble`, which builds an engine arou
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from hotset.base.address import control_port
+from hotset.base.address import control_port, is_loopback
 from hotset.base.config import EMBEDDED, EngineConfig
-from hotset.base.errors import ConfigError, EngineStopped, StartupError
+from hotset.base.errors import ConfigError, EngineStopped, MissingDependency, StartupError
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
@@ -44,6 +46,9 @@ from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import LANES, open_transfer
+
+if TYPE_CHECKING:
+    from hotset.kv_events.publisher import KvEventPublisher
 
 LOGGER = logging.getLogger("hotset.engine")
 WARM_UP_PAGES = 16  # pages of the KV memory on which steps are measured
@@ -165,7 +170,14 @@ def assemble(
         schedulers = [replica.scheduler for replica in replicas]
         endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, opener, wake)
         card = replace(card, control=channel.address, control_listens_on=channel.listens_on)
-    return Engine(card, replicas, executor, plans_in_flight, endpoint)
+    try:
+        publishers = _open_publishers(config, replicas)
+    except BaseException:
+        if endpoint is not None:
+            endpoint.close(0.0)
+        raise
+    card = replace(card, kv_events=tuple(publisher.endpoint for publisher in publishers))
+    return Engine(card, replicas, executor, plans_in_flight, endpoint, publishers)
 
 
 def worker_splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[Split]:
@@ -285,6 +297,29 @@ def _start_workers(
         workers.close()
         raise
     return budget, workers
+
+
+def _open_publishers(config: EngineConfig, replicas: Sequence[Replica]) -> "list[KvEventPublisher]":
+    """Opens a publisher of KV events for each replica, if the configuration asks for them."""
+    if not config.events_endpoints:
+        return []
+    try:
+        from hotset.kv_events.publisher import KvEventPublisher
+    except ModuleNotFoundError as error:
+        raise MissingDependency(f"--kv-events needs {error.name}: pip install 'hotset[serve]'") from error
+    publishers = []
+    with ExitStack() as undo:
+        for rank, (endpoint, replica) in enumerate(zip(config.events_endpoints, replicas, strict=True)):
+            if replica.ledger.host is None:
+                raise StartupError("--kv-events publishes the prefix cache, but this engine has no host store")
+            publisher = KvEventPublisher(endpoint, topic=config.kv_events_topic, rank=rank)
+            undo.callback(publisher.close)
+            replica.ledger.host.on_change = publisher.on_change
+            publishers.append(publisher)
+            level = logging.INFO if is_loopback(endpoint.live.host) else logging.WARNING
+            LOGGER.log(level, "KV events, which contain the tokens of all prompts, are at %s", publisher.endpoint)
+        undo.pop_all()
+    return publishers
 
 
 def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:

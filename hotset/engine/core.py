@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.handoffs import HandoffEndpoint
@@ -31,6 +32,15 @@ class Replica:
     ledger: Ledger
 
 
+class CachePublisher(Protocol):
+    """Publishes the changes of one replica's prefix cache. No method waits for subscribers."""
+
+    def flush(self) -> None:
+        """Publishes the changes since the last call."""
+
+    def close(self) -> None: ...
+
+
 class Engine:
     """Runs one model and its requests. Not thread-safe: all methods must be called from the same thread."""
 
@@ -41,6 +51,7 @@ class Engine:
         executor: Executor,
         plans_in_flight: int,
         endpoint: HandoffEndpoint | None = None,
+        publishers: Sequence[CachePublisher] = (),
     ) -> None:
         """`endpoint` performs the handoffs of a prefill or decode worker. Other engines have none."""
         self.card = card
@@ -49,6 +60,7 @@ class Engine:
         self._schedulers = [replica.scheduler for replica in replicas]
         self._plans_in_flight = plans_in_flight
         self._endpoint = endpoint
+        self._publishers = publishers
         self._pending: deque[StepFuture] = deque()
         self._broken = False  # closed, or a step failed
 
@@ -94,7 +106,10 @@ class Engine:
         if self._broken:
             raise EngineStopped("this engine is closed, or an earlier step failed; create a new one")
         try:
-            return self._step()
+            outputs = self._step()
+            for publisher in self._publishers:
+                publisher.flush()
+            return outputs
         except BaseException:
             self._broken = True
             raise
@@ -184,6 +199,8 @@ class Engine:
             self._close_endpoint(self._endpoint, drain_seconds, hurried)
         self._broken = True
         self.executor.close()
+        for publisher in self._publishers:
+            publisher.close()
 
     def _close_endpoint(self, endpoint: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
         """Drains open handoffs and notifies peers. Unless a step has failed, the engine runs steps meanwhile, because

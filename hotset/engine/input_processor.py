@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from hotset.base.address import Address
+from hotset.base.address import Address, EventsEndpoint
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import PromptSpec, SamplingParams, check_cache_salt
@@ -29,6 +29,7 @@ class ModelCard:
     role: str = "both"
     control: str | None = None  # the address at which peers reach the handoff agent; None with role 'both'
     control_listens_on: Address | None = None  # the address on which the handoff agent listens
+    kv_events: tuple[EventsEndpoint, ...] = ()  # one for each data parallel rank; empty if none are published
     host_store: bool = False
     prefix_cache: bool = False  # whether requests reuse the prefixes of others
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive

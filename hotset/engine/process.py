@@ -263,10 +263,11 @@ def _build(
 def _check_listeners(config: EngineConfig, engine: "Engine") -> None:
     """Closes the engine and raises StartupError if this process listens where it was not asked to."""
     control = engine.card.control_listens_on
+    events = [address for endpoint in engine.card.kv_events for address in endpoint.addresses]
     try:
         check_listeners(
             "the engine",
-            addresses=() if control is None else (control,),
+            addresses=events if control is None else [control, *events],
             interfaces=() if control is None else config.listening_interface.split(","),
         )
     except StartupError:

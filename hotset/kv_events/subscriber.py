@@ -159,7 +159,8 @@ class KvEventSubscriber:
                 batch = decode(frames)
                 if batch is None:
                     return True
-                if not self._accept(batch):
+                # A lower number than requested comes from a new process.
+                if batch.sequence < start or not self._accept(batch):
                     return False
 
     def _accept(self, batch: NumberedBatch) -> bool:

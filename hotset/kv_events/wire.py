@@ -56,10 +56,16 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+_OWN_DECODER = msgspec.msgpack.Decoder(EventBatch)
 
 
 def encode(batch: EventBatch) -> bytes:
     return _ENCODER.encode(batch)
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Returns a batch that `encode` has encoded."""
+    return _OWN_DECODER.decode(payload)
 
 
 def sequence_frame(number: int) -> bytes:

@@ -1,0 +1,207 @@
+"""Engine processes publish the pages of their prefix caches as KV events, where they were asked to."""
+
+import contextlib
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from harness import tiny_directory
+from listening import listening
+from processes import descendants_of
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, MissingDependency, StartupError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import _open_publishers, build_engine
+from hotset.engine.input_processor import InputProcessor, ModelCard
+from hotset.engine.process import AddRequests, EngineProcess, OutputsReport, StopEngine
+from hotset.kv_events.known_blocks import event_hash
+from hotset.tiers.prefix_cache import PrefixCache
+
+ANY_PORT = "tcp://127.0.0.1:0"
+PAGE_ROWS = 4
+SETTINGS: dict[str, Any] = {
+    "load_format": "dummy",
+    "device": "cpu",
+    "page_rows": PAGE_ROWS,
+    "device_kv_tokens": 256,
+    "host_kv_tokens": 512,
+    "kv_events": ANY_PORT,
+    "kv_events_replay": ANY_PORT,
+}
+DEADLINE_MS = 60_000
+
+
+def answered(process: EngineProcess, card: ModelCard, request_id: str, prompt: list[int], tokens: int) -> list[int]:
+    """Runs a request to its end, and returns prompt and answer."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    process.pipe.send(AddRequests(InputProcessor(card, seed=0).accept(request_id, prompt, params)))
+    answer: list[int] = []
+    while True:
+        assert process.pipe.poll(DEADLINE_MS / 1000)
+        report = process.pipe.recv()
+        assert isinstance(report, OutputsReport)
+        answer += report.outputs.token_ids
+        if report.outputs.finished:
+            return prompt + answer
+
+
+def replayed(card: ModelCard, rank: int = 0) -> list[dict[str, Any]]:
+    """Returns all events of a publisher, and checks the ranks and numbers of its batches."""
+    events: list[dict[str, Any]] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+        replay.linger, replay.rcvtimeo = 0, DEADLINE_MS
+        replay.connect(f"tcp://{card.kv_events[rank].replay}")
+        replay.send_multipart([b"", bytes(8)])
+        batches = 0
+        while (frames := replay.recv_multipart())[2] != b"\xff" * 8:
+            _, of_batch, batch_rank = msgspec.msgpack.decode(frames[3])
+            assert (int.from_bytes(frames[2], "big"), batch_rank) == (batches, rank)
+            events += of_batch
+            batches += 1
+    return events
+
+
+def test_two_requests_with_a_common_prefix_are_published_as_a_chain_of_blocks(tmp_path: Path) -> None:
+    config = EngineConfig(tiny_directory(tmp_path), **SETTINGS, kv_events_topic="kv@here@tiny")
+    with contextlib.closing(build_engine(config)) as engine:
+        hasher = engine.replicas[0].scheduler._prefixes._hasher
+        assert hasher is not None
+    process = EngineProcess(config)
+    try:
+        card = process.wait_ready()
+        assert process.pid is not None
+        [endpoint] = card.kv_events
+        common = [5 + number for number in range(11)]
+        first = answered(process, card, "first", [*common, 20, 21], 6)
+        second = answered(process, card, "second", [*common, 30, 31, 32, 33, 34, 35], 1)
+        cleared, *events = replayed(card)
+        found = listening({process.pid} | descendants_of(process.pid))
+        process.pipe.send(StopEngine())
+    finally:
+        process.end()
+    assert [(socket.host, socket.port) for socket in found] == sorted(
+        ("127.0.0.1", address.port) for address in endpoint.addresses
+    )
+    assert cleared == {"type": "AllBlocksCleared"}
+    assert {(event["type"], event["medium"], event["block_size"]) for event in events} == {
+        ("BlockStored", "CPU_TIER1", PAGE_ROWS)
+    }
+    tokens_of: dict[int, list[int]] = {}  # of the context up to the end of a block
+    for event in events:
+        parent = event["parent_block_hash"]
+        for number, block_hash in enumerate(event["block_hashes"]):
+            assert block_hash not in tokens_of, "a page of the common prefix was stored twice"
+            own = event["token_ids"][number * PAGE_ROWS : (number + 1) * PAGE_ROWS]
+            tokens_of[block_hash] = (tokens_of[parent] if parent is not None else []) + own
+            parent = block_hash
+    expected = {}
+    for context in (first[:-1], second[:-1]):  # the last token is never computed
+        hashes: list[bytes] = []
+        hasher.extend(hashes, context, "")
+        assert len(hashes) == 4
+        for number, page_hash in enumerate(hashes):
+            expected[event_hash(page_hash)] = context[: (number + 1) * PAGE_ROWS]
+    assert len(expected) == 2 + 2 + 2
+    assert tokens_of == expected
+
+
+@pytest.mark.slow
+def test_each_data_parallel_rank_has_a_publisher_of_its_own(tmp_path: Path) -> None:
+    config = EngineConfig(tiny_directory(tmp_path), **SETTINGS, data_parallel_size=2)
+    process = EngineProcess(config)
+    try:
+        card = process.wait_ready()
+        contexts = [answered(process, card, f"{first}", [first] * 8, 1) for first in (4, 5)]
+        stored = [[event for event in replayed(card, rank) if event["type"] == "BlockStored"] for rank in (0, 1)]
+        process.pipe.send(StopEngine())
+    finally:
+        process.end()
+    assert len({address for endpoint in card.kv_events for address in endpoint.addresses}) == 4
+    assert sorted(event["token_ids"] for events in stored for event in events) == [context[:8] for context in contexts]
+
+
+def test_each_replica_has_a_publisher_that_names_its_rank() -> None:
+    caches = [PrefixCache(4) for _ in range(2)]
+    replicas: Any = [SimpleNamespace(ledger=SimpleNamespace(host=cache)) for cache in caches]
+    with contextlib.ExitStack() as closing:
+        publishers = _open_publishers(EngineConfig(**SETTINGS, data_parallel_size=2), replicas)
+        for publisher in publishers:
+            closing.callback(publisher.close)
+        card: Any = SimpleNamespace(kv_events=[publisher.endpoint for publisher in publishers])
+        for rank, cache in enumerate(caches):
+            pages = cache.allocate(1)
+            assert pages is not None
+            cache.publish([], pages, [bytes([rank]) * 32], [rank] * PAGE_ROWS)
+            publishers[rank].flush()
+            while len(events := replayed(card, rank)) == 1:
+                pass
+            assert events[1]["token_ids"] == [rank] * PAGE_ROWS
+
+
+def test_an_engine_whose_events_address_is_taken_does_not_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        config = EngineConfig(tiny_directory(tmp_path), **SETTINGS | {"kv_events_replay": taken})
+        with pytest.raises(StartupError, match=f"{taken} .*in use; choose another --kv-events-replay"):
+            build_engine(config)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "hotset.kv_events.publisher", raising=False)
+    with pytest.raises(MissingDependency, match=r"--kv-events needs zmq: pip install 'hotset\[serve\]'"):
+        build_engine(EngineConfig(tiny_directory(tmp_path), **SETTINGS))
+
+
+LOOPBACK = "tcp://127.0.0.1:5557"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kv_events": "127.0.0.1:5557"},
+            "--kv-events must be tcp://.* like tcp://127.0.0.1:5557, got '127.0.0.1:5557'",
+        ),
+        ({"kv_events": "tcp://127.0.0.1"}, "--kv-events must be tcp://"),
+        ({"kv_events": "tcp://eth0:5557"}, "--kv-events must be tcp://"),
+        ({"kv_events": "tcp://127.0.0.1:70000"}, "--kv-events must be tcp://"),
+        ({"kv_events": "ipc:///tmp/events"}, "--kv-events must be tcp://"),
+        ({"kv_events": LOOPBACK, "kv_events_replay": "5558"}, "--kv-events-replay must be tcp://"),
+        ({"kv_events": "tcp://*:5557"}, "reached from other machines.*tokens of all prompts.*add --kv-events-public"),
+        ({"kv_events": "tcp://0.0.0.0:5557"}, "--kv-events tcp://0.0.0.0:5557 can be reached from other machines"),
+        ({"kv_events": LOOPBACK, "kv_events_replay": "tcp://[::]:5558"}, "--kv-events-replay .* can be reached"),
+        ({"kv_events": LOOPBACK, "kv_events_replay": LOOPBACK}, "use the same port; .* at least 1 apart"),
+        (
+            {"kv_events": LOOPBACK, "kv_events_replay": "tcp://127.0.0.1:5559", "data_parallel_size": 4},
+            "use the same 4 ports, one for each data parallel rank,; choose ports that are at least 4 apart",
+        ),
+        ({"kv_events": "tcp://127.0.0.1:65534", "data_parallel_size": 3}, "needs 3 ports.*choose a lower port"),
+        ({"kv_events_replay": LOOPBACK}, "--kv-events-replay needs --kv-events"),
+        ({"kv_events_topic": "kv@a@b"}, "--kv-events-topic needs --kv-events"),
+        ({"kv_events_public": True}, "--kv-events-public needs --kv-events"),
+        ({"kv_events": LOOPBACK, "prefix_cache": False}, "which --no-prefix-cache disables; leave one of the two out"),
+        ({"kv_events": LOOPBACK, "tiers": "off"}, "which --tiers off disables; leave one of the two out"),
+    ],
+)
+def test_unusable_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def test_the_ports_of_a_rank_are_higher_by_its_number() -> None:
+    config = EngineConfig(kv_events="tcp://localhost:5557", kv_events_replay="tcp://[::1]:6000", data_parallel_size=2)
+    assert [str(endpoint) for endpoint in config.events_endpoints] == [
+        "tcp://127.0.0.1:5557 and tcp://[::1]:6000",
+        "tcp://127.0.0.1:5558 and tcp://[::1]:6001",
+    ]
+    public = EngineConfig(kv_events="tcp://*:5557", kv_events_public=True)
+    assert [str(endpoint) for endpoint in public.events_endpoints] == ["tcp://*:5557"]

@@ -1,0 +1,206 @@
+"""The sockets of a publisher: what they send, read as the public format says, and what they refuse."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from random_cache import RandomCache
+
+from hotset.base.address import Address, EventsEndpoint
+from hotset.base.errors import StartupError
+from hotset.kv_events import publisher as publisher_module
+from hotset.kv_events.event_log import EventLog
+from hotset.kv_events.known_blocks import event_hash
+from hotset.kv_events.publisher import KvEventPublisher
+from hotset.tiers.prefix_cache import PagesEvicted, PagesStored
+
+ANY_PORTS = EventsEndpoint(Address("127.0.0.1", 0), Address("127.0.0.1", 0))
+DEADLINE_MS = 60_000
+HASHES = [bytes([number]) * 24 + bytes([255 - number]) * 8 for number in range(4)]
+
+
+@contextmanager
+def connected(endpoint: EventsEndpoint, topic: str = "") -> Iterator[tuple[Any, Any]]:
+    """Yields a SUB socket whose subscription is active, if the publisher publishes something, and a DEALER socket."""
+    with zmq.Context() as context:
+        live, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        for opened in (live, replay):
+            opened.linger, opened.rcvtimeo = 0, DEADLINE_MS
+        live.subscribe(topic)
+        live.connect(f"tcp://{endpoint.live}")
+        replay.connect(f"tcp://{endpoint.replay}")
+        try:
+            yield live, replay
+        finally:
+            live.close()
+            replay.close()
+
+
+def answer_to(replay: Any, start: int) -> list[list[bytes]]:
+    """Requests a replay. Returns the frames of every batch, and checks how the answer ends."""
+    replay.send_multipart([b"", start.to_bytes(8, "big")])
+    batches = []
+    while True:
+        delimiter, topic, number, payload = replay.recv_multipart()
+        assert delimiter == b""
+        if number == (-1).to_bytes(8, "big", signed=True):
+            assert (topic, payload) == (b"", b"")
+            return batches
+        batches.append([topic, number, payload])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_MS / 1000
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def subscribed(publisher: KvEventPublisher, live: Any, replay: Any) -> int:
+    """Publishes evictions until one arrives: the subscription takes effect at some time after `connect`. Returns the
+    number of the last batch, after all have been read."""
+    while not live.poll(20):
+        publisher.on_change(PagesEvicted((HASHES[0],)))
+        publisher.flush()
+    wait_for(publisher._steps.empty)
+    last = int.from_bytes(answer_to(replay, 0)[-1][1], "big")  # the thread publishes before it answers
+    while int.from_bytes(live.recv_multipart()[1], "big") < last:
+        pass
+    return last
+
+
+@pytest.fixture
+def publisher() -> Iterator[KvEventPublisher]:
+    opened = KvEventPublisher(ANY_PORTS, topic="kv@pod@model", rank=3)
+    yield opened
+    opened.close()
+
+
+def test_a_stored_block_is_published_in_the_format_of_vllm(publisher: KvEventPublisher) -> None:
+    with connected(publisher.endpoint, "kv@") as (live, replay):
+        before = subscribed(publisher, live, replay)
+        publisher.on_change(PagesStored((HASHES[1], HASHES[2]), HASHES[0], (7, 8, 9, 200_000), ""))
+        publisher.on_change(PagesStored((HASHES[3],), None, (5, 6), "tenant"))
+        publisher.on_change(PagesEvicted((HASHES[2],)))
+        publisher.flush()
+        topic, number, payload = live.recv_multipart()
+        first, *_ = answer_to(replay, 0)
+        newest = answer_to(replay, before + 1)
+    assert (topic, int.from_bytes(number, "big")) == (b"kv@pod@model", before + 1)
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    assert abs(ts - time.time()) < 3600 and rank == 3
+    ints = [int.from_bytes(page_hash, "big") % 2**64 for page_hash in HASHES]  # vLLM's way to shorten a hash
+    assert events == [
+        {
+            "type": "BlockStored",
+            "block_hashes": ints[1:3],
+            "parent_block_hash": ints[0],
+            "token_ids": [7, 8, 9, 200_000],
+            "block_size": 2,
+            "lora_id": None,
+            "medium": "CPU_TIER1",
+            "lora_name": None,
+        },
+        {
+            "type": "BlockStored",
+            "block_hashes": ints[3:],
+            "parent_block_hash": None,
+            "token_ids": [5, 6],
+            "block_size": 2,
+            "lora_id": None,
+            "medium": "CPU_TIER1",
+            "lora_name": None,
+            "extra_keys": [["tenant"]],
+            "cache_salt": "tenant",
+        },
+        {"type": "BlockRemoved", "block_hashes": [ints[2]], "medium": "CPU_TIER1"},
+    ]
+    assert newest == [[topic, number, payload]], "a replayed batch differs from the published one"
+    assert first[0] == topic and int.from_bytes(first[1], "big") == 0
+    assert msgspec.msgpack.decode(first[2])[1:] == [[{"type": "AllBlocksCleared"}], 3]
+
+
+def test_the_changes_of_one_step_are_one_batch(publisher: KvEventPublisher) -> None:
+    cache = RandomCache(1, publisher.on_change)
+    with connected(publisher.endpoint) as (_, replay):
+        steps = 20
+        for _ in range(steps):
+            cache.step()
+            cache.step()
+        assert len(answer_to(replay, 0)) == 1, "changes were published before the end of the step"
+        publisher.flush()
+        publisher.flush()
+        wait_for(lambda: publisher._log._next == 2)
+        [_, batch] = answer_to(replay, 0)
+    assert len(msgspec.msgpack.decode(batch[2])[1]) >= steps // 2
+
+
+def test_a_long_replay_is_complete_though_the_subscriber_reads_it_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ queues few messages. A ROUTER socket drops the others by default."""
+    monkeypatch.setattr(publisher_module, "MAX_QUEUED_ANSWERS", 4)
+    publisher = KvEventPublisher(ANY_PORTS)
+    try:
+        for number in range(300):
+            publisher.on_change(PagesStored((HASHES[0],), None, tuple(range(60_000, 64_000)), ""))
+            publisher.flush()
+            wait_for(lambda number=number: publisher._log._next == number + 2)  # type: ignore[misc]
+        with connected(publisher.endpoint) as (_, replay):
+            replay.rcvhwm = 4
+            replay.send_multipart([b"", bytes(8)])
+            wait_for(lambda: bool(publisher._replays) or replay.poll(0))
+            batches = []
+            while (frames := replay.recv_multipart())[2] != b"\xff" * 8:
+                batches.append(int.from_bytes(frames[2], "big"))
+        assert batches == list(range(301))
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize("request_frames", [[b"", b"short"], [b"x", bytes(8)], [bytes(8)], [b"", bytes(8), b""]])
+def test_a_malformed_request_is_ignored(publisher: KvEventPublisher, request_frames: list[bytes]) -> None:
+    with connected(publisher.endpoint) as (_, replay):
+        replay.send_multipart(request_frames)
+        assert len(answer_to(replay, 0)) == 1
+        assert not replay.poll(50)
+
+
+def test_a_taken_address_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        taken = Address("127.0.0.1", port)
+        with pytest.raises(StartupError, match=rf"tcp://127\.0\.0\.1:{port} .*in use; choose another --kv-events$"):
+            KvEventPublisher(EventsEndpoint(taken, None))
+        with pytest.raises(StartupError, match=r"in use; choose another --kv-events-replay$"):
+            KvEventPublisher(EventsEndpoint(Address("127.0.0.1", 0), taken))
+
+
+def test_the_engine_never_waits_for_the_publisher_and_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the publisher's thread does not keep up, changes are dropped, and subscribers learn that they know nothing."""
+    monkeypatch.setattr(publisher_module, "MAX_WAITING_STEPS", 5)
+    stopped = threading.Event()
+    monkeypatch.setattr(KvEventPublisher, "_serve", lambda publisher: stopped.wait())
+    publisher = KvEventPublisher(ANY_PORTS, log=EventLog(0, keep=True))
+    cache = RandomCache(2, publisher.on_change)
+    try:
+        for _ in range(200):
+            cache.step()
+            publisher.flush()
+        assert publisher._steps.qsize() == 5
+        for _ in range(5):
+            publisher._steps.get()
+        publisher.on_change(PagesEvicted((HASHES[0],)))
+        publisher.flush()
+        assert [type(change).__name__ for change in publisher._steps.get()] == ["AllBlocksCleared", "PagesEvicted"]
+    finally:
+        stopped.set()
+        publisher.close()
+
+
+def test_a_page_hash_is_shortened_as_vllm_does_it() -> None:
+    assert event_hash(bytes(24) + b"\x80" + bytes(6) + b"\x01") == 2**63 + 1

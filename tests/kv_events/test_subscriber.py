@@ -1,0 +1,409 @@
+"""A subscriber knows the blocks of the publisher's cache, although messages are lost and processes come and go."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from random_cache import RandomCache
+
+from hotset.base.address import Address, EventsEndpoint
+from hotset.base.errors import BadMessage
+from hotset.kv_events import publisher as publisher_module
+from hotset.kv_events import subscriber as subscriber_module
+from hotset.kv_events.event_log import EventLog
+from hotset.kv_events.known_blocks import KnownBlocks
+from hotset.kv_events.publisher import KvEventPublisher
+from hotset.kv_events.subscriber import KvEventSubscriber
+from hotset.kv_events.wire import END_OF_REPLAY, MAX_BATCH_BYTES, decode, sequence_frame
+from hotset.tiers.prefix_cache import PagesStored
+
+ANY_PORTS = EventsEndpoint(Address("127.0.0.1", 0), Address("127.0.0.1", 0))
+DEADLINE_S = 60.0
+SOON = {"check_seconds": 0.1, "retry_seconds": 0.1}  # a subscriber that soon asks for the newest batches
+NEVER = {"check_seconds": 1e6, "retry_seconds": 0.1}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def following(
+    endpoint: EventsEndpoint, *, live: str | None = None, replay: bool = True, **options: Any
+) -> AsyncIterator[KvEventSubscriber]:
+    """Runs a subscriber. `live` replaces the address of the publisher's PUB socket."""
+    context = zmq.asyncio.Context()
+    address = f"tcp://{endpoint.replay}" if replay else None
+    subscriber = KvEventSubscriber(context, live or f"tcp://{endpoint.live}", address, **options)
+    task = asyncio.create_task(subscriber.run())
+    try:
+        yield subscriber
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def lossy_proxy(endpoint: EventsEndpoint, loss: Callable[[], bool]) -> AsyncIterator[str]:
+    """Forwards the messages of a publisher, except those for which `loss` returns True. Yields its address."""
+    context = zmq.asyncio.Context()
+    source, sink = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    source.subscribe(b"")
+    source.connect(f"tcp://{endpoint.live}")
+    port = sink.bind_to_random_port("tcp://127.0.0.1")
+
+    async def forward() -> None:
+        while True:
+            frames = await source.recv_multipart()
+            if not loss():
+                await sink.send_multipart(frames)
+
+    task = asyncio.create_task(forward())
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        context.destroy(linger=0)
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * DEADLINE_S):
+            await scenario
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_subscribers_agree_with_the_cache_after_random_changes_and_lost_messages(seed: int) -> None:
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        publisher = KvEventPublisher(ANY_PORTS, log=EventLog(0, keep=True, max_batches=rng.choice([1, 5, 50, 1000])))
+        cache = RandomCache(seed, publisher.on_change)
+        try:
+            async with (
+                lossy_proxy(publisher.endpoint, lambda: rng.random() < 0.3) as lossy,
+                following(publisher.endpoint, **SOON) as direct,
+                following(publisher.endpoint, live=lossy, **SOON) as behind,
+            ):
+                for _ in range(4):
+                    for _ in range(100):
+                        cache.step()
+                        publisher.flush()
+                        if rng.random() < 0.3:
+                            await asyncio.sleep(0)
+                    await until(lambda: direct.synced and direct.blocks.hashes() == cache.hashes)
+                    await until(lambda: behind.synced and behind.blocks.hashes() == cache.hashes)
+                async with following(publisher.endpoint, **NEVER) as late:
+                    await until(lambda: late.synced)
+                    assert late.blocks.hashes() == cache.hashes
+                    assert late.catch_ups == 1
+                assert behind.catch_ups > 1
+        finally:
+            publisher.close()
+
+    run(scenario())
+
+
+def test_a_subscriber_forgets_the_blocks_of_a_publisher_that_was_restarted() -> None:
+    async def scenario() -> None:
+        publisher = KvEventPublisher(ANY_PORTS)
+        endpoint = publisher.endpoint
+        try:
+            async with following(endpoint, **NEVER) as subscriber:
+                cache = RandomCache(1, publisher.on_change)
+                for _ in range(50):
+                    cache.step()
+                publisher.flush()
+                await until(lambda: cache.hashes != set() and subscriber.blocks.hashes() == cache.hashes)
+                publisher.close()
+                await until(lambda: not subscriber.synced)
+                assert len(subscriber.blocks) == 0
+                # The new process publishes more batches than the old one before the subscriber connects.
+                publisher = await reopened(endpoint)
+                for number in range(20):
+                    publisher.on_change(PagesStored((number.to_bytes(32, "big"),), None, (1, 2), ""))
+                    publisher.flush()
+                    wait_for_batch(publisher, number + 1)
+                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == set(range(20)))
+        finally:
+            publisher.close()
+
+    run(scenario())
+
+
+async def reopened(endpoint: EventsEndpoint) -> KvEventPublisher:
+    """Opens a publisher at the address of one that was closed, which ZeroMQ frees a moment later."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                return KvEventPublisher(endpoint)
+            except publisher_module.StartupError:
+                await asyncio.sleep(0.01)
+
+
+class FakePublisher:
+    """A publisher whose messages and answers the test determines. Its addresses stay the same when it restarts."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._live, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        ports = [opened.bind_to_random_port("tcp://127.0.0.1") for opened in (self._live, self._replay)]
+        self.endpoint = EventsEndpoint(*(Address("127.0.0.1", port) for port in ports))
+        self.batches = [batch_of({"type": "AllBlocksCleared"})]
+        self.wrong_answers: list[list[list[bytes]]] = []  # messages that answer the next requests
+        self.requests: list[int] = []
+
+    async def publish(self, *events: dict[str, Any], lost: bool = False) -> None:
+        self.batches.append(batch_of(*events))
+        if not lost:
+            await self.send([b"", sequence_frame(len(self.batches) - 1), self.batches[-1]])
+
+    async def send(self, frames: list[bytes]) -> None:
+        await self._live.send_multipart(frames)
+
+    async def answer(self) -> None:
+        while True:
+            client, _, start = await self._replay.recv_multipart()
+            self.requests.append(int.from_bytes(start, "big"))
+            batches = list(enumerate(self.batches))[self.requests[-1] :]
+            answer = [[b"", b"", sequence_frame(number), payload] for number, payload in batches]
+            answer.append([b"", b"", END_OF_REPLAY, b""])
+            for frames in self.wrong_answers.pop(0) if self.wrong_answers else answer:
+                await self._replay.send_multipart([client, *frames])
+
+
+def batch_of(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([1.5, events, 0])
+
+
+def stored(*hashes: Any, **changes: Any) -> dict[str, Any]:
+    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": [1] * len(hashes)}
+    return event | {"block_size": 1, "lora_id": None, "medium": "GPU", "lora_name": None} | changes
+
+
+def removed(*hashes: int, medium: str = "GPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+
+
+@asynccontextmanager
+async def fake_publisher() -> AsyncIterator[FakePublisher]:
+    context = zmq.asyncio.Context()
+    publisher = FakePublisher(context)
+    task = asyncio.create_task(publisher.answer())
+    try:
+        yield publisher
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def followed_fake(**options: Any) -> AsyncIterator[tuple[FakePublisher, KvEventSubscriber]]:
+    """Yields a publisher and a subscriber whose subscription is active."""
+    async with fake_publisher() as publisher, following(publisher.endpoint, **NEVER | options) as subscriber:
+        await until(lambda: subscriber.synced)
+        while subscriber._last_live < 0:
+            await publisher.publish(stored(1))
+            await asyncio.sleep(0.005)
+        await until(lambda: subscriber._last_live == len(publisher.batches) - 1)
+        yield publisher, subscriber
+
+
+def test_a_gap_is_filled_by_the_missing_batches_alone() -> None:
+    async def scenario() -> None:
+        async with followed_fake() as (publisher, subscriber):
+            await publisher.publish(stored(2), lost=True)
+            missing = len(publisher.batches) - 1
+            await publisher.publish(removed(1))
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {2})
+            assert publisher.requests[-1] == missing
+
+    run(scenario())
+
+
+def test_the_newest_batch_is_not_lost_for_ever() -> None:
+    async def scenario() -> None:
+        async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
+            await publisher.publish(removed(1), lost=True)
+            await until(lambda: subscriber.synced and len(subscriber.blocks) == 0)
+
+    run(scenario())
+
+
+def test_a_fall_of_the_sequence_numbers_means_another_process() -> None:
+    """Behind a proxy, the connection of the subscriber survives the publisher."""
+
+    async def scenario() -> None:
+        async with followed_fake() as (publisher, subscriber):
+            await publisher.publish(stored(2))
+            await publisher.publish(stored(3))
+            await until(lambda: subscriber.blocks.hashes() == {1, 2, 3})
+            publisher.batches = [batch_of({"type": "AllBlocksCleared"})]
+            await publisher.publish(stored(9))
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {9})
+
+    run(scenario())
+
+
+def test_an_answer_of_another_process_is_not_appended_to_what_is_known() -> None:
+    """The subscriber asks for batches that the other process does not have yet, and gets all that it has."""
+
+    async def scenario() -> None:
+        async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
+            other = [
+                [b"", b"", sequence_frame(0), batch_of({"type": "AllBlocksCleared"})],
+                [b"", b"", END_OF_REPLAY, b""],
+            ]
+            publisher.batches = [batch_of({"type": "AllBlocksCleared"}), batch_of(stored(9))]
+            publisher.wrong_answers = [other]
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {9})
+
+    run(scenario())
+
+
+GARBAGE = {
+    "one frame": [b"x"],
+    "a short number": [b"", b"1234567", batch_of()],
+    "the end of a replay": [b"", END_OF_REPLAY, b""],
+    "no MessagePack": [b"", bytes(8), b"\xc1\xff"],
+    "no batch": [b"", bytes(8), msgspec.msgpack.encode({"ts": 1.0})],
+    "an unknown event": [b"", bytes(8), batch_of({"type": "BlockMoved"})],
+    "an event in an array": [b"", bytes(8), batch_of(["BlockStored", [1], None, [1], 1, None])],
+    "hashes as text": [b"", bytes(8), batch_of(stored("1"))],
+    "hashes as fractions": [b"", bytes(8), batch_of(stored(1.5))],
+    "no hashes": [b"", bytes(8), batch_of({"type": "BlockStored"})],
+    "a long medium": [b"", bytes(8), batch_of(stored(1, medium="x" * 33))],
+    "deep nesting": [b"", bytes(8), b"\x93\xcb" + bytes(8) + b"\x91" * 100_000],
+}
+
+
+@pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE)
+def test_malformed_messages_are_dropped_and_the_blocks_requested_again(
+    frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with followed_fake() as (publisher, subscriber):
+            for _ in range(3):
+                requests = len(publisher.requests)
+                await publisher.send(frames)
+                await until(lambda before=requests: len(publisher.requests) > before)  # type: ignore[misc]
+                await publisher.publish(stored(2))
+                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {1, 2})
+
+    run(scenario())
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is logged once"
+    assert "dropped a malformed message" in caplog.text
+
+
+WRONG_ANSWERS = {
+    "no delimiter": [[b"x", b"", bytes(8), batch_of()]],
+    "a frame is missing": [[b"", bytes(8), batch_of()]],
+    "garbage": [[b"", b"", bytes(8), b"\xc1"]],
+    "a gap": [[b"", b"", sequence_frame(number), batch_of(stored(number))] for number in (0, 2)],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
+def test_a_subscriber_knows_nothing_until_an_answer_is_whole_and_asks_again(
+    answer: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber_module, "ANSWER_SECONDS", 0.1 if not answer else DEADLINE_S)
+
+    async def scenario() -> None:
+        async with fake_publisher() as publisher:
+            await publisher.publish(stored(5))
+            publisher.wrong_answers = [answer] * 4
+            async with following(publisher.endpoint, **NEVER) as subscriber:
+                await until(lambda: len(publisher.requests) >= 2)
+                assert publisher.wrong_answers == [] or (not subscriber.synced and len(subscriber.blocks) == 0)
+                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {5})
+
+    run(scenario())
+
+
+def test_without_a_replay_address_a_lost_message_makes_the_subscriber_forget() -> None:
+    async def scenario() -> None:
+        async with followed_fake(replay=False) as (publisher, subscriber):
+            await publisher.publish(stored(2))
+            await publisher.publish(stored(3), lost=True)
+            await publisher.publish(stored(4))
+            await until(lambda: 4 in subscriber.blocks)
+            assert subscriber.blocks.hashes() == {4} and publisher.requests == []
+
+    run(scenario())
+
+
+def test_a_subscriber_that_reads_too_slowly_loses_messages_and_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (publisher_module, subscriber_module):
+        monkeypatch.setattr(module, "MAX_QUEUED", 2)
+
+    async def scenario() -> None:
+        publisher = KvEventPublisher(ANY_PORTS)
+        try:
+            async with following(publisher.endpoint, **NEVER) as subscriber:
+                await until(lambda: subscriber.synced)
+                hashes: set[int] = set()
+
+                def publish() -> None:
+                    number = len(hashes)
+                    hashes.add(number)
+                    publisher.on_change(PagesStored((number.to_bytes(32, "big"),), None, (70_000,) * 20_000, ""))
+                    publisher.flush()
+                    wait_for_batch(publisher, number + 1)
+
+                while subscriber._last_live < 0:  # until the subscription is active
+                    publish()
+                    await asyncio.sleep(0.01)
+                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == hashes)
+                catch_ups = subscriber.catch_ups
+                while subscriber.catch_ups == catch_ups:
+                    for _ in range(50):  # the subscriber, in the same thread, does not read meanwhile
+                        publish()
+                    await asyncio.sleep(0.05)
+                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == hashes)
+        finally:
+            publisher.close()
+
+    run(scenario())
+
+
+def wait_for_batch(publisher: KvEventPublisher, number: int) -> None:
+    """Blocks until batch `number` has been published."""
+    deadline = time.monotonic() + DEADLINE_S
+    while publisher._log._next <= number:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def test_a_block_is_known_while_one_medium_has_it() -> None:
+    blocks = KnownBlocks()
+    blocks.store([1, 2, 3], "GPU")
+    blocks.store([2, 3], "CPU_TIER1")
+    blocks.remove([1, 2], "GPU")
+    blocks.remove([3, 4], "CPU_TIER1")
+    assert blocks.hashes() == {2, 3} and len(blocks) == 2
+    assert [blocks.prefix_length(hashes) for hashes in ([], [1, 2], [2, 3], [2, 3, 4, 2], [4])] == [0, 0, 2, 2, 0]
+
+
+def test_a_publisher_cannot_exhaust_the_memory_of_a_subscriber() -> None:
+    blocks = KnownBlocks(limit=5)
+    blocks.store([1, 2, 3], "GPU")
+    blocks.store([4, 5, 6, 7], None)
+    blocks.store([8], "CPU_TIER1")
+    assert blocks.hashes() == {1, 2, 3, 4, 5}
+    with pytest.raises(BadMessage, match="bytes"):
+        decode([b"", bytes(8), bytes(MAX_BATCH_BYTES + 1)])
