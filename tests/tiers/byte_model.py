@@ -1,4 +1,4 @@
-"""Simple models of the KV memory: the bytes that requests wrote at each position, and the slots of tiered seats."""
+"""Simple models of the KV memory: the bytes that every context has, and the slots of tiered seats."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,96 +31,121 @@ SHAPES = {
 }
 
 
-class Written:
-    """The expected rows and index keys of one request, and the positions that its newest token selected, by group."""
+class Contents:
+    """Random rows and index keys. Contexts with the same salt and tokens have the same bytes, all others their own.
 
-    def __init__(self, shape: KvShape, context: int) -> None:
-        self._shape = shape
-        self.length = 0
-        self.rows = torch.full((shape.layers, context, shape.row.stride_bytes), POISON, dtype=torch.uint8)
-        key_bytes = 0 if shape.key is None else shape.key.stride_bytes
-        self.keys = torch.full((shape.groups, context, key_bytes), POISON, dtype=torch.uint8)
-        self.last_chosen: list[set[int]] = [set() for _ in range(shape.groups)]
-
-    def values(self, layer: int, length: int) -> Tensor:
-        """Returns rows [0, length) as bytes, in the form in which `PagedRows.gather` should return them."""
-        return _decoded_bytes(self.rows[layer, :length], self._shape.row)
-
-    def key_values(self, group: int, length: int) -> Tensor:
-        assert self._shape.key is not None
-        return _decoded_bytes(self.keys[group, :length], self._shape.key)
-
-
-class Attention:
-    """Takes the place of a model: writes random rows, selects random positions, and checks what it reads."""
+    Every context has a number, which is an index into the tensors: the row and the keys of its last token.
+    """
 
     def __init__(self, shape: KvShape, seed: int) -> None:
         self._shape = shape
-        self._random = Random(seed)
+        self._numbers: dict[tuple[str | int, int], int] = {}
         self._generator = torch.Generator().manual_seed(seed)
+        self._size = 512
+        self._fill()
+
+    def numbers(self, salt: str, tokens: Sequence[int]) -> list[int]:
+        """Returns the number of the context that ends at each of `tokens`."""
+        numbers: list[int] = []
+        for token in tokens:
+            context = (numbers[-1] if numbers else salt, token)
+            numbers.append(self._numbers.setdefault(context, len(self._numbers)))
+        if len(self._numbers) > self._size:
+            self._size *= 2
+            self._fill()
+        return numbers
+
+    def _fill(self) -> None:
+        """Draws the values of all numbers. When there are more numbers, the earlier ones keep their values."""
+        shape, key = self._shape, self._shape.key
+        self.row_values = self._extended("row_values", shape.row, shape.layers)  # [layers, numbers, width]
+        self.rows = as_bytes(shape.row.encode(self.row_values))  # [layers, numbers, stride_bytes]
+        if key is not None:
+            self.key_values = self._extended("key_values", key, shape.groups)  # [groups, numbers, width]
+            self.keys = as_bytes(key.encode(self.key_values))
+            self.decoded_keys = _decoded_bytes(self.keys, key)
+        self.decoded_rows = _decoded_bytes(self.rows, shape.row)
+
+    def _extended(self, name: str, layout: RowLayout, layers: int) -> Tensor:
+        earlier: Tensor | None = getattr(self, name, None)
+        new = self._random(layout, layers, self._size - (0 if earlier is None else earlier.shape[1]))
+        return new if earlier is None else torch.cat((earlier, new), 1)
+
+    def _random(self, layout: RowLayout, layers: int, count: int) -> Tensor:
+        """Returns random values [layers, count, width]: random bits, or finite numbers if the layout quantises them."""
+        if layout.quantised:
+            return torch.randn((layers, count, layout.width), generator=self._generator).to(layout.dtype)
+        size = (layers, count, layout.width * layout.dtype.itemsize)
+        return torch.randint(256, size, generator=self._generator, dtype=torch.uint8).view(layout.dtype)
+
+
+class Written:
+    """The rows that one request has: the numbers of its contexts, and the positions that its newest token selected."""
+
+    def __init__(self, numbers: Sequence[int], groups: int, length: int = 0) -> None:
+        self.numbers = numbers  # of every position, computed or not
+        self.length = length
+        self.last_chosen: list[set[int]] = [set() for _ in range(groups)]
+
+
+class Attention:
+    """Takes the place of a model: writes the rows of `contents`, selects random positions, and checks what it reads."""
+
+    def __init__(self, shape: KvShape, contents: Contents, seed: int) -> None:
+        self._shape = shape
+        self._contents = contents
+        self._random = Random(seed)
 
     def forward(self, view: View, batch: Sequence[Written]) -> None:
         """Runs one step and calls the view as a decoder does. `batch[i]` is the request of the view's segment i."""
+        new, whole = [], []  # numbers of the step's tokens, and of all positions of each segment's context
+        for segment, first, last, length in view.segments:
+            new += batch[segment].numbers[length - (last - first) : length]
+            whole += batch[segment].numbers[:length]
+        numbers, contexts = torch.tensor(new), torch.tensor(whole)
         positions: Tensor | None = None
+        selected = torch.tensor([])
         for layer in range(self._shape.layers):
-            self._append(view, batch, layer)
+            view.new_rows(layer).store(self._contents.row_values[layer, numbers])
             if not self._shape.groups:
-                self._compare_context(view, batch, layer)
+                got = torch.cat([view.context(layer).gather(span.segment, span.length) for span in view.segments])
+                same = torch.equal(as_bytes(got), self._contents.decoded_rows[layer, contexts])
+                assert same, f"rows of layer {layer} differ"
                 continue
             if layer in self._shape.key_layers:
                 group = self._shape.key_layers.index(layer)
-                self._append_keys(view, batch, group)
-                positions = self._choose(view.segments, batch, group)
+                self._append_keys(view, group, numbers, contexts)
+                positions, selected = self._choose(view.segments, batch, group)
             assert positions is not None
-            self._compare_selected(view, batch, layer, positions)
+            self._compare_selected(view, layer, positions, selected)
         for segment, _first, _last, length in view.segments:
             batch[segment].length = length
 
-    def _append(self, view: View, batch: Sequence[Written], layer: int) -> None:
-        values = self._values(self._shape.row, view.segments)
-        view.new_rows(layer).store(values)
-        stored = as_bytes(self._shape.row.encode(values))
-        for segment, first, last, length in view.segments:
-            batch[segment].rows[layer, length - (last - first) : length] = stored[first:last]
-
-    def _append_keys(self, view: View, batch: Sequence[Written], group: int) -> None:
-        layout = self._shape.key
-        assert layout is not None
-        values = self._values(layout, view.segments)
-        view.keys(group).store(view.segments.positions, values)
-        stored = as_bytes(layout.encode(values))
+    def _append_keys(self, view: View, group: int, numbers: Tensor, contexts: Tensor) -> None:
         keys = view.keys(group)
-        for segment, first, last, length in view.segments:
-            batch[segment].keys[group, length - (last - first) : length] = stored[first:last]
-            got, expected = as_bytes(keys.gather(segment, length)), batch[segment].key_values(group, length)
-            assert torch.equal(got, expected), f"index keys of group {group} differ"
+        keys.store(view.segments.positions, self._contents.key_values[group, numbers])
+        got = torch.cat([keys.gather(span.segment, span.length) for span in view.segments])
+        same = torch.equal(as_bytes(got), self._contents.decoded_keys[group, contexts])
+        assert same, f"index keys of group {group} differ"
 
-    def _compare_context(self, view: View, batch: Sequence[Written], layer: int) -> None:
-        context = view.context(layer)
-        for segment, _first, _last, length in view.segments:
-            got, expected = as_bytes(context.gather(segment, length)), batch[segment].values(layer, length)
-            assert torch.equal(got, expected), f"rows of layer {layer} differ"
-
-    def _compare_selected(self, view: View, batch: Sequence[Written], layer: int, positions: Tensor) -> None:
-        selected = view.select(layer, positions)
+    def _compare_selected(self, view: View, layer: int, positions: Tensor, selected: Tensor) -> None:
+        found = view.select(layer, positions)
         valid = positions != EMPTY
-        assert torch.equal(selected.row_ids != EMPTY, valid), "padding became rows, or rows became padding"
-        got = as_bytes(selected.rows[selected.row_ids[valid]])
-        expected = [
-            batch[segment].rows[layer, positions[first:last][valid[first:last]]]
-            for segment, first, last, _length in view.segments
-        ]
-        same = (got == torch.cat(expected)).all(1)
+        assert torch.equal(found.row_ids != EMPTY, valid), "padding became rows, or rows became padding"
+        same = (as_bytes(found.rows[found.row_ids[valid]]) == self._contents.rows[layer, selected]).all(1)
         assert bool(same.all()), f"layer {layer}: rows differ at {positions[valid][~same].tolist()}"
 
-    def _choose(self, segments: Segments, batch: Sequence[Written], group: int) -> Tensor:
-        """Returns positions [tokens, topk] in ascending order, EMPTY-padded at the end, as an indexer does."""
-        topk, chosen = self._shape.topk, []
+    def _choose(self, segments: Segments, batch: Sequence[Written], group: int) -> tuple[Tensor, Tensor]:
+        """Returns positions [tokens, topk] in ascending order, EMPTY-padded at the end, as an indexer does, and the
+        numbers of the contexts at these positions."""
+        topk, chosen, numbers = self._shape.topk, [], []
         for segment, first, last, length in segments:
             for newest in range(length - (last - first), length):
                 chosen.append(self._choose_from(newest, batch[segment].last_chosen[group]))
+                numbers += [batch[segment].numbers[position] for position in chosen[-1]]
             batch[segment].last_chosen[group] = set(chosen[-1])
-        return torch.tensor([row + [EMPTY] * (topk - len(row)) for row in chosen], dtype=torch.int64)
+        padded = [row + [EMPTY] * (topk - len(row)) for row in chosen]
+        return torch.tensor(padded, dtype=torch.int64), torch.tensor(numbers, dtype=torch.int64)
 
     def _choose_from(self, newest: int, last_chosen: set[int]) -> list[int]:
         """Returns up to top-k positions: some of `last_chosen` (hits), recent ones (the tail) and random ones."""
@@ -131,14 +156,6 @@ class Attention:
         recent = [position for position in range(max(0, newest - 4), newest + 1) if self._random.random() < 0.2]
         anywhere = self._random.sample(range(newest + 1), count)
         return sorted(list(dict.fromkeys(again + recent + anywhere))[:count])
-
-    def _values(self, layout: RowLayout, segments: Segments) -> Tensor:
-        """Returns random values [tokens, width]: random bits, or finite numbers if the layout quantises them."""
-        size = (segments.positions.shape[0], layout.width)
-        if layout.quantised:
-            return torch.randn(size, generator=self._generator).to(layout.dtype)
-        raw = torch.randint(256, (size[0], size[1] * layout.dtype.itemsize), generator=self._generator)
-        return raw.to(torch.uint8).view(layout.dtype)
 
 
 @dataclass(slots=True)
