@@ -115,7 +115,8 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometr
     geometries = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     layers = min(geometry.layers for geometry in geometries)
     most_keys = max(geometries, key=lambda geometry: Fraction(geometry.key_groups, geometry.blocks_per_page))
-    return replace(most_keys, layers=layers)
+    most_blocks = max(geometry.max_blocks_of_group for geometry in geometries)
+    return replace(most_keys, layers=layers, max_blocks_of_group=most_blocks)
 
 
 def _slots(config: EngineConfig, shape: KvShape) -> int:

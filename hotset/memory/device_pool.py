@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
 from math import gcd
 
 import torch
@@ -75,6 +76,7 @@ class KvShape:
             topk=self.topk,
             key_groups=self.groups,
             blocks_per_page=self.layers,
+            max_blocks_of_group=Fraction(self.layers, self.groups),
         )
 
 

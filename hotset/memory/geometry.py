@@ -17,6 +17,7 @@ and however many layers share an indexer: index keys take `groups / layers` page
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from hotset.base.units import ceil_div
 
@@ -36,6 +37,9 @@ class Geometry:
     topk: int = 0  # positions that one token selects
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
+    # blocks_per_page / key_groups: how many blocks of one index group are in a page. Workers can differ in this number;
+    # then this is the largest, and `key_groups` and `blocks_per_page` are those of the worker where it is smallest.
+    max_blocks_of_group: Fraction = Fraction(1)
 
     @property
     def page_bytes(self) -> int:
@@ -60,6 +64,14 @@ class Geometry:
     def key_capacity(self, pages: int) -> int:
         """Returns how many tokens have their index keys in `pages` pages."""
         return pages * self.blocks_per_page // self.key_groups * self.keys_per_block
+
+    def whole_key_pages(self, tokens: int) -> int:
+        """Returns how many key pages hold only index keys of the first `tokens` tokens, and have no room for more."""
+        return int(tokens // self.keys_per_block / self.max_blocks_of_group) if self.keys_per_block else 0
+
+    def key_page_end(self, number: int) -> int:
+        """Returns how many tokens have an index key in key page `number` or in an earlier one, when it is full."""
+        return ceil((number + 1) * self.max_blocks_of_group) * self.keys_per_block
 
     def map_pages(self, tokens: int) -> int:
         """Pages for `slots` words of position_of, as many of last_used, and slot_of with two positions per word."""

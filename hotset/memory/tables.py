@@ -37,6 +37,7 @@ class PageTables:
         self.key_runs: list[list[Run]] = [[] for _ in range(seats)]
         self.row_pages: list[list[int]] = [[] for _ in range(seats)]
         self.key_pages: list[list[int]] = [[] for _ in range(seats)]
+        self.shared_keys = [0] * seats  # the first `key_pages` of a seat that it shares with others and only reads
         self.host_pages: list[list[int]] = [[] for _ in range(seats)]
         self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
         self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # workspaces of seats with streamed prefill
@@ -48,7 +49,7 @@ class PageTables:
             table[seat].fill_(EMPTY)
         self.set_tiered(seat, False)
         self.drop_rows(seat)
-        self.key_runs[seat], self.key_pages[seat] = [], []
+        self.key_runs[seat], self.key_pages[seat], self.shared_keys[seat] = [], [], 0
         self.host_pages[seat], self.work_pages[seat], self.tail_pages[seat] = [], [], ()
 
     def set_tiered(self, seat: int, tiered: bool) -> None:

@@ -11,12 +11,17 @@ from hotset.tiers.residence import PageUse, Residence
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Grants `pages` to a seat for one use. They become the seat's pages number `first` and following for this use."""
+    """Grants `pages` to a seat for one use. They become the seat's pages number `first` and following for this use.
+
+    If `shared`, the pages hold index keys of the seat's context already, and other seats may read them. A seat gets
+    shared pages before all its other key pages, and never writes to them.
+    """
 
     seat: int
     use: PageUse
     first: int
     pages: tuple[int, ...]
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads a context of `length` rows from the host: if `keys`, all index keys, and the rows that `to` needs.
+    """Loads a context of `length` rows from the host: if `keys`, the index keys that are not in shared pages, and the
+    rows that `to` needs.
 
     RESIDENT needs all rows, TIERED those of tail and slots, STREAMED none.
     """

@@ -164,6 +164,7 @@ class KvMemory:
                 tables.extend_rows(seat, first, pages)
             case PageUse.KEYS:
                 tables.extend_keys(seat, first, pages)
+                tables.shared_keys[seat] += len(pages) if grant.shared else 0
             case PageUse.HOST:
                 tables.extend_host(seat, first, pages)
             case PageUse.WORK:

@@ -14,6 +14,7 @@ from hotset.memory.pages import PageAllocator
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.prefix_cache import CachedPage, PrefixCache
 from hotset.tiers.residence import PAGE_USES, Holding, PageUse, Residence
+from hotset.tiers.shared_keys import SharedKeys
 
 NO_LIMIT = 1 << 62
 
@@ -66,6 +67,7 @@ class Ledger:
         self.landing = landing
         self.device = device
         self.host = host
+        self.shared_keys = SharedKeys(geometry)
         self._quarantined: dict[str, Quarantined] = {}
 
     @property
@@ -79,8 +81,11 @@ class Ledger:
         """Returns the pages that a context of `tokens` rows needs in residence `to` beyond those that it holds.
 
         It takes the pages of `prefix` from the cache. Those that no request uses count as free, so they are needed.
+        Index keys of cached pages that other requests have on the device need no page.
         """
         required = self._required(to, tokens)
+        if holding.residence in (Residence.ABSENT, Residence.PARKED):
+            required[PageUse.KEYS] -= len(self.shared_keys.find(prefix or holding.cached))
         missing = {use: max(0, count - len(holding.pages[use])) for use, count in required.items()}
         host = missing.pop(PageUse.HOST) - len(prefix) + sum(cached.users == 0 for cached in prefix)
         return PageCounts(sum(missing.values()), host)
@@ -126,6 +131,8 @@ class Ledger:
             first = len(holding.cached)
             pages = holding.pages[PageUse.HOST][first : first + len(hashes)]
             self.host.publish(holding.cached, pages, hashes, token_ids, salt)
+            if holding.residence is not Residence.LANDING:  # otherwise keys can be missing in its device pages
+                self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS], first)
 
     def grow(self, holding: Holding, tokens: int) -> list[Command] | None:
         """Grants pages for rows [0, tokens) in the request's present residence."""
@@ -224,11 +231,17 @@ class Ledger:
         """Gives a parked context of `length` rows a seat again, and pages for `tokens` rows."""
         if not self.fits(self.pages_needed(holding, to, tokens)):
             return None
+        shared = self.shared_keys.find(holding.cached)
+        self.shared_keys.use(shared)
         holding.move(to)
         holding.seat = seat
-        held = Grant(seat, PageUse.HOST, 0, tuple(holding.pages[PageUse.HOST]))
-        grants = self._grant(holding, self._required(to, tokens))
-        return [held, *grants, Load(seat, length, to, keys=True)]
+        holding.pages[PageUse.KEYS] = [*shared]
+        commands: list[Command] = [Grant(seat, PageUse.HOST, 0, tuple(holding.pages[PageUse.HOST]))]
+        if shared:
+            commands.append(Grant(seat, PageUse.KEYS, 0, tuple(shared), shared=True))
+        commands += self._grant(holding, self._required(to, tokens))
+        self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
+        return [*commands, Load(seat, length, to, keys=True)]
 
     def reserve(self, holding: Holding, on_device: bool, tokens: int) -> bool:
         """Gives an absent request pages for `tokens` rows that another process will write, on the host or the device.
@@ -303,9 +316,13 @@ class Ledger:
         self._update_capacity(holding)
 
     def audit(self, holdings: list[Holding]) -> None:
-        """Proves that every page of both pools is free, quarantined, cached, or held by exactly one of `holdings`."""
+        """Proves that every page of both pools is free, quarantined, cached, or held by exactly one of `holdings`, and
+        that only pages of index keys that nobody writes are shared."""
         self.device.audit()
-        held = [page for h in holdings for use, pages in h.pages.items() if use is not PageUse.HOST for page in pages]
+        self.shared_keys.audit(holdings)
+        private = frozenset(PageUse) - {PageUse.HOST, PageUse.KEYS}
+        held = [page for holding in holdings for use in private for page in holding.pages[use]]
+        held += {page for holding in holdings for page in holding.pages[PageUse.KEYS]}
         held += [page for pages in self._quarantined.values() for page in pages.device]
         assert len(held) == len(set(held)), "a device page has two owners"
         assert len(held) == self.device.held, f"{len(held)} device pages have owners, {self.device.held} are held"
@@ -384,7 +401,9 @@ class Ledger:
         holding.capacity = min(holding.device_capacity, holding.host_capacity)
 
     def _release_device_pages(self, holding: Holding) -> None:
-        self.device.release([p for use in PageUse if use is not PageUse.HOST for p in self._take(holding, use)])
+        unused = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))
+        own = [page for use in PageUse if use is not PageUse.HOST for page in self._take(holding, use)]
+        self.device.release(unused + own)
 
     def _take_own_host_pages(self, holding: Holding) -> list[int]:
         """Takes all host pages of a request. Returns its own ones, and lets go of those in the cache."""

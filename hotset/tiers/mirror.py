@@ -106,11 +106,15 @@ class Mirror:
             page_copy.to_device(runs, self._pool.rows, self._host.rows)
 
     def load_keys(self, seat: int, length: int) -> None:
-        """Copies all index keys of a context from the host."""
+        """Copies the index keys of a context from the host, except those in pages that the seat shares with others."""
+        self.wait()
         if self._host.keys is None or length == 0:
             return
-        self.wait()
-        for layers, runs in self._key_runs([TokenRange(seat, 0, length)]).items():
+        first_page, shape = self._tables.shared_keys[seat], self._pool.shape
+        # Blocks before this one are in shared pages. Of this one, the blocks of some groups can be there, too.
+        first_block = first_page * shape.layers // shape.groups
+        unshared = [TokenRange(seat, first_block * self._pool.geometry.keys_per_block, length)]
+        for layers, runs in self._key_runs(unshared, first_page=first_page).items():
             page_copy.to_device(self._runs_tensor(runs), *self._key_tensors(layers))
 
     def stream_in(self, layer: int, runs: Tensor) -> None:
@@ -182,10 +186,13 @@ class Mirror:
         for key_layers, runs in self._key_runs(ranges, own=True).items():
             page_copy.to_host(self._runs_tensor(runs), *self._key_tensors(key_layers))
 
-    def _key_runs(self, ranges: Sequence[TokenRange], own: bool = False) -> dict[KeyLayers, list[CopyRun]]:
+    def _key_runs(
+        self, ranges: Sequence[TokenRange], own: bool = False, first_page: int = 0
+    ) -> dict[KeyLayers, list[CopyRun]]:
         """Returns the runs of index keys, in words, by the layers of key pages in which they lie.
 
         The blocks of all groups with the same number are in consecutive layers, some of which may be in the next page.
+        Keys in key pages before number `first_page` are left out.
         """
         pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word_dtype.itemsize
         assert pool.shape.key is not None
@@ -204,7 +211,8 @@ class Mirror:
                     end = min(layers, layer + groups - group)
                     device = pages[page] * words_per_page + low % per_block * words_per_key
                     run = CopyRun(device, host, (high - low) * words_per_key)
-                    runs.setdefault(KeyLayers(layer, end, group), []).append(run)
+                    if page >= first_page:
+                        runs.setdefault(KeyLayers(layer, end, group), []).append(run)
                     page, layer, group = page + 1, 0, group + end - layer
         return {key_layers: _merged(runs_there) for key_layers, runs_there in runs.items()}
 

@@ -1,12 +1,12 @@
 """A worker without tensors: it executes plans and commands on dictionaries, and checks every row that is read.
 
-The content of a row is the tuple of all tokens up to and including the row's own. Device pages are poisoned when they
-are granted, except pages with landed KV. The slots, maps, index keys and workspace of a request are poisoned again in
-each step of the request, so a page with two owners fails a check.
+The content of a row and of an index key is the tuple of all tokens up to and including its own. Device pages are
+poisoned when they are granted, except pages with landed KV and shared pages of index keys. The slots, maps and
+workspace of a request are poisoned again in each step of the request, so a page with two owners fails a check.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, Reservation, StepResult
@@ -14,6 +14,7 @@ from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLan
 from hotset.tiers.residence import PageUse, Residence
 
 Row = tuple[int, int]  # page, row within the page
+Key = tuple[int, int, int]  # page, block within the page, key within the block
 POISON = ("poison",)
 
 
@@ -29,6 +30,7 @@ class Seat:
         self.tokens = tokens
         self.pages: dict[PageUse, list[int]] = {use: [] for use in PageUse}
         self.tiered = False
+        self.shared_keys = 0  # the first key pages, which the request only reads
 
 
 class ListRunner:
@@ -39,6 +41,8 @@ class ListRunner:
         self.seats: dict[int, Seat] = {}
         self.device: dict[Row, tuple[object, ...]] = {}
         self.host: dict[Row, tuple[object, ...]] = {}
+        self.keys: dict[Key, tuple[object, ...]] = {}  # index keys on the device
+        self.host_keys: dict[Row, tuple[object, ...]] = {}
         self.number = -1
         self.landed: set[int] = set()  # device pages that a peer has written, until they are granted to a seat
 
@@ -48,6 +52,8 @@ class ListRunner:
         for position in range(len(tokens)):
             row = reservation.row_pages[position // page_rows], position % page_rows
             (self.device if reservation.on_device else self.host)[row] = tokens[: position + 1]
+            for key in self._keys_at(reservation.key_pages, position):
+                self.keys[key] = tokens[: position + 1]
         self.landed |= self.device_pages(reservation)
 
     def device_pages(self, reservation: Reservation) -> set[int]:
@@ -102,18 +108,21 @@ class ListRunner:
                 held = len(seat.pages[use])
                 assert first == held, f"pages of {use} were granted from index {first} on, but {held} are held"
                 seat.pages[use] += pages
-                if use is not PageUse.HOST:
+                if command.shared:
+                    assert use is PageUse.KEYS and seat.shared_keys == first, "shared pages come first"
+                    seat.shared_keys += len(pages)
+                elif use is not PageUse.HOST:
                     self._poison([page for page in pages if page not in self.landed])
                     self.landed.difference_update(pages)
             case Flush(_, length):
                 newest = length // self.geometry.page_rows * self.geometry.page_rows
-                if not seat.pages[PageUse.WORK]:
-                    self._mirror(seat, newest, length)
+                self._mirror(seat, newest, length, rows=not seat.pages[PageUse.WORK])
                 self.seats[command.seat] = Seat([])
             case MirrorLanded(_, length, rows):
-                if rows:
-                    self._mirror(seat, 0, length - length % self.geometry.page_rows)
-            case Load(_, length, to, _):
+                self._mirror(seat, 0, length - length % self.geometry.page_rows, rows=rows)
+            case Load(_, length, to, keys):
+                if keys:
+                    self._load_keys(seat, length)
                 self._load(seat, length, to)
             case Demote(_, length, _, slots, tail, maps):
                 newest = length // self.geometry.page_rows
@@ -145,28 +154,45 @@ class ListRunner:
         for position in range(start, end):
             row = self._row(seat, PageUse.HOST, position) if streamed else self._device_row(seat, position)
             (self.host if streamed else self.device)[row] = tuple(seat.tokens[: position + 1])
-        self._poison(
-            [
-                *seat.pages[PageUse.SLOTS],
-                *seat.pages[PageUse.MAPS],
-                *seat.pages[PageUse.WORK],
-                *seat.pages[PageUse.KEYS],
-            ]
-        )
+            for key in self._keys_at(seat.pages[PageUse.KEYS], position):
+                assert key[0] not in seat.pages[PageUse.KEYS][: seat.shared_keys], "a shared key page was written"
+                self.keys[key] = tuple(seat.tokens[: position + 1])
+        self._poison([*seat.pages[PageUse.SLOTS], *seat.pages[PageUse.MAPS], *seat.pages[PageUse.WORK]])
         only_on_host = end if streamed else self.geometry.tail_first(end - 1) if seat.tiered else 0
         for position in range(end):
             expected = tuple(seat.tokens[: position + 1])
+            for key in self._keys_at(seat.pages[PageUse.KEYS], position):
+                assert self.keys[key] == expected, "an index key on the device is wrong"
             if position < only_on_host:
                 assert self.host[self._row(seat, PageUse.HOST, position)] == expected, "a row on the host is wrong"
             else:
                 assert self.device[self._device_row(seat, position)] == expected, "a row on the device is wrong"
-        if seat.pages[PageUse.HOST] and not streamed:
-            self._mirror(seat, start // page_rows * page_rows, end // page_rows * page_rows)
+        if seat.pages[PageUse.HOST]:
+            self._mirror(seat, start // page_rows * page_rows, end // page_rows * page_rows, rows=not streamed)
         return tuple(seat.tokens[:end])
 
-    def _mirror(self, seat: Seat, first: int, last: int) -> None:
+    def _mirror(self, seat: Seat, first: int, last: int, *, rows: bool) -> None:
         for position in range(first, last):
-            self.host[self._row(seat, PageUse.HOST, position)] = self.device[self._device_row(seat, position)]
+            row = self._row(seat, PageUse.HOST, position)
+            if rows:
+                self.host[row] = self.device[self._device_row(seat, position)]
+            for key in self._keys_at(seat.pages[PageUse.KEYS], position):
+                self.host_keys[row] = self.keys[key]
+
+    def _load_keys(self, seat: Seat, length: int) -> None:
+        shared = seat.pages[PageUse.KEYS][: seat.shared_keys]
+        for position in range(length):
+            for key in self._keys_at(seat.pages[PageUse.KEYS], position):
+                if key[0] not in shared:
+                    self.keys[key] = self.host_keys[self._row(seat, PageUse.HOST, position)]
+
+    def _keys_at(self, pages: Sequence[int], position: int) -> Iterator[Key]:
+        """Yields where the index keys of a position are on the device, one for each group."""
+        geometry = self.geometry
+        for group in range(geometry.key_groups if geometry.keys_per_block else 0):
+            block, key = divmod(position, geometry.keys_per_block)
+            page, block_in_page = divmod(block * geometry.key_groups + group, geometry.blocks_per_page)
+            yield pages[page], block_in_page, key
 
     def _device_row(self, seat: Seat, position: int) -> Row:
         if not seat.tiered:
@@ -181,3 +207,6 @@ class ListRunner:
         for page in pages:
             for row in range(self.geometry.page_rows):
                 self.device[page, row] = POISON
+            for block in range(self.geometry.blocks_per_page):
+                for key in range(self.geometry.keys_per_block):
+                    self.keys[page, block, key] = POISON

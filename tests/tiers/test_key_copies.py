@@ -78,6 +78,29 @@ def test_index_keys_of_groups_of_any_pattern_survive_parking(
         assert torch.equal(found, context.written[group]), f"keys of group {group} differ"
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 60), st.integers(0, 1 << 32),
+    st.data(),
+)  # fmt: skip
+def test_loading_writes_no_key_into_a_shared_page_and_all_keys_into_the_others(
+    pattern: list[int], page_rows: int, length: int, seed: int, data: st.DataObject
+) -> None:
+    context = CopiedKeys(pattern, page_rows, length, seed)
+    context.store()
+    context.grant_other_pages()
+    shared = data.draw(st.integers(0, context.geometry.whole_key_pages(length)))
+    context.tables.shared_keys[0] = shared
+    context.mirror.load_keys(0, length)
+    pages, per_block = context.tables.key_pages[0], context.geometry.keys_per_block
+    assert bool((context.pool.bytes[:, pages[:shared]] == POISON).all()), "a shared page was written"
+    for group in range(context.shape.groups):
+        for position in range(length):
+            number = (position // per_block * context.shape.groups + group) // context.shape.layers
+            if number >= shared:
+                assert torch.equal(context.at(group, position), context.written[group, position])
+
+
 def test_one_copy_moves_the_keys_of_all_groups_that_begin_in_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """21 groups in 78 layers begin in 26 different layers. 6 of these times, the last groups are in the next page."""
     context = CopiedKeys([1, 1, *[4] * 19], page_rows=7, length=416, seed=1)

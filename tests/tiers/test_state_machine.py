@@ -37,6 +37,7 @@ from hotset.tiers.residence import Holding, PageUse, Residence
 
 CPU = torch.device("cpu")
 SALTS = ("", "salt")
+WEIGHTS = {"shared": 3, "uneven": 2, "fp8": 1, "bytes": 4, "gqa": 1}  # of the shapes: few examples of the slowest
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +96,7 @@ class TiersMachine(RuleBasedStateMachine):
     """Random steps and random changes of residence, with small pools."""
 
     @initialize(
-        shape=st.sampled_from([name for name in SHAPES for _ in range(1 if name == "gqa" else 3)]),
+        shape=st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)]),
         page_rows=st.integers(1, 5),
         spare_slots=st.integers(0, 7),
         context=st.integers(24, 64),
@@ -151,6 +152,7 @@ class TiersMachine(RuleBasedStateMachine):
 
         if self.change(start, TakeSeat(seat)):
             request.reused, request.written.length = len(prefix), reused
+            self.note_shared_keys(request)
             self.texts.append(request)
             SEEN.update(seen)
         else:
@@ -177,6 +179,21 @@ class TiersMachine(RuleBasedStateMachine):
         for page, page_hash in enumerate(hashes):
             self.numbers_of[page_hash] = numbers[page * page_rows : (page + 1) * page_rows]
         return Request(salt, tokens, prompt, Written(numbers, self.pool.shape.groups), hashes)
+
+    def note_shared_keys(self, request: Request) -> None:
+        """Notes whether a request that has just started shares key pages, and whether others are its own."""
+        pages = request.holding.pages[PageUse.KEYS]
+        others = [other for other in self.requests if other is not request]
+        shared = {page for other in others for page in other.holding.pages[PageUse.KEYS]} & {*pages}
+        if shared:
+            SEEN["shared keys"] += 1
+            SEEN["shared keys of several streamed"] += request.holding.residence is Residence.STREAMED and any(
+                other.holding.residence is Residence.STREAMED and shared & {*other.holding.pages[PageUse.KEYS]}
+                for other in others
+            )
+            SEEN["resumed with shared keys"] += request.length > request.reused * self.pool.geometry.page_rows
+        elif request.holding.cached:
+            SEEN["no shared keys"] += 1
 
     def kinds_of_hits(self, request: Request, prefix: list[CachedPage], to: Residence) -> Iterator[str]:
         """Names what a request would show that starts from the cached pages of `prefix`."""
@@ -233,6 +250,7 @@ class TiersMachine(RuleBasedStateMachine):
         resume = self.ledger.resume
         if self.change(lambda: resume(request.holding, seat, to, request.length, request.rows), TakeSeat(seat)):
             SEEN[f"resumed {to.value}"] += 1
+            self.note_shared_keys(request)
         else:
             self.free_seats.append(seat)
 
@@ -248,7 +266,9 @@ class TiersMachine(RuleBasedStateMachine):
         if one_in_five == 0:
             request = data.draw(st.sampled_from(self.requests))
             SEEN["aborts"] += 1
-            SEEN["aborts of a first owner"] += any(cached.users > 1 for cached in request.holding.cached[request.reused :])
+            SEEN["aborts of a first owner"] += any(
+                cached.users > 1 for cached in request.holding.cached[request.reused :]
+            )
             self.release(request)
 
     @torch.inference_mode()
@@ -287,8 +307,9 @@ class TiersMachine(RuleBasedStateMachine):
         not, as if the plan were not committed before the next one is made."""
         pages = request.length // self.pool.geometry.page_rows
         if self.random.random() < 0.8:
-            rows = pages * self.pool.geometry.page_rows
-            self.ledger.publish(request.holding, request.hashes[:pages], request.tokens[:rows])
+            first, page_rows = len(request.holding.cached), self.pool.geometry.page_rows
+            tokens = request.tokens[first * page_rows : pages * page_rows]
+            self.ledger.publish(request.holding, request.hashes[first:pages], tokens, request.salt)
             own = request.holding.pages[PageUse.HOST]
             SEEN["own copy"] += any(cached.page not in own for cached in request.holding.cached)
 
@@ -358,7 +379,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @torch.inference_mode()
     def execute_pending(self) -> None:
-        """Executes all pending commands. Poisons device pages that are granted, and all pages that were released."""
+        """Executes all pending commands. Poisons device pages that are granted, unless they are shared, and all pages
+        that were released."""
         for command in self.pending:
             match command:
                 case TakeSeat(seat):
@@ -367,7 +389,7 @@ class TiersMachine(RuleBasedStateMachine):
                 case PoisonPages(device, host):
                     self.poisoner.poison(device, host)
                 case _:
-                    if isinstance(command, Grant) and command.use is not PageUse.HOST:
+                    if isinstance(command, Grant) and command.use is not PageUse.HOST and not command.shared:
                         self.poisoner.poison(command.pages, [])
                     self.kv_memory.execute(command)
                     self.slots.execute(command)
@@ -410,6 +432,9 @@ class TiersMachine(RuleBasedStateMachine):
 
     def audit(self) -> None:
         self.ledger.audit([request.holding for request in self.requests])
+        for request in self.requests:
+            in_cache = len(request.holding.cached) * self.pool.geometry.page_rows
+            assert in_cache <= request.length, "a page is in the cache before all its rows are computed"
         not_executed = {command.seat for command in self.pending if not isinstance(command, PoisonPages)}
         tiered = {request.holding.seat: request.length for request in self.in_residence(Residence.TIERED)}
         tiered = {seat: length for seat, length in tiered.items() if seat not in not_executed}
@@ -494,6 +519,7 @@ EVENTS += ["resumed resident", "resumed tiered", "resumed streamed", "several st
 EVENTS += ["hit resident", "hit streamed", "hit tiered", "partial hit", "hit of unused pages", "hit of used pages"]
 EVENTS += ["evictions", "other salt", "own copy", "aborts of a first owner"]
 EVENTS += ["demotions of a sharer", "promotions of a sharer", "parked sharer"]
+EVENTS += ["shared keys", "no shared keys", "resumed with shared keys", "shared keys of several streamed"]
 SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None, database=None)
 
 

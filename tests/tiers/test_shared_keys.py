@@ -1,0 +1,111 @@
+"""Key pages on the device that several requests share: which pages are whole, and how many pages sharing saves."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.memory.geometry import Geometry
+from hotset.memory.pages import PageAllocator
+from hotset.tiers.commands import Grant
+from hotset.tiers.ledger import Ledger
+from hotset.tiers.prefix_cache import PageHasher, PrefixCache
+from hotset.tiers.residence import Holding, PageUse, Residence
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Returns the numbers of layers and of index groups of each worker."""
+    layers = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    return [(count, draw(st.integers(1, count))) for count in layers]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(workers(), st.integers(1, 6), st.integers(0, 60))
+def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
+    stages: list[tuple[int, int]], keys_per_block: int, tokens: int
+) -> None:
+    most_blocks = max(Fraction(layers, groups) for layers, groups in stages)
+    geometry = Geometry(1, 1, 64, keys_per_block=keys_per_block, max_blocks_of_group=most_blocks)
+    ends = []  # of each page: the number of tokens that must be known before all its keys are
+    for page in range(8):
+        blocks = {number // groups for layers, groups in stages for number in range(page * layers, (page + 1) * layers)}
+        ends.append((max(blocks) + 1) * keys_per_block)
+    assert [geometry.key_page_end(page) for page in range(8)] == ends
+    whole = geometry.whole_key_pages(tokens)
+    assert whole >= 8 or (ends[whole] > tokens and (whole == 0 or ends[whole - 1] <= tokens))
+
+
+PAGE_ROWS = 4
+GEOMETRY = Geometry(PAGE_ROWS, 2, 64, keys_per_block=6, slots=8, topk=2, key_groups=2, blocks_per_page=3)
+GEOMETRY = replace(GEOMETRY, max_blocks_of_group=Fraction(3, 2))  # pages end after 12, 18, 30 and 36 tokens
+
+
+def make_ledger() -> Ledger:
+    return Ledger(GEOMETRY, PageAllocator(200), PrefixCache(100))
+
+
+def published(ledger: Ledger, seat: int, tokens: list[int]) -> Holding:
+    """Returns the holding of a resident request that has computed and published the full pages of `tokens`."""
+    holding, hashes = Holding(), hashes_of(tokens)
+    assert ledger.admit(holding, seat, Residence.RESIDENT, len(tokens)) is not None
+    ledger.publish(holding, hashes, tokens[: len(hashes) * PAGE_ROWS])
+    return holding
+
+
+def hashes_of(tokens: list[int]) -> list[bytes]:
+    hashes: list[bytes] = []
+    PageHasher("model", PAGE_ROWS).extend(hashes, tokens, "")
+    return hashes
+
+
+def test_key_pages_inside_a_cached_prefix_are_shared_until_their_last_user_is_gone() -> None:
+    ledger, tokens = make_ledger(), [*range(41)]
+    first = published(ledger, 0, tokens)
+    second, third = Holding(), Holding()
+    for seat, holding, to in ((1, second, Residence.TIERED), (2, third, Residence.STREAMED)):
+        prefix = ledger.find_prefix(hashes_of(tokens)[:8])  # 32 tokens: three key pages are whole, the next is not
+        needed = ledger.pages_needed(holding, to, len(tokens), prefix)
+        alone = ledger.pages_needed(Holding(), to, len(tokens))
+        assert alone.device - needed.device == 3 and alone.host - needed.host == 8
+        free = ledger.device.free
+        commands = ledger.reuse(holding, seat, to, prefix, len(tokens))
+        assert commands is not None and free - ledger.device.free == needed.device
+        shared = [command for command in commands if isinstance(command, Grant) and command.shared]
+        assert shared == [Grant(seat, PageUse.KEYS, 0, tuple(first.pages[PageUse.KEYS][:3]), shared=True)]
+        ledger.audit([first, second, third])
+    keys = first.pages[PageUse.KEYS]
+    ledger.release(first)
+    ledger.audit([second, third])
+    assert second.pages[PageUse.KEYS][:3] == third.pages[PageUse.KEYS][:3] == keys[:3]
+    ledger.park(second, 36)
+    ledger.audit([second, third])
+    assert ledger.resume(second, 1, Residence.RESIDENT, 36, 37) is not None
+    assert second.pages[PageUse.KEYS][:3] == keys[:3]
+    ledger.release(second)
+    ledger.audit([third])
+    ledger.release(third)
+    assert ledger.device.free == ledger.device.capacity and ledger.shared_keys.find(ledger.find_prefix([])) == []
+
+
+def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
+    """Its key pages were released when it was parked. What it loads at its return is as good for others."""
+    ledger, tokens = make_ledger(), [*range(41)]
+    first = published(ledger, 0, tokens)
+    ledger.park(first, 41)
+    assert ledger.device.free == ledger.device.capacity
+    assert ledger.resume(first, 0, Residence.TIERED, 41, 42) is not None
+    second = Holding()
+    assert ledger.reuse(second, 1, Residence.TIERED, ledger.find_prefix(hashes_of(tokens)), len(tokens)) is not None
+    assert second.pages[PageUse.KEYS][:4] == first.pages[PageUse.KEYS][:4]
+    ledger.audit([first, second])
+
+
+def test_a_landing_that_is_published_shares_no_key_pages() -> None:
+    """Index keys may still be missing in its device pages."""
+    ledger, tokens = make_ledger(), [*range(40)]
+    landing = Holding()
+    assert ledger.reserve(landing, on_device=False, tokens=40)
+    ledger.publish(landing, hashes_of(tokens), tokens)
+    assert ledger.shared_keys.find(landing.cached) == [] and len(landing.cached) == 10
