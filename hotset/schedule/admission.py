@@ -76,10 +76,12 @@ class Admission:
     def admit_waiting(self) -> Iterator[Request]:
         """Admits requests in order of arrival until one does not fit, and yields each. Those whose prefix is being
         computed wait without delaying others."""
-        waiting, skipped = self._queues.waiting, 0
+        waiting, free_seats, skipped = self._queues.waiting, self._queues.free_seats, 0
         self._prefixes.begin_plan()
-        while skipped < len(waiting) and not self._lacks_seat(waiting[skipped]):
+        while skipped < len(waiting):
             request = waiting[skipped]
+            if not free_seats and self._needs_seat(request):
+                break
             if self._prefixes.must_wait(request):
                 skipped += 1
             elif self._admit(request):
@@ -93,7 +95,7 @@ class Admission:
 
         A request whose prompt a prefill worker computes gets the pages in which the prompt will land, but no seat yet.
         """
-        if request.phase is Phase.WAITING and request.prefill_at is not None:
+        if not self._needs_seat(request):
             return self._reserve_landing(request)
         spare, prefix = headroom(self._queues.running), self._prefixes.find(request)
         length = request.num_scheduled or len(prefix) * self._ledger.geometry.page_rows
@@ -105,10 +107,10 @@ class Admission:
         self._preemptor.note_pressure()
         return False
 
-    def _lacks_seat(self, request: Request) -> bool:
-        """Returns True if the request needs a seat and none is free. A landing needs none."""
-        lands = request.phase is Phase.WAITING and request.prefill_at is not None
-        return not lands and not self._queues.free_seats
+    @staticmethod
+    def _needs_seat(request: Request) -> bool:
+        """Returns False if a prefill worker will compute the prompt: a landing needs no seat."""
+        return request.phase is Phase.PARKED or request.prefill_at is None
 
     def on_kv_ready(self, request: Request) -> None:
         """Moves a request to phase DECODE; no other method does. All its tokens except the newest have rows."""

@@ -41,6 +41,9 @@ class Prefixes:
         admitted without it. A request whose pages are not hashed yet waits for the next plan if this plan has already
         hashed many tokens.
         """
+        other = request.waits_for
+        if other is not None and len(other.holding.cached) == request.waits_past and self._prefills(other):
+            return True  # nothing has changed since the last check; many requests can wait for the same prefix
         if self._hasher is None or request.phase is not Phase.WAITING:
             return False
         if not request.page_hashes:
@@ -48,10 +51,8 @@ class Prefixes:
                 return True
             self._tokens_to_hash -= len(request.tokens)
             self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
-        reusable = self._reusable_pages(request)
-        if request.waits_for is None or not self._computes(request.waits_for, request, reusable):
-            prefilling = self._queues.prefilling() if reusable else ()
-            request.waits_for = next((other for other in prefilling if self._computes(other, request, reusable)), None)
+        request.waits_for = self._find_other(request)
+        request.waits_past = 0 if request.waits_for is None else len(request.waits_for.holding.cached)
         return request.waits_for is not None
 
     def find(self, request: Request) -> list[CachedPage]:
@@ -106,15 +107,19 @@ class Prefixes:
         of the whole prompt are needed, all tokens are computed."""
         return 0 if request.needs_prompt_logits else (len(request.tokens) - 1) // self._page_rows
 
-    def _computes(self, other: Request, request: Request, reusable: int) -> bool:
-        """Returns True if the next page that `other` will publish is one of the `reusable` first pages of `request`."""
-        published = len(other.holding.cached)
-        if other.phase is not Phase.PREFILL or other in self._pending:
-            return False
-        if published >= min(reusable, len(request.page_hashes), len(other.page_hashes)):
-            return False
-        page_hash = other.page_hashes[published]
-        return page_hash == request.page_hashes[published] and not self._ledger.is_cached(page_hash)
+    def _find_other(self, request: Request) -> Request | None:
+        """Returns a running request whose next page to publish is a page that `request` can use."""
+        reusable = min(self._reusable_pages(request), len(request.page_hashes))
+        for other in self._queues.prefilling() if reusable else ():
+            published = len(other.holding.cached)
+            if published < min(reusable, len(other.page_hashes)) and self._prefills(other):
+                page_hash = other.page_hashes[published]
+                if page_hash == request.page_hashes[published] and not self._ledger.is_cached(page_hash):
+                    return other
+        return None
+
+    def _prefills(self, other: Request) -> bool:
+        return other.phase is Phase.PREFILL and other not in self._pending
 
 
 def _common_pages(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:

@@ -64,6 +64,7 @@ class Request:
         "tiers",
         "tokens",
         "waits_for",
+        "waits_past",
     )
 
     def __init__(
@@ -100,7 +101,9 @@ class Request:
         self.page_hashes: list[bytes] = []  # of the full pages of `tokens`; the scheduler extends it when needed
         # Tokens whose rows were in the prefix cache when the request was first admitted; None before that
         self.num_cached: int | None = None
-        self.waits_for: Request | None = None  # the running request that last computed the next page of its prefix
+        # The running request that computed the next page of its prefix, after `waits_past` others, when last checked
+        self.waits_for: Request | None = None
+        self.waits_past = 0
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample
