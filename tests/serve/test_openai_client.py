@@ -146,6 +146,21 @@ def test_a_prompt_counts_once_however_many_choices_share_it(client: openai.OpenA
     assert (cached(first), cached(again)) == (0, 3 * PAGE_ROWS)
 
 
+@pytest.mark.slow
+def test_a_server_without_the_cache_gives_the_same_answers_and_reports_no_cached_tokens(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
+    prompt, fields = random_prompt(3 * PAGE_ROWS + 1), {"return_token_ids": True, "ignore_eos": True}
+    with (
+        serving(tmp_path, DEMO, "--no-prefix-cache") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as without,
+    ):
+        answers = [complete(each, prompt=prompt, extra_body=fields) for each in (client, without) * 2]
+        assert [cached(answer) for answer in answers] == [0, 0, 3 * PAGE_ROWS, 0]
+        assert len({tuple(answer.choices[0].model_extra["token_ids"]) for answer in answers}) == 1
+        assert server.gauge("hotset_prefix_cache_tokens_queried_total") == 0
+
+
 def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: openai.OpenAI) -> None:
     # The stop string ends inside a token, whose remaining text must not appear.
     full = ask(client, stop=["Go"]).choices[0]
