@@ -152,6 +152,7 @@ def assemble(
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
     with different values. `transfer_opener` opens an endpoint that replaces the configured transfer engine.
     """
+    card = replace(card, page_hasher=_page_hasher(config, card, budget))
     replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
     plans_in_flight = config.plans_in_flight or max(config.pipeline_parallel_size, 1 if card.device == "cpu" else 2)
     endpoint = None
@@ -322,6 +323,13 @@ def _open_publishers(config: EngineConfig, replicas: Sequence[Replica]) -> "list
     return publishers
 
 
+def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> PageHasher | None:
+    """Returns the hasher of the prefix cache, or None if there is no cache."""
+    if not (config.prefix_cache and budget.host_pages):
+        return None
+    return PageHasher(f"{card.name} {card.dtype} {budget.geometry}", budget.geometry.page_rows)
+
+
 def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
     host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
@@ -331,9 +339,7 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
         config.max_num_batched_tokens,
         config.tiers,
         stages=config.pipeline_parallel_size,
-        hasher=PageHasher(f"{card.name} {card.dtype} {budget.geometry}", budget.geometry.page_rows)
-        if config.prefix_cache
-        else None,
+        hasher=card.page_hasher,
     )
     return Replica(scheduler, ledger)
 

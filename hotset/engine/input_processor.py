@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from hotset.base.address import Address, EventsEndpoint
@@ -11,6 +11,7 @@ from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import PromptSpec, SamplingParams, check_cache_salt
 from hotset.schedule.request import Request
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
+from hotset.tiers.prefix_cache import PageHasher
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ModelCard:
     control_listens_on: Address | None = None  # the address on which the handoff agent listens
     kv_events: tuple[EventsEndpoint, ...] = ()  # one for each data parallel rank; empty if none are published
     host_store: bool = False
+    page_hasher: PageHasher | None = field(default=None, compare=False)  # None without a prefix cache
     prefix_cache: bool = False  # whether requests reuse the prefixes of others
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 

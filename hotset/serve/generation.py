@@ -21,6 +21,7 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
+from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.protocol import StreamOptions
 from hotset.serve.responses import ChunkBase, PromptTokensDetails, Usage
 from hotset.serve.service import Load, Service
@@ -103,13 +104,26 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
     """
     service.check_open(job.choices)
     job.check_size()
+    marks = await _page_marks(request, service, job)
     waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)
     deltas = _measured(waiting, job, service.metrics)
     if not job.stream:
-        return await unless_disconnected(request.receive, _full_response(service, job, deltas))
-    # The status line is sent only after the first delta, so a request that the engine rejects gets an error status.
-    first = await unless_disconnected(request.receive, _first(deltas))
-    return EventStream(_events(service, job, first, deltas), deltas)
+        response = await unless_disconnected(request.receive, _full_response(service, job, deltas))
+    else:
+        # The status line is sent only after the first delta, so a request that the engine rejects gets an error status.
+        first = await unless_disconnected(request.receive, _first(deltas))
+        response = EventStream(_events(service, job, first, deltas), deltas)
+    response.headers.update(marks)
+    return response
+
+
+async def _page_marks(request: Request, service: Service, job: GenerationJob) -> dict[str, str]:
+    """Returns the header with the hashes of pages if a router asks for it and there is one prompt, else none."""
+    hasher = service.client.model.page_hasher
+    if PAGE_MARKS_HEADER not in request.headers or hasher is None or len(job.prompts) != 1:
+        return {}
+    prompt, salt = job.prompts[0], job.cache_salt or ""
+    return {PAGE_MARKS_HEADER: await service.in_text_thread(lambda: page_marks_header(prompt, salt, hasher))}
 
 
 def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:

@@ -212,6 +212,13 @@ class Health(BaseModel):
     open_requests: int  # requests that the engine has not finished, in any phase
 
 
+class KvEventsPorts(BaseModel):
+    """The ports of one publisher of KV events."""
+
+    live: int = Field(gt=0, lt=1 << 16)
+    replay: int | None = Field(default=None, gt=0, lt=1 << 16)
+
+
 class WorkerState(BaseModel):
     """The role, address and load that a worker reports at /handoff, for routers."""
 
@@ -224,3 +231,5 @@ class WorkerState(BaseModel):
     waiting: int = Field(ge=0)
     running: int = Field(ge=0)  # requests that are being prefilled or decoded
     degraded: str | None = Field(default=None, max_length=1024)  # why it cannot admit a request of the maximum length
+    stored_tokens: int = Field(default=0, ge=0)  # tokens whose KV is in the host store, of requests and in the cache
+    kv_events: list[KvEventsPorts] = Field(default=[], max_length=64)  # one entry for each data parallel rank

@@ -32,7 +32,7 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
 from hotset.serve.protocol import ChatFields, ChatMessage, SamplingFields
-from hotset.serve.responses import Health, TokenizerInfo, WorkerState
+from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
@@ -203,6 +203,7 @@ class Service:
         """Returns this worker's role, address and load for a router. Raises EngineStopped if the engine has ended."""
         self.client.check()
         stats = self.load.stats(self.client)
+        hasher = self.client.model.page_hasher
         return WorkerState(
             role=self.client.role,
             control=self.client.control,
@@ -211,6 +212,11 @@ class Service:
             waiting=max(stats.waiting, self.client.waiting),
             running=stats.running,
             degraded=self.lack_of_room(),
+            kv_events=[
+                KvEventsPorts(live=events.live.port, replay=None if events.replay is None else events.replay.port)
+                for events in self.client.model.kv_events
+            ],
+            stored_tokens=0 if hasher is None else (stats.host_pages_held + stats.host_pages_cached) * hasher.page_rows,
         )
 
     @property

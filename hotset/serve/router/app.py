@@ -117,6 +117,8 @@ def _worker_json(worker: RoutedWorker) -> dict[str, Any]:
         "last_error": worker.last_error or None,
         "requests_in_flight": worker.requests,
         "tokens_in_flight": worker.tokens,
+        "uncached_tokens_in_flight": worker.uncached_tokens,
+        "kv_events_synced": None if worker.kv_events is None else worker.kv_events.synced,
         "state": None if worker.state is None else worker.state.model_dump(),
     }
 

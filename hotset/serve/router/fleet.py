@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import aiohttp
+import zmq.asyncio
 from pydantic import ValidationError
 
 from hotset.base.address import Address
 from hotset.base.errors import ConfigError, NotAllowed, NoWorkers, RequestError
 from hotset.serve.responses import WorkerState
 from hotset.serve.router.config import LOOPBACK_HOSTS, is_allowed, worker_url
+from hotset.serve.router.kv_events_view import KvEventsView
+from hotset.serve.router.prefixes import PrefixIndex, PromptPrefixes
 
 logger = logging.getLogger("hotset.router")
 
@@ -24,6 +27,15 @@ FAILURES_UNTIL_DOWN = 2  # consecutive failures
 HEALTH_CHECK_TIMEOUT_SECONDS = 2.0
 MAX_STATE_BYTES = 1 << 16
 MAX_WORKERS = 256
+# A cached token outweighs this many tokens of load: computing it a second time also takes memory from other prefixes.
+CACHED_WEIGHT = 4
+REQUEST_TOKENS = 256  # the load of a request in flight, besides the tokens that must be computed or received for it
+# A worker whose host memory holds more tokens than another's is charged a part of the difference, up to a limit.
+# Otherwise all sessions that share a system prompt would stay on the worker that had it first, until requests overlap.
+STORED_TOKENS_PER_TOKEN = 8
+MAX_STORED_CHARGE = 8192
+CACHE_IDS = itertools.count(1)
+NO_PROMPT = PromptPrefixes()
 
 
 @dataclass(slots=True)
@@ -41,8 +53,11 @@ class RoutedWorker:
     last_error: str = "has not answered yet"
     requests: int = 0  # requests of this router that are in flight
     tokens: int = 0  # estimated prompt tokens of these requests
+    uncached_tokens: int = 0  # those of them that must be computed or received, because they were not cached
     external_tokens: int = 0  # reported waiting tokens beyond `tokens`, at the newest successful health check
     last_chosen: int = 0  # number of the `choose` call that returned this worker most recently
+    cache_id: int = field(default_factory=CACHE_IDS.__next__)  # another one whenever the worker comes up
+    kv_events: KvEventsView | None = None  # None if it publishes none, or is down
     health_check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -61,18 +76,39 @@ class RoutedWorker:
 
     @property
     def load(self) -> int:
-        return self.tokens + self.external_tokens
+        return self.uncached_tokens + self.external_tokens + REQUEST_TOKENS * self.requests
+
+    @property
+    def stored_tokens(self) -> int:
+        """The number of tokens whose KV is in the worker's host memory."""
+        return 0 if self.state is None else self.state.stored_tokens
+
+    def has_block(self, block_hash: int) -> bool | None:
+        """Returns whether a page is in the worker's prefix cache, or None if its KV events are not received."""
+        return None if self.kv_events is None else self.kv_events.has_block(block_hash)
 
     @contextmanager
-    def in_flight(self, tokens: int) -> Iterator[None]:
-        """Counts a request of `tokens` tokens as in flight here until the block ends."""
+    def in_flight(self, tokens: int, cached_tokens: int) -> Iterator[None]:
+        """Counts a request of `tokens` tokens, of which `cached_tokens` are cached, as in flight until the block
+        ends."""
+        uncached_tokens = max(1, tokens - cached_tokens)
         self.requests += 1
         self.tokens += tokens
+        self.uncached_tokens += uncached_tokens
         try:
             yield
         finally:
             self.requests -= 1
             self.tokens -= tokens
+            self.uncached_tokens -= uncached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A worker for one attempt, and an estimate of the tokens of the prompt that it has in its prefix cache."""
+
+    worker: RoutedWorker
+    cached_tokens: int
 
 
 class Fleet:
@@ -93,6 +129,8 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._workers: dict[str, RoutedWorker] = {}
         self._choice_numbers = itertools.count(1)
+        self.prefixes = PrefixIndex()
+        self._events_context: zmq.asyncio.Context | None = None  # None until a worker publishes KV events
 
     @property
     def workers(self) -> list[RoutedWorker]:
@@ -146,25 +184,33 @@ class Fleet:
         if task is None:
             return False
         task.cancel()
-        del self._workers[url]
+        self._follow_events(self._workers.pop(url))
         logger.info("%s was removed", url)
         return True
 
-    def choose(self, role: Role, avoid: Collection[str]) -> RoutedWorker:
-        """Returns the live worker of `role` with the lowest load. A tie goes to the least recently chosen one.
+    def choose(self, role: Role, avoid: Collection[str], prompt: PromptPrefixes = NO_PROMPT) -> Choice:
+        """Returns the live worker of `role` at which a prompt costs least: its load, the tokens of the prompt that it
+        does not have in its prefix cache, and a charge if it stores more tokens than others.
 
-        Workers in `avoid` are chosen only if no other is alive, and degraded ones only if all others are in `avoid`.
-        Raises NoWorkers if no worker of the role is alive.
+        A tie goes to the least recently chosen worker. Workers in `avoid` are chosen only if no other is alive, and
+        degraded ones only if all others are in `avoid`. Raises NoWorkers if no worker of the role is alive.
         """
         alive = self.up(role)
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
             raise NoWorkers(f"no {role} worker is alive ({known} are known); retry later")
-        chosen = min(
-            alive,
-            key=lambda worker: (worker.url in avoid, worker.degraded is not None, worker.load, worker.last_chosen),
-        )
-        chosen.last_chosen = next(self._choice_numbers)
+        least_stored = min(worker.stored_tokens for worker in alive)
+
+        def rank(choice: Choice) -> tuple[bool, bool, int, int]:
+            worker = choice.worker
+            charge = min((worker.stored_tokens - least_stored) // STORED_TOKENS_PER_TOKEN, MAX_STORED_CHARGE)
+            # The length of the prompt is the same for all, so it is left out.
+            cost = worker.load + CACHED_WEIGHT * (charge - choice.cached_tokens)
+            return worker.url in avoid, worker.degraded is not None, cost, worker.last_chosen
+
+        cached_tokens = self.prefixes.cached_tokens(prompt, alive)
+        chosen = min((Choice(worker, cached) for worker, cached in zip(alive, cached_tokens, strict=True)), key=rank)
+        chosen.worker.last_chosen = next(self._choice_numbers)
         return chosen
 
     async def report_failure(self, worker: RoutedWorker) -> None:
@@ -185,7 +231,9 @@ class Fleet:
             else:
                 worker.state, worker.failures, worker.last_error = state, 0, ""
                 worker.external_tokens = max(0, state.waiting_tokens - worker.tokens)
+            self._follow_events(worker)
             if worker.up and not was_up:
+                worker.cache_id = next(CACHE_IDS)  # its process may be another one, with an empty cache
                 logger.info("%s worker %s is up", worker.role, worker.url)
             elif not worker.up and (was_up or worker.last_error != previous_error):
                 logger.warning("%s worker %s is down: %s", worker.role, worker.url, worker.last_error)
@@ -194,6 +242,21 @@ class Fleet:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        views = [worker.kv_events for worker in self.workers if worker.kv_events is not None]
+        await asyncio.gather(*(view.wait_closed() for view in views))
+        if self._events_context is not None:
+            self._events_context.destroy(linger=0)
+
+    def _follow_events(self, worker: RoutedWorker) -> None:
+        """Begins to follow the KV events of a worker that is up and publishes some, and stops for any other worker."""
+        is_followed = worker.up and self._workers.get(worker.url) is worker
+        wanted = worker.state.kv_events if is_followed and worker.state is not None else []
+        if worker.kv_events is not None and worker.kv_events.publishers != wanted:
+            worker.kv_events.close()
+            worker.kv_events = None
+        if worker.kv_events is None and wanted:
+            self._events_context = self._events_context or zmq.asyncio.Context()
+            worker.kv_events = KvEventsView(self._events_context, worker.url, wanted)
 
     async def _poll(self, worker: RoutedWorker) -> None:
         while True:

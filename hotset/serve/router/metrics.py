@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hotset.serve.access_log import SECONDS_BUCKETS
-from hotset.serve.router.fleet import ROLES, Fleet
+from hotset.serve.router.fleet import ROLES, Choice, Fleet
 
 OUTCOMES = ("completed", "rejected", "failed", "no_workers", "interrupted", "disconnected")
 RETRY_REASONS = ("prefill_lost", "decode_lost")
@@ -39,6 +39,22 @@ class RouterMetrics:
         self.retries = Counter(
             "hotset_router_retries", "Attempts that failed and were retried, by reason.", ("reason",), registry=registry
         )
+        self.choices = Counter(
+            "hotset_router_choices",
+            "Workers chosen for completion requests. prefix: the worker had the beginning of the prompt in its cache, "
+            "as far as the router knew. load: it had not.",
+            ("role", "by"),
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "hotset_router_prompt_tokens", "Estimated prompt tokens of attempts.", ("role",), registry=registry
+        )
+        self.cached_tokens = Counter(
+            "hotset_router_cached_tokens",
+            "Those of the prompt tokens that the chosen worker was expected to have in its cache.",
+            ("role",),
+            registry=registry,
+        )
         self.first_byte_seconds = Histogram(
             "hotset_router_upstream_first_byte_seconds",
             "Time from the start of an attempt to the first byte of its response.",
@@ -55,7 +71,19 @@ class RouterMetrics:
             self.requests.labels(outcome)
         for reason in RETRY_REASONS:
             self.retries.labels(reason)
+        for role in ROLES:
+            for by in ("prefix", "load"):
+                self.choices.labels(role, by)
+            self.prompt_tokens.labels(role)
+            self.cached_tokens.labels(role)
         registry.register(_WorkerCollector(fleet))
+
+    def count_choice(self, choice: Choice, tokens: int) -> None:
+        """Counts the choice of a worker for a prompt of `tokens` tokens."""
+        role = choice.worker.role
+        self.choices.labels(role, "prefix" if choice.cached_tokens else "load").inc()
+        self.prompt_tokens.labels(role).inc(tokens)
+        self.cached_tokens.labels(role).inc(min(tokens, choice.cached_tokens))
 
     def render(self) -> bytes:
         """Returns the text of one scrape."""

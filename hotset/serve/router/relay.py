@@ -14,9 +14,12 @@ from starlette.types import Receive, Scope, Send
 from hotset.base.errors import DeadlineExceeded, EngineStopped, HotsetError, NoWorkers, WorkerLost
 from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
+from hotset.serve.page_marks import PAGE_MARKS_HEADER, parse_page_marks
+from hotset.serve.prefill_header import prefill_headers
 from hotset.serve.router.config import RouterConfig
-from hotset.serve.router.fleet import Fleet, RoutedWorker
+from hotset.serve.router.fleet import NO_PROMPT, Choice, Fleet
 from hotset.serve.router.metrics import RouterMetrics
+from hotset.serve.router.prefixes import PromptPrefixes
 from hotset.serve.router.upstream import (
     FailedAttempt,
     FullResponse,
@@ -31,6 +34,7 @@ logger = logging.getLogger("hotset.router")
 
 MAX_ATTEMPTS = 3
 BACKOFF_SECONDS = 0.2  # delay before a failed worker is tried again, multiplied by the number of failed attempts
+THREAD_BYTES = 1 << 18  # longer bodies are hashed in a thread
 EVENT_END = b"\n\n"
 MAX_BUFFERED_BYTES = 1 << 20  # limit for an incomplete event; a longer event is sent in pieces
 
@@ -106,15 +110,16 @@ class Relay:
         """
         failed: set[str] = set()
         last_response: FullResponse | None = None
+        prompt = await _prefixes_of(request) if with_prefill else NO_PROMPT
         for number in range(1, MAX_ATTEMPTS + 1):
-            prefill = self._fleet.choose("prefill", failed) if with_prefill else None
-            decode = self._fleet.choose("decode", failed)
-            if failed & {decode.url, "" if prefill is None else prefill.url}:
+            prefill = self._fleet.choose("prefill", failed, prompt) if with_prefill else None
+            decode = self._fleet.choose("decode", failed, prompt)
+            if failed & {decode.worker.url, "" if prefill is None else prefill.worker.url}:
                 await asyncio.sleep(BACKOFF_SECONDS * (number - 1))
-            outcome = await self._try(request, decode, prefill)
+            outcome = await self._try(request, prompt, decode, prefill)
             if isinstance(outcome, Response):
                 return outcome
-            culprit = prefill if outcome.reason == "prefill_lost" and prefill is not None else decode
+            culprit = (prefill if outcome.reason == "prefill_lost" and prefill is not None else decode).worker
             logger.warning("%s: attempt %d failed at %s: %s", request.request_id, number, culprit.url, outcome.error)
             if self._stopping:
                 raise EngineStopped("the router is shutting down")
@@ -129,24 +134,35 @@ class Relay:
         return _full_response(last_response, () if b"retry-after" in names else ((b"retry-after", b"1"),))
 
     async def _try(
-        self, request: UpstreamRequest, decode: RoutedWorker, prefill: RoutedWorker | None
+        self, request: UpstreamRequest, prompt: PromptPrefixes, decode: Choice, prefill: Choice | None
     ) -> Response | FailedAttempt:
-        """Makes one attempt. It counts as load of `prefill` until the first byte, and of `decode` until the last."""
+        """Makes one attempt. It counts as load of `decode` until the last byte, and of `prefill` until the first.
+
+        A prefill worker computes only what it does not have in its cache, and nothing that the decode worker has.
+        """
         began = first_byte_at = time.monotonic()
         with ExitStack() as cleanup:
-            cleanup.enter_context(decode.in_flight(request.tokens))
+            cleanup.enter_context(decode.worker.in_flight(request.tokens, decode.cached_tokens))
+            self._fleet.prefixes.record_sent(prompt, decode.worker)
+            for choice in (decode, prefill) if prefill is not None else ():
+                self._metrics.count_choice(choice, request.tokens)
 
             def track(response: aiohttp.ClientResponse) -> None:
                 nonlocal first_byte_at
                 first_byte_at = time.monotonic()
+                marks = parse_page_marks(response.headers.get(PAGE_MARKS_HEADER, ""))
+                self._fleet.prefixes.record_pages(prompt, marks)
                 self._responses.add(response)
                 cleanup.callback(self._responses.discard, response)
 
             with ExitStack() as until_first_byte:
                 if prefill is not None:
-                    until_first_byte.enter_context(prefill.in_flight(request.tokens))
-                secret = self._config.handoff_secret
-                outcome = await attempt(self._session, request, decode, prefill, secret, track)
+                    cached_tokens = max(prefill.cached_tokens, decode.cached_tokens)
+                    until_first_byte.enter_context(prefill.worker.in_flight(request.tokens, cached_tokens))
+                    self._fleet.prefixes.record_sent(prompt, prefill.worker)
+                outcome = await attempt(
+                    self._session, request, decode.worker.url, self._headers(prompt, decode, prefill), track
+                )
             if isinstance(outcome, FailedAttempt):
                 return outcome
             self._metrics.first_byte_seconds.observe(first_byte_at - began)
@@ -167,6 +183,14 @@ class Relay:
             interruption=self._interruption,
             on_end=on_end,
         )
+
+    def _headers(self, prompt: PromptPrefixes, decode: Choice, prefill: Choice | None) -> list[tuple[str, str]]:
+        """Returns the router's own headers for a decode worker: the address of `prefill`, which the handoff secret
+        signs, and a request for the hashes of pages if they can be looked up in KV events."""
+        headers = [] if prefill is None else prefill_headers(prefill.worker.control, self._config.handoff_secret)
+        if prompt.hashes and decode.worker.kv_events is not None:
+            headers.append((PAGE_MARKS_HEADER, "1"))
+        return headers
 
     def _interruption(self) -> HotsetError:
         """Returns the error that ends a stream whose worker disconnected or was silent for too long."""
@@ -240,6 +264,14 @@ def _full_response(full: FullResponse, extra_headers: RawHeaders = ()) -> Respon
 def _headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """Returns headers in ASGI form."""
     return [(name.lower(), value) for name, value in headers]
+
+
+async def _prefixes_of(request: UpstreamRequest) -> PromptPrefixes:
+    """Hashes the beginnings of a prompt. This is done in a thread if it takes more than about a millisecond."""
+    path = request.target.partition("?")[0].rstrip("/")
+    if len(request.body) < THREAD_BYTES:
+        return PromptPrefixes.of(path, request.body)
+    return await asyncio.to_thread(PromptPrefixes.of, path, request.body)
 
 
 def _outcome_of(error: BaseException) -> str:

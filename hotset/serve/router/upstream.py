@@ -11,13 +11,13 @@ from yarl import URL
 
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft
 from hotset.base.units import show_bytes
-from hotset.serve.prefill_header import PREFILL_HEADER, SIGNATURE_HEADER, prefill_headers
+from hotset.serve.page_marks import PAGE_MARKS_HEADER
+from hotset.serve.prefill_header import PREFILL_HEADER, SIGNATURE_HEADER
 from hotset.serve.protocol import REQUEST_ID_HEADER
-from hotset.serve.router.fleet import RoutedWorker
+from hotset.serve.router.prefixes import BYTES_PER_TOKEN
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-BYTES_PER_TOKEN = 4  # a rough estimate from the size of a body; the router has no tokenizer
 MAX_RESPONSE_BYTES = 256 << 20  # limit for a response that is not streamed
 MAX_ERROR_BYTES = 1 << 16  # a longer response is not one of a worker's own errors
 # Hop-by-hop headers belong to one connection and are not forwarded (RFC 9110, 7.6.1).
@@ -34,8 +34,8 @@ HOP_BY_HOP = {
 }
 # These headers are not forwarded either. The router and its HTTP library set their own.
 DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect"}
-DROPPED_REQUEST_HEADERS |= {PREFILL_HEADER, SIGNATURE_HEADER, REQUEST_ID_HEADER}
-DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {"content-length", "date", "server", REQUEST_ID_HEADER}
+DROPPED_REQUEST_HEADERS |= {PREFILL_HEADER, SIGNATURE_HEADER, PAGE_MARKS_HEADER, REQUEST_ID_HEADER}
+DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {"content-length", "date", "server", PAGE_MARKS_HEADER, REQUEST_ID_HEADER}
 # aiohttp would add these headers if the client did not send them.
 SKIPPED_AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
@@ -100,25 +100,23 @@ async def read_request(request: Request) -> UpstreamRequest:
 async def attempt(
     session: aiohttp.ClientSession,
     request: UpstreamRequest,
-    decode: RoutedWorker,
-    prefill: RoutedWorker | None,
-    secret: str | None,
+    url: str,
+    extra_headers: Sequence[tuple[str, str]],
     track: Callable[[aiohttp.ClientResponse], None],
 ) -> FullResponse | StreamedResponse | FailedAttempt:
-    """Sends `request` and returns the full response, the beginning of a stream, or the reason for the failure.
+    """Sends `request` to the decode worker at `url`, with further headers. Returns the full response, the beginning of
+    a stream, or the reason for the failure.
 
-    `secret` is the handoff secret, which signs the address of `prefill`. `track` is called with the open response when
-    its status line and headers have arrived, so that a shutdown can close it.
+    `track` is called with the open response when its status line and headers have arrived, so that a shutdown can close
+    it.
     """
-    headers = [*request.headers, (REQUEST_ID_HEADER, request.request_id)]
-    if prefill is not None:
-        headers += prefill_headers(prefill.control, secret)
+    headers = [*request.headers, (REQUEST_ID_HEADER, request.request_id), *extra_headers]
     response: aiohttp.ClientResponse | None = None
     keep_open = False
     try:
         response = await session.request(
             request.method,
-            URL(decode.url + request.target, encoded=True),
+            URL(url + request.target, encoded=True),
             data=request.body or None,
             headers=headers,
             skip_auto_headers=SKIPPED_AUTO_HEADERS,

@@ -1,0 +1,144 @@
+"""The choice of a worker weighs the known prefix of a prompt against the worker's load."""
+
+import random
+from functools import cache
+
+import pytest
+from cache_model import ModelledWorker, add_worker, in_loop, serve_sessions, state_of, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.base.errors import NoWorkers
+from hotset.serve.router.fleet import (
+    CACHED_WEIGHT,
+    FAILURES_UNTIL_DOWN,
+    MAX_STORED_CHARGE,
+    REQUEST_TOKENS,
+    STORED_TOKENS_PER_TOKEN,
+    Fleet,
+)
+from hotset.serve.router.prefixes import PromptPrefixes
+
+PROMPT = PromptPrefixes.of("/v1/completions", b'{"prompt": "' + words(random.Random(3), 30_000).encode())
+WORKERS = st.fixed_dictionaries(
+    {
+        "failures": st.sampled_from((0, 0, 0, FAILURES_UNTIL_DOWN)),
+        "degraded": st.sampled_from((None, None, None, "too few pages")),
+        "avoided": st.sampled_from((False, False, False, True)),
+        "prefixes": st.integers(0, len(PROMPT.hashes)),
+        "requests": st.integers(0, 40),
+        "uncached_tokens": st.integers(0, 20_000),
+        "external_tokens": st.integers(0, 5_000),
+        "stored_tokens": st.integers(0, 200_000),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(WORKERS, max_size=5))
+def test_the_choice_is_the_live_worker_with_the_lowest_cost(described: list[dict]) -> None:
+    def test(fleet: Fleet) -> None:
+        costs = {}
+        avoid = {f"http://{number}" for number, worker in enumerate(described) if worker["avoided"]}
+        for number, given_worker in enumerate(described):
+            worker = add_worker(fleet, f"http://{number}")
+            worker.failures = given_worker["failures"]
+            assert worker.state is not None
+            worker.state.degraded, worker.state.stored_tokens = given_worker["degraded"], given_worker["stored_tokens"]
+            for name in ("requests", "uncached_tokens", "external_tokens"):
+                setattr(worker, name, given_worker[name])
+            fleet.prefixes.record_sent(PromptPrefixes(PROMPT.hashes[: given_worker["prefixes"]]), worker)
+        alive = [worker for worker in fleet.workers if worker.failures == 0]
+        if not alive:
+            with pytest.raises(NoWorkers):
+                fleet.choose("decode", avoid, PROMPT)
+            return
+        least_stored = min(worker.stored_tokens for worker in alive)
+        for worker in alive:
+            (cached,) = fleet.prefixes.cached_tokens(PROMPT, [worker])
+            charge = min((worker.stored_tokens - least_stored) // STORED_TOKENS_PER_TOKEN, MAX_STORED_CHARGE)
+            load = worker.uncached_tokens + worker.external_tokens + REQUEST_TOKENS * worker.requests
+            costs[worker.url] = (
+                worker.url in avoid,
+                worker.degraded is not None,
+                load + CACHED_WEIGHT * (charge - cached),
+            )
+        chosen = fleet.choose("decode", avoid, PROMPT)
+        assert costs[chosen.worker.url] == min(costs.values())
+        assert [chosen.cached_tokens] == fleet.prefixes.cached_tokens(PROMPT, [chosen.worker])
+
+    in_loop(test)
+
+
+def test_a_session_stays_on_its_worker_until_the_load_outweighs_its_prefix() -> None:
+    def test(fleet: Fleet) -> None:
+        home, other = add_worker(fleet, "http://home"), add_worker(fleet, "http://other")
+        fleet.prefixes.record_sent(PROMPT, home)
+        cached = fleet.choose("decode", (), PROMPT).cached_tokens
+        assert cached > 6000
+        with home.in_flight(CACHED_WEIGHT * cached - REQUEST_TOKENS - 1, 0):
+            assert fleet.choose("decode", (), PROMPT).worker is home
+            assert fleet.choose("decode", {home.url}, PROMPT).worker is other, "a worker that failed is avoided"
+            with home.in_flight(1000, cached_tokens=999):
+                assert fleet.choose("decode", (), PROMPT).worker is other
+        assert fleet.choose("decode", (), PROMPT).worker is home
+        home.state = state_of(degraded="too few pages")
+        assert fleet.choose("decode", (), PROMPT).worker is other
+        home.state = state_of()
+        home.failures = FAILURES_UNTIL_DOWN
+        assert fleet.choose("decode", (), PROMPT).worker is other
+        assert (home.requests, home.tokens, home.uncached_tokens, other.load) == (0, 0, 0, 0)
+
+    in_loop(test)
+
+
+def test_prefill_workers_are_chosen_by_their_own_caches() -> None:
+    def test(fleet: Fleet) -> None:
+        workers = [add_worker(fleet, f"http://{number}", "prefill") for number in range(3)]
+        decode = add_worker(fleet, "http://decode")
+        fleet.prefixes.record_sent(PROMPT, workers[1])
+        fleet.prefixes.record_sent(PROMPT, decode)
+        assert [fleet.choose("prefill", (), PROMPT).worker for _ in range(4)] == [workers[1]] * 4
+
+    in_loop(test)
+
+
+@cache
+def hit_rate(workers: int, *, pages: int, events: bool, killed_at: int | None = None) -> tuple[float, int]:
+    """Serves 32 sessions with caches of `pages` pages in all. Returns the share of prompt tokens that were cached, and
+    how many turns went to another worker than the turn before."""
+
+    def test(fleet: Fleet) -> tuple[float, int]:
+        modelled = {}
+        for number in range(workers):
+            routed = add_worker(fleet, f"http://{number}")
+            modelled[routed.url] = ModelledWorker(routed, pages // workers)
+            if events:
+                modelled[routed.url].publish_events()
+
+        def on_request(number: int) -> None:
+            if number == killed_at:
+                modelled["http://0"].routed.failures = FAILURES_UNTIL_DOWN
+
+        rate = serve_sessions(fleet, modelled, random.Random(1), sessions=32, turns=6, on_request=on_request)
+        for worker in modelled.values():
+            worker.cache.audit()
+            assert worker.routed.requests == 0
+        return rate.share, rate.moves
+
+    return in_loop(test)
+
+
+@pytest.mark.parametrize("events", [True, False], ids=["with KV events", "without KV events"])
+def test_32_sessions_on_two_workers_hit_as_much_as_on_one_with_all_the_memory(events: bool) -> None:
+    """The caches hold about two thirds of all sessions, so that sessions in the wrong place would evict others."""
+    one, _ = hit_rate(1, pages=1000, events=False)
+    two, moves = hit_rate(2, pages=1000, events=events)
+    assert one > 0.75
+    assert two > 0.95 * one, f"hit rates: one worker {one:.3f}, two workers {two:.3f}; {moves} moves"
+
+
+def test_the_sessions_of_a_killed_worker_go_on_at_the_other() -> None:
+    killed, moves = hit_rate(2, pages=1000, events=True, killed_at=96)
+    alive, _ = hit_rate(2, pages=1000, events=True)
+    assert moves >= 8 and 0.7 * alive < killed < alive, f"hit rates: {killed:.3f} and {alive:.3f}; {moves} moves"
