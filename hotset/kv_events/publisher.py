@@ -40,7 +40,7 @@ ANSWERS_PER_TURN = 32
 STALLED_SECONDS = 30.0  # a replay that nobody reads ends after this time
 PACE_MS = 5  # interval of attempts to go on with replays
 HANDSHAKE_MS = 5000  # time for a new connection to complete ZeroMQ's handshake
-MAX_REQUEST_BYTES = 64
+MAX_REQUEST_BYTES = 4096  # of a message from a subscriber; the longest contain a topic
 CLOSE_SECONDS = 1.0
 LINGER_MS = 200
 
@@ -162,6 +162,7 @@ class KvEventPublisher:
             if self._replay is not None:
                 self._read_requests(self._replay)
                 self._send_answers(self._replay)
+        self._publish_steps()
 
     def _publish_steps(self) -> None:
         """Publishes the changes of all waiting steps as one batch."""

@@ -75,6 +75,7 @@ class KvEventSubscriber:
         finally:
             self._forget()
             live.disable_monitor()
+            monitor.close()
             live.close()
 
     async def _follow(self, live: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
