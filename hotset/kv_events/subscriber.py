@@ -153,6 +153,7 @@ class KvEventSubscriber:
             dealer.connect(address)
             await dealer.send_multipart([b"", sequence_frame(start)])
             while True:
+                await asyncio.sleep(0)  # receiving a message that has arrived does not let other tasks run
                 async with asyncio.timeout(ANSWER_SECONDS):
                     delimiter, *frames = await dealer.recv_multipart()
                 if delimiter:
