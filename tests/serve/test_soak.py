@@ -97,14 +97,18 @@ INVALID: tuple[tuple[dict[str, Any] | bytes, int], ...] = (
 
 
 def make_questions(model: str) -> list[Question]:
-    """Returns random requests with the answers of an offline engine that has room for everything."""
+    """Returns random requests, of which half begin like an earlier one, with the answers of an offline engine that has
+    room for everything and no prefix cache."""
     rng = random.Random(16)
     questions = []
     with contextlib.closing(
         LLM(model, device="cpu", dtype="float64", load_format="dummy", page_rows=8, tiers="off", progress=False)
     ) as llm:
         for number in range(64):
-            prompt = [rng.randrange(60) for _ in range(rng.choice([1, 7, 8, 9, 17, 30, 64, 65, 120]))]
+            length = rng.choice([1, 7, 8, 9, 17, 30, 64, 65, 120])
+            earlier = rng.choice(questions).body["prompt"] if number % 2 else []
+            shared = earlier[: rng.randint(0, length)]
+            prompt = shared + [rng.randrange(60) for _ in range(length - len(shared))]
             fields: dict[str, Any] = {"max_tokens": rng.randint(1, 16), "ignore_eos": True}
             fields["n"] = rng.choice([1, 1, 1, 1, 2])
             fields |= {"temperature": rng.choice([0.0, 0.9]), "seed": number}
@@ -146,9 +150,12 @@ class Client:
             if self._unavailable:
                 await asyncio.sleep(RETRY_SECONDS)
 
+    def _body(self, question: Question, **fields: Any) -> dict[str, Any]:
+        return {**question.body, "cache_salt": self._rng.choice([None, None, "a", "b"]), **fields}
+
     async def ask(self, session: aiohttp.ClientSession) -> None:
         question = self._rng.choice(self._questions)
-        async with session.post(self._url, json=question.body) as response:
+        async with session.post(self._url, json=self._body(question)) as response:
             body = await response.json()
             if self._refused(response.status, body):
                 return
@@ -157,7 +164,7 @@ class Client:
     async def stream(self, session: aiohttp.ClientSession) -> None:
         question = self._rng.choice(self._questions)
         answer: list[list[int]] = [[] for _ in question.answer]
-        async with session.post(self._url, json={**question.body, "stream": True}) as response:
+        async with session.post(self._url, json=self._body(question, stream=True)) as response:
             if response.status != 200:
                 self._refused(response.status, await response.json())
                 return
@@ -171,7 +178,7 @@ class Client:
 
     async def abort_stream(self, session: aiohttp.ClientSession) -> None:
         question, events = self._rng.choice(self._questions), self._rng.randint(0, 6)
-        async with session.post(self._url, json={**question.body, "stream": True}) as response:
+        async with session.post(self._url, json=self._body(question, stream=True)) as response:
             if response.status != 200:
                 self._refused(response.status, await response.json())
                 return
@@ -322,6 +329,12 @@ def test_one_server_survives_ten_thousand_requests(
         with capsys.disabled():
             assert_clean(record, memory, [server])
         assert server.gauge("hotset_parks_total") > 0 and server.gauge("hotset_demotions_total") > 0
+        cache = {
+            name: server.gauge(f"hotset_prefix_cache_{name}_total")
+            for name in ("tokens_queried", "tokens_reused", "pages_evicted")
+        }
+        print("prefix cache:", cache)
+        assert min(cache.values()) > 0, cache
         assert "Traceback" not in server.log()
     assert record.outcomes["answered"] > NUM_REQUESTS / 2
 
