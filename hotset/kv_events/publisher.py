@@ -35,6 +35,7 @@ LOGGER = logging.getLogger("hotset.kv_events")
 MAX_WAITING_STEPS = 10_000  # steps whose changes wait for the publisher's thread
 MAX_QUEUED = 10_000  # batches that wait for one subscriber; further ones are lost for it
 MAX_QUEUED_ANSWERS = 100  # batches of a replay that are queued for one subscriber; the others are sent later
+REQUESTS_PER_TURN = 16  # so that many requests do not delay the events
 MAX_REPLAYS = 64  # at the same time; further requests are not answered, so subscribers repeat them
 ANSWERS_PER_TURN = 32
 STALLED_SECONDS = 30.0  # a replay that nobody reads ends after this time
@@ -116,6 +117,7 @@ class KvEventPublisher:
         new.ipv6 = True
         new.handshake_ivl = HANDSHAKE_MS
         new.maxmsgsize = MAX_REQUEST_BYTES
+        new.rcvhwm = 0  # no limit: at a limit, ZeroMQ 4.3.5 can abort the process (see handoff/channel.py)
         new.tcp_keepalive = 1  # closes connections to machines that have crashed
         if kind == zmq.ROUTER:
             new.sndhwm = MAX_QUEUED_ANSWERS
@@ -176,7 +178,7 @@ class KvEventPublisher:
 
     def _read_requests(self, replay: "zmq.Socket[bytes]") -> None:
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(REQUESTS_PER_TURN):
                 client, *frames = replay.recv_multipart(zmq.NOBLOCK)
                 known = client in self._replays or len(self._replays) < MAX_REPLAYS
                 if len(frames) == 2 and not frames[0] and len(frames[1]) == SEQUENCE_BYTES and known:

@@ -170,6 +170,19 @@ def test_a_malformed_request_is_ignored(publisher: KvEventPublisher, request_fra
         assert not replay.poll(50)
 
 
+def test_a_flood_of_requests_does_not_keep_a_publisher_from_publishing(publisher: KvEventPublisher) -> None:
+    with connected(publisher.endpoint) as (live, replay):
+        before = subscribed(publisher, live, replay)
+        for _ in range(3000):
+            replay.send_multipart([b"", bytes(8)])
+        publisher.on_change(PagesEvicted((HASHES[1],)))
+        publisher.flush()
+        assert int.from_bytes(live.recv_multipart()[1], "big") == before + 1
+        replay.send_multipart([b"", (before + 1).to_bytes(8, "big")])
+        while replay.recv_multipart()[2] != (before + 1).to_bytes(8, "big"):
+            pass  # a part of an answer to one of the earlier requests
+
+
 def test_a_taken_address_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
