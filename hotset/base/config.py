@@ -245,6 +245,13 @@ class EngineConfig:
         minimum=0,
         handoff_only=True,
     )
+    extend_locally: int = setting(
+        1024,
+        "A decode worker that has the beginning of a prompt in its prefix cache computes the rest itself, without a "
+        "prefill worker, if the rest has at most this many tokens; 0: never.",
+        minimum=0,
+        handoff_only=True,
+    )
     seed: int | None = setting(None, "Seed for requests without a seed, for repeatable output. Default: random.")
     chat_template: str | None = setting(
         None, "File with a Jinja chat template. Default: the model's own, or the built-in one for its architecture."

@@ -82,6 +82,7 @@ PANELS: Panels = {
         "transfer_interface",
         "transfer_protocol",
         "staging_mib",
+        "extend_locally",
     ),
     "Requests and connections": (
         "cors_origin",

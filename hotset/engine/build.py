@@ -340,6 +340,7 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
         config.tiers,
         stages=config.pipeline_parallel_size,
         hasher=card.page_hasher,
+        extend_locally=config.extend_locally,
     )
     return Replica(scheduler, ledger)
 

@@ -174,6 +174,7 @@ class Engine:
             lost=counters.lost,
             retries=counters.retries,
             handed_off=counters.handed_off,
+            extended=counters.extended,
             quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
             lacks_room=not all(ledger.fits_beside_quarantine(self.card.max_model_len - 1) for ledger in ledgers),
             handoff=None if self._endpoint is None else self._endpoint.stats(),

@@ -166,6 +166,7 @@ class DecodeEndpoint:
             landing="device" if reservation.on_device else host_store_name(replica),
             row_pages=reservation.row_pages,
             key_pages=reservation.key_pages,
+            first=reservation.first,
         )
         return Fetch(reservation.prefill_at, request)
 

@@ -154,6 +154,7 @@ class EngineStats:
     lost: int = 0  # landings that failed, including those that were retried, but not those that were cancelled
     retries: int = 0  # further attempts after a landing had failed
     handed_off: int = 0  # prompts computed for decode workers
+    extended: int = 0  # prompts meant for prefill workers that were computed here, from a cached prefix on
     quarantined_pages: int = 0
     lacks_room: bool = False  # pages in quarantine leave too few for a request of max_model_len
     handoff: HandoffStats | None = None

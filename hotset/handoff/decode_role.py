@@ -338,4 +338,4 @@ class DecodeRole:
     def _context_bytes(self, request: HandoffRequest) -> int:
         store: Store = self._hello.stores[request.landing]
         spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
-        return len(request.prompt) * sum(len(span.bases) * span.row_bytes for span in spans)
+        return (len(request.prompt) - request.first) * sum(len(span.bases) * span.row_bytes for span in spans)

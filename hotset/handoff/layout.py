@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.units import ceil_div
-from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, RowSlices, Shard, Store
+from hotset.handoff.messages import HandoffRequest, Hello, ModelIdentity, PagedSpan, RowSlices, Shard, Store
 from hotset.transfer.api import Writes
 
 Numbers = NDArray[np.int64]
@@ -138,6 +138,32 @@ def pages_for(span: PagedSpan, rows: int) -> int:
     return ceil_div(ceil_div(rows, span.part_rows) * span.step, len(span.bases[0]))
 
 
+def pages_before(span: PagedSpan, row: int) -> int:
+    """Returns how many pages of a context hold only rows before `row`."""
+    return row // span.part_rows * span.step // len(span.bases[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LandingPages:
+    """All pages of a context that lands, from its first. A page that the request does not list, because it holds only
+    rows before `request.first`, is replaced by the first listed page. Even a wrong range of rows therefore never leads
+    to another page than those listed."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def landing_pages(request: HandoffRequest, target: Store) -> LandingPages:
+    """Returns the pages of a request that `refusal` accepts."""
+
+    def from_first(span: PagedSpan | None, pages: tuple[int, ...]) -> tuple[int, ...]:
+        return pages if span is None else pages[:1] * pages_before(span, request.first) + pages
+
+    return LandingPages(
+        rows=from_first(target.shards[0].span, request.row_pages), keys=from_first(target.keys, request.key_pages)
+    )
+
+
 def plan_writes(
     source: PagedSpan,
     source_pages: Sequence[int],
@@ -232,15 +258,17 @@ def plan_context_writes(
     return np.concatenate(plans)
 
 
-def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], rows: int) -> int:
-    """Returns how many writes `plan_context_writes` plans for a context of `rows` rows if its pages of `source` are
-    consecutive. For any other pages of `source` it plans at least as many."""
-    count, consecutive = 0, range(pages_for(source.shards[0].span, rows))
+def count_writes(
+    source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int
+) -> int:
+    """Returns how many writes `plan_context_writes` plans for rows [first, last) of a context if its pages of `source`
+    are consecutive. For any other pages of `source` it plans at least as many."""
+    count, consecutive = 0, range(pages_for(source.shards[0].span, last))
 
     def whole_row_writes(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
         layers = [(layer, layer) for layer in range(len(source_span.bases))]
         return sum(
-            len(alike) * len(plan_writes(source_span, consecutive, target_span, pages, 0, rows, alike[:1]))
+            len(alike) * len(plan_writes(source_span, consecutive, target_span, pages, first, last, alike[:1]))
             for alike in _layers_alike(source_span, target_span, layers)
         )
 
@@ -249,7 +277,7 @@ def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pag
         if _same_bytes(overlap, source_shard, target_shard):
             count += whole_row_writes(source_shard.span, target_shard.span, row_pages)
         else:
-            count += len(source_shard.span.bases) * rows * len(overlap.byte_ranges)
+            count += len(source_shard.span.bases) * (last - first) * len(overlap.byte_ranges)
     if source.keys is not None and target.keys is not None:
         count += whole_row_writes(source.keys, target.keys, key_pages)
     return count

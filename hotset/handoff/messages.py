@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
@@ -153,13 +153,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """Requests that the prefill worker compute this prompt and write its rows and index keys to these pages."""
+    """Requests that the prefill worker compute this prompt and write its rows and index keys to these pages. The decode
+    worker has rows [0, first) in shared pages, which are not listed."""
 
     key: HandoffKey
     prompt: PromptSpec
     landing: StoreName  # the store in which the context lands
-    row_pages: tuple[int, ...]
-    key_pages: tuple[int, ...]
+    row_pages: tuple[int, ...]  # pages of the context, from the one that holds row `first` on
+    key_pages: tuple[int, ...]  # the same for index keys
+    first: int = 0  # rows and index keys [first, len(prompt)) are written; row `first` begins a page
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.handoff.layout import pages_for
+from hotset.handoff.layout import landing_pages, pages_before, pages_for
 from hotset.handoff.messages import (
     FirstTokenSampled,
     HandoffDone,
@@ -90,6 +90,7 @@ class OutgoingHandoff:
         "in_flight",
         "landed",
         "offer",
+        "pages",
         "pages_released",
         "peer",
         "request",
@@ -109,6 +110,7 @@ class OutgoingHandoff:
         offer: StagingOffer | None = None,
     ) -> None:
         self.peer, self.request, self.hello, self.timer, self.offer = peer, request, hello, timer, offer
+        self.pages = landing_pages(request, self.target)
         self.staging: SenderStaging | None = None  # set if the receiver accepts the offer
         self.unsubmitted: RowsComputed | None = None  # rows that are announced but not submitted, merged into one range
         self.in_flight: list[ChunkInFlight] = []
@@ -197,10 +199,13 @@ def refusal(request: HandoffRequest, hello: Hello) -> str:
         return f"landing {request.landing!r} is not one of the stores in Hello, {sorted(hello.stores)}"
     if not rows:
         return "the prompt has no tokens"
-    row_span = target.shards[0].span
+    row_span, first = target.shards[0].span, request.first
+    if not 0 <= first < rows or first % row_span.part_rows:
+        return f"row {first} of {rows} is not the first row of a page of {row_span.part_rows} rows"
     for what, span, pages in (("rows", row_span, request.row_pages), ("keys", target.keys, request.key_pages)):
-        if span is not None and len(pages) < pages_for(span, rows):
-            return f"{len(pages)} pages are too few for {rows} {what}, which need {pages_for(span, rows)} pages"
+        needed = 0 if span is None else pages_for(span, rows) - pages_before(span, first)
+        if len(pages) < needed:
+            return f"{len(pages)} pages are too few for {what} [{first}, {rows}), which need {needed} pages"
     return ""
 
 

@@ -270,7 +270,7 @@ class Receiver:
     def _landed_rows(self, handoff: _Handoff) -> int:
         """Returns how many rows are in their pages when HandoffDone arrives."""
         if self._staging is not None and handoff.staged:
-            return self._staging.unpacked_rows(handoff.request.key)
+            return handoff.request.first + self._staging.unpacked_rows(handoff.request.key)
         return len(handoff.request.prompt)
 
     def _on_end(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:

@@ -281,8 +281,7 @@ class Sender:
             return
         self._move(handoff, SenderPhase.WRITING, now)
         if staged and handoff.offer is not None:
-            total = len(handoff.request.prompt)
-            handoff.staging = SenderStaging(handoff.request.key, total, handoff.offer, self.piece_table)
+            handoff.staging = SenderStaging(handoff.request, handoff.offer, self.piece_table)
         self._submit_rows(handoff, now)
         self._finish_if_idle(handoff, now)
 
@@ -354,12 +353,13 @@ class Sender:
         assert announced == rows.first <= rows.last, (
             f"{key}: {announced} rows are announced, but the next begin at {rows.first}"
         )
-        handoff.announced, waiting = rows.last, handoff.unsubmitted
+        handoff.announced, waiting, first = rows.last, handoff.unsubmitted, max(rows.first, handoff.request.first)
         if waiting is not None:
             assert rows.pages[: len(waiting.pages)] == waiting.pages, f"{key}: announced rows have moved"
             # The newest event is enough, because the events of a request happen in order.
-            rows = replace(rows, first=waiting.first)
-        handoff.unsubmitted = rows
+            first = waiting.first
+        if first < rows.last:  # otherwise the receiver has all these rows
+            handoff.unsubmitted = replace(rows, first=first)
         if handoff.phase is SenderPhase.WRITING:
             handoff.timer.extend(now)
             self._submit_rows(handoff, now)
@@ -375,19 +375,18 @@ class Sender:
             return
         if rows is None or len(handoff.in_flight) >= MAX_LISTS_IN_FLIGHT:
             return
-        request = handoff.request
         planned = plan_context_writes(
             source=self._store,
             source_pages=rows.pages,
             target=handoff.target,
-            row_pages=request.row_pages,
-            key_pages=request.key_pages,
+            row_pages=handoff.pages.rows,
+            key_pages=handoff.pages.keys,
             first=rows.first,
             last=rows.last,
         )
         handoff.unsubmitted = None
         handoff.in_flight.append(ChunkInFlight(rows.first, rows.last, deadline=now + self._write_limit))
-        self._actions.append(SubmitWrites(handoff.peer, request.key, planned, rows.after))
+        self._actions.append(SubmitWrites(handoff.peer, handoff.request.key, planned, rows.after))
 
     def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
         """If no write is in flight: ends a complete handoff, or reports an end that was waiting for writes."""

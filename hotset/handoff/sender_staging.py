@@ -12,7 +12,6 @@ from enum import Enum
 
 from hotset.handoff.messages import (
     HandoffId,
-    HandoffKey,
     HandoffRequest,
     Hello,
     LeaseGranted,
@@ -81,7 +80,7 @@ def make_offer(
     rows = piece_rows(store, target, hello.ring.nbytes, buffers[0].nbytes)
     if rows < 1 or not should_stage(store, target, request, max_direct_writes):
         return None
-    return StagingOffer(min(rows, len(request.prompt)), packed_row_bytes(store, target), hello.ring)
+    return StagingOffer(min(rows, len(request.prompt) - request.first), packed_row_bytes(store, target), hello.ring)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,13 +96,14 @@ class Piece:
 
 
 class SenderStaging:
-    """The pieces of one staged context at the sender. Only the sender changes it."""
+    """The pieces of one staged context at the sender: rows from `request.first` on. Only the sender changes it."""
 
-    def __init__(self, key: HandoffKey, total: int, offer: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
-        self._key, self._total, self.offer, self._table = key, total, offer, table
+    def __init__(self, request: HandoffRequest, offer: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
+        self._key, self._first, self._total = request.key, request.first, len(request.prompt)
+        self.offer, self._table = offer, table
         self.pages: tuple[int, ...] = ()  # the context's pages in the prefill worker's store
-        self._announced = 0  # rows [0, announced) are computed, or their forward pass is in flight
-        self._computed = 0  # rows [0, computed) are in the prefill worker's pages
+        self._announced = self._first  # rows [first, announced) are computed, or their forward pass is in flight
+        self._computed = self._first  # rows [first, computed) are in the prefill worker's pages
         # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
         self._events: list[tuple[int, DeviceEvent | None]] = []  # (last, event)
         self._pieces: dict[int, Piece] = {}  # pieces that are requested and not unpacked, by number
@@ -227,8 +227,8 @@ class SenderStaging:
 
     @property
     def _requested(self) -> int:
-        """Returns the end of the rows [0, requested) for which leases were requested."""
-        return min(self._num_requested * self.offer.rows, self._total)
+        """Returns the end of the rows [first, requested) for which leases were requested."""
+        return min(self._first + self._num_requested * self.offer.rows, self._total)
 
     def _piece_written(self, piece: Piece) -> PieceWritten:
         assert piece.lease is not None

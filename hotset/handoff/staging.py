@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from hotset.base.errors import ConfigError
 from hotset.base.units import MIB, ceil_div, show_bytes
-from hotset.handoff.layout import ByteRanges, count_writes, overlaps, row_bytes
+from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, overlaps, row_bytes
 from hotset.handoff.messages import (
     HandoffKey,
     HandoffRequest,
@@ -91,8 +91,8 @@ def should_stage(
     source: Store, target: Store, request: HandoffRequest, max_direct_writes: int = MAX_DIRECT_WRITES
 ) -> bool:
     """Returns whether direct writes of the context would be many and small, even with consecutive source pages."""
-    rows = len(request.prompt)
-    count = count_writes(source, target, request.row_pages, request.key_pages, rows)
+    pages, last = landing_pages(request, target), len(request.prompt)
+    count, rows = count_writes(source, target, pages.rows, pages.keys, request.first, last), last - request.first
     return count > max_direct_writes and rows * packed_row_bytes(source, target) < count * SMALL_WRITE_BYTES
 
 
@@ -134,11 +134,12 @@ class _StagedContext:
 
     def packed_piece(self, piece: int, address: int) -> PackedPiece:
         first, last = self.pieces[piece]
+        pages = landing_pages(self.request, self.target)
         return PackedPiece(
             source=self.source,
             target=self.target,
-            row_pages=self.request.row_pages,
-            key_pages=self.request.key_pages,
+            row_pages=pages.rows,
+            key_pages=pages.keys,
             first=first,
             last=last,
             address=address,
@@ -174,7 +175,8 @@ class ReceiverStaging:
         if lease is not None:
             return [SendMessage(context.peer, LeaseGranted(request.key, request.piece, lease.number, lease.first))]
         nbytes = (request.last - request.first) * packed_row_bytes(context.source, context.target)
-        valid = 0 <= request.first < request.last <= len(context.request.prompt) and nbytes <= context.piece_bytes
+        first, last = context.request.first, len(context.request.prompt)
+        valid = first <= request.first < request.last <= last and nbytes <= context.piece_bytes
         if valid and not context.stopping and request.piece not in context.pieces:
             context.pieces[request.piece] = request.first, request.last
             self.ring.request(owner, nbytes)

@@ -61,6 +61,10 @@ class Geometry:
             return 0
         return ceil_div(ceil_div(tokens, self.keys_per_block) * self.key_groups, self.blocks_per_page)
 
+    def key_pages_before(self, token: int) -> int:
+        """Returns how many of a context's key pages hold only index keys of tokens before `token`."""
+        return token // self.keys_per_block * self.key_groups // self.blocks_per_page if self.keys_per_block else 0
+
     def key_capacity(self, pages: int) -> int:
         """Returns how many tokens have their index keys in `pages` pages."""
         return pages * self.blocks_per_page // self.key_groups * self.keys_per_block

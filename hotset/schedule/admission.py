@@ -59,7 +59,11 @@ class Admission:
         preemptor: Preemptor,
         landings: Landings,
         prefixes: Prefixes,
+        extend_locally: int,
     ) -> None:
+        """A prompt for a prefill worker is computed here instead if all but `extend_locally` of its tokens are in the
+        prefix cache."""
+        self._extend_locally = extend_locally
         self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
         self._preemptor, self._landings, self._prefixes, self._mode = preemptor, landings, prefixes, mode
 
@@ -95,9 +99,11 @@ class Admission:
 
         A request whose prompt a prefill worker computes gets the pages in which the prompt will land, but no seat yet.
         """
-        if not self._needs_seat(request):
-            return self._reserve_landing(request)
         spare, prefix = headroom(self._queues.running), self._prefixes.find(request)
+        if self._needs_peer(request, prefix):
+            return self._reserve_landing(request, prefix)
+        if not self._queues.free_seats:
+            return False
         length = request.num_scheduled or len(prefix) * self._ledger.geometry.page_rows
         for residence in admissible_residences(self._ledger, request, self._mode, length):
             need = self._ledger.pages_needed(request.holding, residence, len(request.tokens), prefix)
@@ -109,8 +115,15 @@ class Admission:
 
     @staticmethod
     def _needs_seat(request: Request) -> bool:
-        """Returns False if a prefill worker will compute the prompt: a landing needs no seat."""
+        """Returns False if a prefill worker may compute the prompt: a landing needs no seat."""
         return request.phase is Phase.PARKED or request.prefill_at is None
+
+    def _needs_peer(self, request: Request, prefix: Sequence[CachedPage]) -> bool:
+        """Returns True if a prefill worker must compute the prompt. It need not if `prefix` leaves a short rest."""
+        if self._needs_seat(request):
+            return False
+        unknown = len(request.tokens) - len(prefix) * self._ledger.geometry.page_rows
+        return not prefix or unknown > self._extend_locally
 
     def on_kv_ready(self, request: Request) -> None:
         """Moves a request to phase DECODE; no other method does. All its tokens except the newest have rows."""
@@ -118,17 +131,18 @@ class Admission:
         if request.holding.residence is Residence.STREAMED:
             self._next_plan.commands += self._ledger.end_streaming(request.holding, request.num_scheduled)
 
-    def _reserve_landing(self, request: Request) -> bool:
-        """Reserves the pages in which a prompt will land.
+    def _reserve_landing(self, request: Request, prefix: Sequence[CachedPage]) -> bool:
+        """Reserves the pages in which a prompt will land, except those of its cached prefix.
 
         Returns False if too few pages are free to hold the prompt and to admit the request after the landing.
         """
         ledger, spare, rows = self._ledger, headroom(self._queues.running), len(request.tokens)
         for on_device, residence in admissible_landings(ledger, request, self._mode):
-            need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1))
+            need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1), prefix)
             if not self._preemptor.make_room(need, spare):
                 continue
-            reserved = ledger.reserve(request.holding, on_device, rows)
+            self._prefixes.count(request, prefix)
+            reserved = ledger.reserve(request.holding, on_device, rows, prefix)
             assert reserved, "pages were free a moment ago"
             self._landings.reserve(request, on_device, self._next_plan.number)
             return True
@@ -140,6 +154,9 @@ class Admission:
         ledger, holding, length, rows = self._ledger, request.holding, request.num_scheduled, len(request.tokens)
         seat = self._queues.start(request)
         self._prefixes.count(request, prefix)
+        if request.phase is Phase.WAITING:
+            self._counters.extended += request.prefill_at is not None
+            request.prefill_at = None
         if prefix:
             request.num_scheduled = length = len(prefix) * ledger.geometry.page_rows
             commands = ledger.reuse(holding, seat, residence, prefix, rows)

@@ -24,7 +24,8 @@ class _Unsent:
 class Landings:
     """Reservations and withdrawals that a decode worker has not yet sent to prefill workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
         self._unsent: dict[Request, _Unsent] = {}
         self._withdrawn: list[Withdrawal] = []
 
@@ -35,16 +36,21 @@ class Landings:
         """
         request.move(Phase.LANDING)
         assert request.prefill_at is not None
-        pages = request.holding.pages
+        pages, num_cached = request.holding.pages, len(request.holding.cached)
+        first = num_cached * self._geometry.page_rows
+        rows = pages[PageUse.ROWS if on_device else PageUse.HOST]
         reservation = Reservation(
             request_id=request.request_id,
             attempt=request.attempt,
             prefill_at=request.prefill_at,
             prompt=request.prompt,
             on_device=on_device,
-            row_pages=tuple(pages[PageUse.ROWS if on_device else PageUse.HOST]),
+            row_pages=tuple(rows[num_cached:]),
             # Index keys that land on the host lie in the pages of their rows.
-            key_pages=tuple(pages[PageUse.KEYS] or pages[PageUse.HOST]),
+            key_pages=tuple(
+                pages[PageUse.KEYS][self._geometry.key_pages_before(first) :] or pages[PageUse.HOST][num_cached:]
+            ),
+            first=first,
         )
         self._unsent[request] = _Unsent(reservation, last_plan=plan)
 

@@ -79,8 +79,10 @@ Announcement = RowsWritten | PromptComputed
 class Reservation:
     """Requests a prompt from the prefill worker at `prefill_at`, which writes the KV into the reserved pages.
 
-    `row_pages` are device pages if `on_device`, otherwise host pages. `key_pages` are device pages, or the same host
-    pages if there are no device pages for index keys.
+    Rows [0, first) are in the prefix cache, and only the others are written. `row_pages` are the pages of rows from
+    `first` on: device pages if `on_device`, otherwise host pages. `key_pages` are the device pages from the one with
+    index key `first` on, or the same host pages if there are no device pages for index keys. Pages in the prefix cache
+    are in neither, so no peer can write to them.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class Reservation:
     on_device: bool
     row_pages: tuple[int, ...]
     key_pages: tuple[int, ...]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ class Counters:
     landed: int = 0
     lost: int = 0  # landings that failed, including those that were retried or cancelled
     retries: int = 0  # attempts after a landing that failed
+    extended: int = 0  # prompts meant for prefill workers that were computed here, from a cached prefix on
     handed_off: int = 0  # prompts computed for decode workers
     finished: Counter[FinishReason] = field(default_factory=Counter)
 

@@ -59,6 +59,7 @@ class Scheduler:
         promote_after_plans: int = PROMOTE_AFTER_PLANS,
         stages: int = 1,
         hasher: PageHasher | None = None,
+        extend_locally: int = 0,
     ) -> None:
         """At most `seats` requests run at once.
 
@@ -67,7 +68,8 @@ class Scheduler:
         request is promoted only after `promote_after_plans` plans without memory pressure. With several pipeline
         `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
         requests are therefore divided among `stages` plans in flight. With a `hasher` and a host store, prefixes are
-        reused.
+        reused. If at most `extend_locally` tokens follow the cached prefix of a prompt, they are computed here even if
+        the request names a prefill worker.
         """
         self.counters = Counters()
         self._ledger = ledger
@@ -75,14 +77,22 @@ class Scheduler:
         self._stages = stages
         self._next_plan = PlanBuilder()
         self._queues = Queues(seats)
-        self._landings = Landings()
+        self._landings = Landings(ledger.geometry)
         self._announcements = Announcements(ledger.geometry)
         self._preemptor = Preemptor(
             ledger, self._queues, self._next_plan, self.counters, tiers, promote_after_plans=promote_after_plans
         )
         self._prefixes = Prefixes(ledger, self._queues, self.counters, self._preemptor.pending, hasher)
         self._admission = Admission(
-            ledger, self._queues, self._next_plan, self.counters, tiers, self._preemptor, self._landings, self._prefixes
+            ledger=ledger,
+            queues=self._queues,
+            next_plan=self._next_plan,
+            counters=self.counters,
+            mode=tiers,
+            preemptor=self._preemptor,
+            landings=self._landings,
+            prefixes=self._prefixes,
+            extend_locally=extend_locally,
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()

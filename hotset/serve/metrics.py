@@ -65,6 +65,10 @@ COUNTERS = {
     "steps": ("hotset_steps", "Steps computed."),
     "retries": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
     "handed_off": ("hotset_prompts_handed_off", "Prompts computed for decode workers."),
+    "extended": (
+        "hotset_prompts_extended",
+        "Prompts that a decode worker computed itself, because it had all but a short rest in its prefix cache.",
+    ),
 }
 HANDOFF_GAUGES = {
     "num_open": ("hotset_handoffs_open", "Handoffs in progress."),

@@ -34,10 +34,10 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads a context of `length` rows from the host: if `keys`, the index keys that are not in shared pages, and the
-    rows that `to` needs.
+    """Loads rows [0, length) of a context from the host: if `keys`, their index keys except those in shared pages, and
+    those rows that `to` needs.
 
-    RESIDENT needs all rows, TIERED those of tail and slots, STREAMED none.
+    RESIDENT needs all of them, TIERED those of tail and slots, STREAMED none.
     """
 
     seat: int
@@ -48,14 +48,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MirrorLanded:
-    """Copies the full pages of a landed context of `length` rows from the device to the host.
+    """Copies full pages of a context of `length` rows, of which rows [first, length) have landed, to the host.
 
-    Index keys are copied and, if `rows`, also the rows. If not `rows`, the rows landed in host pages.
+    Index keys are copied and, if `rows`, also the rows. If not `rows`, the rows landed in host pages. The pages of rows
+    [0, first) are in the prefix cache: they are on the host, and must not be written.
     """
 
     seat: int
     length: int
     rows: bool
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ class KvMemory:
                 self._required_mirror.flush(seat, length)
             case Load():
                 self._load(command)
-            case MirrorLanded(seat, length, rows):
-                self._required_mirror.mirror_landed(seat, length, rows)
+            case MirrorLanded(seat, length, rows, first):
+                self._required_mirror.mirror_landed(seat, length, rows, first)
             case Demote():
                 self._required_mirror.wait()
                 self._required_hot_buffers.demote(command)

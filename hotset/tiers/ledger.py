@@ -84,7 +84,7 @@ class Ledger:
         Index keys of cached pages that other requests have on the device need no page.
         """
         required = self._required(to, tokens)
-        if holding.residence in (Residence.ABSENT, Residence.PARKED):
+        if not holding.pages[PageUse.KEYS]:
             required[PageUse.KEYS] -= len(self.shared_keys.find(prefix or holding.cached))
         missing = {use: max(0, count - len(holding.pages[use])) for use, count in required.items()}
         host = missing.pop(PageUse.HOST) - len(prefix) + sum(cached.users == 0 for cached in prefix)
@@ -243,31 +243,56 @@ class Ledger:
         self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
         return [*commands, Load(seat, length, to, keys=True)]
 
-    def reserve(self, holding: Holding, on_device: bool, tokens: int) -> bool:
-        """Gives an absent request pages for `tokens` rows that another process will write, on the host or the device.
+    def reserve(self, holding: Holding, on_device: bool, tokens: int, prefix: Sequence[CachedPage] = ()) -> bool:
+        """Gives an absent request pages for `tokens` rows, on the host or the device, and the cached pages of `prefix`.
 
-        The request needs no seat for this. Returns False if too few pages are free.
+        Another process will write the rows after the prefix, and never writes to the cached pages. The request needs
+        no seat for this. Returns False if too few pages are free.
         """
         required = self._required_to_land(on_device, tokens)
+        shared = self.shared_keys.find(prefix) if required[PageUse.KEYS] else []
         on_host = required[PageUse.HOST]
-        if not self.fits(PageCounts(sum(required.values()) - on_host, on_host)):
+        used = sum(cached.users > 0 for cached in prefix)  # cached pages that do not count as free
+        if not self.fits(PageCounts(sum(required.values()) - on_host - len(shared), on_host - used)):
             return False
         holding.move(Residence.LANDING)
+        if self.host is not None:
+            self.host.use(prefix)
+            holding.cached = list(prefix)
+            holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
+        self.shared_keys.use(shared)
+        holding.pages[PageUse.KEYS] = [*shared]
         self._grant(holding, required)
         return True
 
     def land(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
-        """Gives a context of `length` rows that has landed completely a seat, and pages for `tokens` rows."""
+        """Gives a context of `length` rows that has landed completely a seat, and pages for `tokens` rows.
+
+        Rows [0, first) did not land: they and their index keys are in the cached pages that `reserve` took.
+        """
         if not self.fits(self.pages_needed(holding, to, tokens)):
             return None
-        holding.move(to)
-        holding.seat = seat
-        commands: list[Command] = [Grant(seat, use, 0, tuple(held)) for use, held in holding.pages.items() if held]
+        first = len(holding.cached) * self.geometry.page_rows
         in_place = bool(holding.pages[PageUse.ROWS])
         keys_on_host = not in_place and self.landing.keys_on_host
+        if keys_on_host:
+            holding.pages[PageUse.KEYS] = self.shared_keys.find(holding.cached)
+            self.shared_keys.use(holding.pages[PageUse.KEYS])
+        holding.move(to)
+        holding.seat = seat
+        commands: list[Command] = []
+        for use, pages in holding.pages.items():
+            num_shared = self.shared_keys.count(pages) if use is PageUse.KEYS else 0
+            if num_shared:
+                commands.append(Grant(seat, use, 0, tuple(pages[:num_shared]), shared=True))
+            if len(pages) > num_shared:
+                commands.append(Grant(seat, use, num_shared, tuple(pages[num_shared:])))
         commands += self._grant(holding, self._required(to, tokens))
+        self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
+        if first and not keys_on_host:  # what did not land is loaded: index keys and, if the others are there, rows
+            commands.append(Load(seat, first, Residence.RESIDENT if in_place else Residence.STREAMED, keys=True))
         if self.host is not None and not keys_on_host:
-            commands.append(MirrorLanded(seat, length, rows=in_place))
+            commands.append(MirrorLanded(seat, length, rows=in_place, first=first))
         if not in_place:
             commands.append(Load(seat, length, to, keys=keys_on_host))
         return commands
@@ -277,7 +302,8 @@ class Ledger:
         assert holding.residence is Residence.LANDING, f"a request that is {holding.residence.value} has no writer"
         holding.move(Residence.ABSENT)
         host = self._take_own_host_pages(holding)
-        device = [page for use in PageUse for page in self._take(holding, use)]
+        device = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))
+        device += [page for use in PageUse for page in self._take(holding, use)]
         self._quarantined[name] = Quarantined(device, host)
         self._update_capacity(holding)
 

@@ -87,11 +87,12 @@ class Mirror:
             self._store([] if self._tables.work_pages[seat] else newest, newest)
         self.wait()
 
-    def mirror_landed(self, seat: int, length: int, rows: bool) -> None:
-        """Copies the full pages of a context of `length` rows that landed: its index keys and, if `rows`, its rows."""
+    def mirror_landed(self, seat: int, length: int, rows: bool, first: int = 0) -> None:
+        """Copies the full pages from row `first` on of a context of `length` rows that landed: index keys and, if
+        `rows`, the rows."""
         last = length - length % self._pool.geometry.page_rows
-        if last > 0:
-            whole = [TokenRange(seat, 0, last)]
+        if first < last:
+            whole = [TokenRange(seat, first, last)]
             self._store(whole if rows else [], whole)
 
     def mirrored_event(self) -> torch.cuda.Event | None:

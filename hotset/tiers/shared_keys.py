@@ -54,6 +54,10 @@ class SharedKeys:
             if page_id not in self._page_of:
                 self._page_of[page_id], self._id_of[page], self._users[page] = page, page_id, 1
 
+    def count(self, key_pages: Sequence[int]) -> int:
+        """Returns how many of the first key pages of a context can be shared, so that nobody writes to them."""
+        return next((number for number, page in enumerate(key_pages) if page not in self._id_of), len(key_pages))
+
     def stop_using(self, key_pages: Sequence[int]) -> list[int]:
         """Records that a request uses its key pages no more. Returns those that no other request uses."""
         unused = []

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.layout import check_peers, head_shards, pages_for
+from hotset.handoff.layout import check_peers, head_shards, pages_before, pages_for
 from hotset.handoff.messages import (
     Fetch,
     FetchFailed,
@@ -179,34 +179,53 @@ class Memory:
     def pools(self) -> list[Pool]:
         return [*self.rows.pools, self.keys]
 
-    def allocate(self, tokens: int) -> tuple[list[int], list[int]] | None:
+    def allocate(self, tokens: int) -> "ContextPages | None":
         """Returns pages of rows and pages of index keys, or None if there are too few of either."""
         rows = self.rows.allocator.allocate(pages_for(self.rows.span, tokens))
         keys = self.keys.allocator.allocate(pages_for(self.keys.span, tokens)) if rows is not None else None
         if rows is not None and keys is None:
             self.rows.allocator.release(rows)
-        return None if rows is None or keys is None else (rows, keys)
+        return None if rows is None or keys is None else ContextPages(tuple(rows), tuple(keys))
 
-    def check(self, request: HandoffRequest) -> None:
-        """Asserts that the pages of the request contain the computed bytes of its prompt."""
+    def write(self, pages: "ContextPages", token_ids: Sequence[int], first: int, last: int) -> None:
+        """Writes the computed bytes of rows and index keys [first, last) of a prompt."""
+        for layer in range(LAYERS):
+            self.rows.write(pages.rows, layer, first, computed_bytes(token_ids, first, last, layer, ROW_BYTES))
+        for group in range(GROUPS):
+            self.keys.write(pages.keys, group, first, computed_bytes(token_ids, first, last, group, KEY_BYTES))
+
+    def check(self, pages: "ContextPages", request: HandoffRequest) -> None:
+        """Asserts that the pages contain the computed bytes of the prompt."""
         count = len(request.prompt)
         for layer in range(LAYERS):
-            self.rows.check(
-                request.row_pages, layer, computed_bytes(request.prompt.token_ids, 0, count, layer, ROW_BYTES)
-            )
+            self.rows.check(pages.rows, layer, computed_bytes(request.prompt.token_ids, 0, count, layer, ROW_BYTES))
         for group in range(GROUPS):
             expected = computed_bytes(request.prompt.token_ids, 0, count, group, KEY_BYTES)
-            assert (self.keys.rows(request.key_pages, group, count) == expected).all(), (
+            assert (self.keys.rows(pages.keys, group, count) == expected).all(), (
                 f"{request.key}: index keys of group {group} are wrong"
             )
 
-    def release(self, request: HandoffRequest) -> None:
-        self.rows.release(request.row_pages)
-        self.keys.release(request.key_pages)
+    def release(self, pages: "ContextPages") -> None:
+        self.rows.release(pages.rows)
+        self.keys.release(pages.keys)
 
     def audit(self) -> None:
         self.rows.audit()
         self.keys.audit()
+
+
+@dataclass(frozen=True)
+class ContextPages:
+    """Pages of a context."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def split(self, memory: Memory, first: int) -> "tuple[ContextPages, ContextPages]":
+        """Returns the pages with only rows, or index keys, before `first`, and all others."""
+        rows, keys = pages_before(memory.rows.span, first), pages_before(memory.keys.span, first)
+        before = ContextPages(self.rows[:rows], self.keys[:keys])
+        return before, ContextPages(self.rows[rows:], self.keys[keys:])
 
 
 @dataclass(frozen=True)
@@ -396,7 +415,11 @@ class Worker(ABC):
 
 
 class DecodeWorker(Worker):
-    """Requests prompts, checks the contexts that land, keeps them for a while, and releases their pages."""
+    """Requests prompts, checks the contexts that land, keeps them for a while, and releases their pages.
+
+    Some prompts begin with rows that this worker has already. Their pages are not in the request. If the handoff fails,
+    they are released and poisoned at once, even if the sender may still write to the other pages.
+    """
 
     store_names = ("host", "device")
 
@@ -423,6 +446,7 @@ class DecodeWorker(Worker):
         # Landed contexts: when to release the pages, and the request.
         self.landed: dict[HandoffKey, tuple[float, HandoffRequest]] = {}
         self.quarantined: dict[HandoffKey, HandoffRequest] = {}
+        self.pages: dict[HandoffKey, ContextPages] = {}  # all pages of each context that holds any
         self.known_keys: set[HandoffKey] = set()
         self.endpoints: dict[str, Loopback] = {}  # by prefill worker
         self.retired: dict[Loopback, set[HandoffKey]] = {}  # handoffs that end when the endpoint is closed
@@ -437,9 +461,9 @@ class DecodeWorker(Worker):
         now = self.world.now
         for key, (release_at, request) in list(self.landed.items()):
             if now >= release_at:
-                memory = self.memory(request)
-                memory.check(request)
-                memory.release(request)
+                memory, pages = self.memory(request), self.pages.pop(key)
+                memory.check(pages, request)
+                memory.release(pages)
                 del self.landed[key]
         while self.waiting and self._fetch(*self.waiting[0]):
             self.waiting.popleft()
@@ -502,9 +526,11 @@ class DecodeWorker(Worker):
         prefill = self.world.random.choice(prefills)
         if prefill.alive:
             self.world.introduce(self, prefill)
-        request = HandoffRequest(
-            key, PromptSpec(token_ids, SamplingParams()), self.store_names[store], tuple(pages[0]), tuple(pages[1])
-        )
+        first = self._write_prefix(self.memories[store], pages, token_ids)
+        _, listed = pages.split(self.memories[store], first)
+        prompt = PromptSpec(token_ids, SamplingParams())
+        request = HandoffRequest(key, prompt, self.store_names[store], listed.rows, listed.keys, first)
+        self.pages[key] = pages
         assert key not in self.known_keys
         self.known_keys.add(key)
         self.open[key] = request, attempts, self.world.now
@@ -516,27 +542,41 @@ class DecodeWorker(Worker):
             self.world.call_later(seconds, lambda: machine.cancel(key, self.world.now))
         return True
 
+    def _write_prefix(self, memory: Memory, pages: ContextPages, token_ids: tuple[int, ...]) -> int:
+        """Writes the rows and index keys of some whole pages, which the worker has without the handoff. Returns the
+        number of rows, which is 0 for most prompts."""
+        page_rows = memory.rows.span.part_rows
+        most = (len(token_ids) - 1) // page_rows if self.world.chance(0.4) else 0
+        first = self.world.random.randint(0, most) * page_rows
+        memory.write(pages, token_ids, 0, first)
+        self.world.counts["prefixes"] += first > 0
+        return first
+
     def _handle_event(self, event: Any) -> None:
         counts = self.world.counts
         if isinstance(event, Quiesced):
             request = self.quarantined.pop(event.key)
-            self.memory(request).release(request)
+            self.memory(request).release(self.pages.pop(event.key))
             counts["quiesced later"] += 1
             return
         request, attempts, began_at = self.open.pop(event.key)  # raises KeyError if a handoff ends twice
         self.world.longest_s = max(self.world.longest_s, self.world.now - began_at)
         if isinstance(event, Landed):
             assert event.token_id == request.prompt.token_ids[-1] + 1
-            self.memory(request).check(request)
+            self.memory(request).check(self.pages[event.key], request)
+            counts["landed after a prefix"] += request.first > 0
             self.landed[event.key] = self.world.now + self.world.random.uniform(0, 1.5), request
             counts["landed"] += 1
             return
         assert isinstance(event, FetchFailed)
         counts["failed" if event.quiesced else "failed, not quiesced"] += 1
+        before, own = self.pages[event.key].split(self.memory(request), request.first)
+        self.memory(request).release(before)
         if event.quiesced:
-            self.memory(request).release(request)
+            self.memory(request).release(own)
+            del self.pages[event.key]
         else:
-            self.quarantined[event.key] = request
+            self.quarantined[event.key], self.pages[event.key] = request, own
         if attempts > 0 and event.reason != "cancelled":
             next_key = HandoffKey(event.key.request_id, event.key.attempt + 1)
             self.waiting.append((next_key, request.prompt.token_ids, attempts - 1))
@@ -673,13 +713,6 @@ class PrefillWorker(Worker):
         if forward.incarnation != self.incarnation or not self.alive:
             return
         if self.jobs.get((job.start.peer, job.start.key)) is job:
-            token_ids, first, last = job.start.prompt.token_ids, forward.first, forward.last
-            for layer in range(LAYERS):
-                self.memory.rows.write(
-                    job.pages, layer, first, computed_bytes(token_ids, first, last, layer, ROW_BYTES)
-                )
-            for group in range(GROUPS):
-                self.memory.keys.write(
-                    job.pages, group, first, computed_bytes(token_ids, first, last, group, KEY_BYTES)
-                )
+            pages = ContextPages(tuple(job.pages), tuple(job.pages))
+            self.memory.write(pages, job.start.prompt.token_ids, forward.first, forward.last)
         forward.happened = True

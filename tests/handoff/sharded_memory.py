@@ -93,13 +93,15 @@ class ShardedMemory:
         for keys, expected_keys in zip(self.keys, expected.keys, strict=True):
             np.testing.assert_array_equal(keys, expected_keys)
 
-    def check_rows(self, row_pages: Sequence[int], key_pages: Sequence[int], last: int, seed: int = 0) -> None:
-        """Asserts that these pages contain rows and index keys [0, last) of the context `seed`. Other bytes are not
+    def check_rows(
+        self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0
+    ) -> None:
+        """Asserts that these pages contain rows and index keys [first, last) of the context `seed`. Other bytes are not
         compared."""
         rows = [[np.full_like(array, POISON) for array in arrays] for arrays in self.rows]
         keys = [np.full_like(array, POISON) for array in self.keys]
-        self._write(rows, keys, row_pages, key_pages, 0, last, seed)
-        page, row = np.divmod(np.arange(last), self.page_rows)
+        self._write(rows, keys, row_pages, key_pages, first, last, seed)
+        page, row = np.divmod(np.arange(first, last), self.page_rows)
         arrays_found = [
             *((array, row_pages) for arrays in self.rows for array in arrays),
             *((array, key_pages) for array in self.keys),

@@ -9,7 +9,7 @@ from typing import Any
 from sharded_memory import ShardedMemory
 
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.layout import check_peers, pages_for
+from hotset.handoff.layout import check_peers, landing_pages, pages_before, pages_for
 from hotset.handoff.messages import (
     Fetch,
     FirstTokenSampled,
@@ -125,16 +125,16 @@ class World:
         worker.sender.add_peer(DECODE, self.hello)
         self.receiver.add_peer(worker.name, worker.hello)
 
-    def fetch(self, rows: int, name: str = "r", prefill: int = 1) -> HandoffKey:
-        """Poisons target pages, and begins a handoff of `rows` rows from prefill worker number `prefill`."""
-        key, count = HandoffKey(name, 1), pages_for(self.memory.store.shards[0].span, rows)
+    def fetch(self, rows: int, name: str = "r", prefill: int = 1, first: int = 0) -> HandoffKey:
+        """Poisons target pages, and begins a handoff of rows [first, rows) from prefill worker number `prefill`."""
+        span = self.memory.store.shards[0].span
+        key, count = HandoffKey(name, 1), pages_for(span, rows) - pages_before(span, first)
         pages = self.pages.allocate(count)
         assert pages is not None
         self.memory.poison(pages, pages)
         seed = len(self.requests)
-        request = HandoffRequest(
-            key, PromptSpec(tuple(range(seed, seed + rows)), SamplingParams()), "host", tuple(pages), tuple(pages)
-        )
+        prompt = PromptSpec(tuple(range(seed, seed + rows)), SamplingParams())
+        request = HandoffRequest(key, prompt, "host", tuple(pages), tuple(pages), first)
         self.requests[key], self.events[key] = request, []
         self.receiver.fetch(Fetch(f"prefill:{prefill}", request), self.now)
         return key
@@ -264,9 +264,8 @@ class World:
         """Asserts that the context has landed and that every byte of it is correct."""
         request = self.requests[key]
         assert [type(event).__name__ for event in self.events[key]] == ["Landed"], self.events[key]
-        self.memory.check_rows(
-            request.row_pages, request.key_pages, len(request.prompt), seed=request.prompt.token_ids[0]
-        )
+        pages, seed = landing_pages(request, self.memory.store), request.prompt.token_ids[0]
+        self.memory.check_rows(pages.rows, pages.keys, request.first, len(request.prompt), seed=seed)
 
     def check_idle(self) -> None:
         """Asserts that all handoffs are closed, that no lease is held or requested, that no buffer is in use, and that

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
+from hotset.handoff.codec import MARK, MAX_BYTES, MAX_SALT, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
     PROTOCOL,
@@ -63,7 +63,7 @@ MESSAGES: list[Message] = [
     HELLO,
     Welcome(HELLO),
     Refused("the model's layers differ: 2 here, 3 there"),
-    HandoffRequest(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3})), "device", (0, 70_000), (1,)),
+    HandoffRequest(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3}), "ß"), "device", (0, 70_000), (1,), 64),
     replace(
         HELLO, stores={"host 1": Store((Shard(SPAN, ((0, 8), (64, 8))),) * 2, None)}, ring=MemoryRange(1 << 46, 1 << 26)
     ),
@@ -215,6 +215,11 @@ VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(
         {"prompt": {"token_ids": [True]}},
         {"prompt": {"token_ids": ["1"]}},
         {"prompt": {"stop_ids": [-2]}},
+        {"prompt": {"cache_salt": "x" * (MAX_SALT + 1)}},
+        {"prompt": {"cache_salt": 3}},
+        {"first": -1},
+        {"first": 300},
+        {"first": None},
         {"row_pages": [-1]},
         {"row_pages": [1 << 31]},
         {"key_pages": [(1 << 64) - 1]},

@@ -88,13 +88,14 @@ def check_pages(decode: DecodeWorker) -> None:
 
 @pytest.mark.parametrize("handoffs", [700, pytest.param(2000, marks=pytest.mark.slow)])
 def test_handoffs_under_faults_land_correctly_or_fail_and_nothing_leaks(handoffs: int) -> None:
-    world = World(seed=6, rates=ALL_FAULTS)
+    world = World(seed=10, rates=ALL_FAULTS)
     run(world, handoffs)
     check_idle(world)
     counts = world.counts
     assert counts["handoffs"] >= handoffs and counts["landed"] > handoffs / 2
     assert world.longest_s < 30, f"a handoff took {world.longest_s:.0f} s"
     assert counts["staged"] > handoffs / 4 and counts["direct"] > handoffs / 10, counts
+    assert counts["landed after a prefix"] > handoffs / 20, counts
     for fault in (
         "failed",
         "failed, not quiesced",

@@ -12,8 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hotset.handoff.layout import LayerPairs, check_peers, pages_for, plan_writes, whole_rows
-from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, Store
+from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.handoff.layout import (
+    LayerPairs,
+    check_peers,
+    landing_pages,
+    pages_before,
+    pages_for,
+    plan_context_writes,
+    plan_writes,
+    whole_rows,
+)
+from hotset.handoff.messages import HandoffKey, HandoffRequest, Hello, ModelIdentity, PagedSpan, Store
+from hotset.memory.geometry import Geometry
 
 POISON = 0xAB
 
@@ -284,3 +295,42 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
 def test_an_invalid_store_is_refused(store: Store, error: str) -> None:
     reason = check_peers(HELLO, replace(HELLO, stores={"host": store}))
     assert reason is not None and error in reason
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(1, 60), st.integers(0, 99)
+)
+def test_rows_from_a_page_boundary_on_are_written_only_to_the_pages_that_the_request_lists(
+    layers: int, groups: int, part_rows: int, page_rows: int, rows: int, seed: int
+) -> None:
+    """The pages of the first rows are shared by several requests. Without them in the list, no write can reach them."""
+    divisor = int(np.gcd(groups, layers))
+    keys = make_span(groups, part_rows, 3, parts=layers // divisor, step=groups // divisor)
+    target = Store(whole_rows(make_span(layers, page_rows, 5)), keys)
+    source = Store(whole_rows(make_span(layers, 4, 5)), make_span(groups, 4, 3))
+    random = np.random.default_rng(seed)
+    first = int(random.integers((rows - 1) // page_rows + 1)) * page_rows
+    row_span = target.shards[0].span
+    all_rows, all_keys = (random.permutation(pages_for(span, rows) + 3)[:-3].tolist() for span in (row_span, keys))
+    row_pages, key_pages = all_rows[pages_before(row_span, first) :], all_keys[pages_before(keys, first) :]
+    prompt = PromptSpec((1,) * rows, SamplingParams())
+    request = HandoffRequest(HandoffKey("r", 1), prompt, "host", tuple(row_pages), tuple(key_pages), first)
+    pages = landing_pages(request, target)
+    consecutive = range(pages_for(source.shards[0].span, rows))
+    planned = plan_context_writes(source, consecutive, target, pages.rows, pages.keys, first, rows)
+    expected = plan_context_writes(source, consecutive, target, all_rows, all_keys, first, rows)
+    assert planned.tolist() == expected.tolist()
+    assert {*pages.rows} == {*row_pages} and {*pages.keys} == {*key_pages}
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 400))
+def test_both_sides_agree_on_the_first_key_page_that_is_listed(
+    layers: int, groups: int, per_block: int, token: int
+) -> None:
+    """The scheduler lists the pages, by the geometry of the device pool. The sender counts by the described store."""
+    geometry = Geometry(4, layers, 64, per_block, key_groups=groups, blocks_per_page=layers)
+    divisor = int(np.gcd(groups, layers))
+    span = make_span(groups, per_block, 3, parts=layers // divisor, step=groups // divisor)
+    assert geometry.key_pages_before(token) == pages_before(span, token)
+    assert geometry.key_pages(token + 1) - geometry.key_pages_before(token) >= 1

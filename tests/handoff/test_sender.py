@@ -592,9 +592,13 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
     ("invalid_request", "error"),
     [
         (replace(request(), landing="device"), "landing 'device' is not one of the stores in Hello"),
-        (replace(request(), row_pages=(2,)), "1 pages are too few for 10 rows, which need 2 pages"),
-        (replace(request(), key_pages=(2,)), "1 pages are too few for 10 keys, which need 2 pages"),
+        (replace(request(), row_pages=(2,)), "1 pages are too few for rows [0, 10), which need 2 pages"),
+        (replace(request(), key_pages=(2,)), "1 pages are too few for keys [0, 10), which need 2 pages"),
         (replace(request(), prompt=prompt(0)), "the prompt has no tokens"),
+        (replace(request(), first=4), "row 4 of 10 is not the first row of a page of 8 rows"),
+        (replace(request(), first=16), "row 16 of 10 is not the first row of a page of 8 rows"),
+        (replace(request(), first=-8), "row -8 of 10 is not the first row of a page of 8 rows"),
+        (replace(request(), first=8, key_pages=()), "0 pages are too few for keys [8, 10), which need 1 pages"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(invalid_request: HandoffRequest, error: str) -> None:
@@ -603,6 +607,32 @@ def test_a_request_that_cannot_be_served_is_refused(invalid_request: HandoffRequ
     (message,) = bench.sent()
     assert isinstance(message, HandoffFailed) and error in message.reason
     assert not message.retry and not message.quiesced and bench.phase is None
+
+
+def test_only_rows_that_the_receiver_lacks_are_written() -> None:
+    """The receiver has rows [0, 8), and lists no page that holds only these."""
+    bench = Bench()
+    bench.receive(replace(request(), row_pages=(9,), key_pages=(1,), first=8))
+    bench.receive(StartWrites(KEY))
+    bench.actions()
+    bench.announce_rows(0, 6)
+    assert not [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    bench.announce_rows(6, 10)
+    bench.sample()
+    (submit,) = [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    assert submit.writes.tolist() == expected_writes(8, 10)
+    bench.end_write(bench.submit())
+    assert HandoffDone(KEY, 42, {42: (-1.0, 1)}) in bench.sent()
+
+
+def test_rows_announced_before_start_writes_are_written_from_the_first_that_the_receiver_lacks() -> None:
+    bench = Bench()
+    bench.receive(replace(request(), row_pages=(9,), key_pages=(1,), first=8))
+    for first, last in ((0, 4), (4, 9), (9, 10)):
+        bench.announce_rows(first, last)
+    bench.receive(StartWrites(KEY))
+    (submit,) = [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    assert submit.writes.tolist() == expected_writes(8, 10)
 
 
 def test_a_request_of_an_unknown_peer_fails_with_a_request_for_hello() -> None:

@@ -79,6 +79,34 @@ def test_a_context_lands_for_every_pair_of_shardings(prefill_ranks: int, decode_
     assert any(isinstance(message, PieceWritten) for _, _, message in world.sent)
 
 
+@pytest.mark.parametrize("first", [8, 24, 48])
+def test_only_rows_that_the_receiver_lacks_are_staged(first: int) -> None:
+    world = World()
+    key = world.fetch(60, first=first)
+    world.deliver_messages()
+    shared = world.memory.memory.copy()
+    for last in (5, 13, 29, None):
+        world.compute(key, last)
+    world.finish()
+    world.check_landed(key)
+    world.check_idle()
+    pieces = [message for _, _, message in world.sent if isinstance(message, LeaseRequest)]
+    assert sorted(row for piece in pieces for row in range(piece.first, piece.last)) == [*range(first, 60)]
+    listed = world.requests[key].row_pages
+    world.memory.poison(listed, listed)
+    assert (world.memory.memory == shared).all(), "a page that the request does not list was written"
+
+
+def test_a_lease_for_rows_that_the_receiver_has_is_not_granted() -> None:
+    world = World()
+    key = world.fetch(60, first=16)
+    world.deliver_messages()
+    world.deliver(PREFILL, DECODE, LeaseRequest(key, 0, 8, 18))
+    assert world.ring.held == 0 and not world.ring.waiting
+    world.deliver(PREFILL, DECODE, LeaseRequest(key, 0, 16, 18))
+    assert world.ring.held > 0
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_context_that_needs_few_writes_is_written_directly(rows: int) -> None:
     world = World()

@@ -124,7 +124,7 @@ def test_the_count_of_writes_equals_the_number_of_planned_writes() -> None:
         )
         row_pages, key_pages = (7, 8, 9, 3, 1, 2, 5), (1, 2, 3, 4, 5, 6, 7)
         planned = plan_context_writes(source, range(3), target, row_pages, key_pages, 0, 40)
-        assert count_writes(source, target, row_pages, key_pages, 40) == len(planned)
+        assert count_writes(source, target, row_pages, key_pages, 0, 40) == len(planned)
 
 
 def test_contexts_that_need_large_writes_or_few_writes_are_not_staged() -> None:

@@ -47,12 +47,14 @@ class ListRunner:
         self.landed: set[int] = set()  # device pages that a peer has written, until they are granted to a seat
 
     def land(self, reservation: Reservation) -> None:
-        """Writes the rows of a whole prompt into the reserved pages, as a prefill worker does."""
-        page_rows, tokens = self.geometry.page_rows, reservation.prompt.token_ids
-        for position in range(len(tokens)):
-            row = reservation.row_pages[position // page_rows], position % page_rows
+        """Writes the rows of a prompt from `first` on into the reserved pages, as a prefill worker does."""
+        page_rows, first, tokens = self.geometry.page_rows, reservation.first, reservation.prompt.token_ids
+        assert first % page_rows == 0 and first < len(tokens), f"{first} of {len(tokens)} rows are in the cache"
+        for position in range(first, len(tokens)):
+            row = reservation.row_pages[(position - first) // page_rows], position % page_rows
             (self.device if reservation.on_device else self.host)[row] = tokens[: position + 1]
-            for key in self._keys_at(reservation.key_pages, position):
+            skipped = self.geometry.key_pages_before(first)
+            for key in self._keys_at((*reservation.key_pages[:1] * skipped, *reservation.key_pages), position):
                 self.keys[key] = tokens[: position + 1]
         self.landed |= self.device_pages(reservation)
 
@@ -118,8 +120,8 @@ class ListRunner:
                 newest = length // self.geometry.page_rows * self.geometry.page_rows
                 self._mirror(seat, newest, length, rows=not seat.pages[PageUse.WORK])
                 self.seats[command.seat] = Seat([])
-            case MirrorLanded(_, length, rows):
-                self._mirror(seat, 0, length - length % self.geometry.page_rows, rows=rows)
+            case MirrorLanded(_, length, rows, first):
+                self._mirror(seat, first, length - length % self.geometry.page_rows, rows=rows)
             case Load(_, length, to, keys):
                 if keys:
                     self._load_keys(seat, length)

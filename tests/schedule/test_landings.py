@@ -1,7 +1,9 @@
 """Prompts that prefill workers compute: when reservations are sent, and when pages are quarantined or released."""
 
+import pytest
 from schedule.list_runner import ListRunner, next_token
 
+from hotset.base.config import LandingChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
@@ -9,7 +11,8 @@ from hotset.schedule.plan import Reservation, Withdrawal
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
-from hotset.tiers.prefix_cache import PrefixCache
+from hotset.tiers.prefix_cache import PageHasher, PrefixCache
+from hotset.tiers.residence import Residence
 
 GEOMETRY = Geometry(2, 2, 64, keys_per_block=8, slots=4, topk=2)
 
@@ -156,3 +159,167 @@ def test_a_long_context_does_not_fit_beside_quarantined_pages_until_their_writer
     assert ledger.fits_beside_quarantine(2) and not ledger.fits_beside_quarantine(3)
     scheduler.end_quarantine("a", 1)
     assert ledger.fits_beside_quarantine(12)
+
+
+def make_cached(host: int = 60, extend_locally: int = 0) -> tuple[Scheduler, ListRunner, Ledger, PrefixCache]:
+    """Returns a scheduler that reuses prefixes. The pages of prompt [8, 17) are in its cache: 4 pages of 2 rows."""
+    cache = PrefixCache(host)
+    ledger = Ledger(GEOMETRY, PageAllocator(60), cache)
+    hasher = PageHasher("model", GEOMETRY.page_rows)
+    scheduler, runner = Scheduler(ledger, 4, 64, hasher=hasher, extend_locally=extend_locally), ListRunner(GEOMETRY)
+    scheduler.add(prefilled_by_peer("first", 9, 12, prefill_at=None))
+    answer_of(scheduler, runner, "first")
+    assert cache.cached >= 4 and cache.held == 0
+    return scheduler, runner, ledger, cache
+
+
+def answer_of(scheduler: Scheduler, runner: ListRunner, name: str) -> list[int]:
+    """Executes plans until all requests have ended. Returns the answer to one of them."""
+    answer = []
+    while not scheduler.idle:
+        plan = scheduler.plan()
+        outputs = scheduler.take_outputs() if plan is None else scheduler.commit(runner.submit(plan))
+        found = zip(outputs.request_ids, outputs.token_ids, strict=True)
+        answer += [token for request_id, token in found if request_id == name]
+        scheduler.audit()
+    return answer
+
+
+def answer_alone(prompt: tuple[int, ...], limit: int) -> list[int]:
+    context = list(prompt)
+    while len(context) < limit:
+        context.append(next_token(tuple(context)))
+    return context[len(prompt) :]
+
+
+def landing_after_prefix(name: str, landing: LandingChoice, length: int = 15, salt: str = "") -> Request:
+    """Returns a request for a prefill worker. With no salt, its first 8 rows are in the cache of `make_cached`."""
+    prompt = PromptSpec((*range(8, 17), *range(50, 50 + length - 9)), SamplingParams(seed=0), cache_salt=salt)
+    return Request(name, prompt, length + 5, prefill_at="peer", landing=landing)
+
+
+@pytest.mark.parametrize("landing", ["host", "device"])
+def test_only_rows_that_are_not_in_the_prefix_cache_land(landing: LandingChoice) -> None:
+    scheduler, runner, ledger, cache = make_cached()
+    request = landing_after_prefix("a", landing)
+    scheduler.add(request)
+    reservation = next_reservation(scheduler, runner)
+    assert (reservation.first, len(reservation.row_pages), request.num_cached) == (8, 4, 8)
+    assert [cached.users for cached in request.holding.cached] == [1] * 4
+    assert ledger.host is cache and cache.held == 8, "four shared pages and four of its own"
+    runner.land(reservation)
+    scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
+    assert answer_of(scheduler, runner, "a") == answer_alone(reservation.prompt.token_ids, 20)
+    assert cache.held == 0 and len(cache.find(request.page_hashes)) >= 7, "its own full pages were published"
+
+
+@pytest.mark.parametrize(("salt", "first"), [("", 8), ("tenant", 0)])
+def test_a_prompt_with_another_salt_lands_whole(salt: str, first: int) -> None:
+    scheduler, runner, _, _ = make_cached()
+    scheduler.add(landing_after_prefix("a", "host", salt=salt))
+    assert next_reservation(scheduler, runner).first == first
+
+
+@pytest.mark.parametrize(("length", "extended"), [(12, True), (13, False)])
+def test_a_prompt_is_extended_here_if_its_unknown_part_is_short(length: int, extended: bool) -> None:
+    scheduler, runner, _, _ = make_cached(extend_locally=4)
+    request = landing_after_prefix("a", "host", length)
+    scheduler.add(request)
+    plan = scheduler.plan()
+    assert plan is not None and scheduler.counters.extended == extended
+    assert (request.phase is Phase.LANDING, request.prefill_at is None) == (not extended, extended)
+    if extended:
+        assert (list(plan.starts), list(plan.counts)) == ([8], [4])
+        runner.submit(plan)
+
+
+def test_a_prompt_without_a_cached_prefix_is_never_extended_here() -> None:
+    scheduler, _, _, _ = make_cached(extend_locally=1000)
+    request = landing_after_prefix("a", "host", salt="another")
+    scheduler.add(request)
+    scheduler.plan()
+    assert request.phase is Phase.LANDING and scheduler.counters.extended == 0
+
+
+def test_a_prompt_waits_for_a_seat_to_be_extended_and_asks_the_peer_if_its_prefix_is_evicted_meanwhile() -> None:
+    scheduler, runner, _, cache = make_cached(extend_locally=1000)
+    for number in range(4):
+        prompt = PromptSpec((90 + number,), SamplingParams(seed=0))
+        scheduler.add(Request(f"busy {number}", prompt, 20))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(runner.submit(plan))
+    request = landing_after_prefix("a", "host")
+    scheduler.add(request)
+    plan = scheduler.plan()
+    assert plan is not None and request.phase is Phase.WAITING and request.prefill_at == "peer"
+    scheduler.commit(runner.submit(plan))
+    cache.evict(60)
+    plan = scheduler.plan()
+    assert plan is not None and request.phase is Phase.LANDING and not request.holding.cached
+
+
+def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_writer_cannot_reach_the_others() -> None:
+    scheduler, runner, ledger, cache = make_cached()
+    request = landing_after_prefix("a", "host")
+    scheduler.add(request)
+    first = next_reservation(scheduler, runner)
+    scheduler.fail_landing("a", 1, quiesced=False, retry=True)
+    assert ledger.quarantined.host == len(first.row_pages) == 4 and cache.held == 4
+    second = next_reservation(scheduler, runner)
+    assert second.first == 8 and not {*first.row_pages} & {*second.row_pages}
+    runner.land(second)
+    runner.write_late(first)
+    scheduler.complete_landing("a", 2, next_token(second.prompt.token_ids), None)
+    assert answer_of(scheduler, runner, "a") == answer_alone(second.prompt.token_ids, 20)
+    scheduler.end_quarantine("a", 1)
+    scheduler.audit()
+    assert cache.held == 0 and cache.evictions == 0
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_another_attempt_looks_the_prefix_up_again(longer: bool) -> None:
+    scheduler, runner, _, cache = make_cached()
+    request = landing_after_prefix("a", "host")
+    scheduler.add(request)
+    assert next_reservation(scheduler, runner).first == 8
+    if longer:
+        prompt = PromptSpec(request.prompt.token_ids[:13], SamplingParams(seed=0))
+        scheduler.add(Request("other", prompt, 14))
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(runner.submit(plan))
+    scheduler.fail_landing("a", 1, quiesced=True, retry=True)
+    if not longer:
+        cache.evict(60)
+    second = next_reservation(scheduler, runner)
+    assert second.first == (12 if longer else 0) and request.num_cached == 8
+    runner.land(second)
+    scheduler.complete_landing("a", 2, next_token(second.prompt.token_ids), None)
+    assert answer_of(scheduler, runner, "a") == answer_alone(second.prompt.token_ids, 20)
+
+
+def test_a_landing_that_is_not_whole_is_never_in_the_cache() -> None:
+    scheduler, runner, _, cache = make_cached()
+    request = landing_after_prefix("a", "host")
+    scheduler.add(request)
+    reservation = next_reservation(scheduler, runner)
+    runner.write_late(reservation)  # as if not all rows had arrived
+    scheduler.abort("a")
+    scheduler.fail_landing("a", 1, quiesced=True, retry=False)
+    assert scheduler.take_outputs().finished == {"a": "abort"} and scheduler.idle
+    assert len(cache.find(request.page_hashes)) == 4 and cache.held == 0
+    scheduler.audit()
+
+
+def test_a_full_host_is_no_error_for_a_landing_after_a_prefix() -> None:
+    """Ten pages: the prefix takes four, the rest of the prompt four, the answer two. The other cached pages go."""
+    scheduler, runner, _, cache = make_cached(host=10)
+    request = landing_after_prefix("a", "host")
+    scheduler.add(request)
+    reservation = next_reservation(scheduler, runner)
+    runner.land(reservation)
+    scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
+    assert reservation.first == 8 and request.holding.residence is Residence.LANDING
+    assert answer_of(scheduler, runner, "a") == answer_alone(reservation.prompt.token_ids, 20)
+    assert cache.evictions > 0

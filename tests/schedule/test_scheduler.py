@@ -43,10 +43,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         promote_after_plans=st.integers(0, 3),
         for_peers=st.sampled_from([False, False, True]),
         prefix_cache=st.sampled_from([True, True, False]),
+        extend_locally=st.sampled_from([0, 0, 4]),
     )
     def start(
         self, pages: int, page_rows: int, seats: int, step_tokens: int, depth: int, host_pages: int | None, slots: int,
-        mode: TiersMode, promote_after_plans: int, for_peers: bool, prefix_cache: bool,
+        mode: TiersMode, promote_after_plans: int, for_peers: bool, prefix_cache: bool, extend_locally: int,
     ) -> None:  # fmt: skip
         self.for_peers = for_peers and host_pages is not None
         keys_per_block = 5 if slots else 0
@@ -60,7 +61,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if host is not None:
             self.capacity = min(self.capacity, host.capacity * page_rows)
         hasher = PageHasher("model", page_rows) if prefix_cache else None
-        self.scheduler = Scheduler(self.ledger, seats, step_tokens, self.mode, promote_after_plans, hasher=hasher)
+        self.scheduler = Scheduler(
+            self.ledger,
+            seats,
+            step_tokens,
+            self.mode,
+            promote_after_plans,
+            hasher=hasher,
+            extend_locally=extend_locally,
+        )
         self.runner = ListRunner(geometry)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
@@ -190,7 +199,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(outgoing, Withdrawal):
                 self.withdrawn.add((outgoing.request_id, outgoing.attempt))
             else:
+                self.check_reservation(outgoing)
                 self.reserved.append(outgoing)
+
+    def check_reservation(self, reservation: Reservation) -> None:
+        """Checks that the peer gets pages for all rows that it writes, and none that is in the prefix cache."""
+        unknown = len(reservation.prompt) - reservation.first
+        SEEN["landings after a prefix"] += reservation.first > 0
+        assert len(reservation.row_pages) == self.ledger.geometry.row_pages(unknown)
+        if self.ledger.host is not None and not reservation.on_device:
+            assert not {*reservation.row_pages} & self.ledger.host.users().keys(), "a peer can write to a shared page"
 
     def check_announcements(self, plan: Plan) -> None:
         """Checks that rows are announced in order, are on the host, and precede the announcement of the first token."""
@@ -300,7 +318,7 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
 
 
 # Promotions are too rare in random examples; a separate test covers them.
-CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off", "tokens_reused")
+CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off", "tokens_reused", "extended")
 SALTS = st.sampled_from(["", "", "salt"])
 SEEN: Counter[str] = Counter()  # how often each change has happened in all examples
 # Without a seed, the examples depend on the source text of the class and may not contain every change in CHANGES.
@@ -310,7 +328,7 @@ TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, dead
 
 def test_the_examples_of_the_state_machine_contain_all_required_changes() -> None:
     """Must run after the state machine and in the same process; otherwise it checks nothing."""
-    assert not SEEN or all(SEEN[change] for change in CHANGES), SEEN
+    assert not SEEN or all(SEEN[change] for change in (*CHANGES, "landings after a prefix")), SEEN
 
 
 def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_tokens: int = 64) -> tuple[Scheduler, ListRunner]:
