@@ -178,7 +178,8 @@ class Receiver:
     def end_writers(self, keys: Iterable[HandoffKey], now: float) -> None:
         """Ends those of these handoffs that are in UNCONFIRMED_PHASES. The caller ensures that no byte can be written
         for them any more."""
-        for handoff in [self._handoffs[key] for key in self.unconfirmed_keys() & set(keys)]:
+        ended = self.unconfirmed_keys() & set(keys)
+        for handoff in [handoff for key, handoff in self._handoffs.items() if key in ended]:
             self._on_end(handoff, True, False, "", now)
 
     def unconfirmed_keys(self, peer: str | None = None) -> set[HandoffKey]:

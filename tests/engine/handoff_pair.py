@@ -4,6 +4,7 @@ Every context that lands is compared byte by byte with its source in the prefill
 """
 
 import ctypes
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_stores
+from hotset.handoff.layout import landing_pages
 from hotset.handoff.messages import (
     Fetch,
     HandoffKey,
@@ -123,11 +125,11 @@ def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settin
 
 
 class ContextComparer:
-    """Compares every landed context with its source in one prefill worker, byte by byte. Contexts that another prefill
-    worker computed are skipped.
+    """Compares the rows of every landed context with their source in one prefill worker, byte by byte. Contexts that
+    another prefill worker computed are skipped.
 
-    The comparer intercepts commands to both agents, and their events. It withholds the `ReleasePages` events of the
-    prefill worker, which therefore keeps its pages until it is closed.
+    The comparer intercepts commands to both agents, and their events. It withholds each `ReleasePages` event of the
+    prefill worker until the context has been compared.
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
@@ -137,7 +139,8 @@ class ContextComparer:
         self.requests: dict[HandoffKey, HandoffRequest] = {}
         self.source_pages: dict[HandoffKey, tuple[int, ...]] = {}  # pages in the prefill worker's host store
         self.released: list[ReleasePages] = []
-        self.num_compared = 0
+        self.withheld: list[ReleasePages] = []
+        self.compared: dict[HandoffKey, int] = {}  # landed contexts, with the number of rows that were sent
         sender, receiver = prefill._endpoint._agent, decode._endpoint._agent
         self._take_sender_events, self._take_receiver_events = sender.take_events, receiver.take_events
         self._put_of_sender, self._put_of_receiver = sender.put, receiver.put
@@ -156,8 +159,12 @@ class ContextComparer:
 
     def sender_events(self) -> list[Any]:
         events = list(self._take_sender_events())
-        self.released += [event for event in events if isinstance(event, ReleasePages)]
-        return [event for event in events if not isinstance(event, ReleasePages)]
+        releases = [event for event in events if isinstance(event, ReleasePages)]
+        self.released += releases
+        self.withheld += releases
+        passed_on = [event for event in self.withheld if event.key in self.compared]
+        self.withheld = [event for event in self.withheld if event not in passed_on]
+        return [event for event in events if not isinstance(event, ReleasePages)] + passed_on
 
     def receiver_events(self) -> list[Any]:
         events = list(self._take_receiver_events())
@@ -171,19 +178,51 @@ class ContextComparer:
         if pages is None:
             return  # another prefill worker computed this context
         target = self.targets[request.landing]
-        rows = len(request.prompt)
-        assert rows_of(self.source, pages, rows) == rows_of(target, request.row_pages, rows), "rows differ"
+        rows, landed = range(request.first, len(request.prompt)), landing_pages(request, target)
+        assert rows_of(self.source, pages, rows) == rows_of(target, landed.rows, rows), "rows differ"
         if self.source.keys is not None and target.keys is not None:
-            keys = bytes_of(target.keys, request.key_pages, rows)
+            keys = bytes_of(target.keys, landed.keys, rows)
             assert bytes_of(self.source.keys, pages, rows) == keys, "index keys differ"
-        self.num_compared += 1
+        self.compared[key] = len(rows)
+
+    @property
+    def num_compared(self) -> int:
+        return len(self.compared)
 
 
-def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
+class CachedBytes:
+    """The bytes of every page in the prefix cache of an engine. They must not change until the page is evicted."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen: dict[tuple[int, bytes], tuple[int, bytes]] = {}  # replica and hash -> page and its bytes
+
+    def check(self) -> None:
+        """Asserts that no page has changed since the last call."""
+        found = {}
+        for number, replica in enumerate(self._engine.replicas):
+            shards = [shard.store for shard in self._engine.executor.hosts() if shard.replica == number]
+            cached = {} if replica.ledger.host is None else replica.ledger.host._cached
+            for page_hash, entry in cached.items():
+                tensors = [tensor for store in shards for tensor in (store.rows, store.keys) if tensor is not None]
+                rows = slice(entry.page * shards[0].page_rows, (entry.page + 1) * shards[0].page_rows)
+                stored = b"".join(
+                    tensor[:, rows].contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors
+                )
+                found[number, page_hash] = entry.page, stored
+        for name in found.keys() & self._seen.keys():
+            page, before = self._seen[name]
+            assert found[name] == (page, before) or found[name][0] != page, (
+                f"page {page} of the prefix cache has changed"
+            )
+        self._seen = found
+
+
+def rows_of(store: Store, pages: tuple[int, ...], rows: range) -> list[bytes]:
     """Assembles whole rows from the slices that the shards hold. Shards that hold the same slice must hold the same
     bytes."""
     size = max(first + nbytes for shard in store.shards for first, nbytes in shard.slices)
-    whole: list[list[int | None]] = [[None] * size for _ in range(rows * len(store.shards[0].span.bases))]
+    whole: list[list[int | None]] = [[None] * size for _ in range(len(rows) * len(store.shards[0].span.bases))]
     for shard in store.shards:
         for row, stored in zip(whole, bytes_of(shard.span, pages, rows), strict=True):
             offset = 0
@@ -197,11 +236,11 @@ def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
     return [bytes(byte for byte in row if byte is not None) for row in whole]
 
 
-def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: int) -> list[bytes]:
-    """Returns the rows of a context, layer by layer, or its index keys, index group by index group."""
+def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: range) -> list[bytes]:
+    """Returns these rows of a context, layer by layer, or its index keys, index group by index group."""
     stored = []
     for layer, bases in enumerate(span.bases):
-        for position in range(rows):
+        for position in rows:
             block, row = divmod(position, span.part_rows)
             page, part = divmod(block * span.step + span.first_part(layer), len(bases))
             address = bases[part] + pages[page] * span.page_bytes + row * span.row_bytes
@@ -225,6 +264,7 @@ class Pair:
 
     def __init__(self, prefill: Engine, decode: Engine, *further_prefills: Engine) -> None:
         self.prefill, self.decode = prefill, decode
+        self._serials = itertools.count()
         self.prefills = (prefill, *further_prefills)
         self.comparer, *self.further_comparers = (ContextComparer(worker, decode) for worker in self.prefills)
         self._stop, self._errors = threading.Event(), list[BaseException]()
@@ -241,20 +281,28 @@ class Pair:
         params: SamplingParams,
         landing: LandingChoice,
         tiers: TiersChoice = "auto",
+        salt: str = "",
+        on_step: Callable[[], None] = lambda: None,
     ) -> list[list[int]]:
-        """Returns the answer to each prompt. The prompts are assigned to the prefill workers round-robin."""
+        """Returns the answer to each prompt. The prompts are assigned to the prefill workers round-robin. `on_step` is
+        called after each step of the decode worker."""
         processor = InputProcessor(self.decode.card, seed=0)
-        answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
-        for number, prompt in enumerate(prompts):
+        names = [str(next(self._serials)) for _ in prompts]
+        answers: dict[str, list[int]] = {f"{name}/0": [] for name in names}
+        for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             prefill_at = self.prefills[number % len(self.prefills)].card.control
-            for choice in processor.accept(str(number), prompt, params, tiers, prefill_at, landing):
-                self.decode.add(choice)
+            for choice in processor.accept(name, prompt, params, tiers, prefill_at, landing):
+                self.decode.add(replace(choice, prompt=replace(choice.prompt, cache_salt=salt)))
+        cached = CachedBytes(self.decode)
         deadline = time.monotonic() + DEADLINE_S
         while not self.decode.idle:
             assert not self._errors, self._errors
             assert time.monotonic() < deadline, f"the requests did not end within {DEADLINE_S:g} s"
             outputs = self.decode.step()
             self.decode.audit()
+            on_step()
+            if outputs.request_ids or outputs.finished:
+                cached.check()
             for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
                 answers[name].append(token)
             if self.decode.waiting_for_peers:

@@ -74,6 +74,8 @@ class Workers:
             max_model_len=3500,
             device_kv_tokens=4000,
             host_kv_tokens=16000,
+            # Most tests compare a prompt that lands with the same prompt computed by the decode worker.
+            prefix_cache=False,
         )
 
     async def close(self) -> None:
@@ -114,12 +116,18 @@ async def wait_until(
     return stats
 
 
-async def wait_for_first_rows(prefill: EngineClient) -> None:
-    """Waits until rows of the long prompt have been written to the peer. Fails if half of the prompt is computed by
-    then."""
+def bytes_landed(stats: EngineStats) -> int:
+    """Returns the bytes of all contexts that landed in this worker or, of a prefill worker, that it has written."""
+    assert stats.handoff is not None
+    return stats.handoff.nbytes
+
+
+async def wait_for_first_rows(prefill: EngineClient, before: int = 0) -> None:
+    """Waits until rows of the long prompt have been written to the peer: more than `before` bytes in all. Fails if half
+    of the prompt is computed by then."""
 
     def written(stats: EngineStats) -> bool:
-        return stats.handoff is not None and stats.handoff.nbytes > 0
+        return bytes_landed(stats) > before
 
     stats = await wait_until(prefill, written)
     assert stats.tokens_prefilled < len(LONG_PROMPT) / 2, "half of the prompt was computed before rows were written"
@@ -158,25 +166,33 @@ def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]], seconds: f
 def test_killing_a_prefill_worker_fails_only_its_request_and_loses_no_page_and_a_successor_can_take_over(
     tmp_path: Path,
 ) -> None:
+    """All prompts begin alike. The decode worker has 6 pages of them, or 96 rows, in its prefix cache: they are neither
+    sent again nor lost."""
+
     async def scenario(workers: Workers) -> None:
+        reuse = {"prefix_cache": True, "extend_locally": 0}
         (prefill,), (decode,) = await asyncio.gather(
-            workers.start("prefill", control=f"127.0.0.1:{port}"), workers.start("decode")
+            workers.start("prefill", control=f"127.0.0.1:{port}", **reuse), workers.start("decode", **reuse)
         )
-        expected = await answer(decode, "before", SHORT_PROMPT, None)
+        await answer(decode, "before", SHORT_PROMPT, prefill)
+        row_bytes = bytes_landed(await decode.stats()) // len(SHORT_PROMPT)
         interrupted = asyncio.create_task(answer(decode, "interrupted", LONG_PROMPT, prefill))
         other = asyncio.create_task(answer(decode, "other", SHORT_PROMPT, None, MANY_TOKENS))
-        await wait_for_first_rows(prefill)
+        await wait_for_first_rows(prefill, before=row_bytes * len(SHORT_PROMPT))
         kill(prefill)
-        starting = asyncio.create_task(workers.start("prefill", control=prefill.control))
+        starting = asyncio.create_task(workers.start("prefill", control=prefill.control, **reuse))
         with pytest.raises(HandoffLost, match=str(prefill.control)):
             await asyncio.wait_for(interrupted, PEER_LOST_S)
         assert len(await other) == 200
 
         (successor,) = await starting
         assert successor.control == prefill.control
-        assert await answer(decode, "after", SHORT_PROMPT, successor) == expected
+        handed = await answer(decode, "after", MEDIUM_PROMPT, successor)
+        computed_here = replace(FOUR_TOKENS, prompt_logprobs=0)  # the whole prompt, without the cache
+        assert handed == await answer(decode, "alone", MEDIUM_PROMPT, None, computed_here)
         stats = await wait_for_audit(decode)
-        assert (stats.landed, stats.lost, stats.running, stats.waiting) == (1, 1, 0, 0)
+        assert (stats.landed, stats.lost, stats.running, stats.waiting) == (2, 1, 0, 0)
+        assert bytes_landed(stats) == row_bytes * (len(SHORT_PROMPT) + len(MEDIUM_PROMPT) - 96)
         assert pages_held(stats) == stats.quarantined_pages == 0, "pages of the killed worker's handoff are not free"
         assert stats.handoff is not None and stats.handoff.num_open == 0
 

@@ -74,8 +74,11 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
 
 
 @contextmanager
-def pair(model: str, sender: str, receiver: str, transfer_name: str, *further_senders: str) -> Iterator[Pair]:
-    """Yields prefill workers (parallelism `sender` and `further_senders`) and a decode worker (`receiver`)."""
+def pair(
+    model: str, sender: str, receiver: str, transfer_name: str, *further_senders: str, **settings: Any
+) -> Iterator[Pair]:
+    """Yields prefill workers (parallelism `sender` and `further_senders`) and a decode worker (`receiver`). `settings`
+    apply to the decode worker."""
     hub = Hub(threaded=True)
 
     def transfer() -> Transfer:
@@ -84,7 +87,7 @@ def pair(model: str, sender: str, receiver: str, transfer_name: str, *further_se
     with ExitStack() as stack:
         prefill = engine_of(model, sender, "prefill", transfer)
         stack.callback(prefill.close)
-        decode = engine_of(model, receiver, "decode", transfer, page_rows=8)
+        decode = engine_of(model, receiver, "decode", transfer, page_rows=8, **settings)
         stack.callback(decode.close)
         further_prefills = [engine_of(model, sender, "prefill", transfer) for sender in further_senders]
         workers = Pair(prefill, decode, *further_prefills)

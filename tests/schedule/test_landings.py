@@ -10,7 +10,8 @@ from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Reservation, Withdrawal
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
-from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
+from hotset.tiers.commands import Command, Load, MirrorLanded
+from hotset.tiers.ledger import LAND_ANYWHERE, NO_PAGES, LandingPolicy, Ledger, PageCounts
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 from hotset.tiers.residence import Residence
 
@@ -161,10 +162,12 @@ def test_a_long_context_does_not_fit_beside_quarantined_pages_until_their_writer
     assert ledger.fits_beside_quarantine(12)
 
 
-def make_cached(host: int = 60, extend_locally: int = 0) -> tuple[Scheduler, ListRunner, Ledger, PrefixCache]:
+def make_cached(
+    host: int = 60, extend_locally: int = 0, landing: LandingPolicy = LAND_ANYWHERE
+) -> tuple[Scheduler, ListRunner, Ledger, PrefixCache]:
     """Returns a scheduler that reuses prefixes. The pages of prompt [8, 17) are in its cache: 4 pages of 2 rows."""
     cache = PrefixCache(host)
-    ledger = Ledger(GEOMETRY, PageAllocator(60), cache)
+    ledger = Ledger(GEOMETRY, PageAllocator(60), cache, landing)
     hasher = PageHasher("model", GEOMETRY.page_rows)
     scheduler, runner = Scheduler(ledger, 4, 64, hasher=hasher, extend_locally=extend_locally), ListRunner(GEOMETRY)
     scheduler.add(prefilled_by_peer("first", 9, 12, prefill_at=None))
@@ -211,6 +214,34 @@ def test_only_rows_that_are_not_in_the_prefix_cache_land(landing: LandingChoice)
     scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
     assert answer_of(scheduler, runner, "a") == answer_alone(reservation.prompt.token_ids, 20)
     assert cache.held == 0 and len(cache.find(request.page_hashes)) >= 7, "its own full pages were published"
+
+
+@pytest.mark.parametrize(
+    ("landing", "policy", "expected"),
+    [
+        ("device", LAND_ANYWHERE, [Load(0, 8, Residence.RESIDENT, True), MirrorLanded(0, 15, True, first=8)]),
+        (
+            "host",
+            LAND_ANYWHERE,
+            [
+                Load(0, 8, Residence.STREAMED, keys=True),
+                MirrorLanded(0, 15, rows=False, first=8),
+                Load(0, 15, Residence.RESIDENT, keys=False),
+            ],
+        ),
+        ("host", LandingPolicy(on_device=False, keys_on_host=True), [Load(0, 15, Residence.RESIDENT, keys=True)]),
+    ],
+)
+def test_a_cached_prefix_is_loaded_where_the_other_rows_and_keys_landed_and_is_never_mirrored(
+    landing: LandingChoice, policy: LandingPolicy, expected: list[Command]
+) -> None:
+    scheduler, runner, _, _ = make_cached(landing=policy)
+    scheduler.add(landing_after_prefix("a", landing))
+    reservation = next_reservation(scheduler, runner)
+    scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert [command for command in plan.commands if isinstance(command, Load | MirrorLanded)] == expected
 
 
 @pytest.mark.parametrize(("salt", "first"), [("", 8), ("tenant", 0)])

@@ -1,0 +1,180 @@
+"""Conversations through a prefill and a decode worker: only rows that the decode worker lacks are computed and sent.
+
+`Pair.answers` compares the bytes of all rows that land, and those of all pages in the decode worker's prefix cache, and
+audits both workers after every step.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from engine.handoff_pair import SAMPLED, Pair, decoder_of, make, pair
+from engine.test_handoff_splits import SEED, SPECS
+from engine.test_handoff_splits import pair as split_pair
+from harness import RandomWeights, make_engine, run_all
+
+from hotset.base.config import LandingChoice
+from hotset.engine.core import Engine
+from hotset.engine.handoffs import PrefillEndpoint
+from hotset.models.decoder import Decoder
+from hotset.transfer.loopback import Faults, Loopback
+
+PAGE_ROWS, PREFILL_PAGE_ROWS = 8, 16
+SIZES = {"max_model_len": 160, "max_num_batched_tokens": 24, "device_kv_tokens": 800, "host_kv_tokens": 4096}
+EXTEND = 6  # --extend-locally
+
+
+@dataclass
+class Turn:
+    """One prompt of a conversation, of which the decode worker has `num_cached` rows."""
+
+    prompt: list[int]
+    num_cached: int
+
+    @property
+    def unknown(self) -> int:
+        return len(self.prompt) - self.num_cached
+
+    @property
+    def extended(self) -> bool:
+        return self.num_cached > 0 and self.unknown <= EXTEND
+
+
+@contextmanager
+def one_engine(model: str) -> Iterator[Engine]:
+    """Yields an engine that computes every prompt from its first token."""
+    engine = make(decoder_of(model), page_rows=PAGE_ROWS, prefix_cache=False, **SIZES)
+    yield engine
+    engine.close()
+
+
+def converse(workers: Pair, single: Engine, landing: LandingChoice, new_tokens: tuple[int, ...]) -> list[Turn]:
+    """Runs a conversation through both, and compares the answers. Turn n adds `new_tokens[n]` random tokens."""
+    generator = random.Random(str(new_tokens))
+    turns: list[Turn] = []
+    context: list[int] = []
+    for count in new_tokens:
+        prompt = [*context, *(generator.randrange(61) for _ in range(count))]
+        computed = max(0, len(context) - 1)  # rows of the context; the last token of an answer has none
+        turns.append(Turn(prompt, min(computed, len(prompt) - 1) // PAGE_ROWS * PAGE_ROWS))
+        (answer,) = workers.answers([prompt], SAMPLED, landing)
+        assert answer == run_all(single, [prompt], [SAMPLED])[0].token_ids
+        context = [*prompt, *answer]
+    return turns
+
+
+def row_bytes(workers: Pair, landing: LandingChoice) -> int:
+    """Returns the bytes of one token's rows and index keys in the store in which contexts land."""
+    store = workers.comparer.targets["host" if landing == "host" else "device"]
+    spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
+    return sum(len(span.bases) * span.row_bytes for span in spans)
+
+
+def cases() -> list[Any]:
+    quick = [("dsa", "host", "always"), ("dsa", "device", "auto"), ("gqa", "host", "auto")]
+    return [
+        pytest.param(*case, marks=() if case in quick else (pytest.mark.slow,))
+        for model in ("gqa", "dsa", "shared", "glm_moe_dsa")
+        for landing in ("host", "device", "auto")
+        for tiers in ("auto", "always")
+        if (case := (model, landing, tiers)) and (tiers == "auto" or (landing == "host" and model != "gqa"))
+    ]
+
+
+@pytest.mark.parametrize(("model", "landing", "tiers"), cases())
+def test_only_the_rows_that_the_decode_worker_lacks_are_computed_and_sent(
+    model: str, landing: LandingChoice, tiers: str
+) -> None:
+    pages = PREFILL_PAGE_ROWS, PAGE_ROWS
+    with (
+        one_engine(model) as single,
+        pair(model, "loopback", pages, {"tiers": tiers}, extend_locally=EXTEND, **SIZES) as workers,
+    ):
+        turns = converse(workers, single, landing, (37, 29, 1, 24))
+        handed = [turn for turn in turns if not turn.extended]
+        assert len(handed) == 3 and handed[1].num_cached > 0
+        assert list(workers.comparer.compared.values()) == [turn.unknown for turn in handed]
+        stats = workers.decode.stats()
+        assert (stats.landed, stats.extended, stats.lost) == (3, 1, 0)
+        sent = row_bytes(workers, landing) * sum(turn.unknown for turn in handed)
+        assert stats.handoff is not None and stats.handoff.nbytes == sent
+        assert workers.prefill.stats().tokens_prefilled == tokens_prefilled(handed), "the prefill worker has a cache"
+        assert stats.host_pages_held == stats.device_pages_held == 0
+
+
+def tokens_prefilled(handed: list[Turn]) -> int:
+    """Returns how many tokens the prefill worker computes. It has the full pages of its earlier prompts."""
+    known = [0, *(len(turn.prompt) for turn in handed)]
+    reused = [
+        min(rows, len(turn.prompt) - 1) // PREFILL_PAGE_ROWS * PREFILL_PAGE_ROWS
+        for rows, turn in zip(known, handed, strict=False)
+    ]
+    return sum(len(turn.prompt) for turn in handed) - sum(reused)
+
+
+@pytest.mark.parametrize(
+    ("model", "sender", "receiver"),
+    [
+        ("llama with biases", "TP2", "TP4"),
+        pytest.param("deepseek_v32", "TP1", "TP2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", "TP2", "DP4", marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", "PP2", "TP1", marks=pytest.mark.slow),
+        pytest.param("llama", "TP4", "PP2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_conversation_between_engines_with_different_parallelism(model: str, sender: str, receiver: str) -> None:
+    spec = SPECS[model]
+    single = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, page_rows=16, device_kv_tokens=2000)
+    with split_pair(model, sender, receiver, "loopback", extend_locally=EXTEND) as workers:
+        turns = converse(workers, single, "auto", (21, 1, 19))
+        assert [turn.extended for turn in turns] == [False, True, False]
+        assert list(workers.comparer.compared.values()) == [turns[0].unknown, turns[2].unknown]
+        stats = workers.decode.stats()
+        assert (stats.landed, stats.extended, stats.lost, stats.quarantined_pages) == (2, 1, 0, 0)
+    single.close()
+
+
+def test_requests_with_different_salts_share_nothing() -> None:
+    prompt = [position * position % 61 for position in range(40)]
+    with (
+        one_engine("gqa") as single,
+        pair("gqa", "loopback", (PREFILL_PAGE_ROWS, PAGE_ROWS), extend_locally=0, **SIZES) as workers,
+    ):
+        expected = run_all(single, [prompt], [SAMPLED])[0].token_ids
+        computed = []
+        for salt in ("", "a", "b", "a"):
+            assert workers.answers([prompt], SAMPLED, "host", salt=salt) == [expected]
+            computed.append(workers.prefill.stats().tokens_prefilled)
+        assert list(workers.comparer.compared.values()) == [40, 40, 40, 8]
+        assert computed == [40, 80, 120, 128], "the prefill worker reuses 2 pages of 16 rows, for the same salt only"
+
+
+def test_a_landing_after_a_prefix_that_fails_is_retried_and_no_page_is_lost() -> None:
+    """The first list of writes of the second turn is cut short. The sender reports it, and the second attempt lands."""
+    with (
+        one_engine("dsa") as single,
+        pair("dsa", "loopback", (PREFILL_PAGE_ROWS, PAGE_ROWS), extend_locally=0, **SIZES) as workers,
+    ):
+        prompt = [position * position % 61 for position in range(40)]
+        workers.answers([prompt], SAMPLED, "host")
+        longer = [*prompt, *range(20)]
+        endpoint = workers.prefill._endpoint
+        assert isinstance(endpoint, PrefillEndpoint) and isinstance(endpoint._resources.transfer, Loopback)
+        hub = endpoint._resources.transfer._hub
+        hub.faults = Faults(cut=1.0)
+
+        def repair() -> None:
+            if workers.decode.stats().retries:
+                hub.faults = Faults()
+
+        assert workers.answers([longer], SAMPLED, "host", on_step=repair)[0] == (
+            run_all(single, [longer], [SAMPLED])[0].token_ids
+        )
+        stats = workers.decode.stats()
+        assert (stats.landed, stats.lost, stats.retries, stats.quarantined_pages) == (2, 1, 1, 0)
+        assert list(workers.comparer.compared.values()) == [40, 20]
+        assert stats.host_pages_held == stats.device_pages_held == 0
