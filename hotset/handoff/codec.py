@@ -18,6 +18,7 @@ import msgspec
 
 from hotset.base.address import Address
 from hotset.base.errors import BadMessage
+from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS
 from hotset.handoff.messages import (
     PROTOCOL,
     Envelope,
@@ -41,7 +42,6 @@ from hotset.handoff.messages import (
 
 MAX_BYTES = 16 << 20  # enough for a HandoffRequest of two million tokens
 MAX_QUOTED = 256  # maximum characters of received text that an error quotes
-MAX_SALT = 1024  # characters of the `cache_salt` of a prompt
 MAX_TOKEN = MAX_PAGE = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1  # addresses are computed in int64
 
@@ -190,7 +190,7 @@ def _check_contents(message: Message) -> None:
             prompt, pages = message.prompt, (*message.row_pages, *message.key_pages)
             ids = (*prompt.token_ids, *prompt.stop_ids)
             _require(len(prompt) > 0, "token_ids are empty")
-            _require(len(prompt.cache_salt) <= MAX_SALT, f"cache_salt has more than {MAX_SALT} characters")
+            _require(len(prompt.cache_salt) <= MAX_CACHE_SALT_CHARACTERS, "cache_salt is too long")
             _require(0 <= message.first < len(prompt), "first is not a row of the prompt")
             _require(min(ids) >= 0 and max(ids) <= MAX_TOKEN, "a token id is out of range")
             _require(not pages or (min(pages) >= 0 and max(pages) <= MAX_PAGE), "a page number is out of range")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
-from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.codec import MARK, MAX_BYTES, MAX_SALT, PLAIN, TAG_BYTES, TAGGED, Codec
+from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS, PromptSpec, SamplingParams
+from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
     PROTOCOL,
@@ -215,7 +215,7 @@ VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(
         {"prompt": {"token_ids": [True]}},
         {"prompt": {"token_ids": ["1"]}},
         {"prompt": {"stop_ids": [-2]}},
-        {"prompt": {"cache_salt": "x" * (MAX_SALT + 1)}},
+        {"prompt": {"cache_salt": "x" * (MAX_CACHE_SALT_CHARACTERS + 1)}},
         {"prompt": {"cache_salt": 3}},
         {"first": -1},
         {"first": 300},
