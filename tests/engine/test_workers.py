@@ -20,6 +20,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.shared_keys import SharedKeys
 
 SEED = 5
 SPLITS: dict[str, dict[str, Any]] = {
@@ -85,6 +86,37 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
     pressure = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
     assert pressure[tiers] > 0, f"the pools were large enough, so this test checks nothing: {stats}"
     assert stats.device_pages_held == stats.host_pages_held == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "tiers"),
+    [
+        ("glm_moe_dsa", "PP 3, uneven", "auto"),
+        pytest.param("deepseek_v32", "TP 2", "always", marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", "TP 2 x PP 2", "always", marks=pytest.mark.slow),
+    ],
+)
+def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_tokens_of_one_process(
+    model: str, split: str, tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages have different numbers of index groups per layer, so a key page holds different tokens on each. Rank 0
+    also reads host pages that other ranks wrote in earlier plans."""
+    use, shared = SharedKeys.use, []
+    monkeypatch.setattr(SharedKeys, "use", lambda keys, pages: (shared.extend(pages), use(keys, pages))[1])
+    rng = random.Random(12)
+    prefix = [rng.randrange(61) for _ in range(42)]
+    prompts = [prefix, *([*prefix, *(rng.randrange(61) for _ in range(count))] for count in (1, 3, 9))]
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * len(prompts)
+    spec, answers = SPECS[model], []
+    sizes: dict[str, int] = {"device_kv_tokens": 700, "host_kv_tokens": 900}
+    one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
+    with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes, tiers=tiers)) as engine:
+        for some in (slice(0, 1), slice(1, 4)):  # the others come when the first request has ended
+            answers += [answer.token_ids for answer in run_all(engine, prompts[some], params[some])]
+        stats = engine.stats()
+    assert answers == [answer.token_ids for answer in run_all(one, prompts, params)]
+    assert stats.tokens_reused == 3 * 40 and stats.tokens_prefilled == sum(map(len, prompts)) - stats.tokens_reused
+    assert len(shared) == 2 * engine.replicas[0].scheduler._ledger.geometry.whole_key_pages(40) > 0
 
 
 class FakeCopyEvent:
