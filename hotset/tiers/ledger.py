@@ -5,15 +5,15 @@ it returns None and changes nothing. Freed pages can be granted again at once, b
 order.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import PageAllocator
+from hotset.tiers.audit import audit_device, audit_host
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.prefix_cache import CachedPage, PrefixCache
-from hotset.tiers.residence import PAGE_USES, Holding, PageUse, Residence
+from hotset.tiers.residence import Holding, PageUse, Residence
 from hotset.tiers.shared_keys import SharedKeys
 
 NO_LIMIT = 1 << 62
@@ -342,32 +342,11 @@ class Ledger:
         self._update_capacity(holding)
 
     def audit(self, holdings: list[Holding]) -> None:
-        """Proves that every page of both pools is free, quarantined, cached, or held by exactly one of `holdings`, and
-        that only pages of index keys that nobody writes are shared."""
-        self.device.audit()
-        self.shared_keys.audit(holdings)
-        private = frozenset(PageUse) - {PageUse.HOST, PageUse.KEYS}
-        held = [page for holding in holdings for use in private for page in holding.pages[use]]
-        held += {page for holding in holdings for page in holding.pages[PageUse.KEYS]}
-        held += [page for pages in self._quarantined.values() for page in pages.device]
-        assert len(held) == len(set(held)), "a device page has two owners"
-        assert len(held) == self.device.held, f"{len(held)} device pages have owners, {self.device.held} are held"
+        """Proves that the pages of both pools and their owners agree. `holdings` are those of all requests."""
+        quarantined = self._quarantined.values()
+        audit_device(self.device, holdings, self.shared_keys, [page for pages in quarantined for page in pages.device])
         if self.host is not None:
-            self._audit_host(self.host, holdings)
-        for holding in holdings:
-            for use, pages in holding.pages.items():
-                allowed = not pages or use in PAGE_USES[holding.residence]
-                assert allowed, f"a {holding.residence.value} request holds pages for {use.value}"
-
-    def _audit_host(self, host: PrefixCache, holdings: list[Holding]) -> None:
-        host.audit()
-        users = Counter(cached.page for holding in holdings for cached in holding.cached)
-        assert users == Counter(host.users()), "the users of a cached page are not counted correctly"
-        held = [page for holding in holdings for page in _own_host_pages(holding)]
-        held += [page for pages in self._quarantined.values() for page in pages.host]
-        held += users
-        assert len(held) == len(set(held)), "a host page has two owners"
-        assert len(held) == host.held, f"{len(held)} host pages have owners, {host.held} are held"
+            audit_host(self.host, holdings, [page for pages in quarantined for page in pages.host])
 
     def _required(self, to: Residence, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use that a context of `tokens` rows requires in residence `to`."""
@@ -433,7 +412,7 @@ class Ledger:
 
     def _take_own_host_pages(self, holding: Holding) -> list[int]:
         """Takes all host pages of a request. Returns its own ones, and lets go of those in the cache."""
-        own = _own_host_pages(holding)
+        own = holding.own_host_pages
         if self.host is not None:
             self.host.stop_using(holding.cached)
         holding.pages[PageUse.HOST], holding.cached = [], []
@@ -443,9 +422,3 @@ class Ledger:
     def _take(holding: Holding, use: PageUse) -> list[int]:
         pages, holding.pages[use] = holding.pages[use], []
         return pages
-
-
-def _own_host_pages(holding: Holding) -> list[int]:
-    """Returns the host pages of a request that are not in the cache."""
-    cached = {page.page for page in holding.cached}
-    return [page for page in holding.pages[PageUse.HOST] if page not in cached]

@@ -74,5 +74,11 @@ class Holding:
         self.residence = to
 
     @property
+    def own_host_pages(self) -> list[int]:
+        """The host pages that are not in the prefix cache."""
+        cached = {page.page for page in self.cached}
+        return [page for page in self.pages[PageUse.HOST] if page not in cached]
+
+    @property
     def device_pages(self) -> int:
         return sum(len(pages) for use, pages in self.pages.items() if use is not PageUse.HOST)
