@@ -16,7 +16,9 @@ the experts receive as many tokens as eight ranks would send.
 
 Columns:
   host pages     distinct: every request has host pages of its own; shared: more requests than host memory holds, so
-                 several requests use the same host pages
+                 several requests use the same host pages; shared prefix: with the prefix cache, and prompts whose first
+                 --shared-prefix tokens are the same, so that these are on the host once, and their index keys on the
+                 device once
   tokens/s       per GPU: with tp8, an eighth of the tokens of a step
   bytes ms       the bytes that a step reads (weights once, of experts those in use; index keys; selected rows), divided
                  by the copy bandwidth of this run
@@ -29,7 +31,7 @@ Columns:
 Bars (required results): with tiers off and 16 requests or more, a step takes at most 1.35 times its bytes ms; the
 prompt takes at most twice the time of its products; the best tokens/s with tiers auto is at least 1.9 times (32k) and
 2.6 times (128k) that with tiers off for DeepSeek-V3.2, 2.7 and 4.3 times for GLM-5.2. Requests with shared host pages
-count only at 128k.
+count only at 128k, those with a shared prefix never.
 
 Requires a GPU with 141 GB (H200). Results are written after every case. A case that --seconds would cut off is skipped.
 """
@@ -179,6 +181,8 @@ def _load(row: Row) -> tuple[str, str, int]:
 
 def _counts(row: Row) -> bool:
     """Returns whether the row counts for the bars of tiers."""
+    if row["host pages"] == "shared prefix":
+        return False
     return bool(row["host pages"] != "shared" or row["context"] >= SHARED_PAGES_COUNT_FROM)
 
 
@@ -233,6 +237,10 @@ def cases_of(server: RankServer, tiers: TiersMode, options: argparse.Namespace) 
         most = 0 if tiers == "off" else server.max_requests(context + GROWTH, shared_pages=True)
         if most > fit:
             largest.append(Case(tiers, context, most, shared_pages=True))
+        if tiers != "off" and options.shared_prefix is not None and options.shared_prefix < context:
+            reusing = server.max_requests_with_prefix(context + GROWTH, options.shared_prefix)
+            counts = dict.fromkeys([reusing, fit])  # as many as fit, and as many as fit without the cache
+            largest += [Case(tiers, context, count, shared_prefix=options.shared_prefix) for count in counts]
         others += [Case(tiers, context, count) for count in sorted(options.requests, reverse=True) if count < fit]
     return largest + others
 
@@ -383,6 +391,7 @@ def make_options() -> argparse.ArgumentParser:
         default=[1, 16, 32],
         help="numbers of concurrent requests; the largest number that fits is always measured",
     )
+    parser.add_argument("--shared-prefix", type=int, help="also measure prompts whose first tokens are the same")
     parser.add_argument("--prefill", type=int, default=32768, help="length of the computed prompt; 0: none")
     parser.add_argument(
         "--prefill-chunk", type=int, help=f"tokens of it that one step computes; default: {PREFILL_CHUNKS}"

@@ -141,10 +141,19 @@ class Case:
     context: int
     requests: int
     shared_pages: bool = False
+    shared_prefix: int | None = None  # tokens that all prompts begin with, in an engine with a prefix cache
 
     def __str__(self) -> str:
         pages = ", shared host pages" if self.shared_pages else ""
-        return f"{self.requests} requests of {self.context} tokens, tiers {self.tiers}{pages}"
+        prefix = "" if self.shared_prefix is None else f", {self.shared_prefix} of them shared"
+        return f"{self.requests} requests of {self.context} tokens{prefix}, tiers {self.tiers}{pages}"
+
+    @property
+    def host_pages(self) -> str:
+        """The column "host pages"."""
+        if self.shared_prefix is not None:
+            return "shared prefix"
+        return "" if self.tiers == "off" else "shared" if self.shared_pages else "distinct"
 
 
 def sampling() -> SamplingParams:
@@ -174,8 +183,8 @@ def sampling_seconds(requests: int, vocab: int, device: torch.device) -> float:
 def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int, *, profiles: bool = True) -> Row:
     """Times `steps` decode steps of one case."""
     rank.select_in(case.context)
-    engine = server.engine(case.shared_pages)
-    request_ids = prefill(engine, case.requests, case.context, sampling())
+    engine = server.engine(case.shared_pages, prefix_cache=case.shared_prefix is not None)
+    request_ids = prefill(engine, case.requests, case.context, sampling(), case.shared_prefix)
     timed_steps(engine, WARM_UP_STEPS)
     before = engine.stats()
     swapped = engine.executor.traffic().bytes_swapped
@@ -201,7 +210,7 @@ def measure(rank: Rank, server: RankServer, case: Case, rates: Rates, steps: int
         "split": rank.split_name,
         "context": case.context,
         "tiers": case.tiers,
-        "host pages": "" if case.tiers == "off" else "shared" if case.shared_pages else "distinct",
+        "host pages": case.host_pages,
         "requests": case.requests,
         "tiered": after.tiered,
         "step ms": step_s * 1e3,

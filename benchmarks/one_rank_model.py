@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from decode_load import max_requests_with_prefix
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,7 +31,7 @@ from hotset.models.weight_plan import plan_weights, weight_bytes
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
-from hotset.tiers.prefix_cache import PrefixCache
+from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 
 CONFIGS = Path(__file__).parent / "configs"
 FP8_KV = KvStorage(fp8_rows=True, fp8_keys=True)
@@ -192,7 +193,13 @@ class RankServer:
         budget = replace(self._budget, host_pages=self._granted_pages) if shared_pages else self._budget
         return min(budget.requests(tokens), self._config.max_num_seqs)
 
-    def engine(self, shared_pages: bool = False, tiers: TiersMode | None = None) -> Engine:
+    def max_requests_with_prefix(self, tokens: int, shared_prefix: int) -> int:
+        """Returns how many contexts of `tokens` tokens fit if the prefix cache holds their first tokens once."""
+        return min(max_requests_with_prefix(self._budget, tokens, shared_prefix), self._config.max_num_seqs)
+
+    def engine(
+        self, shared_pages: bool = False, tiers: TiersMode | None = None, *, prefix_cache: bool = False
+    ) -> Engine:
         """Returns an engine without requests. Only the newest one may be used. `tiers` replaces the configured mode."""
         config, budget = self._config, self._budget
         host: PrefixCache | None = None
@@ -201,7 +208,13 @@ class RankServer:
         elif budget.host_pages:
             host = PrefixCache(budget.host_pages)
         ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host)
-        scheduler = Scheduler(ledger, config.max_num_seqs, config.max_num_batched_tokens, tiers or config.tiers)
+        scheduler = Scheduler(
+            ledger,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            tiers or config.tiers,
+            hasher=PageHasher("benchmark", budget.geometry.page_rows) if prefix_cache else None,
+        )
         device = self.memory.pool.device
         card = model_card(config, self._spec, budget, device, self._dtype)
         executor = InProcessExecutor(self.runner, self.memory)

@@ -21,6 +21,10 @@ For each model, context length and number of requests, the table shows the step 
 Then 16 contexts of the shortest length (or as many as fit) decode with a constant selection, once resident and once
 tiered. This shows what tiers cost when no row is missing.
 
+With --shared-prefix TOKENS, contexts are also measured with the prefix cache, in an engine with tiers auto: the first
+TOKENS tokens of all prompts are the same, so their rows are on the host once and their index keys on the device once.
+The last table compares requests at once and tokens/s with those of the same engine without the cache.
+
 Bars (required results):
 - With tiers off, a step takes at most 1.3 times its bytes ms, and the GPU idles for at most 5 % of a step.
 - The best throughput with tiers auto is at least 80 % of its prediction, and at least the best throughput with tiers
@@ -42,11 +46,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from decode_load import abort_all, prefill, timed_steps
+from decode_load import abort_all, max_requests_with_prefix, prefill, timed_steps
 from gpu_timing import copy_bandwidth, replay_seconds, require_gpu, seconds_of
-from report import Bar, make_parser, report
+from report import make_parser, report
+from serving_report import REUSE, Rows, bars, draw, reuse_rows
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 from torch import Tensor
 
@@ -69,15 +73,11 @@ from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
-from hotset.tiers.prefix_cache import PrefixCache
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-Rows = list[dict[str, Any]]
+from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 
 CONFIGS = Path(__file__).parent / "configs"
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda")  # tests replace it
+DTYPE = torch.bfloat16
 CHUNK = 16384  # prompt tokens per step
 SEATS = 128
 MODES: tuple[TiersMode, ...] = ("off", "auto", "off", "always")  # off runs before and after auto: a warm GPU is slower
@@ -167,7 +167,9 @@ class ServingMemory:
         return ModelSetup(config, decoder, budget, pool, None if tiers == "off" else self.host, weight_bytes)
 
 
-def make_engine(setup: ModelSetup, selection: SyntheticSelection) -> tuple[Engine, Runner]:
+def make_engine(
+    setup: ModelSetup, selection: SyntheticSelection, *, prefix_cache: bool = False
+) -> tuple[Engine, Runner]:
     """Returns an engine that uses the memory of `setup`, and its runner."""
     config, budget = setup.config, setup.budget
     model = SyntheticPrefillModel(setup.decoder, selection, CHUNK + SEATS)
@@ -175,9 +177,10 @@ def make_engine(setup: ModelSetup, selection: SyntheticSelection) -> tuple[Engin
     memory.warm_up()
     host_allocator = PrefixCache(budget.host_pages) if setup.host else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host_allocator)
-    scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers)
-    card = model_card(config, setup.spec, budget, CUDA, torch.bfloat16)
-    runner = Runner(model, memory, SEATS, budget.max_model_len, setup.spec.vocab, graphs=True)
+    hasher = PageHasher("benchmark", PAGE_ROWS) if prefix_cache else None
+    scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers, hasher=hasher)
+    card = model_card(config, setup.spec, budget, CUDA, DTYPE)
+    runner = Runner(model, memory, SEATS, budget.max_model_len, setup.spec.vocab, graphs=CUDA.type == "cuda")
     return Engine(card, [Replica(scheduler, ledger)], InProcessExecutor(runner, memory), plans_in_flight=2), runner
 
 
@@ -188,11 +191,13 @@ def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
     return replay_seconds(graph, 10)
 
 
-def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int) -> dict[str, Any]:
+def run(
+    engine: Engine, runner: Runner, requests: int, context: int, steps: int, shared_prefix: int | None = None
+) -> dict[str, Any]:
     """Adds `requests` requests with prompts of `context` tokens and times `steps` decode steps of all of them."""
     start = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
-    request_ids = prefill(engine, requests, context, params)
+    request_ids = prefill(engine, requests, context, params, shared_prefix)
     prefill_s = time.perf_counter() - start
     timed_steps(engine, WARM_UP_STEPS)
     before = engine.stats()
@@ -251,13 +256,13 @@ def gather_seconds(setup: ModelSetup, requests: int, missed_rows: float) -> floa
     return seconds_of(calls)
 
 
-def measure(setup: ModelSetup, context: int, counts: list[int], steps: int) -> Rows:
+def measure(setup: ModelSetup, context: int, counts: list[int], steps: int, shared_prefix: int | None = None) -> Rows:
     """Returns one table row per number of requests."""
     selection = SyntheticSelection.with_published_misses(setup.index.topk, context, CUDA)
-    engine, runner = make_engine(setup, selection)
+    engine, runner = make_engine(setup, selection, prefix_cache=shared_prefix is not None)
     rows = []
     for requests in counts:
-        row = run(engine, runner, requests, context, steps)
+        row = run(engine, runner, requests, context, steps, shared_prefix)
         bytes_s = bytes_read(setup, requests, context) / copy_bandwidth()
         gather_s = gather_seconds(setup, requests, row["missed rows"]) * setup.spec.layers
         row |= {
@@ -278,8 +283,10 @@ def all_hits(setup: ModelSetup, requests: int, context: int, steps: int) -> dict
     return row
 
 
-def max_requests(setup: ModelSetup, context: int) -> int:
+def max_requests(setup: ModelSetup, context: int, shared_prefix: int | None = None) -> int:
     length = context + ANSWER
+    if shared_prefix is not None:
+        return min(max_requests_with_prefix(setup.budget, length, shared_prefix), SEATS)
     fit = setup.budget.requests(length)
     if setup.host is not None:
         fit = min(fit, setup.budget.host_pages // setup.budget.geometry.row_pages(length))
@@ -290,7 +297,7 @@ def serve_model(
     name: str, options: argparse.Namespace, memory: ServingMemory | None
 ) -> tuple[Rows, Rows, ServingMemory]:
     """Returns one model's table rows, its table rows of steps without misses, and the memory for the next model."""
-    weights = CountedWeights(torch.bfloat16, CUDA)
+    weights = CountedWeights(DTYPE, CUDA)
     decoder = Decoder(load_spec(name, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))
     print(f"{name}: {weights.bytes * 1e-9:.1f} GB of weights", flush=True)
     memory = memory or ServingMemory.make(decoder, options)
@@ -304,6 +311,11 @@ def serve_model(
                 fit = max_requests(setup, length)
                 counts = [count for count in options.requests if count < fit] + [fit]
                 rows += [{"model": name, "tiers": tiers} | row for row in measure(setup, length, counts, options.steps)]
+                if tiers == "auto" and options.shared_prefix is not None and options.shared_prefix < length:
+                    most = max_requests(setup, length, options.shared_prefix)
+                    counts = list(dict.fromkeys([*counts, most]))
+                    reused = measure(setup, length, counts, options.steps, options.shared_prefix)
+                    rows += [{"model": name, "tiers": REUSE} | row for row in reused]
         # Steps without misses: the second `off` measures resident requests, `always` measures tiered requests.
         if number >= MODES.index("auto") and tiers != "auto":
             all_hits_requests = min(all_hits_requests, max_requests(setup, shortest))
@@ -312,85 +324,6 @@ def serve_model(
         del setup
         torch.cuda.empty_cache()
     return rows, without_misses, memory
-
-
-def rows_of(rows: Rows, model: str, context: int, tiers: str) -> Rows:
-    return [row for row in rows if (row["model"], row["context"], row["tiers"]) == (model, context, tiers)]
-
-
-def best_of(rows: Rows, model: str, context: int, tiers: str) -> dict[str, Any]:
-    """Returns the row with the highest tokens/s."""
-    return max(rows_of(rows, model, context, tiers), key=lambda row: float(row["tokens/s"]))
-
-
-def bars(rows: Rows, without_misses: Rows) -> list[Bar]:
-    off = [row for row in rows if row["tiers"] == "off"]
-    results = [
-        Bar("tiers off: highest step / bytes", max(row["step / bytes"] for row in off), 1.3),
-        Bar("tiers off: highest share of a step in which the GPU idles", max(row["idle"] for row in off), 0.05),
-    ]
-    for model, context in sorted({(row["model"], row["context"]) for row in rows}):
-        matching = [row for row in rows if (row["model"], row["context"]) == (model, context)]
-        best = {tiers: best_of(rows, model, context, tiers)["tokens/s"] for tiers in ("off", "auto")}
-        limit = {32768: 1.8, 131072: 3.0}.get(context, 1.0) if model.endswith("dense") else 1.0
-        name = f"{model} {context}"
-        results.append(Bar(f"{name}: best auto / best off", best["auto"] / best["off"], limit, at_least=True))
-        resident_ratios = []
-        for row in matching:
-            if row["tiers"] == "auto" and not row["tiered"]:
-                same = [other["tokens/s"] for other in off if same_load(other, row)]
-                resident_ratios += [row["tokens/s"] / statistics.mean(same)] if same else []
-        if resident_ratios:
-            what = f"{name}: lowest auto / off while all requests are resident"
-            results.append(Bar(what, min(resident_ratios), 0.98, at_least=True))
-        share = best_of(rows, model, context, "auto")["of predicted"]
-        results.append(Bar(f"{name}: best with tiers, of predicted", share, 0.8, at_least=True))
-    for resident, tiered in zip(without_misses[::2], without_misses[1::2], strict=True):
-        what = f"{resident['model']}: step of {resident['requests']} requests, tiered without misses / resident"
-        results.append(Bar(what, tiered["step ms"] / resident["step ms"], 1.05))
-    return results
-
-
-def same_load(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return all(left[key] == right[key] for key in ("model", "context", "requests"))
-
-
-def by_requests(rows: Rows, model: str, context: int, tiers: str) -> dict[str, list[float]]:
-    """Returns the columns of one line of the figure. The two runs of `off` are averaged."""
-    matching = rows_of(rows, model, context, tiers)
-    counts = sorted({row["requests"] for row in matching})
-    runs = [[row for row in matching if row["requests"] == count] for count in counts]
-    columns = {key: [statistics.mean(row[key] for row in run) for run in runs] for key in ("p50 ms", "p99 ms")}
-    columns["tokens/s"] = [statistics.mean(row["tokens/s"] for row in run) for run in runs]
-    columns["predicted"] = [statistics.mean(row["tokens/s"] / row["of predicted"] for row in run) for run in runs]
-    return columns | {"requests": counts}
-
-
-def draw(rows: Rows, path: Path) -> None:
-    """Draws tokens/s and time between tokens. The label is the best tokens/s with tiers auto over the best with off."""
-    keys = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
-    size = (3.4 * len(keys), 5.6)
-    figure, axes = plt.subplots(2, len(keys), figsize=size, layout="constrained", squeeze=False, sharex="col")
-    for (speed, latency), (model, context) in zip(axes.T, keys, strict=True):
-        best = {}
-        for tiers, colour in (("auto", "#1f77b4"), ("off", "#888888")):
-            line = by_requests(rows, model, context, tiers)
-            counts = line["requests"]
-            speed.plot(counts, line["predicted"], ":", color=colour, label=f"{tiers}, predicted")
-            speed.plot(counts, line["tokens/s"], "o-", color=colour, label=f"tiers {tiers}")
-            latency.plot(counts, line["p50 ms"], "o-", color=colour, label=f"tiers {tiers}, p50")
-            latency.plot(counts, line["p99 ms"], ":", color=colour, label=f"{tiers}, p99")
-            best[tiers] = best_of(rows, model, context, tiers)
-        ratio = f"{best['auto']['tokens/s'] / best['off']['tokens/s']:.1f}x"
-        style = {"textcoords": "offset points", "ha": "right", "va": "top", "weight": "bold", "color": "#1f77b4"}
-        speed.annotate(ratio, (best["auto"]["requests"], best["auto"]["tokens/s"]), (6, -24), **style)
-        speed.set(title=f"{model}, {context // 1024}k", xlim=(0, None), ylim=(0, None))
-        latency.set(xlabel="requests", ylim=(0, None))
-    axes[0, 0].set_ylabel("tokens/s")
-    axes[1, 0].set_ylabel("ms between tokens")
-    for axis in axes[:, 0]:
-        axis.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -407,6 +340,7 @@ def main() -> None:
         default=[1, 4, 16, 32],
         help="numbers of concurrent requests; the largest number that fits is always measured",
     )
+    parser.add_argument("--shared-prefix", type=int, help="also measure prompts whose first tokens are the same")
     parser.add_argument("--share", type=int, default=1, help="number of layers that use the selection of one indexer")
     parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
     parser.add_argument("--host-gib", type=float, default=80, help="GiB of the host store")
@@ -429,6 +363,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     note = "prompts are not computed; selections are synthetic, with the published miss rates"
     report("Serving", rows, options.json, note)
+    if options.shared_prefix is not None:
+        report(f"Contexts that share their first {options.shared_prefix} tokens", reuse_rows(rows), None)
     bars_json = options.json.with_name(f"{options.json.stem}-bars.json") if options.json else None
     report("Bars", [bar.row() for bar in bars(rows, without_misses)], bars_json)
     if options.png is not None:

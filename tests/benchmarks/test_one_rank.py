@@ -96,12 +96,14 @@ def run(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> Results
 def test_one_run_measures_prompt_and_decode_with_every_mode_of_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = run(small_options(tmp_path), monkeypatch)
-    (weights,), (prompt,), (off, distinct, shared) = results.weights, results.prefill, results.serving
+    results = run(small_options(tmp_path, "--shared-prefix", "448"), monkeypatch)
+    (weights,), (prompt,), (off, distinct, shared, *reusing) = results.weights, results.prefill, results.serving
     assert weights["expected GB"] == weights["loaded GB"] > weights["of which experts GB"] > 0
     assert weights["differ"] == 0, "a tiered request must get the tokens of a resident one"
     assert prompt["seconds"] > 0 and prompt["products s"] == pytest.approx(sum(prompt["products ms"].values()) / 1e3)
-    assert [row["host pages"] for row in results.serving] == ["", "distinct", "shared"]
+    assert [row["host pages"] for row in results.serving] == ["", "distinct", "shared", *["shared prefix"] * 2]
+    most, as_many = reusing
+    assert most["requests"] == most["tiered"] > as_many["requests"] == distinct["requests"]
     assert off["requests"] < distinct["requests"] < shared["requests"] == shared["tiered"]
     assert off["tiered"] == off["miss"] == off["host GB/s"] == 0 < shared["miss"] < 1 and shared["host GB/s"] > 0
     for row in results.serving:

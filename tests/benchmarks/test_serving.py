@@ -1,0 +1,66 @@
+"""The measurements of serving.py with a shared prefix are correct at a small size, on a CPU."""
+
+import argparse
+
+import pytest
+import serving
+import torch
+from decode_load import max_requests_with_prefix
+from serving import ServingMemory, max_requests, measure
+from serving_report import REUSE, reuse_rows
+from test_one_rank import small_spec
+
+from hotset.base.config import EngineConfig
+from hotset.engine.sizing import KvBudget, hot_slots
+from hotset.models.decoder import Decoder
+from hotset.models.dsa import dsa_kv_shape
+from hotset.models.spec import KvStorage, MlaSpec
+
+CPU = torch.device("cpu")
+CONTEXT, SHARED = 1024, 896
+FP8 = KvStorage(fp8_rows=True, fp8_keys=True)
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """Replaces what needs a GPU, and makes everything small."""
+    small = {"CUDA": CPU, "DTYPE": torch.float32, "CHUNK": 256, "SEATS": 16, "ANSWER": 64, "WARM_UP_STEPS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(serving, name, value)
+    monkeypatch.setattr(serving, "graph_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(serving, "gather_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(serving, "copy_bandwidth", lambda: 1e12)
+    return Decoder(small_spec(), serving.CountedWeights(torch.float32, CPU), FP8)
+
+
+def test_more_requests_decode_at_once_if_they_share_a_prefix(decoder: Decoder) -> None:
+    options = argparse.Namespace(contexts=[CONTEXT], device_gib=0.0021, host_gib=0.00255)
+    memory = ServingMemory.make(decoder, options)
+    setup = memory.setup(decoder, 1000, "auto")
+    fit, most = max_requests(setup, CONTEXT), max_requests(setup, CONTEXT, SHARED)
+    geometry = setup.budget.geometry
+    assert fit < most and most * geometry.tiered_pages(CONTEXT) > setup.budget.device_pages, "keys must be shared, too"
+    (without,) = measure(setup, CONTEXT, [fit], 2)
+    reused = measure(setup, CONTEXT, [fit, most], 2, SHARED)
+    assert [row["requests"] for row in reused] == [fit, most] and reused[1]["tiered"] == most
+    rows = [{"model": "small", "tiers": "auto"} | without]
+    rows += [{"model": "small", "tiers": REUSE} | row for row in reused]
+    (compared,) = reuse_rows(rows)
+    best = max(reused, key=lambda row: row["tokens/s"])
+    assert compared["requests, auto"] == fit and compared["requests, reuse"] == best["requests"]
+    assert compared["tokens/s, ratio"] == best["tokens/s"] / without["tokens/s"]
+
+
+def test_contexts_of_128k_that_share_96k_fit_more_than_twice_as_often() -> None:
+    spec = serving.load_spec("dsa-50b", 1)
+    assert isinstance(spec.attention, MlaSpec)
+    shape = dsa_kv_shape(range(spec.layers), spec.attention, torch.bfloat16, FP8)
+    geometry = shape.geometry(64, hot_slots(EngineConfig(), shape.topk))
+    gib, tokens = 1 << 30, 131072 + 512
+    budget = KvBudget(geometry, 16 * gib // geometry.page_bytes, 80 * gib // (64 * shape.token_bytes), tokens)
+    assert budget.requests(tokens) == 20
+    shared = max_requests_with_prefix(budget, tokens, 98304)
+    keys, rows = geometry.whole_key_pages(98304), 98304 // 64
+    assert keys + shared * (geometry.tiered_pages(tokens) - keys) <= budget.device_pages
+    assert rows + shared * (geometry.row_pages(tokens) - rows) <= budget.host_pages
+    assert shared > 50
