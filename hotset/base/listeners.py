@@ -51,6 +51,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def check_free(address: Address, flag: str) -> None:
+    """Raises ConfigError, which names `flag`, if this process cannot listen at an address at present."""
+    host = "0.0.0.0" if address.host == "*" else address.host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, address.port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another {flag}") from error
+
+
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

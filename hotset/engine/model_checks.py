@@ -1,4 +1,4 @@
-"""Checks a configuration against the model's configuration files. Needs neither torch nor the weights.
+"""Checks a configuration against this machine and the model's configuration files. Needs neither torch nor the weights.
 
 The command line makes these checks before it starts a process or imports torch, so that a mistake is answered at once.
 The engine makes them again, and also checks what depends on a GPU and on the contents of the weights.
@@ -11,6 +11,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
 from hotset.base.host_memory import host_memory
+from hotset.base.listeners import check_free
 from hotset.base.units import show_bytes
 from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import ModelFiles, find_model, find_tokenizer, read_weight_index, shard_paths
@@ -28,6 +29,10 @@ def check_model(config: EngineConfig) -> ModelFiles:
     on_gpu = config.device != "cpu" and has_gpu_driver()
     if config.device not in (None, "cpu") and not on_gpu:
         raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
+    for endpoint in config.events_endpoints:
+        check_free(endpoint.live, "--kv-events")
+        if endpoint.replay is not None:
+            check_free(endpoint.replay, "--kv-events-replay")
     files = find_model(config.model, config.weight_dtype)
     if config.load_format == "auto" and files.gguf is None:
         shard_paths(files.path, read_weight_index(files.path))

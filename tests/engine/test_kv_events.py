@@ -15,10 +15,11 @@ from listening import listening
 from processes import descendants_of
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import ConfigError, MissingDependency, StartupError
+from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import _open_publishers, build_engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
+from hotset.engine.model_checks import check_model
 from hotset.engine.process import AddRequests, EngineProcess, OutputsReport, StopEngine
 from hotset.kv_events.known_blocks import event_hash
 from hotset.tiers.prefix_cache import PrefixCache
@@ -144,12 +145,22 @@ def test_each_replica_has_a_publisher_that_names_its_rank() -> None:
             assert events[1]["token_ids"] == [rank] * PAGE_ROWS
 
 
-def test_an_engine_whose_events_address_is_taken_does_not_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["kv_events", "kv_events_replay"])
+def test_a_taken_address_is_refused_by_name_before_the_model_is_loaded(tmp_path: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        config = EngineConfig(tiny_directory(tmp_path), **SETTINGS | {"kv_events_replay": taken})
-        with pytest.raises(StartupError, match=f"{taken} .*in use; choose another --kv-events-replay"):
-            build_engine(config)
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        config = EngineConfig(tiny_directory(tmp_path), **SETTINGS | {flag: f"tcp://{taken}"})
+        message = f"^cannot listen at {taken}: Address already in use; choose another --{flag.replace('_', '-')}$"
+        with pytest.raises(ConfigError, match=message):
+            check_model(config)
+
+
+def test_an_address_of_another_machine_is_refused_by_name(tmp_path: Path) -> None:
+    config = EngineConfig(
+        tiny_directory(tmp_path), **SETTINGS | {"kv_events": "tcp://192.0.2.1:5557", "kv_events_public": True}
+    )
+    with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:5557: .*; choose another --kv-events$"):
+        check_model(config)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
