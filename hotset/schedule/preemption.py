@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.schedule.plan import PlanBuilder
+from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
@@ -104,12 +105,13 @@ class Preemptor:
         next_plan: PlanBuilder,
         counters: Counters,
         mode: TiersMode,
+        prefixes: Prefixes,
         promote_after_plans: int,
     ) -> None:
         """A tiered request is promoted only after `promote_after_plans` plans without memory pressure."""
-        self.pending: dict[Request, Residence] = {}  # residence to change to once no plan in flight uses the request
+        self.pending = queues.pending
         self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
-        self._mode, self._promote_after_plans = mode, promote_after_plans
+        self._mode, self._prefixes, self._promote_after_plans = mode, prefixes, promote_after_plans
         self._last_pressure = 0  # number of the last plan for which pages were short
 
     def grow(self, request: Request) -> bool:
@@ -175,7 +177,9 @@ class Preemptor:
             self.change_residence(request, Residence.RESIDENT)
 
     def recompute(self, request: Request) -> None:
-        """Releases all pages of a running or parked request. All its tokens will be computed again."""
+        """Releases all pages of a running or parked request. Tokens whose pages are evicted from the prefix cache
+        meanwhile will be computed again."""
+        self._prefixes.publish_rest(request)
         self._ledger.release(request.holding)
         request.num_scheduled = 0
         request.prefill_at = None  # prefill workers compute only prompts, not the answer that this request has

@@ -10,22 +10,15 @@ from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import CachedPage, PageHasher
 from hotset.tiers.residence import Residence
 
+PAGES_OF_ANSWER = 16  # full pages of an answer that are published together
 HASHED_TOKENS = 1 << 16  # a plan hashes the prompts of waiting requests until it has hashed this many tokens
 
 
 class Prefixes:
     """Connects requests with the prefix cache of the ledger. Without a hasher or a host store, no prefix is reused."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        queues: Queues,
-        counters: Counters,
-        pending: dict[Request, Residence],
-        hasher: PageHasher | None,
-    ) -> None:
-        """`pending` are the running requests that will be preempted once no plan in flight uses them."""
-        self._ledger, self._queues, self._counters, self._pending = ledger, queues, counters, pending
+    def __init__(self, ledger: Ledger, queues: Queues, counters: Counters, hasher: PageHasher | None) -> None:
+        self._ledger, self._queues, self._counters = ledger, queues, counters
         self._hasher = None if ledger.host is None else hasher
         self._page_rows = ledger.geometry.page_rows
         self._tokens_to_hash = HASHED_TOKENS
@@ -44,7 +37,7 @@ class Prefixes:
         other = request.waits_for
         if other is not None and len(other.holding.cached) == request.waits_past and self._prefills(other):
             return True  # nothing has changed since the last check; many requests can wait for the same prefix
-        if self._hasher is None or request.phase is not Phase.WAITING:
+        if self._hasher is None or not self._reusable_pages(request):
             return False
         if not request.page_hashes:
             if self._tokens_to_hash <= 0:
@@ -57,7 +50,7 @@ class Prefixes:
 
     def find(self, request: Request) -> list[CachedPage]:
         """Returns the cached pages from which a waiting request can start."""
-        if self._hasher is None or request.phase is not Phase.WAITING:
+        if self._hasher is None or not self._reusable_pages(request):
             return []
         self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
         return self._ledger.find_prefix(request.page_hashes[: self._reusable_pages(request)])
@@ -76,12 +69,15 @@ class Prefixes:
 
     def count(self, request: Request, prefix: Sequence[CachedPage]) -> None:
         """Counts a request that is admitted with these cached pages. It may be admitted again after a recompute."""
-        reused = len(prefix) * self._page_rows
+        if self._hasher is None:
+            return
+        reused, pages = len(prefix) * self._page_rows, max(len(prefix), len(request.holding.cached))
+        request.publish_at = (pages + 1) * self._page_rows
         if request.num_cached is None:
             request.num_cached = reused
             if reused:
                 self._cached_tokens[request.request_id] = reused
-        if self._hasher is not None and request.holding.residence is Residence.ABSENT:
+        if request.holding.residence is Residence.ABSENT:
             self._counters.tokens_queried += len(request.tokens)
             self._counters.tokens_reused += reused
 
@@ -92,25 +88,38 @@ class Prefixes:
 
     def publish(self, request: Request, computed: int) -> None:
         """Makes the full pages of a request available to others, of which rows [0, computed) have been computed. Rows
-        beyond its known tokens were computed after its last token, before its end was known."""
-        if self._hasher is None:
-            return
+        beyond its known tokens were computed after its last token, before its end was known.
+
+        Others may wait for the pages of a prompt, so each is published at once. Pages of an answer are published in
+        groups, which costs less, and when the request loses its pages.
+        """
+        assert self._hasher is not None, "without a hasher, `publish_at` is never reached"
         first, pages = len(request.holding.cached), min(computed, len(request.tokens)) // self._page_rows
+        group = PAGES_OF_ANSWER if request.phase is Phase.DECODE else 1
+        request.publish_at = (pages + group) * self._page_rows
         if pages > first:
             salt = request.prompt.cache_salt
             self._hasher.extend(request.page_hashes, request.tokens, salt)
             tokens = request.tokens[first * self._page_rows : pages * self._page_rows]
             self._ledger.publish(request.holding, request.page_hashes[first:pages], tokens, salt)
 
+    def publish_rest(self, request: Request) -> None:
+        """Publishes the remaining full pages of a request that is about to lose its pages. No plan in flight uses it,
+        so all scheduled rows have been computed. Those of a landing may not be on the host yet."""
+        if self._hasher is not None and request.holding.residence not in (Residence.ABSENT, Residence.LANDING):
+            self.publish(request, request.num_scheduled)
+
     def _reusable_pages(self, request: Request) -> int:
-        """Returns how many pages a request can take from the cache. Its last token is always computed. If the logits
-        of the whole prompt are needed, all tokens are computed."""
-        return 0 if request.needs_prompt_logits else (len(request.tokens) - 1) // self._page_rows
+        """Returns how many pages a request without pages can take from the cache. Its last token is always computed.
+        If the logits of the whole prompt are needed, all tokens are computed."""
+        if request.phase is not Phase.WAITING or request.needs_prompt_logits:
+            return 0
+        return (len(request.tokens) - 1) // self._page_rows
 
     def _find_other(self, request: Request) -> Request | None:
         """Returns a running request whose next page to publish is a page that `request` can use."""
         reusable = min(self._reusable_pages(request), len(request.page_hashes))
-        for other in self._queues.prefilling() if reusable else ():
+        for other in self._queues.prefilling():
             published = len(other.holding.cached)
             if published < min(reusable, len(other.page_hashes)) and self._prefills(other):
                 page_hash = other.page_hashes[published]
@@ -119,7 +128,7 @@ class Prefixes:
         return None
 
     def _prefills(self, other: Request) -> bool:
-        return other.phase is Phase.PREFILL and other not in self._pending
+        return other.phase is Phase.PREFILL and other not in self._queues.pending
 
 
 def _common_pages(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:

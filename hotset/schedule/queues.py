@@ -14,6 +14,7 @@ class Queues:
     def __init__(self, seats: int) -> None:
         self.waiting: deque[Request] = deque()  # waiting and parked requests, in order of arrival
         self.running: list[Request] = []  # oldest first
+        self.pending: dict[Request, Residence] = {}  # residence to change to once no plan in flight uses the request
         self.free_seats = list(range(seats - 1, -1, -1))
 
     def enqueue(self, request: Request) -> None:

@@ -11,6 +11,8 @@ from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import PromptSpec
 from hotset.tiers.residence import Holding
 
+NEVER = 1 << 62  # more rows than any request has
+
 FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 
 
@@ -59,6 +61,7 @@ class Request:
         "phase",
         "prefill_at",
         "prompt",
+        "publish_at",
         "request_id",
         "seat",
         "tiers",
@@ -104,6 +107,7 @@ class Request:
         # The running request that computed the next page of its prefix, after `waits_past` others, when last checked
         self.waits_for: Request | None = None
         self.waits_past = 0
+        self.publish_at = NEVER  # once this many rows are computed, another full page can enter the prefix cache
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample

@@ -79,10 +79,10 @@ class Scheduler:
         self._queues = Queues(seats)
         self._landings = Landings(ledger.geometry)
         self._announcements = Announcements(ledger.geometry)
+        self._prefixes = Prefixes(ledger, self._queues, self.counters, hasher)
         self._preemptor = Preemptor(
-            ledger, self._queues, self._next_plan, self.counters, tiers, promote_after_plans=promote_after_plans
+            ledger, self._queues, self._next_plan, self.counters, tiers, self._prefixes, promote_after_plans
         )
-        self._prefixes = Prefixes(ledger, self._queues, self.counters, self._preemptor.pending, hasher)
         self._admission = Admission(
             ledger=ledger,
             queues=self._queues,
@@ -275,7 +275,8 @@ class Scheduler:
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         for request, start, count in zip(requests, in_flight.plan.starts, in_flight.plan.counts, strict=True):
             request.in_flight -= 1
-            self._prefixes.publish(request, start + count)
+            if start + count >= request.publish_at:
+                self._prefixes.publish(request, start + count)
         for prompt_range, columns in zip(in_flight.plan.prompt_ranges, result.prompt_logprobs, strict=True):
             request = requests[prompt_range.segment]
             if request.phase is not Phase.ENDING:
@@ -448,6 +449,7 @@ class Scheduler:
         assert request.in_flight == 0, f"{request.request_id} is part of a plan in flight"
         request.move(Phase.FINISHED)
         self._queues.release_seat(request)
+        self._prefixes.publish_rest(request)
         self._ledger.release(request.holding)
         del self._requests[request.request_id]
 

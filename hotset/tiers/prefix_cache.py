@@ -79,7 +79,7 @@ class PrefixCache(PageAllocator):
         super().__init__(capacity)
         self._cached: dict[bytes, CachedPage] = {}
         self._unused: OrderedDict[bytes, CachedPage] = OrderedDict()  # in the order of eviction
-        self.on_change: Callable[[CacheChange], None] = lambda change: None
+        self.on_change: Callable[[CacheChange], None] | None = None
         self.evictions = 0  # pages evicted since start
 
     @property
@@ -149,7 +149,7 @@ class PrefixCache(PageAllocator):
         self._announce(parent, hashes[first:], token_ids[first * page_rows :], salt)
 
     def _announce(self, parent: bytes | None, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
-        if hashes:
+        if hashes and self.on_change is not None:
             self.on_change(PagesStored(tuple(hashes), parent, tuple(token_ids), salt))
 
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
@@ -174,7 +174,7 @@ class PrefixCache(PageAllocator):
             del self._cached[cached.page_hash]
         self.release([cached.page for cached in evicted])
         self.evictions += len(evicted)
-        if evicted:
+        if evicted and self.on_change is not None:
             self.on_change(PagesEvicted(tuple(cached.page_hash for cached in evicted)))
 
     def audit(self) -> None:

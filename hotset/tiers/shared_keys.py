@@ -32,7 +32,7 @@ class SharedKeys:
         The caller must `use` them before anything else changes.
         """
         found: list[int] = []
-        for number in range(self._whole_pages(cached)):
+        for number in range(self._whole_pages(len(cached))):
             if (page := self._page_of.get(self._id(cached, number))) is None:
                 break
             found.append(page)
@@ -49,7 +49,7 @@ class SharedKeys:
         The pages that were whole when the context had `first` cached pages are registered already. If another request
         has registered a page with the same keys, this request keeps its own.
         """
-        for number in range(self._whole_pages(cached[:first]), min(self._whole_pages(cached), len(key_pages))):
+        for number in range(self._whole_pages(first), min(self._whole_pages(len(cached)), len(key_pages))):
             page_id, page = self._id(cached, number), key_pages[number]
             if page_id not in self._page_of:
                 self._page_of[page_id], self._id_of[page], self._users[page] = page, page_id, 1
@@ -80,12 +80,12 @@ class SharedKeys:
         for holding in holdings:
             for number, page in enumerate(holding.pages[PageUse.KEYS]):
                 if page in self._id_of:
-                    whole = number < self._whole_pages(holding.cached)
+                    whole = number < self._whole_pages(len(holding.cached))
                     assert whole, f"key page {number} is shared, but its request has yet to write to it"
                     assert self._id_of[page] == self._id(holding.cached, number), "a request uses keys of other tokens"
 
-    def _whole_pages(self, cached: Sequence[CachedPage]) -> int:
-        return self._geometry.whole_key_pages(len(cached) * self._geometry.page_rows)
+    def _whole_pages(self, num_cached: int) -> int:
+        return self._geometry.whole_key_pages(num_cached * self._geometry.page_rows)
 
     def _id(self, cached: Sequence[CachedPage], number: int) -> KeyPageId:
         end = ceil_div(self._geometry.key_page_end(number), self._geometry.page_rows)
