@@ -43,6 +43,17 @@ class Queues:
         """Returns the running requests whose prompts are being computed."""
         return [request for request in self.running if request.phase is Phase.PREFILL]
 
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Known tokens, not yet scheduled, of waiting, parked and prefilling requests without a prefill worker."""
+        waiting = (request for request in self.waiting if request.prefill_at is None)
+        return sum(len(request.tokens) - request.num_scheduled for request in (*waiting, *self.prefilling()))
+
+    def tiered_rows(self) -> dict[int, int]:
+        """Returns the number of scheduled rows of every tiered request, by its seat."""
+        tiered = (request for request in self.running if request.holding.residence is Residence.TIERED)
+        return {request.seat: request.num_scheduled for request in tiered if request.seat is not None}
+
     def count(self, residence: Residence) -> int:
         """Returns how many running requests are in a residence."""
         return sum(request.holding.residence is residence for request in self.running)

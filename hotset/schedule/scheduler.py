@@ -124,27 +124,16 @@ class Scheduler:
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Known tokens, not yet scheduled, of waiting, parked and prefilling requests without a prefill worker."""
-        waiting = (request for request in self._queues.waiting if request.prefill_at is None)
-        running = (request for request in self._queues.running if request.phase is Phase.PREFILL)
-        return sum(len(request.tokens) - request.num_scheduled for request in (*waiting, *running))
+        return self._queues.tokens_to_prefill
 
     def in_residence(self, residence: Residence) -> int:
         return self._queues.count(residence)
 
     def tiered_seats(self) -> dict[int, int]:
-        """Returns the number of rows of every seat that is tiered in the workers' memory, for audits.
-
-        A seat is left out if the next plan has commands for it, because workers have not executed these yet.
-        """
+        """Returns the number of rows of every seat that is tiered in the workers' memory, for audits. Seats for which
+        the next plan has commands are left out, because workers have not executed these yet."""
         not_executed = {command.seat for command in self._next_plan.commands}
-        return {
-            request.seat: request.num_scheduled
-            for request in self._queues.running
-            if request.seat is not None
-            and request.holding.residence is Residence.TIERED
-            and request.seat not in not_executed
-        }
+        return {seat: rows for seat, rows in self._queues.tiered_rows().items() if seat not in not_executed}
 
     @property
     def idle(self) -> bool:
