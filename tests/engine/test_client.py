@@ -101,7 +101,7 @@ class SharedEngine(NamedTuple):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
-    config = config_of(tmp_path_factory.mktemp("shared"))
+    config = config_of(tmp_path_factory.mktemp("shared"), max_num_batched_tokens=8)
 
     async def start() -> EngineClient:
         return EngineClient.start(config)
@@ -136,9 +136,9 @@ def test_answers_equal_those_of_an_engine_in_this_process(shared: SharedEngine) 
 
 
 def test_the_number_of_cached_tokens_arrives_although_the_admission_comes_steps_before_the_first_token(
-    tmp_path: Path,
+    shared: SharedEngine,
 ) -> None:
-    prompt = [5, *range(30)]
+    prompt = [5, *range(30)]  # eight of its tokens are computed in a step
 
     async def scenario(client: EngineClient) -> None:
         await collect(client.generate("first", prompt, SHORT))
@@ -147,7 +147,7 @@ def test_the_number_of_cached_tokens_arrives_although_the_admission_comes_steps_
         salted = [delta async for delta in client.generate("third", prompt, SHORT, cache_salt="a")]
         assert {delta.cached_tokens for delta in salted} == {0}
 
-    with_client(config_of(tmp_path, max_num_batched_tokens=8), scenario)
+    shared.run(scenario)
 
 
 def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(shared: SharedEngine) -> None:
