@@ -151,14 +151,14 @@ def serve(
 def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, counts: str) -> int:
     import secrets
 
-    from hotset.cli.shares import WorkerCounts, check_control_ports
+    from hotset.cli.shares import WorkerCounts, check_worker_ports
 
     if values["role"] != "both":
         raise ConfigError("--disaggregate starts workers of both roles; leave --role out")
     worker_counts = WorkerCounts.parse(counts)
     shared = {"handoff_secret": secrets.token_hex(16)} | config_values(EngineConfig, {**values, "role": "prefill"})
     engine_config = EngineConfig(**shared)
-    check_control_ports(engine_config)
+    check_worker_ports(engine_config)
     with _check_and_bind(engine_config, serve_config) as listener:
         from hotset.cli.disaggregate import run
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
+from hotset.base.settings import flag_name
 from hotset.base.units import GIB, show_bytes
 from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name
 from hotset.engine.step_memory import step_bytes
@@ -72,11 +73,12 @@ class MemoryShare:
     host_kv_gib: float | None = None
 
 
-def check_control_ports(engine: EngineConfig) -> None:
-    """Rejects a fixed control port, which several workers cannot share."""
-    for flag, address in (("--control", engine.control), ("--advertise", engine.advertise)):
+def check_worker_ports(engine: EngineConfig) -> None:
+    """Rejects fixed ports of workers, which several workers cannot share."""
+    for name in ("control", "advertise", "kv_events", "kv_events_replay"):
+        address = getattr(engine, name)
         if address is not None and not address.endswith(":0"):
-            raise ConfigError(f"--disaggregate gives each worker its own control port; use port 0 in {flag}")
+            raise ConfigError(f"--disaggregate gives each worker its own ports; use port 0 in --{flag_name(name)}")
 
 
 def sizes_given(config: EngineConfig) -> bool:

@@ -8,6 +8,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -68,6 +69,16 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
     expected |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake", "transfer_interface": "lo"}
     expected |= {"prefix_cache": False}
     assert {name: received[name] for name in expected} == expected
+
+
+def test_workers_publish_kv_events_for_the_router_unless_the_user_decides_otherwise() -> None:
+    def events(**settings: Any) -> tuple[object, object]:
+        received = parsed(worker_arguments(EngineConfig(**settings), ServeConfig(), "decode", MemoryShare()))
+        return received["kv_events"], received["kv_events_replay"]
+
+    assert events() == ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    assert events(kv_events="tcp://127.0.0.2:0") == ("tcp://127.0.0.2:0", None)
+    assert events(prefix_cache=False) == (None, None)
 
 
 def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
@@ -164,6 +175,10 @@ def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
         (["serve", "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
         (["serve", "--disaggregate", "1P1D", "--role", "decode"], "leave --role out"),
         (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
+        (
+            ["serve", "--disaggregate", "1P1D", "--kv-events", "tcp://127.0.0.1:5557"],
+            "use port 0 in --kv-events",
+        ),
         (["serve", "--transfer", "mooncake"], "leave it out"),
         (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
         # --disaggregate generates a secret, so this --control needs an interface only.

@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 4  # a rough estimate from the size of a body
 MIN_STEP_BYTES = 512
 MAX_HASHED_BYTES = 1 << 30
 DIGEST_BYTES = 16
-MAX_PREFIXES = 1 << 17  # about 40 MB; a prompt of 128k tokens has 140 of them
+MAX_PREFIXES = 1 << 17  # about 50 MB; a prompt of 128k tokens has 145 of them
 MAX_HOLDERS = 8  # workers that are remembered for one prefix
 CACHE_KEY_TOKENS = 1024  # the worth of a worker that served the same prompt_cache_key
 PROMPT_FIELDS = {"/v1/chat/completions": b'"messages"', "/v1/completions": b'"prompt"'}
@@ -113,9 +113,10 @@ class PrefixIndex:
                 cached[index] = HASHED_LENGTHS[number] // BYTES_PER_TOKEN
                 unknown.remove((index, worker))
         if prompt.cache_key is not None and (key := self._prefixes.get(prompt.cache_key)) is not None:
-            for index, worker in unknown:
-                if worker.cache_id == key.holders[0]:
-                    cached[index] = CACHE_KEY_TOKENS
+            positions = {worker.cache_id: position for position, worker in enumerate(workers)}
+            newest = next((positions[holder] for holder in key.holders if holder in positions), None)
+            if newest is not None:
+                cached[newest] = max(cached[newest], CACHE_KEY_TOKENS)
         return cached
 
     def record_sent(self, prompt: PromptPrefixes, worker: CacheHolder) -> None:

@@ -34,7 +34,7 @@ logger = logging.getLogger("hotset.router")
 
 MAX_ATTEMPTS = 3
 BACKOFF_SECONDS = 0.2  # delay before a failed worker is tried again, multiplied by the number of failed attempts
-THREAD_BYTES = 1 << 18  # longer bodies are hashed in a thread
+THREAD_BYTES = 1 << 17  # longer bodies are hashed in a thread
 EVENT_END = b"\n\n"
 MAX_BUFFERED_BYTES = 1 << 20  # limit for an incomplete event; a longer event is sent in pieces
 

@@ -31,7 +31,7 @@ def workers(shared_cluster: Cluster) -> list[Stub]:
 def idle_workers(workers: list[Stub]) -> list[Stub]:
     """The shared workers after a reset: they behave well and have recorded no requests."""
     for worker in workers:
-        worker.behave(behaviour="well", waiting_tokens=0, degraded=None)
+        worker.behave(behaviour="well", waiting_tokens=0, degraded=None, kv_events=[], stored_tokens=0)
     # The router may still have to disconnect from requests of the previous test.
     assert wait_until(lambda: not any(worker.seen()["open"] for worker in workers))
     for worker in workers:

@@ -52,6 +52,9 @@ class Stub:
         self.waiting_tokens = 0
         self.degraded: str | None = None
         self.control = f"{name}:9000"
+        self.kv_events: list[dict[str, int]] = []  # the ports of publishers
+        self.stored_tokens = 0
+        self.page_marks = ""  # the value of the header x-hotset-pages
         self.target = ""
 
     def app(self) -> Starlette:
@@ -66,6 +69,7 @@ class Stub:
         if self.behaviour == "redirects":
             return RedirectResponse(self.target + "/handoff")
         state = {"role": self.role, "control": self.control, "model": self.model, "degraded": self.degraded}
+        state |= {"kv_events": self.kv_events, "stored_tokens": self.stored_tokens}
         return JSONResponse({**state, "waiting_tokens": self.waiting_tokens, "waiting": 0, "running": self.open})
 
     async def report(self, request: Request) -> Response:
@@ -111,9 +115,12 @@ class Stub:
             case "short":
                 return StreamingResponse(self.short(), media_type="application/json", headers={"content-length": "100"})
         wants_stream = json.loads(body or b"{}").get("stream", False)
+        headers = {"X-Worker": self.name}
+        if "x-hotset-pages" in request.headers:
+            headers["x-hotset-pages"] = self.page_marks
         if not wants_stream:
-            return JSONResponse({"text": f"from {self.name}"}, headers={"X-Worker": self.name})
-        return StreamingResponse(self.events(request), media_type="text/event-stream", headers={"X-Worker": self.name})
+            return JSONResponse({"text": f"from {self.name}"}, headers=headers)
+        return StreamingResponse(self.events(request), media_type="text/event-stream", headers=headers)
 
     async def wait_for_disconnect(self, request: Request) -> None:
         self.open += 1

@@ -142,6 +142,7 @@ def test_a_cache_key_prefers_the_worker_that_served_it_last_if_no_prefix_is_know
     index, workers = PrefixIndex(), [worker_of("http://1", 1), worker_of("http://2", 2)]
     index.record_sent(prompt_of("short", prompt_cache_key="k"), workers[0])
     index.record_sent(prompt_of("short", prompt_cache_key="k"), workers[1])
+    index.record_sent(prompt_of("short", prompt_cache_key="k"), worker_of("http://prefill", 3))
     assert index.cached_tokens(prompt_of(TEXT, prompt_cache_key="k"), workers) == [0, CACHE_KEY_TOKENS]
     assert index.cached_tokens(prompt_of(TEXT, prompt_cache_key="other"), workers) == [0, 0]
 

@@ -1,0 +1,109 @@
+"""Through a real router, sessions stay on the workers that have their prefixes, as long as these workers live."""
+
+import random
+from contextlib import closing
+
+from cache_model import words
+from running_router import Cluster, Router, Stub, wait_until
+
+from hotset.base.address import Address, EventsEndpoint
+from hotset.kv_events.publisher import KvEventPublisher
+from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
+from hotset.tiers.prefix_cache import PageHasher, PagesEvicted, PagesStored
+
+RNG = random.Random(20)
+LOOPBACK = Address("127.0.0.1", 0)
+HASHER = PageHasher("model", 16)
+
+
+def ask(router: Router, text: str, **fields: object) -> str:
+    """Sends a prompt and returns the name of the decode worker that answered."""
+    answer = router.post(prompt=text, **fields)
+    assert answer.status_code == 200 and PAGE_MARKS_HEADER not in answer.headers, answer.text
+    return answer.headers["x-worker"]
+
+
+def prefills_of(stubs: list[Stub]) -> list[str]:
+    requests = [request for stub in stubs for request in stub.seen()["requests"]]
+    return [request["headers"]["x-hotset-prefill"] for request in requests]
+
+
+def test_every_turn_of_a_session_goes_to_the_same_workers(cluster: Cluster, idle_workers: list[Stub]) -> None:
+    router = cluster.router(idle_workers[:2], idle_workers[2:])
+    sessions = [words(RNG, 3000) for _ in range(6)]
+    homes = [ask(router, text) for text in sessions]
+    assert {homes.count("d1"), homes.count("d2")} == {3}, "without a known prefix, workers take turns"
+    prefills = [set(prefills_of([stub])) for stub in idle_workers[2:]]
+    for turn in range(2):
+        sessions = [text + words(RNG, 600) for text in sessions]
+        assert [ask(router, text, max_tokens=turn + 1) for text in sessions] == homes
+    for stub, first in zip(idle_workers[2:], prefills, strict=True):
+        assert set(prefills_of([stub])) == first, "prefill workers have caches, too"
+    assert router.metric("hotset_router_choices_total", role="decode", by="prefix") == 12
+    assert router.metric("hotset_router_choices_total", role="decode", by="load") == 6
+    share = router.metric("hotset_router_cached_tokens_total", role="decode")
+    assert 0.45 < share / router.metric("hotset_router_prompt_tokens_total", role="decode") < 0.7
+    salted = {ask(router, sessions[0], cache_salt=f"tenant {number}") for number in range(2)}
+    assert salted == {"d1", "d2"}, "another tenant's prefix is unknown"
+    keyed = [ask(router, words(RNG, 3000), prompt_cache_key="agent") for _ in range(4)]
+    assert len(set(keyed)) == 1, "prompts of one cache key go to one worker"
+
+
+def test_a_killed_workers_sessions_go_on_elsewhere_and_it_comes_back_empty(
+    cluster: Cluster, idle_workers: list[Stub]
+) -> None:
+    doomed = cluster.stub("decode", "doomed")
+    router = cluster.router(idle_workers[:1], [idle_workers[2], doomed])
+    sessions = [words(RNG, 3000) for _ in range(4)]
+    homes = [ask(router, text) for text in sessions]
+    assert homes.count("doomed") == 2
+    doomed.kill()
+    assert [ask(router, text) for text in sessions] == ["d1"] * 4
+    restarted = cluster.stub("decode", "restarted", port=doomed.port)
+    assert wait_until(lambda: router.up(idle_workers[0], idle_workers[2], restarted))
+    assert [ask(router, text) for text in sessions] == ["d1"] * 4, "the restarted worker has no prefix"
+
+
+def test_kv_events_tell_the_router_what_the_workers_have(cluster: Cluster, idle_workers: list[Stub]) -> None:
+    p1, _, d1, d2 = idle_workers
+    text, tokens = words(RNG, 6000), list(range(1500))
+    hashes: list[bytes] = []
+    HASHER.extend(hashes, tokens, "")
+    router = cluster.router([p1], [d1, d2])
+
+    def cached_share(worker: str) -> float:
+        """Sends the prompt, and returns how much of it `worker` was expected to have. Returns 0 if it went to
+        another."""
+        names = [f"hotset_router_{kind}_tokens_total" for kind in ("cached", "prompt")]
+        before = [router.metric(name, role="decode") for name in names]
+        if ask(router, text) != worker:
+            return 0.0
+        cached, prompt = (router.metric(name, role="decode") - old for name, old in zip(names, before, strict=True))
+        return cached / prompt
+
+    with closing(new_publisher()) as of_d1, closing(new_publisher()) as of_d2:
+        for stub, publisher in ((d1, of_d1), (d2, of_d2)):
+            assert publisher.endpoint.replay is not None
+            ports = {"live": publisher.endpoint.live.port, "replay": publisher.endpoint.replay.port}
+            stub.behave(kv_events=[ports], page_marks=page_marks_header(tokens, "", HASHER))
+            assert wait_until(lambda url=stub.url: router.workers()[url]["kv_events_synced"] is True)
+        ask(router, text)
+        both = ["d1", "d1", "d2", "d2"]  # nobody has published a page of the prompt
+        assert wait_until(lambda: sorted(ask(router, text) for _ in range(4)) == both)
+        of_d2.on_change(PagesStored(tuple(hashes), None, tuple(tokens), ""))
+        of_d2.flush()
+        assert wait_until(lambda: cached_share("d2") > 0.9)
+        assert wait_until(lambda: [ask(router, text) for _ in range(3)] == ["d2"] * 3)
+        of_d1.on_change(PagesStored(tuple(hashes[:40]), None, tuple(tokens[: 40 * 16]), ""))
+        of_d1.flush()
+        of_d2.on_change(PagesEvicted(tuple(hashes)))
+        of_d2.flush()
+        assert wait_until(lambda: 0.3 < cached_share("d1") < 0.5), "40 of 93 pages"
+        of_d1.close()
+        assert wait_until(lambda: router.workers()[d1.url]["kv_events_synced"] is False)
+        assert cached_share("d1") > 0.9, "without events, the router knows what it has sent"
+    assert "Traceback" not in router.log()
+
+
+def new_publisher() -> KvEventPublisher:
+    return KvEventPublisher(EventsEndpoint(LOOPBACK, LOOPBACK))
