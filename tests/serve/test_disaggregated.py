@@ -1,22 +1,27 @@
 """`hotset serve --disaggregate` answers like a single server, and no process outlives the command."""
 
+import asyncio
 import json
 import os
 import random
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import plain_http
 import pytest
+import zmq.asyncio
 from listening import listening
 from processes import command_line, descendants_of, wait_until_ended
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import API_KEY, RunningServer, serving
 
+from hotset.kv_events.subscriber import KvEventSubscriber
+from hotset.serve.page_marks import PAGE_MARKS_HEADER, parse_page_marks
 from hotset.serve.prefill_header import prefill_headers
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
@@ -149,6 +154,44 @@ def test_metrics_count_prefilled_tokens_and_transferred_bytes(disaggregated: Run
         r"\[prefill 1\] .* INFO nixl reaches 127\.0\.0\.1:\d+ over UCX \(.+\), \S+ GB/s", disaggregated.log()
     )
     assert reached, "the log must name the transport and its speed"
+
+
+def test_pages_that_a_worker_reports_to_the_router_are_those_of_its_kv_events(disaggregated: RunningServer) -> None:
+    (decode,) = workers_of(disaggregated, "decode")
+    body = {"prompt": prompt_of(400, "pages"), "max_tokens": 2, "ignore_eos": True}
+    answer = plain_http.post(decode + TEXT, json=body, headers={PAGE_MARKS_HEADER: "1"}, timeout=120)
+    marks = parse_page_marks(answer.headers[PAGE_MARKS_HEADER])
+    assert [mark.share_of_prompt for mark in marks] == [pages * 64 / 400 for pages in range(1, 7)]
+    with plain_http.stream(
+        "POST", decode + TEXT, json={**body, "stream": True}, headers={PAGE_MARKS_HEADER: "1"}, timeout=120
+    ) as stream:
+        assert stream.headers[PAGE_MARKS_HEADER] == answer.headers[PAGE_MARKS_HEADER]
+    through_router = plain_http.post(disaggregated.url + TEXT, json=body, timeout=120)
+    assert PAGE_MARKS_HEADER not in through_router.headers
+    (ports,) = plain_http.get(f"{decode}/handoff", timeout=30).json()["kv_events"]
+
+    async def published() -> None:
+        """Returns when the worker has published all pages."""
+        with zmq.asyncio.Context() as context:
+            live, replay = (f"tcp://127.0.0.1:{ports[name]}" for name in ("live", "replay"))
+            subscriber = KvEventSubscriber(context, live, replay)
+            following = asyncio.create_task(subscriber.run())
+            async with asyncio.timeout(60):
+                while not all(mark.block_hash in subscriber.blocks for mark in marks):
+                    await asyncio.sleep(0.02)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(published())
+
+    def router_follows() -> bool:
+        workers = plain_http.get(f"{disaggregated.url}/workers", timeout=30).json()["workers"]
+        return [worker["kv_events_synced"] for worker in workers] == [True, True]
+
+    deadline = time.monotonic() + 60
+    while not router_follows():
+        assert time.monotonic() < deadline, "the router must follow the events of both workers"
+        time.sleep(0.05)
 
 
 def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disaggregated: RunningServer) -> None:
