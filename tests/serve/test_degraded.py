@@ -16,7 +16,7 @@ class FakeClient:
     """An engine client with fixed statistics."""
 
     role, control, waiting, seconds_without_progress = "decode", "127.0.0.1:7000", 0, 0.0
-    model = SimpleNamespace(max_model_len=4096, name="m")
+    model = SimpleNamespace(max_model_len=4096, name="m", page_hasher=None, kv_events=())
     progress = SimpleNamespace(steps=1, seconds_since_step=0.5, open_requests=0)
 
     def __init__(self, **stats: Any) -> None:
