@@ -41,6 +41,7 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class Results:
     options: argparse.Namespace
     tables: dict[str, list[Row]] = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
+    failed: bool = False  # whether a case failed
 
     def add(self, title: str, rows: list[Row], *bars: Bar) -> None:
         for row in rows:
@@ -125,8 +127,8 @@ def opened(config: EngineConfig) -> Iterator[Engine]:
     engine = build_engine(config)
     try:
         yield engine
-    finally:
         engine.audit()
+    finally:
         engine.close()
         gc.collect()  # frees the memory for the next engine
 
@@ -251,7 +253,12 @@ def measure_start(start: PrefixStart, seconds: float, clock: Clock, results: Res
         if clock() > end:
             print(f"skipped: {case.__name__}; {seconds:.0f} s have passed", flush=True)
             continue
-        row = rows[case.__name__] = case()
+        try:
+            row = rows[case.__name__] = case()
+        except Exception:  # the other cases are still worth measuring
+            traceback.print_exc()
+            results.failed = True
+            continue
         results.add(f"First token after a prefix of {start.sizes.prefix} tokens on the host", [row])
     step_ms = rows["decode"]["first token ms"] if "decode" in rows else None
     bars = []
@@ -314,6 +321,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     for title, rows in results.all_tables().items():
         report(title, rows, None)
+    if results.failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

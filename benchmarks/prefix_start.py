@@ -157,7 +157,6 @@ class PrefixStart:
         self._computed_s = 0.0
 
     def close(self) -> None:
-        self.engine.audit()
         self.engine.close()
 
     def computed(self) -> Row:

@@ -153,7 +153,9 @@ def test_requests_start_from_a_prefix_on_the_host_in_every_residence(options: ar
     shape = start.engine.executor.pool.shape  # type: ignore[union-attr]
     results = Results(options)
     measure_start(start, 500, time.thread_time, results)
+    start.engine.audit()
     start.close()
+    assert not results.failed
     (table,) = results.tables.values()
     rows = {row["start"]: row for row in table}
     assert list(rows) == ["computed", "resident", "decode", "tiered", "streamed"]
@@ -165,7 +167,9 @@ def test_requests_start_from_a_prefix_on_the_host_in_every_residence(options: ar
     assert len(results.bars) == 4 and "Bars" in json.loads(options.json.read_text())["results"]
 
 
-def test_starts_without_time_are_skipped(options: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_starts_without_time_are_skipped_and_one_that_fails_does_not_end_the_run(
+    options: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -177,13 +181,16 @@ def test_starts_without_time_are_skipped(options: argparse.Namespace, capsys: py
 
         def __getattr__(self, name: str) -> object:
             def case() -> dict[str, object]:
+                if name == "resident":
+                    raise RuntimeError("out of memory")
                 return {"start": name, "first token ms": 1.0}
 
             case.__name__ = name
             return case
 
     results = Results(options)
-    measure_start(Started(), 1.5, clock, results)  # type: ignore[arg-type]
-    assert [row["start"] for table in results.tables.values() for row in table] == ["computed"]
-    printed = capsys.readouterr().out
-    assert all(f"skipped: {name}" in printed for name in ("resident", "decode", "tiered", "streamed"))
+    measure_start(Started(), 3.5, clock, results)  # type: ignore[arg-type]
+    assert [row["start"] for table in results.tables.values() for row in table] == ["computed", "decode"]
+    printed = capsys.readouterr()
+    assert results.failed and "out of memory" in printed.err
+    assert all(f"skipped: {name}" in printed.out for name in ("tiered", "streamed"))
