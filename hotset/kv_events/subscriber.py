@@ -93,7 +93,10 @@ class KvEventSubscriber:
                 connected = parse_monitor_message(report)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 catch_up_at = 0.0
                 if not connected:
+                    # The queue may contain messages of the lost connection, whose numbers fit to the next process.
                     messages.clear()
+                    while await _receive_all(live, MAX_PER_WAKE):
+                        pass
                     self._forget()
             if messages and self.synced:
                 catch_up_at = time.monotonic() + self._check_seconds

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -142,11 +142,8 @@ def test_a_subscriber_forgets_the_blocks_of_a_publisher_that_was_restarted(monke
                 await until(lambda: not subscriber.synced)
                 assert len(subscriber.blocks) == 0
                 # The new process publishes more batches than the old one before the subscriber connects.
-                publisher = await reopened(endpoint)
-                for number in range(20):
-                    publisher.on_change(PagesStored((number.to_bytes(32, "big"),), None, (1, 2), ""))
-                    publisher.flush()
-                    wait_for_batch(publisher, number + 1)
+                publisher = reopened(endpoint)
+                publish_blocks(publisher, range(20))
                 await until(lambda: subscriber.synced and subscriber.blocks.hashes() == set(range(20)))
         finally:
             publisher.close()
@@ -154,14 +151,55 @@ def test_a_subscriber_forgets_the_blocks_of_a_publisher_that_was_restarted(monke
     run(scenario())
 
 
-async def reopened(endpoint: EventsEndpoint) -> KvEventPublisher:
+def test_messages_that_a_subscriber_has_not_read_when_its_connection_ends_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their numbers may fit to those of the next process."""
+    monkeypatch.setattr(subscriber_module, "MAX_PER_WAKE", 10)
+    monkeypatch.setattr(subscriber_module, "ANSWER_SECONDS", 1.0)
+
+    async def scenario() -> None:
+        publisher = KvEventPublisher(ANY_PORTS)
+        endpoint = publisher.endpoint
+        try:
+            async with following(endpoint, **NEVER) as subscriber:
+                while subscriber._last_live < 0:
+                    publish_blocks(publisher, range(1))
+                    await asyncio.sleep(0.01)
+                publish_blocks(publisher, range(1, 100))
+                time.sleep(0.1)  # they arrive, but the subscriber, in the same thread, does not read them
+                publisher.close()
+                publisher = reopened(endpoint)
+                publish_blocks(publisher, range(1000, 1020))
+                time.sleep(0.5)  # meanwhile ZeroMQ connects again
+                await until(lambda: 1019 in subscriber.blocks and subscriber.synced)
+                for _ in range(100):
+                    await asyncio.sleep(0.002)
+                assert subscriber.blocks.hashes() == set(range(1000, 1020))
+        finally:
+            publisher.close()
+
+    run(scenario())
+
+
+def publish_blocks(publisher: KvEventPublisher, numbers: Iterable[int]) -> None:
+    """Publishes each block in a batch of its own. Blocks the thread until they have been sent."""
+    for number in numbers:
+        batch = publisher._log._next
+        publisher.on_change(PagesStored((number.to_bytes(32, "big"),), None, (1, 2), ""))
+        publisher.flush()
+        wait_for_batch(publisher, batch)
+
+
+def reopened(endpoint: EventsEndpoint) -> KvEventPublisher:
     """Opens a publisher at the address of one that was closed, which ZeroMQ frees a moment later."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                return KvEventPublisher(endpoint)
-            except publisher_module.StartupError:
-                await asyncio.sleep(0.01)
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return KvEventPublisher(endpoint)
+        except publisher_module.StartupError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 class FakePublisher:
