@@ -44,7 +44,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -295,10 +295,19 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=DEMO, help="model directory, or a configuration in benchmarks/configs")
     parser.add_argument("--device", default="cpu", help="'cpu', 'cuda' or 'cuda:N'")
     parser.add_argument("--quick", action="store_true", help="few and short conversations")
+    parser.add_argument("--conversations", type=int, help=f"number of conversations; default: {Sizes().conversations}")
+    parser.add_argument("--turns", type=int, help=f"turns of each conversation; default: {Sizes().turns}")
     parser.add_argument("--prefix", type=int, help="tokens of the prefix on the host, for a configuration")
     parser.add_argument("--layers", type=int, help="only the first layers of a configuration, for a quick trial")
     parser.add_argument("--seconds", type=float, default=540, help="time limit, for a configuration")
     return parser
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    sizes = QUICK if options.quick else Sizes()
+    return replace(
+        sizes, conversations=options.conversations or sizes.conversations, turns=options.turns or sizes.turns
+    )
 
 
 def main() -> None:
@@ -314,7 +323,7 @@ def main() -> None:
         if (CONFIGS / f"{options.model}.json").exists():
             start_large_model(options, clock, results)
         else:
-            sizes, vocab = QUICK if options.quick else Sizes(), find_model(options.model).spec.vocab
+            sizes, vocab = sizes_of(options), find_model(options.model).spec.vocab
             measure_nothing_shared(options, sizes, vocab, clock, results)
             measure_conversations(options, sizes, vocab, clock, results)
     except HotsetError as error:

@@ -11,7 +11,16 @@ import prefix
 import prefix_load
 import pytest
 import torch
-from prefix import Results, Sizes, make_options, measure_conversations, measure_nothing_shared, measure_start
+from prefix import (
+    QUICK,
+    Results,
+    Sizes,
+    make_options,
+    measure_conversations,
+    measure_nothing_shared,
+    measure_start,
+    sizes_of,
+)
 from prefix_load import Answer, Conversations, Script, Stopwatch, compare
 from prefix_start import PrefixStart, StartSizes
 from test_one_rank import small_config, small_spec
@@ -132,6 +141,12 @@ def test_time_of_inner_parts_is_not_counted_twice() -> None:
     watch.timed("outer", outer)()
     inner(4)
     assert watch.seconds == {"outer": 1, "inner": 9}
+
+
+def test_options_change_the_number_of_conversations_and_turns() -> None:
+    sizes = sizes_of(make_options().parse_args(["--turns", "3"]))
+    assert (sizes.conversations, sizes.turns, sizes.system) == (16, 3, 4096)
+    assert sizes_of(make_options().parse_args(["--quick", "--conversations", "2"])) == replace(QUICK, conversations=2)
 
 
 def test_scripts_with_the_same_seed_are_equal() -> None:
