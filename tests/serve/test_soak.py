@@ -328,13 +328,11 @@ def test_one_server_survives_ten_thousand_requests(
         record = asyncio.run(send_all(server.url, questions, None, memory))
         with capsys.disabled():
             assert_clean(record, memory, [server])
-        assert server.gauge("hotset_parks_total") > 0 and server.gauge("hotset_demotions_total") > 0
-        cache = {
-            name: server.gauge(f"hotset_prefix_cache_{name}_total")
-            for name in ("tokens_queried", "tokens_reused", "pages_evicted")
-        }
-        print("prefix cache:", cache)
-        assert min(cache.values()) > 0, cache
+        cached = [f"prefix_cache_{name}" for name in ("tokens_queried", "tokens_reused", "pages_evicted")]
+        counts = {name: server.gauge(f"hotset_{name}_total") for name in ("parks", "demotions", *cached)}
+        with capsys.disabled():
+            print(counts)
+        assert min(counts.values()) > 0, "the pools were large enough, so this test checks too little"
         assert "Traceback" not in server.log()
     assert record.outcomes["answered"] > NUM_REQUESTS / 2
 
