@@ -145,6 +145,7 @@ class Admission:
             reserved = ledger.reserve(request.holding, on_device, rows, prefix)
             assert reserved, "pages were free a moment ago"
             self._landings.reserve(request, on_device, self._next_plan.number)
+            self._prefixes.add_landing(request)
             return True
         self._preemptor.note_pressure()
         return False

@@ -22,20 +22,27 @@ class Prefixes:
         self._hasher = None if ledger.host is None else hasher
         self._page_rows = ledger.geometry.page_rows
         self._tokens_to_hash = HASHED_TOKENS
+        self._landing: list[Request] = []  # requests whose prompts land; some may have ended
         self._cached_tokens: dict[str, int] = {}  # of requests admitted since the last call of `take_cached_tokens`
 
     def begin_plan(self) -> None:
         self._tokens_to_hash = HASHED_TOKENS
+        self._landing = [request for request in self._landing if self._lands(request)]
+
+    def add_landing(self, request: Request) -> None:
+        """Adds a request whose prompt a prefill worker computes. Others can wait for its pages."""
+        self._landing.append(request)
 
     def must_wait(self, request: Request) -> bool:
-        """Returns True if a running request computes the next unknown page of the prefix of a waiting one.
+        """Returns True if a running request computes the next unknown page of the prefix of a waiting one, or if that
+        page lands for another request.
 
-        That page will be in the cache soon. If the running request is preempted or ends before, the waiting one is
+        That page will be in the cache soon. If the other request is preempted, fails or ends before, the waiting one is
         admitted without it. A request whose pages are not hashed yet waits for the next plan if this plan has already
         hashed many tokens.
         """
         other = request.waits_for
-        if other is not None and len(other.holding.cached) == request.waits_past and self._prefills(other):
+        if other is not None and len(other.holding.cached) == request.waits_past and self._will_publish(other):
             return True  # nothing has changed since the last check; many requests can wait for the same prefix
         if self._hasher is None or not self._reusable_pages(request):
             return False
@@ -117,18 +124,24 @@ class Prefixes:
         return (len(request.tokens) - 1) // self._page_rows
 
     def _find_other(self, request: Request) -> Request | None:
-        """Returns a running request whose next page to publish is a page that `request` can use."""
+        """Returns another request whose next page to publish is a page that `request` can use."""
         reusable = min(self._reusable_pages(request), len(request.page_hashes))
-        for other in self._queues.prefilling():
+        for other in (*self._queues.prefilling(), *self._landing):
             published = len(other.holding.cached)
-            if published < min(reusable, len(other.page_hashes)) and self._prefills(other):
+            if published < min(reusable, len(other.page_hashes)) and self._will_publish(other):
                 page_hash = other.page_hashes[published]
                 if page_hash == request.page_hashes[published] and not self._ledger.is_cached(page_hash):
                     return other
         return None
 
-    def _prefills(self, other: Request) -> bool:
-        return other.phase is Phase.PREFILL and other not in self._queues.pending
+    def _will_publish(self, other: Request) -> bool:
+        return self._lands(other) or (other.phase is Phase.PREFILL and other not in self._queues.pending)
+
+    def _lands(self, request: Request) -> bool:
+        """Returns True if the prompt of a request lands, or has landed and its first step is not committed yet."""
+        if request.prefill_at is None or request.phase not in (Phase.LANDING, Phase.PARKED, Phase.DECODE):
+            return False
+        return len(request.holding.cached) < len(request.prompt) // self._page_rows
 
 
 def _common_pages(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:

@@ -178,3 +178,16 @@ def test_a_landing_after_a_prefix_that_fails_is_retried_and_no_page_is_lost() ->
         assert (stats.landed, stats.lost, stats.retries, stats.quarantined_pages) == (2, 1, 1, 0)
         assert list(workers.comparer.compared.values()) == [40, 20]
         assert stats.host_pages_held == stats.device_pages_held == 0
+
+
+def test_prompts_that_are_alike_and_arrive_together_are_sent_once() -> None:
+    prompt = [position * position % 61 for position in range(40)]
+    with (
+        one_engine("gqa") as single,
+        pair("gqa", "loopback", (PREFILL_PAGE_ROWS, PAGE_ROWS), extend_locally=PAGE_ROWS, **SIZES) as workers,
+    ):
+        expected = run_all(single, [prompt], [SAMPLED])[0].token_ids
+        assert workers.answers([prompt] * 3, SAMPLED, "auto") == [expected] * 3
+        stats = workers.decode.stats()
+        assert (stats.landed, stats.extended) == (1, 2)
+        assert list(workers.comparer.compared.values()) == [40]

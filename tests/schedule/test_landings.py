@@ -290,6 +290,33 @@ def test_a_prompt_waits_for_a_seat_to_be_extended_and_asks_the_peer_if_its_prefi
     assert plan is not None and request.phase is Phase.LANDING and not request.holding.cached
 
 
+@pytest.mark.parametrize("outcome", ["lands", "is aborted", "fails"])
+def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str) -> None:
+    """The choices of one prompt are such prompts. If the landing ends without its rows, the next one is asked for."""
+    scheduler, runner, _, _ = make_cached(extend_locally=2)
+    first, second = (landing_after_prefix(name, "host") for name in ("a", "b"))
+    scheduler.add(first)
+    scheduler.add(second)
+    reservation = next_reservation(scheduler, runner)
+    assert (first.phase, second.phase) == (Phase.LANDING, Phase.WAITING)
+    assert scheduler.plan() is None and scheduler.counters.recomputes == 0
+    if outcome == "lands":
+        runner.land(reservation)
+        scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
+        plan = scheduler.plan()
+        assert plan is not None and second.phase is Phase.WAITING, "the pages enter the cache when this plan commits"
+        scheduler.commit(runner.submit(plan))
+        assert answer_of(scheduler, runner, "b") == answer_alone(reservation.prompt.token_ids, 20)
+        assert (scheduler.counters.landed, scheduler.counters.extended, second.num_cached) == (1, 1, 14)
+        return
+    if outcome == "is aborted":
+        scheduler.abort("a")
+        assert scheduler.take_landing_updates() == [Withdrawal("a", 1)]
+    scheduler.fail_landing("a", 1, quiesced=True, retry=False)
+    scheduler.take_outputs()
+    assert next_reservation(scheduler, runner).request_id == "b"
+
+
 def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_writer_cannot_reach_the_others() -> None:
     scheduler, runner, ledger, cache = make_cached()
     request = landing_after_prefix("a", "host")
@@ -308,6 +335,20 @@ def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_w
     assert cache.held == 0 and cache.evictions == 0
 
 
+def publish_next_pages(cache: PrefixCache, runner: ListRunner, request: Request, count: int) -> None:
+    """Puts the pages after those that the request uses into the cache, as if another request had computed them."""
+    used, tokens = list(request.holding.cached), request.prompt.token_ids
+    pages, first = cache.allocate(count), len(used) * GEOMETRY.page_rows
+    assert pages is not None
+    cache.use(used)
+    last = first + count * GEOMETRY.page_rows
+    cache.publish(used, pages, request.page_hashes[len(used) : len(used) + count], tokens[first:last])
+    cache.stop_using(used)
+    for position in range(first, last):
+        row = pages[(position - first) // GEOMETRY.page_rows], position % GEOMETRY.page_rows
+        runner.host[row] = runner.host_keys[row] = tokens[: position + 1]
+
+
 @pytest.mark.parametrize("longer", [False, True])
 def test_another_attempt_looks_the_prefix_up_again(longer: bool) -> None:
     scheduler, runner, _, cache = make_cached()
@@ -315,11 +356,7 @@ def test_another_attempt_looks_the_prefix_up_again(longer: bool) -> None:
     scheduler.add(request)
     assert next_reservation(scheduler, runner).first == 8
     if longer:
-        prompt = PromptSpec(request.prompt.token_ids[:13], SamplingParams(seed=0))
-        scheduler.add(Request("other", prompt, 14))
-        plan = scheduler.plan()
-        assert plan is not None
-        scheduler.commit(runner.submit(plan))
+        publish_next_pages(cache, runner, request, 2)
     scheduler.fail_landing("a", 1, quiesced=True, retry=True)
     if not longer:
         cache.evict(60)
