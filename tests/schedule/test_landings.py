@@ -290,11 +290,13 @@ def test_a_prompt_waits_for_a_seat_to_be_extended_and_asks_the_peer_if_its_prefi
     assert plan is not None and request.phase is Phase.LANDING and not request.holding.cached
 
 
-@pytest.mark.parametrize("outcome", ["lands", "is aborted", "fails"])
-def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "salt"), [("lands", ""), ("is aborted", ""), ("is aborted", "no prefix"), ("fails", "no prefix")]
+)
+def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, salt: str) -> None:
     """The choices of one prompt are such prompts. If the landing ends without its rows, the next one is asked for."""
     scheduler, runner, _, _ = make_cached(extend_locally=2)
-    first, second = (landing_after_prefix(name, "host") for name in ("a", "b"))
+    first, second = (landing_after_prefix(name, "host", salt=salt) for name in ("a", "b"))
     scheduler.add(first)
     scheduler.add(second)
     reservation = next_reservation(scheduler, runner)
