@@ -87,7 +87,7 @@ class _Prefix:
 
 
 class PrefixIndex:
-    """Remembers the prefixes that were sent to workers, those that were used least recently excepted.
+    """Remembers which prefixes were sent to which workers. Beyond a limit, it forgets the least recently used ones.
 
     If KV events tell which pages a worker has, and the page of a prefix is known, the events decide. Otherwise a worker
     is assumed to have what was sent to it.
