@@ -37,7 +37,7 @@ from hotset.tiers.residence import Holding, PageUse, Residence
 
 CPU = torch.device("cpu")
 SALTS = ("", "salt")
-WEIGHTS = {"shared": 2, "uneven": 1, "fp8": 1, "bytes": 4, "gqa": 1}  # of the shapes: few examples of the slowest
+WEIGHTS = {"shared": 4, "uneven": 2, "fp8": 1, "bytes": 4, "gqa": 1}  # of the shapes: few examples of the slowest
 
 
 @dataclass(slots=True, eq=False)
@@ -161,16 +161,18 @@ class TiersMachine(RuleBasedStateMachine):
 
     def make_request(self) -> Request:
         """Makes a request with random tokens. Most begin with those of an earlier one, of which some add one token to
-        its full pages."""
+        its full pages, and a few differ from it in their first token."""
         prompt = self.random.randint(1, self.random.choice([self.context // 2, self.context - 2]))
         salt, tokens, page_rows = self.random.choice(SALTS), [], self.pool.geometry.page_rows
         if self.texts and self.random.random() < 0.8:
-            earlier = self.random.choice(self.texts[-5:])
+            earlier = self.random.choice(self.random.choice([self.texts[-5:], self.requests or self.texts]))
             salt = earlier.salt if self.random.random() < 0.8 else salt
             known = self.random.choice([earlier.length, earlier.length, self.random.randint(1, earlier.limit)])
             if self.random.random() < 0.4:
                 prompt = min(known, self.context - 3) // page_rows * page_rows + 1
             tokens = earlier.tokens[:known]
+            if self.random.random() < 0.1:
+                tokens[0] += 1  # all pages after the first have the same tokens, but other rows
         limit = self.random.choice([self.random.randint(prompt + 1, self.context - 1), self.context - 1])
         tokens = (tokens + [self.random.randrange(1 << 30) for _ in range(limit)])[:limit]
         hashes: list[bytes] = []
