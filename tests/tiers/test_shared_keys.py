@@ -3,9 +3,12 @@
 from dataclasses import replace
 from fractions import Fraction
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotset.kernels.rows import RowLayout
+from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.tiers.commands import Grant
@@ -24,14 +27,17 @@ def workers(draw: st.DrawFn) -> list[tuple[int, int]]:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(workers(), st.integers(1, 6), st.integers(0, 60))
 def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
-    stages: list[tuple[int, int]], keys_per_block: int, tokens: int
+    stages: list[tuple[int, int]], page_rows: int, tokens: int
 ) -> None:
-    most_blocks = max(Fraction(layers, groups) for layers, groups in stages)
-    geometry = Geometry(1, 1, 64, keys_per_block=keys_per_block, max_blocks_of_group=most_blocks)
+    row, key = RowLayout(16, torch.uint8), RowLayout(7, torch.uint8, align=1)
+    shapes = [KvShape(layers, row, tuple(range(groups)), key) for layers, groups in stages]
+    geometries = [shape.geometry(page_rows) for shape in shapes]
+    most_blocks = max(geometry.max_blocks_of_group for geometry in geometries)
+    geometry = replace(geometries[0], max_blocks_of_group=most_blocks)
     ends = []  # of each page: the number of tokens that must be known before all its keys are
     for page in range(8):
         blocks = {number // groups for layers, groups in stages for number in range(page * layers, (page + 1) * layers)}
-        ends.append((max(blocks) + 1) * keys_per_block)
+        ends.append((max(blocks) + 1) * geometry.keys_per_block)
     assert [geometry.key_page_end(page) for page in range(8)] == ends
     whole = geometry.whole_key_pages(tokens)
     assert whole >= 8 or (ends[whole] > tokens and (whole == 0 or ends[whole - 1] <= tokens))

@@ -129,6 +129,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.context = context
         self.free_seats = list(range(seats))
         self.requests: list[Request] = []
+        self.landed: set[int] = set()  # device pages that a peer has written, until they are granted to a seat
         self.pending: list[Command | TakeSeat | PoisonPages] = []  # executed before the next step
 
     @rule(tiered=st.sampled_from([True, True, False]))
@@ -152,7 +153,7 @@ class TiersMachine(RuleBasedStateMachine):
 
         if self.change(start, TakeSeat(seat)):
             request.reused, request.written.length = len(prefix), reused
-            self.note_shared_keys(request)
+            self.note_shared_keys(request, "admitted")
             self.texts.append(request)
             SEEN.update(seen)
         else:
@@ -171,7 +172,7 @@ class TiersMachine(RuleBasedStateMachine):
             if self.random.random() < 0.4:
                 prompt = min(known, self.context - 3) // page_rows * page_rows + 1
             tokens = earlier.tokens[:known]
-            if self.random.random() < 0.1:
+            if tokens and self.random.random() < 0.1:
                 tokens[0] += 1  # all pages after the first have the same tokens, but other rows
         limit = self.random.choice([self.random.randint(prompt + 1, self.context - 1), self.context - 1])
         tokens = (tokens + [self.random.randrange(1 << 30) for _ in range(limit)])[:limit]
@@ -182,13 +183,12 @@ class TiersMachine(RuleBasedStateMachine):
             self.numbers_of[page_hash] = numbers[page * page_rows : (page + 1) * page_rows]
         return Request(salt, tokens, prompt, Written(numbers, self.pool.shape.groups), hashes)
 
-    def note_shared_keys(self, request: Request) -> None:
-        """Notes whether a request that has just started shares key pages, and whether others are its own."""
+    def note_shared_keys(self, request: Request, event: str) -> None:
+        """Notes whether a request that has just started or resumed shares key pages, and whether it could."""
         pages = request.holding.pages[PageUse.KEYS]
         others = [other.holding for other in self.requests if other is not request]
         if {page for other in others for page in other.pages[PageUse.KEYS]} & {*pages}:
-            SEEN["shared keys"] += 1
-            SEEN["resumed with shared keys"] += request.length > request.reused * self.pool.geometry.page_rows
+            SEEN[f"{event} with shared keys"] += 1
         elif request.holding.cached:
             SEEN["no shared keys"] += 1
 
@@ -204,6 +204,54 @@ class TiersMachine(RuleBasedStateMachine):
             yield "hit of unused pages" if any(cached.users == 0 for cached in prefix) else "hit of used pages"
             if len(prefix) < (request.prompt - 1) // page_rows:
                 yield "partial hit"
+
+    @rule(on_device=st.booleans(), tiered=st.booleans(), one_in_three=st.integers(0, 2))
+    @precondition(lambda self: self.free_seats)
+    def land(self, on_device: bool, tiered: bool, one_in_three: int) -> None:
+        """Lets a prompt arrive from a prefill worker, which sends only the rows after the cached prefix."""
+        if one_in_three:
+            return
+        request, page_rows = self.make_request(), self.pool.geometry.page_rows
+        holding, prompt = request.holding, request.prompt
+        prefix = self.ledger.find_prefix(request.hashes[: (prompt - 1) // page_rows])
+        self.requests.append(request)
+        reserve = self.ledger.reserve
+        if not self.change(lambda: [] if reserve(holding, on_device, prompt, prefix) else None):
+            self.requests.remove(request)
+            return
+        self.texts.append(request)
+        self.execute_pending()  # a peer writes only after all earlier users of the pages
+        self.write_landing(request, on_device, len(prefix) * page_rows)
+        request.reused, request.written.length = len(prefix), prompt
+        to = Residence.TIERED if tiered and not on_device and self.ledger.tiers else Residence.RESIDENT
+        seat = self.take_seat()
+        if self.change(lambda: self.ledger.land(holding, seat, to, prompt, request.rows), TakeSeat(seat)):
+            SEEN[f"landed {to.value}"] += 1
+            SEEN["landed after a prefix"] += bool(prefix)
+            self.note_shared_keys(request, "landed")
+        else:
+            self.free_seats.append(seat)
+            self.release(request)
+
+    @torch.inference_mode()
+    def write_landing(self, request: Request, on_device: bool, first: int) -> None:
+        """Writes rows and index keys [first, prompt) as a prefill worker does: keys, and some rows, to the device."""
+        geometry, shape, pages = self.pool.geometry, self.pool.shape, request.holding.pages
+        positions, numbers = torch.arange(first, request.prompt), request.written.numbers[first : request.prompt]
+        page, row = positions // geometry.page_rows, positions % geometry.page_rows
+        if on_device:
+            blocks = self.pool.bytes.unflatten(2, (geometry.page_rows, shape.row.stride_bytes))
+            blocks[:, torch.tensor(pages[PageUse.ROWS])[page], row] = self.contents.rows[:, numbers]
+        else:
+            host_rows = torch.tensor(pages[PageUse.HOST])[page] * geometry.page_rows + row
+            self.host.rows.view(torch.uint8)[:, host_rows] = self.contents.rows[:, numbers]
+        for group in range(shape.groups):
+            assert self.pool.key_blocks is not None
+            number = positions // geometry.keys_per_block * shape.groups + group
+            at = number % shape.layers, torch.tensor(pages[PageUse.KEYS])[number // shape.layers]
+            key_blocks = self.pool.key_blocks.view(torch.uint8)
+            key_blocks[(*at, positions % geometry.keys_per_block)] = self.contents.keys[group, numbers]
+        self.landed.update(page for use in (PageUse.ROWS, PageUse.KEYS) for page in pages[use])
 
     @rule(steps=st.integers(4, 20))
     @precondition(lambda self: self.seated())
@@ -247,7 +295,7 @@ class TiersMachine(RuleBasedStateMachine):
         resume = self.ledger.resume
         if self.change(lambda: resume(request.holding, seat, to, request.length, request.rows), TakeSeat(seat)):
             SEEN[f"resumed {to.value}"] += 1
-            self.note_shared_keys(request)
+            self.note_shared_keys(request, "resumed")
         else:
             self.free_seats.append(seat)
 
@@ -364,7 +412,7 @@ class TiersMachine(RuleBasedStateMachine):
         return True
 
     def release(self, request: Request) -> None:
-        if request.holding.residence is not Residence.PARKED:
+        if request.holding.residence not in (Residence.PARKED, Residence.LANDING):
             self.free_seats.append(request.holding.seat)
 
         def release_twice() -> list[Command]:
@@ -377,8 +425,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @torch.inference_mode()
     def execute_pending(self) -> None:
-        """Executes all pending commands. Poisons device pages that are granted, unless they are shared, and all pages
-        that were released."""
+        """Executes all pending commands. Poisons device pages that are granted, unless they are shared or hold what has
+        landed, and all pages that were released."""
         for command in self.pending:
             match command:
                 case TakeSeat(seat):
@@ -386,9 +434,11 @@ class TiersMachine(RuleBasedStateMachine):
                     self.slots.remove(seat)
                 case PoisonPages(device, host):
                     self.poisoner.poison(device, host)
+                    self.landed.difference_update(device)
                 case _:
                     if isinstance(command, Grant) and command.use is not PageUse.HOST and not command.shared:
-                        self.poisoner.poison(command.pages, [])
+                        self.poisoner.poison([page for page in command.pages if page not in self.landed], [])
+                        self.landed.difference_update(command.pages)
                     self.kv_memory.execute(command)
                     self.slots.execute(command)
         self.pending = []
@@ -517,7 +567,8 @@ EVENTS += ["resumed resident", "resumed tiered", "resumed streamed", "several st
 EVENTS += ["hit resident", "hit streamed", "hit tiered", "partial hit", "hit of unused pages", "hit of used pages"]
 EVENTS += ["evictions", "other salt", "own copy", "aborts of a first owner"]
 EVENTS += ["demotions of a sharer", "promotions of a sharer", "parked sharer"]
-EVENTS += ["shared keys", "no shared keys", "resumed with shared keys"]
+EVENTS += ["landed resident", "landed tiered", "landed after a prefix"]
+EVENTS += ["admitted with shared keys", "resumed with shared keys", "landed with shared keys", "no shared keys"]
 # Shrinking a failure takes minutes. To shrink one, add Phase.shrink.
 SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None, database=None, phases=[Phase.generate])
 
