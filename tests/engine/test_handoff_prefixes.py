@@ -191,3 +191,21 @@ def test_prompts_that_are_alike_and_arrive_together_are_sent_once() -> None:
         stats = workers.decode.stats()
         assert (stats.landed, stats.extended) == (1, 2)
         assert list(workers.comparer.compared.values()) == [40]
+
+
+def test_full_host_stores_of_both_workers_evict_pages_and_every_prompt_lands() -> None:
+    """Each store has room for 96 rows: two contexts of 48 rows."""
+    generator = random.Random(3)
+    prompts = [[generator.randrange(61) for _ in range(36)] for _ in range(4)]
+    full = {**SIZES, "max_model_len": 64, "device_kv_tokens": 96, "host_kv_tokens": 96}
+    with (
+        one_engine("gqa") as single,
+        pair("gqa", "loopback", (PREFILL_PAGE_ROWS, PAGE_ROWS), extend_locally=0, **full) as workers,
+    ):
+        for prompt in [*prompts, prompts[0]]:
+            expected = [run_all(single, [prompt], [SAMPLED])[0].token_ids]
+            assert workers.answers([prompt], SAMPLED, "host") == expected
+        assert list(workers.comparer.compared.values()) == [36] * 5, "the first prompt was evicted"
+        for worker in (workers.prefill, workers.decode):
+            cache = worker.replicas[0].ledger.host
+            assert cache is not None and cache.evictions > 0
