@@ -79,7 +79,7 @@ class Prefixes:
         if self._hasher is None:
             return
         reused, pages = len(prefix) * self._page_rows, max(len(prefix), len(request.holding.cached))
-        request.publish_at = (pages + 1) * self._page_rows
+        request.publish_at = self._next_publication(request, pages)
         if request.num_cached is None:
             request.num_cached = reused
             if reused:
@@ -95,15 +95,10 @@ class Prefixes:
 
     def publish(self, request: Request, computed: int) -> None:
         """Makes the full pages of a request available to others, of which rows [0, computed) have been computed. Rows
-        beyond its known tokens were computed after its last token, before its end was known.
-
-        Others may wait for the pages of a prompt, so each is published at once. Pages of an answer are published in
-        groups, which costs less, and when the request loses its pages.
-        """
+        beyond its known tokens were computed after its last token, before its end was known."""
         assert self._hasher is not None, "without a hasher, `publish_at` is never reached"
         first, pages = len(request.holding.cached), min(computed, len(request.tokens)) // self._page_rows
-        group = PAGES_OF_ANSWER if request.phase is Phase.DECODE else 1
-        request.publish_at = (pages + group) * self._page_rows
+        request.publish_at = self._next_publication(request, pages)
         if pages > first:
             salt = request.prompt.cache_salt
             self._hasher.extend(request.page_hashes, request.tokens, salt)
@@ -115,6 +110,15 @@ class Prefixes:
         so all scheduled rows have been computed. Those of a landing may not be on the host yet."""
         if self._hasher is not None and request.holding.residence not in (Residence.ABSENT, Residence.LANDING):
             self.publish(request, request.num_scheduled)
+
+    def _next_publication(self, request: Request, published: int) -> int:
+        """Returns how many rows must be computed before pages are published again.
+
+        Others may wait for the pages of a prompt, so each is published at once. Pages of an answer are published in
+        groups, which costs less, and when the request loses its pages.
+        """
+        known = len(request.tokens) // self._page_rows
+        return (published + (1 if published < known else PAGES_OF_ANSWER)) * self._page_rows
 
     def _reusable_pages(self, request: Request) -> int:
         """Returns how many pages a request without pages can take from the cache. Its last token is always computed.
