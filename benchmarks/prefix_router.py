@@ -45,11 +45,11 @@ class Sizes:
     """The size of the run, in tokens unless stated otherwise."""
 
     sessions: int = 32  # number of sessions
-    turns: int = 5  # number of turns of each session
+    turns: int = 4  # number of turns of each session
     at_once: int = 8  # number of requests in flight
-    system: int = 512
-    message: int = 160
-    answer: int = 16
+    system: int = 256
+    message: int = 128
+    answer: int = 8
 
     @property
     def longest(self) -> int:
@@ -169,10 +169,11 @@ def _ready(url: str, workers: int) -> bool:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default=DEMO, help="directory of the model")
+    parser.add_argument("--turns", type=int, default=Sizes().turns, help="turns of each session")
     parser.add_argument("--quick", action="store_true", help="a small run")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sizes = Sizes(sessions=8, turns=3, at_once=4) if options.quick else Sizes()
+    sizes = Sizes(sessions=8, turns=3, at_once=4) if options.quick else Sizes(turns=options.turns)
     system = random.Random(0).choices(TOKEN_IDS, k=sizes.system)
     rows, rates = [], {}
     for count in (1, 2):
