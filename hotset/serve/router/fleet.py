@@ -28,7 +28,7 @@ HEALTH_CHECK_TIMEOUT_SECONDS = 2.0
 MAX_STATE_BYTES = 1 << 16
 MAX_WORKERS = 256
 # A cached token outweighs this many tokens of load: computing it a second time also takes memory from other prefixes.
-CACHED_WEIGHT = 4
+CACHED_WEIGHT = 8
 REQUEST_TOKENS = 256  # the load of a request in flight, besides the tokens that must be computed or received for it
 # A worker whose host memory holds more tokens than another's is charged a part of the difference, up to a limit.
 # Otherwise all sessions that share a system prompt would stay on the worker that had it first, until requests overlap.
