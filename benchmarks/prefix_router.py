@@ -6,7 +6,7 @@ decode worker that has the memory of both. Then one of the two is killed, and it
 The processes are real: `hotset router`, a prefill worker and one or two decode workers (`hotset serve --role`), which
 publish KV events. 32 sessions begin with the same system prompt. Each turn repeats the whole history and adds a message
 of random tokens; the answer is part of the next turn. 8 requests run at a time. The host stores of the decode workers
-hold two thirds of all sessions in both cases, so that sessions evict each other. The hit rate is the sum of
+hold all sessions once in both cases, but not twice: sessions in two places evict others. The hit rate is the sum of
 `usage.prompt_tokens_details.cached_tokens` over the sum of `usage.prompt_tokens`.
 
 Bar: the hit rate of two workers is at least 95 % of that of one. If a request fails, also after the death of a worker,
@@ -58,9 +58,10 @@ class Sizes:
 
     @property
     def stored(self) -> int:
-        """The tokens in the host stores of all decode workers together: two thirds of what all sessions need."""
+        """The tokens in the host stores of all decode workers together: what all sessions need, and what requests in
+        flight need besides, since these hold their pages until they end."""
         needed = self.sessions * self.turns * (self.message + self.answer) + self.system
-        return max(needed * 2 // 3, 2 * 3 * self.longest) // (2 * PAGE_ROWS) * 2 * PAGE_ROWS
+        return (needed + self.at_once * self.longest) // (2 * PAGE_ROWS) * 2 * PAGE_ROWS
 
 
 @dataclass
