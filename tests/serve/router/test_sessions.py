@@ -4,6 +4,7 @@ import random
 from contextlib import closing
 
 from cache_model import words
+from ports import reserved_port
 from running_router import Cluster, Router, Stub, wait_until
 
 from hotset.base.address import Address, EventsEndpoint
@@ -52,15 +53,16 @@ def test_every_turn_of_a_session_goes_to_the_same_workers(cluster: Cluster, idle
 def test_a_killed_workers_sessions_go_on_elsewhere_and_it_comes_back_empty(
     cluster: Cluster, idle_workers: list[Stub]
 ) -> None:
-    doomed = cluster.stub("decode", "doomed")
-    router = cluster.router(idle_workers[:1], [idle_workers[2], doomed])
-    sessions = [words(RNG, 3000) for _ in range(4)]
-    homes = [ask(router, text) for text in sessions]
-    assert homes.count("doomed") == 2
-    doomed.kill()
-    assert [ask(router, text) for text in sessions] == ["d1"] * 4
-    restarted = cluster.stub("decode", "restarted", port=doomed.port)
-    assert wait_until(lambda: router.up(idle_workers[0], idle_workers[2], restarted))
+    with reserved_port() as port:
+        doomed = cluster.stub("decode", "doomed", port=port)
+        router = cluster.router(idle_workers[:1], [idle_workers[2], doomed])
+        sessions = [words(RNG, 3000) for _ in range(4)]
+        homes = [ask(router, text) for text in sessions]
+        assert homes.count("doomed") == 2
+        doomed.kill()
+        assert [ask(router, text) for text in sessions] == ["d1"] * 4
+        restarted = cluster.stub("decode", "restarted", port=port)
+        assert wait_until(lambda: router.up(idle_workers[0], idle_workers[2], restarted))
     assert [ask(router, text) for text in sessions] == ["d1"] * 4, "the restarted worker has no prefix"
 
 
