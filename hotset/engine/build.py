@@ -327,7 +327,9 @@ def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Pag
     """Returns the hasher of the prefix cache, or None if there is no cache."""
     if not (config.prefix_cache and budget.host_pages):
         return None
-    return PageHasher(f"{card.name} {card.dtype} {budget.geometry}", budget.geometry.page_rows)
+    # Engines that split the model differently have the same hashes, so that a router can compare their KV events.
+    dtypes = f"{card.dtype} {config.kv_dtype} {config.index_dtype}"
+    return PageHasher(f"{card.name} {dtypes}", budget.geometry.page_rows)
 
 
 def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:

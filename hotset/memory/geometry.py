@@ -40,6 +40,11 @@ class Geometry:
     # then this is the largest, and `key_groups` and `blocks_per_page` are those of the worker where it is smallest.
     max_blocks_of_group: Fraction = Fraction(1)
 
+    def __post_init__(self) -> None:
+        assert self.max_blocks_of_group >= Fraction(self.blocks_per_page, self.key_groups), (
+            "a key page would count as whole while it has room for keys"
+        )
+
     @property
     def page_bytes(self) -> int:
         return self.layers * self.layer_page_bytes

@@ -118,6 +118,10 @@ class Admission:
         """Returns False if a prefill worker may compute the prompt: a landing needs no seat."""
         return request.phase is Phase.PARKED or request.prefill_at is None
 
+    def needs_peer(self, request: Request) -> bool:
+        """Returns True if a prefill worker must compute the prompt of a waiting request, given what is cached now."""
+        return self._needs_peer(request, self._prefixes.find(request))
+
     def _needs_peer(self, request: Request, prefix: Sequence[CachedPage]) -> bool:
         """Returns True if a prefill worker must compute the prompt. It need not if `prefix` leaves a short rest."""
         if self._needs_seat(request):
@@ -141,7 +145,7 @@ class Admission:
             need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1), prefix)
             if not self._preemptor.make_room(need, spare):
                 continue
-            self._prefixes.count(request, prefix)
+            self._prefixes.on_admitted(request, prefix)
             reserved = ledger.reserve(request.holding, on_device, rows, prefix)
             assert reserved, "pages were free a moment ago"
             self._landings.reserve(request, on_device, self._next_plan.number)
@@ -154,7 +158,7 @@ class Admission:
         """Gives a request a seat and its pages. The caller has checked that both are free."""
         ledger, holding, length, rows = self._ledger, request.holding, request.num_scheduled, len(request.tokens)
         seat = self._queues.start(request)
-        self._prefixes.count(request, prefix)
+        self._prefixes.on_admitted(request, prefix)
         if request.phase is Phase.WAITING:
             self._counters.extended += request.prefill_at is not None
             request.prefill_at = None

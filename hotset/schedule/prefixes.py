@@ -2,7 +2,7 @@
 enter the cache."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
@@ -11,6 +11,7 @@ from hotset.tiers.prefix_cache import CachedPage, PageHasher
 from hotset.tiers.residence import Residence
 
 PAGES_OF_ANSWER = 16  # full pages of an answer that are published together
+CONTEXT_TOKENS_PER_COST = 8  # a token of a context costs other requests as much as 1/8 of a token to compute
 HASHED_TOKENS = 1 << 16  # a plan hashes the prompts of waiting requests until it has hashed this many tokens
 
 
@@ -22,6 +23,7 @@ class Prefixes:
         self._hasher = None if ledger.host is None else hasher
         self._page_rows = ledger.geometry.page_rows
         self._tokens_to_hash = HASHED_TOKENS
+        self._last_hashed: Request | None = None
         self._landing: list[Request] = []  # requests whose prompts land; some may have ended
         self._cached_tokens: dict[str, int] = {}  # of requests admitted since the last call of `take_cached_tokens`
 
@@ -31,7 +33,8 @@ class Prefixes:
 
     def add_landing(self, request: Request) -> None:
         """Adds a request whose prompt a prefill worker computes. Others can wait for its pages."""
-        self._landing.append(request)
+        if self._hasher is not None:
+            self._landing.append(request)
 
     def must_wait(self, request: Request) -> bool:
         """Returns True if a running request computes the next unknown page of the prefix of a waiting one, or if that
@@ -42,51 +45,48 @@ class Prefixes:
         hashed many tokens.
         """
         other = request.waits_for
-        if other is not None and len(other.holding.cached) == request.waits_past and self._will_publish(other):
+        if other is not None and len(other.holding.cached) == request.waits_for_page and self._will_publish(other):
             return True  # nothing has changed since the last check; many requests can wait for the same prefix
         if self._hasher is None or not self._reusable_pages(request):
             return False
         if not request.page_hashes:
             if self._tokens_to_hash <= 0:
                 return True
-            self._tokens_to_hash -= len(request.tokens)
-            self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+            self._hash(self._hasher, request)
         request.waits_for = self._find_other(request)
-        request.waits_past = 0 if request.waits_for is None else len(request.waits_for.holding.cached)
+        request.waits_for_page = 0 if request.waits_for is None else len(request.waits_for.holding.cached)
         return request.waits_for is not None
 
     def find(self, request: Request) -> list[CachedPage]:
         """Returns the cached pages from which a waiting request can start."""
         if self._hasher is None or not self._reusable_pages(request):
             return []
-        self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+        self._hash(self._hasher, request)
         return self._ledger.find_prefix(request.page_hashes[: self._reusable_pages(request)])
 
-    def tokens_known(self, request: Request, others: Iterable[Request]) -> int:
-        """Returns how many tokens of a new request need not be computed: their rows are in the cache, or will be when
-        the other requests have been computed."""
-        if self._hasher is None:
-            return 0
-        self._hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
-        hashes = request.page_hashes[: self._reusable_pages(request)]
-        known = len(self._ledger.find_prefix(hashes))
-        for other in others:
-            known = max(known, _common_pages(hashes, other.page_hashes))
-        return known * self._page_rows
+    def cost_of(self, request: Request, others: Collection[Request]) -> int:
+        """Returns how much work a new request would wait for or cause beside the open requests `others`, in tokens.
 
-    def count(self, request: Request, prefix: Sequence[CachedPage]) -> None:
-        """Counts a request that is admitted with these cached pages. It may be admitted again after a recompute."""
+        Tokens to compute count fully, unless their rows are in the cache or the others will publish them. Tokens in
+        contexts of the others, which decode steps only read, count 1 / CONTEXT_TOKENS_PER_COST.
+        """
+        contexts = sum(len(other.tokens) for other in others)
+        unknown = len(request.tokens) - self._tokens_known(request, others)
+        return self._queues.tokens_to_prefill + unknown + contexts // CONTEXT_TOKENS_PER_COST
+
+    def on_admitted(self, request: Request, prefix: Sequence[CachedPage]) -> None:
+        """Counts a request that is admitted with these cached pages, and decides when it publishes its own. A request
+        that is admitted again, after it was preempted or its landing failed, is not counted again."""
         if self._hasher is None:
             return
         reused, pages = len(prefix) * self._page_rows, max(len(prefix), len(request.holding.cached))
         request.publish_at = self._next_publication(request, pages)
-        if request.num_cached is None:
+        if request.num_cached is None and not request.needs_prompt_logits:
             request.num_cached = reused
-            if reused:
-                self._cached_tokens[request.request_id] = reused
-        if request.holding.residence is Residence.ABSENT:
             self._counters.tokens_queried += len(request.tokens)
             self._counters.tokens_reused += reused
+            if reused:
+                self._cached_tokens[request.request_id] = reused
 
     def take_cached_tokens(self) -> dict[str, int]:
         """Returns how many tokens newly admitted requests found in the cache, each request once."""
@@ -101,7 +101,7 @@ class Prefixes:
         request.publish_at = self._next_publication(request, pages)
         if pages > first:
             salt = request.prompt.cache_salt
-            self._hasher.extend(request.page_hashes, request.tokens, salt)
+            self._hash(self._hasher, request)
             tokens = request.tokens[first * self._page_rows : pages * self._page_rows]
             self._ledger.publish(request.holding, request.page_hashes[first:pages], tokens, salt)
 
@@ -110,6 +110,18 @@ class Prefixes:
         so all scheduled rows have been computed. Those of a landing may not be on the host yet."""
         if self._hasher is not None and request.holding.residence not in (Residence.ABSENT, Residence.LANDING):
             self.publish(request, request.num_scheduled)
+
+    def _tokens_known(self, request: Request, others: Iterable[Request]) -> int:
+        """Returns how many tokens of a new request need not be computed: their rows are in the cache, or will be when
+        the other requests have been computed."""
+        if self._hasher is None:
+            return 0
+        self._hash(self._hasher, request)
+        hashes = request.page_hashes[: self._reusable_pages(request)]
+        known = len(self._ledger.find_prefix(hashes))
+        for other in others:
+            known = max(known, _common_pages(hashes, other.page_hashes))
+        return known * self._page_rows
 
     def _next_publication(self, request: Request, published: int) -> int:
         """Returns how many rows must be computed before pages are published again.
@@ -134,9 +146,30 @@ class Prefixes:
             published = len(other.holding.cached)
             if published < min(reusable, len(other.page_hashes)) and self._will_publish(other):
                 page_hash = other.page_hashes[published]
-                if page_hash == request.page_hashes[published] and not self._ledger.is_cached(page_hash):
+                if page_hash != request.page_hashes[published] or self._ledger.is_cached(page_hash):
+                    continue
+                if other.phase is Phase.PREFILL or self._lands_enough(other, request, reusable - published):
                     return other
         return None
+
+    @staticmethod
+    def _lands_enough(other: Request, request: Request, unknown: int) -> bool:
+        """Returns True if the pages that land for `other` are at least half of the `unknown` pages of `request`. Unlike
+        a prompt that is computed here, a landing publishes no page before all have arrived, so waiting for it takes
+        long."""
+        common = _common_pages(request.page_hashes, other.page_hashes) - len(other.holding.cached)
+        return 2 * common >= unknown
+
+    def _hash(self, hasher: PageHasher, request: Request) -> None:
+        """Computes the hashes of the full pages of a request that are missing. The choices of one prompt, which come
+        one after the other, share those of the prompt."""
+        last = self._last_hashed
+        if not request.page_hashes and last is not None and _same_prompt(last, request):
+            request.page_hashes = last.page_hashes[: len(request.prompt) // self._page_rows]
+        known = len(request.page_hashes)
+        hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
+        self._tokens_to_hash -= (len(request.page_hashes) - known) * self._page_rows
+        self._last_hashed = request
 
     def _will_publish(self, other: Request) -> bool:
         return self._lands(other) or (other.phase is Phase.PREFILL and other not in self._queues.pending)
@@ -146,6 +179,10 @@ class Prefixes:
         if request.prefill_at is None or request.phase not in (Phase.LANDING, Phase.PARKED, Phase.DECODE):
             return False
         return len(request.holding.cached) < len(request.prompt) // self._page_rows
+
+
+def _same_prompt(one: Request, other: Request) -> bool:
+    return one.prompt.token_ids == other.prompt.token_ids and one.prompt.cache_salt == other.prompt.cache_salt
 
 
 def _common_pages(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:

@@ -67,7 +67,7 @@ class Request:
         "tiers",
         "tokens",
         "waits_for",
-        "waits_past",
+        "waits_for_page",
     )
 
     def __init__(
@@ -104,9 +104,9 @@ class Request:
         self.page_hashes: list[bytes] = []  # of the full pages of `tokens`; the scheduler extends it when needed
         # Tokens whose rows were in the prefix cache when the request was first admitted; None before that
         self.num_cached: int | None = None
-        # The running request that computed the next page of its prefix, after `waits_past` others, when last checked
+        # The request that will publish page number `waits_for_page` of this request's prefix, as of the last check
         self.waits_for: Request | None = None
-        self.waits_past = 0
+        self.waits_for_page = 0
         self.publish_at = NEVER  # once this many rows are computed, another full page can enter the prefix cache
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them

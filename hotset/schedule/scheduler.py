@@ -117,10 +117,8 @@ class Scheduler:
         return len(self._requests)
 
     def cost_of(self, request: Request) -> int:
-        """Returns the number of tokens of all requests, plus those of a new request that would have to be computed. The
-        new request goes to the replica where this is least."""
-        others = self._requests.values()
-        return sum(len(other.tokens) for other in (request, *others)) - self._prefixes.tokens_known(request, others)
+        """Returns how much work a new request would wait for or cause. It goes to the replica where this is least."""
+        return self._prefixes.cost_of(request, self._requests.values())
 
     @property
     def tokens_to_prefill(self) -> int:
@@ -205,9 +203,10 @@ class Scheduler:
 
     def fail_waiting(self, prefill_at: str, reason: str) -> None:
         """Ends the requests whose prompts a lost prefill worker would compute and that still wait for pages. With
-        pages, each would wait until the worker times out again."""
+        pages, each would wait until the worker times out again. Those that can start from the cache wait on."""
         waiting = [request for request in self._queues.waiting if request.phase is Phase.WAITING]
-        for request in [request for request in waiting if request.prefill_at == prefill_at]:
+        affected = [request for request in waiting if request.prefill_at == prefill_at]
+        for request in filter(self._admission.needs_peer, affected):
             self.counters.lost += 1
             self._end(request, "lost", reason)
 
@@ -362,12 +361,16 @@ class Scheduler:
         request.in_flight += 1
 
     def _make_room_for_first(self) -> None:
-        """Makes room for the first request in the queue, which does not fit although no request runs.
+        """Makes room for the first request in the queue that does not wait for a prefix. It does not fit although no
+        request runs.
 
         The youngest other parked request releases its pages and will be recomputed. If there is none, every request is
         in the queue and pages are in quarantine, then the quarantine is the reason, and the first request ends.
         """
-        first, *others = self._queues.waiting
+        ready = [request for request in self._queues.waiting if not self._prefixes.must_wait(request)]
+        if not ready:
+            return
+        first, *others = ready
         holders = [request for request in others if request.phase is Phase.PARKED]
         if holders:
             self._preemptor.recompute(holders[-1])

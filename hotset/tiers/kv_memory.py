@@ -157,8 +157,11 @@ class KvMemory:
 
     def _grant(self, grant: Grant) -> None:
         tables, seat, first, pages = self.tables, grant.seat, grant.first, grant.pages
-        if self._mirror is not None and grant.use is not PageUse.HOST and not self._mirror.reading.isdisjoint(pages):
-            self._mirror.wait()  # the mirror may still read what the previous owner wrote to the page
+        if self._mirror is not None:
+            # The mirror may still copy what the previous owner wrote, from its device page or to its host page.
+            copying = self._mirror.writing if grant.use is PageUse.HOST else self._mirror.reading
+            if not copying.isdisjoint(pages):
+                self._mirror.wait()
         match grant.use:
             case PageUse.ROWS:
                 tables.extend_rows(seat, first, pages)

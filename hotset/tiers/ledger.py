@@ -127,12 +127,12 @@ class Ledger:
     def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str = "") -> None:
         """Makes full pages of a request available to others. All their rows are on the host, or commands before any
         later one put them there. `hashes` and `token_ids` are those of these pages, the next after `holding.cached`."""
+        assert holding.residence is not Residence.LANDING, "another process may still write to its pages"
         if self.host is not None:
             first = len(holding.cached)
             pages = holding.pages[PageUse.HOST][first : first + len(hashes)]
             self.host.publish(holding.cached, pages, hashes, token_ids, salt)
-            if holding.residence is not Residence.LANDING:  # otherwise keys can be missing in its device pages
-                self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS], first)
+            self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS], first)
 
     def grow(self, holding: Holding, tokens: int) -> list[Command] | None:
         """Grants pages for rows [0, tokens) in the request's present residence."""

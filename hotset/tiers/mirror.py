@@ -56,6 +56,7 @@ class Mirror:
         key = pool.shape.key
         self._key_word_dtype = torch.uint8 if key is None or key.stride_bytes % WORD_BYTES else torch.int32
         self.reading: set[int] = set()  # device pages that the side stream may not have read yet
+        self.writing: set[int] = set()  # host pages that the side stream may not have written yet
         self.rows_mirrored = 0  # positions copied to the host since start, each counted once for all layers
 
     def warm_up(self) -> None:
@@ -137,6 +138,7 @@ class Mirror:
     def wait(self) -> None:
         """Makes the main stream wait for all copies started so far on the side stream."""
         self.reading.clear()
+        self.writing.clear()
         if self._stream is not None:
             torch.cuda.current_stream(self._pool.device).wait_stream(self._stream)
 
@@ -144,6 +146,9 @@ class Mirror:
         """Copies rows and keys to the host, after all work submitted to the device so far."""
         if not keys:
             return
+        page_rows = self._pool.geometry.page_rows
+        for seat, first, last in keys:
+            self.writing.update(self._tables.host_pages[seat][first // page_rows : -(-last // page_rows)])
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._stream):

@@ -5,6 +5,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -329,7 +330,8 @@ def test_both_sides_agree_on_the_first_key_page_that_is_listed(
     layers: int, groups: int, per_block: int, token: int
 ) -> None:
     """The scheduler lists the pages, by the geometry of the device pool. The sender counts by the described store."""
-    geometry = Geometry(4, layers, 64, per_block, key_groups=groups, blocks_per_page=layers)
+    blocks = Fraction(layers, groups)
+    geometry = Geometry(4, layers, 64, per_block, key_groups=groups, blocks_per_page=layers, max_blocks_of_group=blocks)
     divisor = int(np.gcd(groups, layers))
     span = make_span(groups, per_block, 3, parts=layers // divisor, step=groups // divisor)
     assert geometry.key_pages_before(token) == pages_before(span, token)

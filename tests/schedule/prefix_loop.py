@@ -60,11 +60,17 @@ class Loop:
         self.order: list[str] = []  # requests in the order of their first segments
 
     def add(
-        self, name: str, prompt: list[int], answer: int = 6, stop: int = NO_STOP, prompt_logprobs: int | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        answer: int = 6,
+        stop: int = NO_STOP,
+        prompt_logprobs: int | None = None,
+        salt: str = "",
     ) -> Request:
         """Adds a request with an answer of `answer` tokens, or fewer if one of them is `stop`."""
         params = SamplingParams(seed=0, prompt_logprobs=prompt_logprobs)
-        spec = PromptSpec(tuple(prompt), params, frozenset({stop}))
+        spec = PromptSpec(tuple(prompt), params, frozenset({stop}), salt)
         self.requests[name] = Request(name, spec, len(prompt) + answer)
         self.scheduler.add(self.requests[name])
         return self.requests[name]

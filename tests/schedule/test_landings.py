@@ -319,6 +319,58 @@ def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, sal
     assert next_reservation(scheduler, runner).request_id == "b"
 
 
+def test_a_prompt_does_not_wait_for_a_landing_that_would_spare_it_little() -> None:
+    """A landing publishes no page before all have arrived, unlike a prompt that is computed here."""
+    scheduler, _, _, _ = make_cached()
+    prompts = [(*range(2), *range(100 * number, 100 * number + 20)) for number in range(1, 4)]
+    specs = [PromptSpec(prompt, SamplingParams(seed=0)) for prompt in prompts]
+    requests = [Request(f"{number}", spec, 30, prefill_at=f"peer {number}") for number, spec in enumerate(specs)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.plan()
+    assert [request.phase for request in requests] == [Phase.LANDING] * 3
+
+
+def test_a_prompt_that_can_be_extended_here_outlives_its_prefill_worker() -> None:
+    scheduler, runner, _, _ = make_cached(extend_locally=1000)
+    for number in range(4):
+        scheduler.add(Request(f"busy {number}", PromptSpec((90 + number,), SamplingParams(seed=0)), 20))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(runner.submit(plan))
+    request, other = landing_after_prefix("a", "host"), landing_after_prefix("b", "host", salt="another")
+    scheduler.add(request)
+    scheduler.add(other)
+    scheduler.fail_waiting("peer", "it is lost")
+    assert scheduler.take_outputs().finished == {"b": "lost"}
+    assert answer_of(scheduler, runner, "a") == answer_alone(request.prompt.token_ids, 20)
+
+
+def test_no_request_loses_its_pages_for_one_that_waits_for_a_prefix() -> None:
+    """`lands` takes most of the device. `waits` begins like it. `parked` has landed on the host and does not fit."""
+    cache = PrefixCache(400)
+    ledger = Ledger(GEOMETRY, PageAllocator(40), cache)
+    scheduler, runner = Scheduler(ledger, 4, 64, hasher=PageHasher("model", 2)), ListRunner(GEOMETRY)
+
+    def add(name: str, prompt: range, landing: LandingChoice) -> Request:
+        spec = PromptSpec(tuple(prompt), SamplingParams(seed=0))
+        request = Request(name, spec, len(prompt) + 3, prefill_at="peer", landing=landing)
+        scheduler.add(request)
+        return request
+
+    add("lands", range(100, 140), "device")
+    next_reservation(scheduler, runner)
+    waits = add("waits", range(100, 141), "host")
+    parked = add("parked", range(300, 308), "host")
+    reservation = next_reservation(scheduler, runner)
+    add("lands, too", range(400, 416), "device")
+    next_reservation(scheduler, runner)
+    runner.land(reservation)
+    scheduler.complete_landing("parked", 1, next_token(reservation.prompt.token_ids), None)
+    assert scheduler.plan() is None
+    assert (waits.phase, parked.phase, scheduler.counters.recomputes) == (Phase.WAITING, Phase.PARKED, 0)
+
+
 def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_writer_cannot_reach_the_others() -> None:
     scheduler, runner, ledger, cache = make_cached()
     request = landing_after_prefix("a", "host")

@@ -222,11 +222,20 @@ def test_the_prefix_that_was_used_last_is_evicted_last() -> None:
     assert loop.start("new, not used since") < 40
 
 
+def test_the_choices_of_one_prompt_share_its_hashes() -> None:
+    loop, prompt = Loop(seats=4, device=1000, host=1000, step_tokens=1000), tokens(20 * ROWS)
+    for name in ("a", "b", "c"):
+        loop.add(name, prompt, answer=1)
+    loop.add("salted", prompt, answer=1, salt="other")
+    loop.scheduler.plan()
+    assert loop.hasher.hashed == 2 * 20
+
+
 def test_hashing_is_done_once_per_request_and_is_bounded_per_plan() -> None:
     loop, shared = Loop(seats=64, device=10**5, host=10**5, step_tokens=1 << 20), tokens(HASHED_TOKENS // 2)
     names = [f"r{number}" for number in range(6)]
     for name in names:
-        loop.add(name, shared, answer=1)
+        loop.add(name, [*shared, int(name[1:])], answer=1)
     pages, hashed = len(shared) // ROWS, []
     plans = []
     for _ in range(4):
