@@ -35,6 +35,11 @@ class Address:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
+    def overlaps(self, other: "Address") -> bool:
+        """Returns True if not both addresses can be listened on. Port 0 overlaps no other."""
+        same_host = self.host == other.host or self.host in WILDCARD_HOSTS or other.host in WILDCARD_HOSTS
+        return 0 < self.port == other.port and same_host
+
     @property
     def reachable(self) -> bool:
         """False if no peer can connect to this address, because its host is a wildcard or its port is 0."""
@@ -89,6 +94,15 @@ class EventsEndpoint:
     def __str__(self) -> str:
         return " and ".join(f"{EVENTS_SCHEME}{address}" for address in self.addresses)
 
+    def check_other(self, other: Address, flag: str) -> None:
+        """Raises ConfigError if one of the addresses is also that of another server, which `flag` sets."""
+        for address, own_flag in zip(self.addresses, ("--kv-events", "--kv-events-replay"), strict=False):
+            if address.overlaps(other):
+                raise ConfigError(
+                    f"{own_flag} {EVENTS_SCHEME}{address} uses the port of {flag} {other}; choose another port for one "
+                    "of the two"
+                )
+
 
 def events_endpoints(events: str, replay: str | None, *, public: bool, ranks: int) -> list[EventsEndpoint]:
     """Reads the addresses --kv-events and --kv-events-replay. Returns the addresses of each data parallel rank: rank n
@@ -98,15 +112,17 @@ def events_endpoints(events: str, replay: str | None, *, public: bool, ranks: in
     and `public` is not set.
     """
     live = _events_address("--kv-events", events, public, ranks)
-    asked = None if replay is None else _events_address("--kv-events-replay", replay, public, ranks)
-    if asked is not None and live.port and asked.port and abs(live.port - asked.port) < ranks:
-        ports = "port" if ranks == 1 else f"{ranks} ports, one for each data parallel rank,"
+    replay_address = None if replay is None else _events_address("--kv-events-replay", replay, public, ranks)
+    ports = [address.port for address in (live, replay_address) if address is not None and address.port]
+    if len(ports) == 2 and abs(ports[0] - ports[1]) < ranks:
+        each = "" if ranks == 1 else f" (there are {ranks} data parallel ranks, with one port each)"
         raise ConfigError(
-            f"--kv-events {events} and --kv-events-replay {replay} use the same {ports}; choose ports that are at "
+            f"--kv-events {events} and --kv-events-replay {replay} use the same port{each}; choose ports that are at "
             f"least {ranks} apart"
         )
     return [
-        EventsEndpoint(_of_rank(live, rank), None if asked is None else _of_rank(asked, rank)) for rank in range(ranks)
+        EventsEndpoint(_of_rank(live, rank), None if replay_address is None else _of_rank(replay_address, rank))
+        for rank in range(ranks)
     ]
 
 

@@ -301,7 +301,11 @@ class EngineConfig:
                 if getattr(self, name):
                     raise ConfigError(f"--{flag_name(name)} needs --kv-events; give an address, or leave it out")
             return
-        _ = self.events_endpoints  # raises ConfigError if they are invalid
+        endpoints = self.events_endpoints  # raises ConfigError if they are invalid
+        if self.role != "both":
+            control = control_port(self.control, self.advertise, self.handoff_secret).listen
+            for endpoint in endpoints:
+                endpoint.check_other(control, "--control")
         if not self.prefix_cache or self.tiers == "off":
             flag = "--tiers off" if self.tiers == "off" else "--no-prefix-cache"
             raise ConfigError(

@@ -13,7 +13,7 @@ from hotset import __version__
 from hotset.base.config import EMBEDDED, MODEL_HELP, EngineConfig, ServeConfig
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, HotsetError, MissingDependency
-from hotset.base.listeners import bound_socket
+from hotset.base.listeners import bound_socket, listening_address
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
 from hotset.cli.benchmark import add_bench
@@ -172,7 +172,14 @@ def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> s
 
     _check_serve_packages("server")
     check_model(engine_config)
-    return bound_socket(serve_config.host, serve_config.port)
+    listener = bound_socket(serve_config.host, serve_config.port)
+    try:
+        for endpoint in engine_config.events_endpoints:
+            endpoint.check_other(listening_address(listener), "--port")
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
 
 
 @app.command(

@@ -44,7 +44,6 @@ SECRET_SETTINGS = ("api_key", "handoff_secret")
 CONNECTION_SETTINGS = ("max_connections", "receive_timeout_seconds", "send_timeout_seconds")
 ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds", *CONNECTION_SETTINGS)
 WORKER_SETTINGS = ("served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
-LOOPBACK_EVENTS = "tcp://127.0.0.1:0"
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxies of the environment
 
@@ -218,12 +217,7 @@ def stop_seconds(engine: EngineConfig, shares: Sequence[MemoryShare]) -> float:
 
 
 def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: MemoryShare) -> list[str]:
-    """Returns the command line of one worker, which listens on a free loopback port.
-
-    Unless the user chose other addresses, it publishes KV events on loopback ports, which the router follows.
-    """
-    if engine.kv_events is None and engine.prefix_cache:
-        engine = replace(engine, kv_events=LOOPBACK_EVENTS, kv_events_replay=LOOPBACK_EVENTS)
+    """Returns the command line of one worker, which listens on a free loopback port."""
     sized_engine = replace(
         engine,
         device=share.device or engine.device,

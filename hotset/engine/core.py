@@ -199,9 +199,11 @@ class Engine:
         if self._endpoint is not None:
             self._close_endpoint(self._endpoint, drain_seconds, hurried)
         self._broken = True
-        self.executor.close()
-        for publisher in self._publishers:
-            publisher.close()
+        try:
+            self.executor.close()
+        finally:
+            for publisher in self._publishers:
+                publisher.close()
 
     def _close_endpoint(self, endpoint: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
         """Drains open handoffs and notifies peers. Unless a step has failed, the engine runs steps meanwhile, because

@@ -27,6 +27,7 @@ from hotset.kv_events.wire import (
 MAX_BATCHES = 10_000  # vLLM's default
 MAX_BYTES = 64 << 20
 BLOCKS_PER_BATCH = 256  # of a summary: encoding one batch must not hold the interpreter for long
+MAX_BLOCKS_PER_BATCH = 4096  # of a summary for which few numbers are left
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,12 @@ class EventLog:
     def replay(self, start: int) -> Iterator[NumberedPayload]:
         """Returns the present batches from number `start` on. Later changes do not affect the returned iterator.
 
-        A `start` in the future comes from a subscriber of an earlier process. It gets everything.
+        A `start` in the future comes from a subscriber of an earlier process. It gets everything. So does a subscriber
+        that lacks too few batches for a summary of this length.
         """
-        start = 0 if start > self._next else start
         oldest = self._oldest
+        too_few = start < oldest and len(self._summary) > (oldest - start) * MAX_BLOCKS_PER_BATCH
+        start = 0 if start > self._next or too_few else start
         kept = list(islice(self._kept, max(0, start - oldest), None))
         summary = list(self._summary.values()) if start < oldest else []
         return self._replay(start, oldest, summary, kept)

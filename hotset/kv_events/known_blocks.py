@@ -28,15 +28,6 @@ class KnownBlocks:
         """Returns the hashes of all known blocks."""
         return set().union(*self._media.values())
 
-    def prefix_length(self, hashes: Iterable[int]) -> int:
-        """Returns how many of `hashes`, those of a context's pages in order, are known before the first unknown one."""
-        length = 0
-        for block_hash in hashes:
-            if block_hash not in self:
-                break
-            length += 1
-        return length
-
     def store(self, hashes: Sequence[int], medium: str | None) -> None:
         room = self._limit - sum(map(len, self._media.values()))
         if accepted := hashes[: max(0, room)]:

@@ -28,11 +28,13 @@ from hotset.kv_events.wire import (
     Event,
     sequence_frame,
 )
-from hotset.tiers.prefix_cache import CacheChange, PagesStored
+from hotset.tiers.prefix_cache import CacheChange, PagesEvicted, PagesStored
 
 LOGGER = logging.getLogger("hotset.kv_events")
 
-MAX_WAITING_STEPS = 10_000  # steps whose changes wait for the publisher's thread
+MAX_WAITING = 1 << 22  # total size of changes that wait for the publisher's thread, in units of `_size`
+MAX_BATCH = 1 << 17  # size of a batch, in units of `_size`: at most 1.2 MiB
+EVENT_SIZE = 32  # size of an event without its hashes and tokens, in units of `_size`
 MAX_QUEUED = 10_000  # batches that wait for one subscriber; further ones are lost for it
 MAX_QUEUED_ANSWERS = 100  # batches of a replay that are queued for one subscriber; the others are sent later
 REQUESTS_PER_TURN = 16  # so that many requests do not delay the events
@@ -79,6 +81,9 @@ class KvEventPublisher:
         )
         self._changes: list[CacheChange | AllBlocksCleared] = []  # of the present step
         self._steps: queue.SimpleQueue[list[CacheChange | AllBlocksCleared]] = queue.SimpleQueue()
+        # Sizes of the steps that were put into the queue, and of those that were taken out. Only the engine's thread
+        # writes the first, and only the publisher's thread the second.
+        self._size_put = self._size_taken = 0
         self._replays: dict[bytes, _Replay] = {}
         self._closing = self._failed = False
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -97,7 +102,10 @@ class KvEventPublisher:
         if not self._changes or self._failed:
             self._changes.clear()
             return
-        if self._steps.qsize() < MAX_WAITING_STEPS:
+        waiting = self._size_put - self._size_taken
+        size = sum(map(_size, self._changes))
+        if not waiting or waiting + size <= MAX_WAITING:
+            self._size_put += size
             self._steps.put(self._changes)
             self._changes = []
             self._wake()
@@ -167,9 +175,19 @@ class KvEventPublisher:
         self._publish_steps()
 
     def _publish_steps(self) -> None:
-        """Publishes the changes of all waiting steps as one batch."""
-        steps = [self._steps.get() for _ in range(self._steps.qsize())]
-        if events := [_event(change) for changes in steps for change in changes]:
+        """Publishes the changes of all waiting steps, as one batch unless that would be too large."""
+        events: list[Event] = []
+        size_of_batch = 0
+        for _ in range(self._steps.qsize()):
+            for change in self._steps.get():
+                self._size_taken += _size(change)
+                for part in _divided(change):
+                    if events and size_of_batch + _size(part) > MAX_BATCH:
+                        self._publish(events)
+                        events, size_of_batch = [], 0
+                    events.append(_event(part))
+                    size_of_batch += _size(part)
+        if events:
             self._publish(events)
 
     def _publish(self, events: Sequence[Event]) -> None:
@@ -203,6 +221,36 @@ class KvEventPublisher:
                     del self._replays[client]
             except zmq.ZMQError:
                 del self._replays[client]  # the subscriber has disconnected
+
+
+def _size(change: CacheChange | AllBlocksCleared) -> int:
+    """Returns an upper bound for the encoded size of a change, in units of 9 bytes: a hash takes 9 bytes, a token at
+    most 5, and a character of the salt, which is sent twice, at most 8."""
+    match change:
+        case AllBlocksCleared():
+            return EVENT_SIZE
+        case PagesStored(hashes, _, token_ids, salt):
+            return EVENT_SIZE + len(hashes) + len(token_ids) + len(salt)
+        case _:
+            return EVENT_SIZE + len(change.hashes)
+
+
+def _divided(change: CacheChange | AllBlocksCleared) -> Iterator[CacheChange | AllBlocksCleared]:
+    """Yields a change in parts of at most half a batch, or of one page if a page is larger than that."""
+    if _size(change) <= MAX_BATCH // 2 or isinstance(change, AllBlocksCleared):
+        yield change
+        return
+    hashes = change.hashes
+    if isinstance(change, PagesEvicted):
+        for first in range(0, len(hashes), MAX_BATCH // 4):
+            yield PagesEvicted(hashes[first : first + MAX_BATCH // 4])
+        return
+    rows = len(change.token_ids) // len(hashes)
+    pages = max(1, MAX_BATCH // 4 // (rows + 1))
+    for first in range(0, len(hashes), pages):
+        parent = hashes[first - 1] if first else change.parent
+        tokens = change.token_ids[first * rows : (first + pages) * rows]
+        yield PagesStored(hashes[first : first + pages], parent, tokens, change.salt)
 
 
 def _event(change: CacheChange | AllBlocksCleared) -> Event:

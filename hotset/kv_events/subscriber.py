@@ -19,6 +19,7 @@ from hotset.base.errors import BadMessage
 from hotset.kv_events.known_blocks import KnownBlocks
 from hotset.kv_events.wire import (
     MAX_BATCH_BYTES,
+    Cleared,
     NumberedBatch,
     RemovedHashes,
     StoredHashes,
@@ -31,6 +32,7 @@ LOGGER = logging.getLogger("hotset.kv_events")
 CHECK_SECONDS = 5.0  # without a message; then the subscriber asks whether it has missed the newest batches
 RETRY_SECONDS = 2.0  # between a failed attempt to catch up and the next
 ANSWER_SECONDS = 2.0  # for each answer of the replay socket
+CONNECT_SECONDS = 10.0  # without a connection; then the log names the address
 MAX_QUEUED = 10_000  # messages that wait to be read; further ones are dropped, and replayed later
 MAX_PER_WAKE = 256  # messages per turn, so that many messages do not keep the event loop from other work
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
@@ -50,8 +52,11 @@ class KvEventSubscriber:
         check_seconds: float = CHECK_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """`address` and `replay` are the publisher's, like tcp://127.0.0.1:5557. Without a replay address, the
-        subscriber forgets all blocks when a message is lost. `context` is borrowed."""
+        """`address` and `replay` are the publisher's, like tcp://127.0.0.1:5557. `context` is borrowed.
+
+        Without a replay address, the subscriber forgets all blocks when a message is lost, and `synced` is True only
+        after batch 0 or an `AllBlocksCleared`, until a message is lost.
+        """
         self.blocks = KnownBlocks()
         self.synced = False  # True if `blocks` is what the publisher had in its cache a moment ago
         self.catch_ups = 0  # successful requests for missing batches
@@ -84,15 +89,20 @@ class KvEventSubscriber:
         poller.register(monitor, zmq.POLLIN)
         connected = False
         catch_up_at = not_before = 0.0
+        unreachable_at = time.monotonic() + CONNECT_SECONDS
         while True:
             # Without a connection, the monitor reports when there is one.
-            await poller.poll(max(0.0, catch_up_at - time.monotonic()) * 1000 if connected else None)
+            wake_at = catch_up_at if connected else None if self._warned else unreachable_at
+            await poller.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()) * 1000)
+            if not connected and time.monotonic() >= unreachable_at:
+                self._warn(f"no connection for {CONNECT_SECONDS:g} s")
             messages = await _receive_all(live, MAX_PER_WAKE)
             # ZeroMQ reports the end of a connection before it delivers messages of the next one.
             for report in await _receive_all(monitor, MAX_PER_WAKE):
                 connected = parse_monitor_message(report)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 catch_up_at = 0.0
                 if not connected:
+                    unreachable_at = time.monotonic() + CONNECT_SECONDS
                     # The queue may contain messages of the lost connection, whose numbers fit to the next process.
                     messages.clear()
                     while await _receive_all(live, MAX_PER_WAKE):
@@ -125,13 +135,14 @@ class KvEventSubscriber:
             return self._next is not None and self._accept(batch)
         if self._next != batch.sequence:
             self.blocks.clear()
-            self._next = batch.sequence
+            self.synced, self._next = batch.sequence == 0, batch.sequence
+        self.synced = self.synced or any(isinstance(event, Cleared) for event in batch.events)
         return self._accept(batch)
 
     async def _catch_up(self) -> bool:
         """Asks for all batches that follow the last known one, and applies them. Returns False if that fails."""
         if self._replay is None:
-            return True
+            return self.synced
         try:
             complete = await self._replay_from(self._replay, self._next or 0)
             if not complete:

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -25,6 +25,8 @@ from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.protocol import StreamOptions
 from hotset.serve.responses import ChunkBase, PromptTokensDetails, Usage
 from hotset.serve.service import Load, Service
+
+T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: up to 100 MiB of JSON, which takes 10 s to format
 DONE = b"data: [DONE]\n\n"
@@ -104,17 +106,35 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
     """
     service.check_open(job.choices)
     job.check_size()
-    marks = await _page_marks(request, service, job)
     waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)
     deltas = _measured(waiting, job, service.metrics)
+    marks = partial(_page_marks, request, service, job)
     if not job.stream:
-        response = await unless_disconnected(request.receive, _full_response(service, job, deltas))
+        generated = _with_marks(partial(_full_response, service, job, deltas), marks)
+        response, headers = await unless_disconnected(request.receive, generated)
     else:
-        # The status line is sent only after the first delta, so a request that the engine rejects gets an error status.
-        first = await unless_disconnected(request.receive, _first(deltas))
+        try:
+            # The status line is sent only after the first delta, so a request that the engine rejects gets an error
+            # status.
+            begun = _with_marks(partial(_first, deltas), marks)
+            first, headers = await unless_disconnected(request.receive, begun)
+        except BaseException:
+            await deltas.aclose()  # the client may have disconnected after the first delta
+            raise
         response = EventStream(_events(service, job, first, deltas), deltas)
-    response.headers.update(marks)
+    response.headers.update(headers)
     return response
+
+
+async def _with_marks(
+    generate: Callable[[], Awaitable[T]], compute_marks: Callable[[], Coroutine[Any, Any, dict[str, str]]]
+) -> tuple[T, dict[str, str]]:
+    """Computes page marks while the engine has the request, which thus counts as waiting. Returns both results."""
+    computing = asyncio.create_task(compute_marks())
+    try:
+        return await generate(), await computing
+    finally:
+        computing.cancel()
 
 
 async def _page_marks(request: Request, service: Service, job: GenerationJob) -> dict[str, str]:

@@ -71,14 +71,13 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
     assert {name: received[name] for name in expected} == expected
 
 
-def test_workers_publish_kv_events_for_the_router_unless_the_user_decides_otherwise() -> None:
+def test_workers_publish_kv_events_only_if_the_user_asks_for_them() -> None:
     def events(**settings: Any) -> tuple[object, object]:
         received = parsed(worker_arguments(EngineConfig(**settings), ServeConfig(), "decode", MemoryShare()))
         return received["kv_events"], received["kv_events_replay"]
 
-    assert events() == ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    assert events() == (None, None)
     assert events(kv_events="tcp://127.0.0.2:0") == ("tcp://127.0.0.2:0", None)
-    assert events(prefix_cache=False) == (None, None)
 
 
 def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:

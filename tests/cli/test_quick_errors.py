@@ -108,7 +108,16 @@ def taken_port() -> Iterator[str]:
         yield str(other.getsockname()[1])
 
 
-def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) -> None:
+@pytest.fixture
+def own_port() -> Iterator[str]:
+    """A port that other tests cannot take, but on which a process can listen."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield str(reserved.getsockname()[1])
+
+
+def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, own_port: str) -> None:
     tiny = model(tmp_path, "tiny")
     no_config, broken = tmp_path / "no-config", model(tmp_path, "broken")
     no_config.mkdir()
@@ -129,6 +138,10 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str) ->
         (
             ["serve", tiny, "--port", taken_port],
             f"cannot listen on 127.0.0.1 port {taken_port}: Address already in use",
+        ),
+        (
+            ["serve", tiny, "--port", own_port, "--kv-events", f"tcp://127.0.0.1:{own_port}"],
+            f"--kv-events tcp://127.0.0.1:{own_port} uses the port of --port 127.0.0.1:{own_port}; choose another port",
         ),
         (["router", "--port", taken_port], f"cannot listen on 127.0.0.1 port {taken_port}: Address already in use"),
         ([*serve, str(tmp_path / "tinny")], f"{tmp_path / 'tinny'} does not exist; a model is a directory"),

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from harness import tiny_directory
 from listening import listening
 from processes import descendants_of
 
+from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.sampling import SamplingParams
@@ -140,8 +142,9 @@ def test_each_replica_has_a_publisher_that_names_its_rank() -> None:
             assert pages is not None
             cache.publish([], pages, [bytes([rank]) * 32], [rank] * PAGE_ROWS)
             publishers[rank].flush()
+            deadline = time.monotonic() + DEADLINE_MS / 1000
             while len(events := replayed(card, rank)) == 1:
-                pass
+                assert time.monotonic() < deadline
             assert events[1]["token_ids"] == [rank] * PAGE_ROWS
 
 
@@ -193,9 +196,17 @@ LOOPBACK = "tcp://127.0.0.1:5557"
         ({"kv_events": LOOPBACK, "kv_events_replay": LOOPBACK}, "use the same port; .* at least 1 apart"),
         (
             {"kv_events": LOOPBACK, "kv_events_replay": "tcp://127.0.0.1:5559", "data_parallel_size": 4},
-            "use the same 4 ports, one for each data parallel rank,; choose ports that are at least 4 apart",
+            r"use the same port \(there are 4 data parallel ranks, with one port each\); .* at least 4 apart",
         ),
         ({"kv_events": "tcp://127.0.0.1:65534", "data_parallel_size": 3}, "needs 3 ports.*choose a lower port"),
+        (
+            {"kv_events": LOOPBACK, "role": "decode", "control": "127.0.0.1:5557"},
+            "--kv-events tcp://127.0.0.1:5557 uses the port of --control 127.0.0.1:5557; choose another port",
+        ),
+        (
+            {"kv_events": ANY_PORT, "kv_events_replay": LOOPBACK, "role": "prefill", "control": "localhost:5557"},
+            "--kv-events-replay tcp://127.0.0.1:5557 uses the port of --control 127.0.0.1:5557",
+        ),
         ({"kv_events_replay": LOOPBACK}, "--kv-events-replay needs --kv-events"),
         ({"kv_events_topic": "kv@a@b"}, "--kv-events-topic needs --kv-events"),
         ({"kv_events_public": True}, "--kv-events-public needs --kv-events"),
@@ -206,6 +217,28 @@ LOOPBACK = "tcp://127.0.0.1:5557"
 def test_unusable_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+def test_an_address_overlaps_those_with_its_port_and_host_or_a_wildcard() -> None:
+    assert Address("127.0.0.1", 5557).overlaps(Address("0.0.0.0", 5557))
+    assert Address("*", 5557).overlaps(Address("[::1]", 5557))
+    assert not Address("127.0.0.1", 5557).overlaps(Address("127.0.0.2", 5557))
+    assert not Address("127.0.0.1", 5557).overlaps(Address("127.0.0.1", 5558))
+    assert not Address("127.0.0.1", 0).overlaps(Address("127.0.0.1", 0))
+
+
+def test_publishers_are_closed_although_the_executor_fails_to_close(tmp_path: Path) -> None:
+    engine = build_engine(EngineConfig(tiny_directory(tmp_path), **SETTINGS))
+    close = engine.executor.close
+
+    def failing_close() -> None:
+        close()
+        raise RuntimeError("no")
+
+    engine.executor.close = failing_close  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no"):
+        engine.close()
+    assert [publisher._thread.is_alive() for publisher in engine._publishers] == [False]
 
 
 def test_the_ports_of_a_rank_are_higher_by_its_number() -> None:

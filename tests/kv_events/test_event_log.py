@@ -102,6 +102,25 @@ def test_a_long_summary_is_divided_into_batches_with_consecutive_numbers(monkeyp
     assert set(blocks.known) == cache.hashes
 
 
+def test_a_summary_that_is_too_long_for_the_missing_numbers_is_sent_from_the_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch that is too large breaks every replay. Subscribers take lower numbers than requested for a restart."""
+    for name in ("BLOCKS_PER_BATCH", "MAX_BLOCKS_PER_BATCH"):
+        monkeypatch.setattr(event_log, name, 10)
+    events: list[Event] = []
+    cache = RandomCache(0, lambda change: events.append(_event(change)))
+    log = EventLog(0, keep=True, max_batches=1)
+    while log._next < 20 or cache.cache.cached < 30 or len(log._summary) < 20:
+        cache.step()
+        log.append(events)
+        events.clear()
+    blocks = Blocks()
+    numbers = replayed(blocks, log.replay(log._oldest - 1))
+    assert numbers == list(range(numbers[0], log._next)) and numbers[0] < log._oldest - 1
+    assert set(blocks.known) == cache.hashes
+
+
 def test_a_request_for_batches_that_do_not_exist_yet_gets_everything() -> None:
     """It comes from a subscriber that knew an earlier process."""
     log = EventLog(0, keep=True)

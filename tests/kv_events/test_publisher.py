@@ -17,7 +17,7 @@ from hotset.base.errors import StartupError
 from hotset.kv_events import publisher as publisher_module
 from hotset.kv_events.event_log import EventLog
 from hotset.kv_events.known_blocks import event_hash
-from hotset.kv_events.publisher import KvEventPublisher
+from hotset.kv_events.publisher import KvEventPublisher, _size
 from hotset.tiers.prefix_cache import PagesEvicted, PagesStored
 
 ANY_PORTS = EventsEndpoint(Address("127.0.0.1", 0), Address("127.0.0.1", 0))
@@ -144,20 +144,40 @@ def test_the_changes_of_one_step_are_one_batch(publisher: KvEventPublisher) -> N
 def test_a_long_replay_is_complete_though_the_subscriber_reads_it_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ queues few messages. A ROUTER socket drops the others by default."""
     monkeypatch.setattr(publisher_module, "MAX_QUEUED_ANSWERS", 4)
+    refused = threading.Event()
+    send = zmq.Socket.send_multipart
+
+    def recorded_send(sender: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return send(sender, *arguments, **options)
+        except zmq.Again:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(zmq.Socket, "send_multipart", recorded_send)
+    new_socket = KvEventPublisher._new_socket
+
+    def with_small_buffer(publisher: KvEventPublisher, kind: int) -> Any:
+        new = new_socket(publisher, kind)
+        new.sndbuf = 1 << 14
+        return new
+
+    monkeypatch.setattr(KvEventPublisher, "_new_socket", with_small_buffer)
     publisher = KvEventPublisher(ANY_PORTS)
     try:
-        for number in range(300):
+        for number in range(80):
             publisher.on_change(PagesStored((HASHES[0],), None, tuple(range(60_000, 64_000)), ""))
             publisher.flush()
             wait_for(lambda number=number: publisher._log._next == number + 2)  # type: ignore[misc]
-        with connected(publisher.endpoint) as (_, replay):
-            replay.rcvhwm = 4
+        with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+            replay.linger, replay.rcvtimeo, replay.rcvhwm, replay.rcvbuf = 0, DEADLINE_MS, 4, 1 << 14
+            replay.connect(f"tcp://{publisher.endpoint.replay}")
             replay.send_multipart([b"", bytes(8)])
-            wait_for(lambda: bool(publisher._replays) or replay.poll(0))
+            assert refused.wait(DEADLINE_MS / 1000)  # the queues and buffers between the sockets are full
             batches = []
             while (frames := replay.recv_multipart())[2] != b"\xff" * 8:
                 batches.append(int.from_bytes(frames[2], "big"))
-        assert batches == list(range(301))
+        assert batches == list(range(81))
     finally:
         publisher.close()
 
@@ -195,7 +215,7 @@ def test_a_taken_address_is_refused_by_name() -> None:
 
 def test_the_engine_never_waits_for_the_publisher_and_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the publisher's thread does not keep up, changes are dropped, and subscribers learn that they know nothing."""
-    monkeypatch.setattr(publisher_module, "MAX_WAITING_STEPS", 5)
+    monkeypatch.setattr(publisher_module, "MAX_WAITING", 1000)
     stopped = threading.Event()
     monkeypatch.setattr(KvEventPublisher, "_serve", lambda publisher: stopped.wait())
     publisher = KvEventPublisher(ANY_PORTS, log=EventLog(0, keep=True))
@@ -204,15 +224,42 @@ def test_the_engine_never_waits_for_the_publisher_and_its_memory_is_bounded(monk
         for _ in range(200):
             cache.step()
             publisher.flush()
-        assert publisher._steps.qsize() == 5
-        for _ in range(5):
-            publisher._steps.get()
+        waiting = [publisher._steps.get() for _ in range(publisher._steps.qsize())]
+        assert 500 < sum(_size(change) for changes in waiting for change in changes) <= 1000
+        publisher._size_taken = publisher._size_put
         publisher.on_change(PagesEvicted((HASHES[0],)))
         publisher.flush()
         assert [type(change).__name__ for change in publisher._steps.get()] == ["AllBlocksCleared", "PagesEvicted"]
     finally:
         stopped.set()
         publisher.close()
+
+
+def test_no_batch_is_much_larger_than_one_mebibyte(publisher: KvEventPublisher) -> None:
+    """Subscribers refuse messages above 16 MiB. A long prompt, and many steps that wait together, make more."""
+    pages = [number.to_bytes(32, "big") for number in range(1, 6001)]
+    tokens = [70_000 + number for number in range(100 * len(pages))]
+    long_prompt = PagesStored(tuple(pages[:4000]), None, tuple(tokens[: 100 * 4000]), "a salt")
+    publisher.on_change(long_prompt)
+    for first in range(4000, 6000, 50):
+        of_pages = tuple(tokens[100 * first : 100 * (first + 50)])
+        publisher.on_change(PagesStored(tuple(pages[first : first + 50]), pages[first - 1], of_pages, "a salt"))
+    publisher.on_change(PagesEvicted(tuple(pages) * 25))
+    publisher.flush()
+    with connected(publisher.endpoint) as (_, replay):
+        wait_for(publisher._steps.empty)
+        batches = [batch[2] for batch in answer_to(replay, 0)]
+    assert len(batches) > 6
+    assert max(map(len, batches)) < 1.2 * 2**20
+    events = [event for batch in batches for event in msgspec.msgpack.decode(batch)[1]]
+    stored = [event for event in events if event["type"] == "BlockStored"]
+    assert [page for event in stored for page in event["block_hashes"]] == list(range(1, 6001))
+    assert [token for event in stored for token in event["token_ids"]] == tokens
+    for event in stored:
+        assert event["parent_block_hash"] == (event["block_hashes"][0] - 1 or None)
+    assert {(event["block_size"], event["cache_salt"]) for event in stored} == {(100, "a salt")}
+    removed = [page for event in events if event["type"] == "BlockRemoved" for page in event["block_hashes"]]
+    assert removed == [*range(1, 6001)] * 25
 
 
 def test_a_page_hash_is_shortened_as_vllm_does_it() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from random_cache import RandomCache
+from zmq.utils.monitor import recv_monitor_message
 
 from hotset.base.address import Address, EventsEndpoint
 from hotset.base.errors import BadMessage
@@ -160,26 +162,56 @@ def test_messages_that_a_subscriber_has_not_read_when_its_connection_ends_are_dr
 
     async def scenario() -> None:
         publisher = KvEventPublisher(ANY_PORTS)
-        endpoint = publisher.endpoint
+        endpoint, witness = publisher.endpoint, None
         try:
             async with following(endpoint, **NEVER) as subscriber:
-                while subscriber._last_live < 0:
+                witness = Witness(endpoint)
+                while subscriber._last_live < 0 or not witness.live.poll(0):
                     publish_blocks(publisher, range(1))
                     await asyncio.sleep(0.01)
                 publish_blocks(publisher, range(1, 100))
-                time.sleep(0.1)  # they arrive, but the subscriber, in the same thread, does not read them
+                # They arrive, but the subscriber, in the same thread, does not read them.
+                witness.wait_for_batch(publisher._log._next - 1)
                 publisher.close()
                 publisher = reopened(endpoint)
                 publish_blocks(publisher, range(1000, 1020))
-                time.sleep(0.5)  # meanwhile ZeroMQ connects again
+                witness.wait_for_reconnection()
                 await until(lambda: 1019 in subscriber.blocks and subscriber.synced)
                 for _ in range(100):
                     await asyncio.sleep(0.002)
                 assert subscriber.blocks.hashes() == set(range(1000, 1020))
         finally:
             publisher.close()
+            if witness is not None:
+                witness.close()
 
     run(scenario())
+
+
+class Witness:
+    """Another subscriber in the same thread, which shows what ZeroMQ's threads have done meanwhile."""
+
+    def __init__(self, endpoint: EventsEndpoint) -> None:
+        self._context = zmq.Context()
+        self.live = self._context.socket(zmq.SUB)
+        self.live.subscribe(b"")
+        self._monitor = self.live.get_monitor_socket(subscriber_module.MONITORED)
+        self.live.rcvtimeo = self._monitor.rcvtimeo = int(DEADLINE_S * 1000)
+        self.live.connect(f"tcp://{endpoint.live}")
+
+    def wait_for_batch(self, number: int) -> None:
+        while int.from_bytes(self.live.recv_multipart()[1], "big") < number:
+            pass
+
+    def wait_for_reconnection(self) -> None:
+        reports = []
+        while reports[-2:] != [zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED]:
+            reports.append(recv_monitor_message(self._monitor)["event"])
+
+    def close(self) -> None:
+        self.live.disable_monitor()
+        self._monitor.close()
+        self._context.destroy(linger=0)
 
 
 def publish_blocks(publisher: KvEventPublisher, numbers: Iterable[int]) -> None:
@@ -263,7 +295,7 @@ async def fake_publisher() -> AsyncIterator[FakePublisher]:
 async def followed_fake(**options: Any) -> AsyncIterator[tuple[FakePublisher, KvEventSubscriber]]:
     """Yields a publisher and a subscriber whose subscription is active."""
     async with fake_publisher() as publisher, following(publisher.endpoint, **NEVER | options) as subscriber:
-        await until(lambda: subscriber.synced)
+        await until(lambda: subscriber.synced or subscriber._replay is None)
         while subscriber._last_live < 0:
             await publisher.publish(stored(1))
             await asyncio.sleep(0.005)
@@ -397,6 +429,54 @@ def test_without_a_replay_address_a_lost_message_makes_the_subscriber_forget() -
     run(scenario())
 
 
+def test_without_a_replay_address_a_subscriber_is_synced_only_if_it_has_seen_the_whole_history() -> None:
+    async def scenario() -> None:
+        cleared = {"type": "AllBlocksCleared"}
+        async with followed_fake(replay=False, retry_seconds=0.001) as (publisher, subscriber):
+            await publisher.publish(stored(2))
+            await until(lambda: 2 in subscriber.blocks)
+            assert not subscriber.synced, "earlier batches were not received"
+            await publisher.publish(cleared)
+            await publisher.publish(stored(3))
+            await until(lambda: subscriber.blocks.hashes() == {3})
+            assert subscriber.synced
+            await publisher.publish(removed(3), lost=True)
+            await publisher.publish(stored(4))
+            await until(lambda: subscriber.blocks.hashes() == {4})
+            assert not subscriber.synced, "a batch was lost"
+            await asyncio.sleep(0.02)  # the time of several attempts to catch up, which cannot succeed
+            assert not subscriber.synced
+            await publisher.publish(stored(5), cleared, stored(6))
+            await until(lambda: subscriber.blocks.hashes() == {6})
+            assert subscriber.synced
+        async with fake_publisher() as publisher, following(publisher.endpoint, replay=False, **NEVER) as subscriber:
+            while subscriber._last_live < 0:
+                await publisher.send([b"", sequence_frame(0), batch_of(stored(7))])
+                await asyncio.sleep(0.005)
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {7})
+
+    run(scenario())
+
+
+def test_an_address_without_a_publisher_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subscriber_module, "CONNECT_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        with socket.socket() as reserved:
+            reserved.bind(("127.0.0.1", 0))  # it does not listen, so connections are refused
+            address = Address("127.0.0.1", reserved.getsockname()[1])
+            async with following(EventsEndpoint(address, address), **NEVER) as subscriber:
+                await until(lambda: bool(caplog.records))
+                await asyncio.sleep(0.05)  # several times the limit
+                assert not subscriber.synced
+                [record] = caplog.records
+                assert f"KV events of tcp://{address}: no connection for 0.01 s" in record.getMessage()
+
+    run(scenario())
+
+
 def test_a_subscriber_that_reads_too_slowly_loses_messages_and_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (publisher_module, subscriber_module):
         monkeypatch.setattr(module, "MAX_QUEUED", 2)
@@ -417,10 +497,11 @@ def test_a_subscriber_that_reads_too_slowly_loses_messages_and_catches_up(monkey
                 while subscriber._last_live < 0 or not subscriber.synced or subscriber.blocks.hashes() != hashes:
                     publish()  # until the subscription is active
                     await asyncio.sleep(0.02)
-                catch_ups = subscriber.catch_ups
+                catch_ups, count = subscriber.catch_ups, 50
                 while subscriber.catch_ups == catch_ups:
-                    for _ in range(50):  # the subscriber, in the same thread, does not read meanwhile
+                    for _ in range(count):  # the subscriber, in the same thread, does not read meanwhile
                         publish()
+                    count *= 2  # the buffers of the kernel may have held all messages
                     await asyncio.sleep(0.05)
                 await until(lambda: subscriber.synced and subscriber.blocks.hashes() == hashes)
         finally:
@@ -464,7 +545,6 @@ def test_a_block_is_known_while_one_medium_has_it() -> None:
     blocks.remove([1, 2], "GPU")
     blocks.remove([3, 4], "CPU_TIER1")
     assert blocks.hashes() == {2, 3} and len(blocks) == 2
-    assert [blocks.prefix_length(hashes) for hashes in ([], [1, 2], [2, 3], [2, 3, 4, 2], [4])] == [0, 0, 2, 2, 0]
 
 
 def test_a_publisher_cannot_exhaust_the_memory_of_a_subscriber() -> None:

@@ -43,7 +43,8 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("disaggregated")
-    flags = ["--disaggregate", "1P1D", "--drain-seconds", "5", *SIZES, *CHUNKS]
+    events = ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    flags = ["--disaggregate", "1P1D", "--drain-seconds", "5", *SIZES, *CHUNKS, *events]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
         with serving(folder, DEMO, *flags) as server:

@@ -5,6 +5,7 @@ test_clients.py has the tests with the embedded model.
 
 import asyncio
 import random
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,27 @@ def random_prompt(tokens: int) -> list[int]:
     return random.Random(tokens).choices(range(300, 400), k=tokens)
 
 
+@pytest.fixture
+def salt() -> str:
+    """A salt of this run of a test. What an earlier run has computed is thus not found in the cache."""
+    return secrets.token_hex(8)
+
+
+def wait_until_idle(server: RunningServer) -> None:
+    """Waits until the requests of earlier tests have ended, also those whose client has disconnected."""
+    for state in ("running", "waiting", "parked"):
+        assert server.wait_for_gauge(f"hotset_requests_{state}", lambda count: count == 0) == 0
+
+
 def test_a_known_prompt_is_not_computed_again_unless_its_salt_differs_and_usage_and_metrics_say_so(
-    demo_server: RunningServer, client: openai.OpenAI
+    demo_server: RunningServer, client: openai.OpenAI, salt: str
 ) -> None:
     prompt = random_prompt(2 * PAGE_ROWS + 7)
-    fields = {"prompt": prompt, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
-    salted = {**fields, "extra_body": {**fields["extra_body"], "cache_salt": "tenant-1"}}
+    options = {"return_token_ids": True, "ignore_eos": True}
+    fields, salted = (
+        {"prompt": prompt, "extra_body": {**options, "cache_salt": f"{salt} {tenant}"}} for tenant in range(2)
+    )
+    wait_until_idle(demo_server)
     names = ("prefix_cache_tokens_queried", "prefix_cache_tokens_reused", "tokens_prefilled")
     before = [demo_server.gauge(f"hotset_{name}_total") for name in names]
     answers = [complete(client, **each) for each in (fields, fields, salted, salted)]
@@ -115,32 +131,36 @@ def test_a_known_prompt_is_not_computed_again_unless_its_salt_differs_and_usage_
     assert len({tuple(answer.choices[0].model_extra["token_ids"]) for answer in answers}) == 1
     queried, reused, prefilled = (now - then for now, then in zip(after, before, strict=True))
     assert (queried, reused, prefilled) == (4 * len(prompt), 2 * known, 4 * len(prompt) - 2 * known)
-    assert demo_server.gauge("hotset_host_pages_held") == 0, "pages that only the cache has are not held"
+    held = demo_server.wait_for_gauge("hotset_host_pages_held", lambda pages: pages == 0)
+    assert held == 0, "pages that only the cache has are not held"
 
 
-def test_the_next_turn_of_a_conversation_reuses_the_one_before_streamed_or_not(client: openai.OpenAI) -> None:
+def test_the_next_turn_of_a_conversation_reuses_the_one_before_streamed_or_not(
+    client: openai.OpenAI, salt: str
+) -> None:
     question = " ".join(random.Random(0).choices(["red", "green", "blue", "tall", "old", "seven"], k=PAGE_ROWS))
     messages = [{"role": "user", "content": question}]
-    first = ask(client, messages=messages, max_tokens=4)
+    options = {"max_tokens": 4, "extra_body": {"cache_salt": salt}}
+    first = ask(client, messages=messages, **options)
     messages += [first.choices[0].message, {"role": "user", "content": "And why?"}]
     *chunks, last = ask(
         client,
         messages=messages,
-        max_tokens=4,
         stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
+        **options,
     )
     assert cached(first) == 0 and first.usage.prompt_tokens > PAGE_ROWS
     assert cached(last) >= reusable(first.usage.prompt_tokens)
     assert {cached(chunk) for chunk in chunks} == {cached(last)}
-    again = ask(client, messages=messages, max_tokens=4)
+    again = ask(client, messages=messages, **options)
     assert cached(again) == reusable(again.usage.prompt_tokens)
     assert again.choices[0].message.content == streamed_text(chunks)
 
 
-def test_a_prompt_counts_once_however_many_choices_share_it(client: openai.OpenAI) -> None:
+def test_a_prompt_counts_once_however_many_choices_share_it(client: openai.OpenAI, salt: str) -> None:
     prompts = [random_prompt(PAGE_ROWS + 2), random_prompt(2 * PAGE_ROWS + 2)]
-    fields = {"prompt": prompts, "n": 2, "max_tokens": 1}
+    fields = {"prompt": prompts, "n": 2, "max_tokens": 1, "extra_body": {"cache_salt": salt}}
     first, again = complete(client, **fields), complete(client, **fields)
     assert first.usage.prompt_tokens == again.usage.prompt_tokens == 3 * PAGE_ROWS + 4
     assert (cached(first), cached(again)) == (0, 3 * PAGE_ROWS)
@@ -148,9 +168,10 @@ def test_a_prompt_counts_once_however_many_choices_share_it(client: openai.OpenA
 
 @pytest.mark.slow
 def test_a_server_without_the_cache_gives_the_same_answers_and_reports_no_cached_tokens(
-    client: openai.OpenAI, tmp_path: Path
+    client: openai.OpenAI, tmp_path: Path, salt: str
 ) -> None:
-    prompt, fields = random_prompt(3 * PAGE_ROWS + 1), {"return_token_ids": True, "ignore_eos": True}
+    prompt = random_prompt(3 * PAGE_ROWS + 1)
+    fields = {"return_token_ids": True, "ignore_eos": True, "cache_salt": salt}
     with (
         serving(tmp_path, DEMO, "--no-prefix-cache") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as without,
@@ -355,6 +376,7 @@ def test_hotset_bench_counts_what_the_server_counts_and_no_token_comes_earlier(
 ) -> None:
     """The server's own metrics are the oracle: exact numbers of tokens, and lower bounds of the times."""
     before: dict[str, float] = {}
+    wait_until_idle(demo_server)
     config = BenchConfig(concurrency="3", num_requests=4, input_tokens="40", output_tokens="5", warmup=0, **prompts)
 
     async def measure() -> BenchReport:

@@ -1,6 +1,7 @@
 """What the KV events of one worker tell a router about the worker's prefix caches."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -8,6 +9,9 @@ import zmq.asyncio
 
 from hotset.kv_events.subscriber import KvEventSubscriber
 from hotset.serve.responses import KvEventsPorts
+
+LOGGER = logging.getLogger("hotset.router")
+RESTART_SECONDS = 1.0  # between the failure of a subscriber and its next start
 
 
 class KvEventsView:
@@ -25,7 +29,7 @@ class KvEventsView:
             )
             for ports in publishers
         ]
-        self._tasks = [asyncio.create_task(subscriber.run()) for subscriber in self._subscribers]
+        self._tasks = [asyncio.create_task(self._follow(worker_url, each)) for each in self._subscribers]
 
     @property
     def synced(self) -> bool:
@@ -35,6 +39,19 @@ class KvEventsView:
     def has_block(self, block_hash: int) -> bool | None:
         """Returns whether a page is in a cache of the worker, or None if the caches are unknown."""
         return any(block_hash in subscriber.blocks for subscriber in self._subscribers) if self.synced else None
+
+    @staticmethod
+    async def _follow(worker_url: str, subscriber: KvEventSubscriber) -> None:
+        """Runs a subscriber, and starts it again whenever it fails. Logs the first failure."""
+        logged = False
+        while True:
+            try:
+                await subscriber.run()
+            except Exception as error:
+                if not logged:
+                    logged = True
+                    LOGGER.warning("cannot follow the KV events of %s: %s; still trying", worker_url, error)
+            await asyncio.sleep(RESTART_SECONDS)
 
     def close(self) -> None:
         for task in self._tasks:
