@@ -133,8 +133,7 @@ def test_a_client_that_disconnects_between_the_first_token_and_the_header_ends_i
         client.start.set()
         service = Service(client, ServeConfig(), text_threads=busy_threads[0])
         response, disconnect = begun(service, stream=True, name="endless")
-        await until(lambda: service.load.queue.present == 0 and client.open == 1)
-        await asyncio.sleep(0.01)
+        await until(lambda: service.load.queue.present == 0 and client.open == 1)  # the first token has arrived
         disconnect()
         with pytest.raises(ClientDisconnect):
             await response
