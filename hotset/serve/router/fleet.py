@@ -27,8 +27,8 @@ FAILURES_UNTIL_DOWN = 2  # consecutive failures
 HEALTH_CHECK_TIMEOUT_SECONDS = 2.0
 MAX_STATE_BYTES = 1 << 16
 MAX_WORKERS = 256
-# A cached token outweighs this many tokens of load: computing it a second time also takes memory from other prefixes.
-CACHED_WEIGHT = 8
+CACHED_WEIGHT = 4  # a cached token outweighs so many tokens of overload, since a second copy takes memory from others
+BALANCED_TOKENS = 2048  # smaller differences of load are no reason to leave a cached prefix: a step or two compute them
 REQUEST_TOKENS = 256  # the load of a request in flight, besides the tokens that must be computed or received for it
 # A worker whose host memory holds more tokens than another's is charged a part of the difference, up to a limit.
 # Otherwise all sessions that share a system prompt would stay on the worker that had it first, until requests overlap.
@@ -189,24 +189,29 @@ class Fleet:
         return True
 
     def choose(self, role: Role, avoid: Collection[str], prompt: PromptPrefixes = NO_PROMPT) -> Choice:
-        """Returns the live worker of `role` at which a prompt costs least: its load, the tokens of the prompt that it
-        does not have in its prefix cache, and a charge if it stores more tokens than others.
+        """Returns the live worker of `role` at which a prompt costs least: its overload, the tokens of the prompt that
+        it does not have in its prefix cache, and for a new session a charge if it stores more tokens than others.
 
-        A tie goes to the least recently chosen worker. Workers in `avoid` are chosen only if no other is alive, and
-        degraded ones only if all others are in `avoid`. Raises NoWorkers if no worker of the role is alive.
+        A tie goes to the lowest load, then to the least recently chosen worker. Workers in `avoid` are chosen only if
+        no other is alive, and degraded ones only if all others are in `avoid`. Raises NoWorkers if no worker of the
+        role is alive.
         """
         alive = self.up(role)
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
             raise NoWorkers(f"no {role} worker is alive ({known} are known); retry later")
+        # A session that goes on stays where it is. Only new sessions are spread over the memory of the workers.
+        max_charge = 0 if self.prefixes.belongs_to_one_session(prompt) else MAX_STORED_CHARGE
         least_stored = min(worker.stored_tokens for worker in alive)
+        least_load = min(worker.load for worker in alive)
 
-        def rank(choice: Choice) -> tuple[bool, bool, int, int]:
+        def rank(choice: Choice) -> tuple[bool, bool, int, int, int]:
             worker = choice.worker
-            charge = min((worker.stored_tokens - least_stored) // STORED_TOKENS_PER_TOKEN, MAX_STORED_CHARGE)
+            charge = min((worker.stored_tokens - least_stored) // STORED_TOKENS_PER_TOKEN, max_charge)
             # The length of the prompt is the same for all, so it is left out.
-            cost = worker.load + CACHED_WEIGHT * (charge - choice.cached_tokens)
-            return worker.url in avoid, worker.degraded is not None, cost, worker.last_chosen
+            overload = max(0, worker.load - least_load - BALANCED_TOKENS)
+            cost = overload + CACHED_WEIGHT * (charge - choice.cached_tokens)
+            return worker.url in avoid, worker.degraded is not None, cost, worker.load, worker.last_chosen
 
         cached_tokens = self.prefixes.cached_tokens(prompt, alive)
         chosen = min((Choice(worker, cached) for worker, cached in zip(alive, cached_tokens, strict=True)), key=rank)

@@ -21,6 +21,7 @@ MAX_HASHED_BYTES = 1 << 30
 DIGEST_BYTES = 16
 MAX_PREFIXES = 1 << 17  # about 50 MB; a prompt of 128k tokens has 145 of them
 MAX_HOLDERS = 8  # workers that are remembered for one prefix
+SHARED_SENDS = 8  # a prefix that was sent as often, to prefill and decode workers together, is one of many sessions
 CACHE_KEY_TOKENS = 1024  # the worth of a worker that served the same prompt_cache_key
 PROMPT_FIELDS = {"/v1/chat/completions": b'"messages"', "/v1/completions": b'"prompt"'}
 STRING_VALUE = re.compile(rb'\s*:\s*"((?:[^"\\]|\\.){1,1024})"', re.DOTALL)
@@ -83,6 +84,7 @@ class _Prefix:
     """The beginning of a prompt."""
 
     holders: tuple[int, ...] = ()  # cache ids of the workers to which it was sent, newest first
+    sent: int = 0  # how many times it was sent to a worker
     block_hash: int | None = None  # of its last full page, as KV events name it
 
 
@@ -119,6 +121,13 @@ class PrefixIndex:
                 cached[newest] = max(cached[newest], CACHE_KEY_TOKENS)
         return cached
 
+    def belongs_to_one_session(self, prompt: PromptPrefixes) -> bool:
+        """Returns True if the longest known beginning of `prompt` was sent only a few times, as that of a session that
+        goes on. A system prompt that many sessions share is sent more often."""
+        known = (self._prefixes[key] for key in reversed(prompt.hashes) if key in self._prefixes)
+        longest = next(known, None)
+        return longest is not None and longest.sent < SHARED_SENDS
+
     def record_sent(self, prompt: PromptPrefixes, worker: CacheHolder) -> None:
         """Records that `prompt` was sent to `worker`, which will have its pages in its cache."""
         keys = (*prompt.hashes, *(() if prompt.cache_key is None else (prompt.cache_key,)))
@@ -127,6 +136,7 @@ class PrefixIndex:
             prefix = self._used(key)
             others = (holder for holder in prefix.holders if holder != worker.cache_id)
             prefix.holders = (worker.cache_id, *others)[:MAX_HOLDERS]
+            prefix.sent += 1
 
     def record_pages(self, prompt: PromptPrefixes, marks: Sequence[PageMark]) -> None:
         """Records the hashes of pages of `prompt`. Bytes and tokens are assumed to be proportional."""

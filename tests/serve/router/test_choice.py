@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import NoWorkers
 from hotset.serve.router.fleet import (
+    BALANCED_TOKENS,
     CACHED_WEIGHT,
     FAILURES_UNTIL_DOWN,
     MAX_STORED_CHARGE,
@@ -17,7 +18,7 @@ from hotset.serve.router.fleet import (
     STORED_TOKENS_PER_TOKEN,
     Fleet,
 )
-from hotset.serve.router.prefixes import PromptPrefixes
+from hotset.serve.router.prefixes import SHARED_SENDS, PromptPrefixes
 
 PROMPT = PromptPrefixes.of("/v1/completions", b'{"prompt": "' + words(random.Random(3), 30_000).encode())
 WORKERS = st.fixed_dictionaries(
@@ -53,16 +54,14 @@ def test_the_choice_is_the_live_worker_with_the_lowest_cost(described: list[dict
             with pytest.raises(NoWorkers):
                 fleet.choose("decode", avoid, PROMPT)
             return
-        least_stored = min(worker.stored_tokens for worker in alive)
+        least_stored, least_load = min(worker.stored_tokens for worker in alive), min(worker.load for worker in alive)
         for worker in alive:
             (cached,) = fleet.prefixes.cached_tokens(PROMPT, [worker])
             charge = min((worker.stored_tokens - least_stored) // STORED_TOKENS_PER_TOKEN, MAX_STORED_CHARGE)
+            charge *= not fleet.prefixes.belongs_to_one_session(PROMPT)
             load = worker.uncached_tokens + worker.external_tokens + REQUEST_TOKENS * worker.requests
-            costs[worker.url] = (
-                worker.url in avoid,
-                worker.degraded is not None,
-                load + CACHED_WEIGHT * (charge - cached),
-            )
+            cost = max(0, load - least_load - BALANCED_TOKENS) + CACHED_WEIGHT * (charge - cached)
+            costs[worker.url] = worker.url in avoid, worker.degraded is not None, cost, load
         chosen = fleet.choose("decode", avoid, PROMPT)
         assert costs[chosen.worker.url] == min(costs.values())
         assert [chosen.cached_tokens] == fleet.prefixes.cached_tokens(PROMPT, [chosen.worker])
@@ -76,7 +75,7 @@ def test_a_session_stays_on_its_worker_until_the_load_outweighs_its_prefix() -> 
         fleet.prefixes.record_sent(PROMPT, home)
         cached = fleet.choose("decode", (), PROMPT).cached_tokens
         assert cached > 6000
-        with home.in_flight(CACHED_WEIGHT * cached - REQUEST_TOKENS - 1, 0):
+        with home.in_flight(BALANCED_TOKENS + CACHED_WEIGHT * cached - REQUEST_TOKENS - 1, 0):
             assert fleet.choose("decode", (), PROMPT).worker is home
             assert fleet.choose("decode", {home.url}, PROMPT).worker is other, "a worker that failed is avoided"
             with home.in_flight(1000, cached_tokens=999):
@@ -88,6 +87,23 @@ def test_a_session_stays_on_its_worker_until_the_load_outweighs_its_prefix() -> 
         home.failures = FAILURES_UNTIL_DOWN
         assert fleet.choose("decode", (), PROMPT).worker is other
         assert (home.requests, home.tokens, home.uncached_tokens, other.load) == (0, 0, 0, 0)
+
+    in_loop(test)
+
+
+def test_stored_tokens_spread_new_sessions_and_leave_others_where_they_are() -> None:
+    def test(fleet: Fleet) -> None:
+        full, empty = add_worker(fleet, "http://full"), add_worker(fleet, "http://empty")
+        assert full.state is not None
+        full.state.stored_tokens = 1 << 20
+        system = PromptPrefixes(PROMPT.hashes[:4])
+        for _ in range(SHARED_SENDS - 1):
+            fleet.prefixes.record_sent(system, full)
+        assert fleet.choose("decode", (), PROMPT).worker is full, "so far it looks like one session that goes on"
+        fleet.prefixes.record_sent(system, full)
+        assert fleet.choose("decode", (), PROMPT).worker is empty, "a session that shares only the system prompt"
+        fleet.prefixes.record_sent(PROMPT, full)
+        assert fleet.choose("decode", (), PROMPT).worker is full, "a session that goes on"
 
     in_loop(test)
 
