@@ -85,7 +85,8 @@ class _Prefix:
 
     holders: tuple[int, ...] = ()  # cache ids of the workers to which it was sent, newest first
     sent: int = 0  # how many times it was sent to a worker
-    block_hash: int | None = None  # of its last full page, as KV events name it
+    block_hash: int | None = None  # of a page near its end, as KV events name it
+    block_end: int = 0  # the bytes of the prompt up to the end of that page, estimated
 
 
 class PrefixIndex:
@@ -112,7 +113,9 @@ class PrefixIndex:
             if (prefix := self._prefixes.get(prompt.hashes[number])) is None:
                 continue
             for index, worker in [pair for pair in unknown if _has(pair[1], prefix)]:
-                cached[index] = HASHED_LENGTHS[number] // BYTES_PER_TOKEN
+                # KV events prove what is before the end of the page. The rest is there if it was sent there.
+                was_sent = worker.cache_id in prefix.holders
+                cached[index] = (HASHED_LENGTHS[number] if was_sent else prefix.block_end) // BYTES_PER_TOKEN
                 unknown.remove((index, worker))
         if prompt.cache_key is not None and (key := self._prefixes.get(prompt.cache_key)) is not None:
             positions = {worker.cache_id: position for position, worker in enumerate(workers)}
@@ -144,7 +147,8 @@ class PrefixIndex:
             share = HASHED_LENGTHS[number] / prompt.prompt_bytes
             inside = bisect_right(marks, share, key=lambda mark: mark.share_of_prompt)
             if inside:
-                self._used(prompt.hashes[number]).block_hash = marks[inside - 1].block_hash
+                mark, prefix = marks[inside - 1], self._used(prompt.hashes[number])
+                prefix.block_hash, prefix.block_end = mark.block_hash, int(mark.share_of_prompt * prompt.prompt_bytes)
 
     def _used(self, key: bytes) -> _Prefix:
         """Returns a prefix, which becomes the one that was used last."""

@@ -167,6 +167,21 @@ def test_a_header_without_marks_is_ignored(header: str) -> None:
     assert len(parse_page_marks(",".join(["0.500000:" + "a" * 16] * 1000))) == MAX_MARKS
 
 
+def test_a_short_turn_binds_a_session_although_other_workers_have_the_page_before_it() -> None:
+    """The last page that KV events prove is one of the system prompt, which both workers have."""
+    index, prompt = PrefixIndex(), prompt_of(TEXT[:1900])
+    home, other = worker_of("http://1", 1), worker_of("http://2", 2)
+    for worker in (home, other):
+        view = LocalView(KnownBlocks())
+        view.blocks.store([4], "CPU_TIER1")
+        worker.kv_events = view  # type: ignore[assignment]
+    index.record_sent(prompt, home)
+    index.record_sent(prompt_of(TEXT[:1250]), other)
+    index.record_pages(prompt, [PageMark(4 / 6, 4), PageMark(1.0, 6)])
+    at_home, elsewhere = index.cached_tokens(prompt_of(TEXT[:2600]), [home, other])
+    assert at_home == 1536 // BYTES_PER_TOKEN > elsewhere == int(prompt.prompt_bytes * 4 / 6) // BYTES_PER_TOKEN
+
+
 def test_kv_events_decide_what_a_worker_has_and_without_them_what_was_sent() -> None:
     index, prompt = PrefixIndex(), prompt_of(TEXT)
     sent, other = worker_of("http://1", 1), worker_of("http://2", 2)
@@ -180,6 +195,9 @@ def test_kv_events_decide_what_a_worker_has_and_without_them_what_was_sent() -> 
     assert evicted == max(length for length in HASHED_LENGTHS if length < smallest_with_a_mark) // BYTES_PER_TOKEN, (
         "the events say that the page at a quarter of the prompt is gone; before it no page is known"
     )
-    assert half == max(length for length in HASHED_LENGTHS if length < 0.75 * prompt.prompt_bytes) // BYTES_PER_TOKEN
+    assert half == int(0.5 * prompt.prompt_bytes) // BYTES_PER_TOKEN, "what follows the page was not sent there"
+    index.record_sent(prompt, other)
+    before_the_next_mark = max(length for length in HASHED_LENGTHS if length < 0.75 * prompt.prompt_bytes)
+    assert index.cached_tokens(prompt, [other]) == [before_the_next_mark // BYTES_PER_TOKEN]
     views[0].synced = False
     assert index.cached_tokens(prompt, [sent])[0] == HASHED_LENGTHS[len(prompt.hashes) - 1] // BYTES_PER_TOKEN
