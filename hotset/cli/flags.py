@@ -95,6 +95,7 @@ PANELS: Panels = {
         "response_timeout_seconds",
         "idle_timeout_seconds",
         "poll_seconds",
+        "health_timeout_seconds",
         "drain_seconds",
     ),
 }

@@ -232,4 +232,5 @@ class WorkerState(BaseModel):
     running: int = Field(ge=0)  # requests that are being prefilled or decoded
     degraded: str | None = Field(default=None, max_length=1024)  # why it cannot admit a request of the maximum length
     stored_tokens: int = Field(default=0, ge=0)  # tokens whose KV is in the host store, of requests and in the cache
+    host_tokens: int = Field(default=0, ge=0)  # tokens for which the host store has room; 0 if unknown, or without one
     kv_events: list[KvEventsPorts] = Field(default=[], max_length=64)  # one entry for each data parallel rank

@@ -220,6 +220,7 @@ class Service:
                 for events in self.client.model.kv_events
             ],
             stored_tokens=0 if hasher is None else (stats.host_pages_held + stats.host_pages_cached) * hasher.page_rows,
+            host_tokens=0 if hasher is None else stats.host_pages_total * hasher.page_rows,
         )
 
     @property

@@ -60,6 +60,9 @@ class RouterConfig:
         positive=True,
     )
     poll_seconds: float = setting(0.5, "Interval between two health checks of a worker, in seconds.", positive=True)
+    health_timeout_seconds: float = setting(
+        2.0, "Time limit for the answer to a health check, in seconds.", positive=True
+    )
     drain_seconds: float = setting(
         30.0, "Time that running requests get to finish after SIGTERM, in seconds.", positive=True
     )

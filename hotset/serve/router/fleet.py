@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,16 +24,12 @@ logger = logging.getLogger("hotset.router")
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FAILURES_UNTIL_DOWN = 2  # consecutive failures
-HEALTH_CHECK_TIMEOUT_SECONDS = 2.0
 MAX_STATE_BYTES = 1 << 16
 MAX_WORKERS = 256
-CACHED_WEIGHT = 4  # a cached token outweighs so many tokens of overload, since a second copy takes memory from others
-BALANCED_TOKENS = 2048  # smaller differences of load are no reason to leave a cached prefix: a step or two compute them
+CACHED_WEIGHT = 4  # a cached token of a session outweighs so many tokens of overload, since a move takes memory, too
+BALANCED_TOKENS = 2048  # smaller differences of load are no reason to move a session: a step or two compute them
 REQUEST_TOKENS = 256  # the load of a request in flight, besides the tokens that must be computed or received for it
-# A worker whose host memory holds more tokens than another's is charged a part of the difference, up to a limit.
-# Otherwise all sessions that share a system prompt would stay on the worker that had it first, until requests overlap.
-STORED_TOKENS_PER_TOKEN = 8
-MAX_STORED_CHARGE = 8192
+FULL_CHARGE = 0.25  # a difference of so much of a host store is charged in full
 CACHE_IDS = itertools.count(1)
 NO_PROMPT = PromptPrefixes()
 
@@ -79,9 +75,11 @@ class RoutedWorker:
         return self.uncached_tokens + self.external_tokens + REQUEST_TOKENS * self.requests
 
     @property
-    def stored_tokens(self) -> int:
-        """The number of tokens whose KV is in the worker's host memory."""
-        return 0 if self.state is None else self.state.stored_tokens
+    def stored_share(self) -> float | None:
+        """The share of the worker's host store that is in use, or None if the size of the store is unknown."""
+        if self.state is None or not self.state.host_tokens:
+            return None
+        return self.state.stored_tokens / self.state.host_tokens
 
     def has_block(self, block_hash: int) -> bool | None:
         """Returns whether a page is in the worker's prefix cache, or None if its KV events are not received."""
@@ -121,10 +119,12 @@ class Fleet:
         self,
         session: aiohttp.ClientSession,
         poll_seconds: float,
+        health_timeout_seconds: float,
         allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
     ) -> None:
         self._session = session
         self._poll_seconds = poll_seconds
+        self._health_timeout_seconds = health_timeout_seconds
         self._allowed_hosts = allowed_hosts
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._workers: dict[str, RoutedWorker] = {}
@@ -189,8 +189,10 @@ class Fleet:
         return True
 
     def choose(self, role: Role, avoid: Collection[str], prompt: PromptPrefixes = NO_PROMPT) -> Choice:
-        """Returns the live worker of `role` at which a prompt costs least: its overload, the tokens of the prompt that
-        it does not have in its prefix cache, and for a new session a charge if it stores more tokens than others.
+        """Returns the live worker of `role` at which a prompt costs least.
+
+        A session that goes on stays at the worker that has most of it, unless that worker is overloaded. A new session
+        costs the load of the worker, the tokens that are not in its cache, and a charge for the use of its memory.
 
         A tie goes to the lowest load, then to the least recently chosen worker. Workers in `avoid` are chosen only if
         no other is alive, and degraded ones only if all others are in `avoid`. Raises NoWorkers if no worker of the
@@ -200,23 +202,28 @@ class Fleet:
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
             raise NoWorkers(f"no {role} worker is alive ({known} are known); retry later")
-        # A session that goes on stays where it is. Only new sessions are spread over the memory of the workers.
-        max_charge = 0 if self.prefixes.belongs_to_one_session(prompt) else MAX_STORED_CHARGE
-        least_stored = min(worker.stored_tokens for worker in alive)
-        least_load = min(worker.load for worker in alive)
-
-        def rank(choice: Choice) -> tuple[bool, bool, int, int, int]:
-            worker = choice.worker
-            charge = min((worker.stored_tokens - least_stored) // STORED_TOKENS_PER_TOKEN, max_charge)
-            # The length of the prompt is the same for all, so it is left out.
-            overload = max(0, worker.load - least_load - BALANCED_TOKENS)
-            cost = overload + CACHED_WEIGHT * (charge - choice.cached_tokens)
-            return worker.url in avoid, worker.degraded is not None, cost, worker.load, worker.last_chosen
-
         cached_tokens = self.prefixes.cached_tokens(prompt, alive)
-        chosen = min((Choice(worker, cached) for worker, cached in zip(alive, cached_tokens, strict=True)), key=rank)
-        chosen.worker.last_chosen = next(self._choice_numbers)
-        return chosen
+        uncached_tokens = [max(0, prompt.tokens - cached) for cached in cached_tokens]
+        if self.prefixes.goes_on(prompt):
+            balanced = min(worker.load for worker in alive) + BALANCED_TOKENS
+            costs: list[float] = [
+                max(0, worker.load - balanced) + CACHED_WEIGHT * uncached
+                for worker, uncached in zip(alive, uncached_tokens, strict=True)
+            ]
+        else:
+            charges = _memory_charges(alive, max(uncached_tokens))
+            costs = [
+                worker.load + uncached + charge
+                for worker, uncached, charge in zip(alive, uncached_tokens, charges, strict=True)
+            ]
+
+        def rank(index: int) -> tuple[bool, bool, float, int, int]:
+            worker = alive[index]
+            return worker.url in avoid, worker.degraded is not None, costs[index], worker.load, worker.last_chosen
+
+        index = min(range(len(alive)), key=rank)
+        alive[index].last_chosen = next(self._choice_numbers)
+        return Choice(alive[index], cached_tokens[index])
 
     async def report_failure(self, worker: RoutedWorker) -> None:
         """Counts a failed request like a failed health check, and checks the worker's health at once."""
@@ -272,7 +279,7 @@ class Fleet:
         """Returns a worker's state, or a short text that explains why it could not be fetched."""
         try:
             async with (
-                asyncio.timeout(HEALTH_CHECK_TIMEOUT_SECONDS),
+                asyncio.timeout(self._health_timeout_seconds),
                 self._session.get(f"{url}/handoff", allow_redirects=False) as response,
             ):
                 if response.status != 200:
@@ -284,7 +291,7 @@ class Fleet:
                     body += more
                 return WorkerState.model_validate_json(body, strict=True)
         except TimeoutError:
-            return f"did not answer within {HEALTH_CHECK_TIMEOUT_SECONDS:g} s"
+            return f"did not answer within {self._health_timeout_seconds:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return f"cannot be reached ({type(error).__name__})"
         except (ValidationError, ValueError):
@@ -304,3 +311,16 @@ class Fleet:
         if peer is not None and peer.state is not None:
             return f"it serves {state.model!r}, while {peer.url} serves {peer.state.model!r}"
         return None
+
+
+def _memory_charges(workers: Sequence[RoutedWorker], limit: int) -> list[float]:
+    """Returns what each worker is charged for using a larger share of its host store than another, in tokens.
+
+    Without a charge, sessions that share a system prompt would all stay at the worker that had it first, until their
+    requests overlap. `limit` is what the prompt costs at most elsewhere. If the size of a store is unknown, there is no
+    charge.
+    """
+    shares = [share for worker in workers if (share := worker.stored_share) is not None]
+    if len(shares) < len(workers):
+        return [0] * len(workers)
+    return [limit * min(1.0, (share - min(shares)) / FULL_CHARGE) for share in shares]

@@ -7,11 +7,13 @@ can only make the choice of a worker worse, never an answer wrong.
 
 import hashlib
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 from hotset.serve.page_marks import PageMark
 
@@ -20,8 +22,8 @@ MIN_STEP_BYTES = 512
 MAX_HASHED_BYTES = 1 << 30
 DIGEST_BYTES = 16
 MAX_PREFIXES = 1 << 17  # about 50 MB; a prompt of 128k tokens has 145 of them
-MAX_HOLDERS = 8  # workers that are remembered for one prefix
-SHARED_SENDS = 8  # a prefix that was sent as often, to prefill and decode workers together, is one of many sessions
+MAX_HOLDERS = 8  # workers of each role that are remembered for one prefix
+SHARED_ENDS = 32  # a beginning that so many prompts exceed by less than one step belongs to many sessions
 CACHE_KEY_TOKENS = 1024  # the worth of a worker that served the same prompt_cache_key
 PROMPT_FIELDS = {"/v1/chat/completions": b'"messages"', "/v1/completions": b'"prompt"'}
 STRING_VALUE = re.compile(rb'\s*:\s*"((?:[^"\\]|\\.){1,1024})"', re.DOTALL)
@@ -45,6 +47,16 @@ class PromptPrefixes:
     hashes: tuple[bytes, ...] = ()
     prompt_bytes: int = 0  # of the whole prompt, including the fields after it
     cache_key: bytes | None = None  # the hash of the client's prompt_cache_key
+
+    @property
+    def tokens(self) -> int:
+        """The estimated number of prompt tokens."""
+        return self.prompt_bytes // BYTES_PER_TOKEN
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The hashes of the beginnings, shortest first, and then that of the prompt_cache_key, if any."""
+        return self.hashes if self.cache_key is None else (*self.hashes, self.cache_key)
 
     @classmethod
     def of(cls, path: str, body: bytes) -> "PromptPrefixes":
@@ -70,6 +82,11 @@ class CacheHolder(Protocol):
     """A worker with a prefix cache."""
 
     @property
+    def role(self) -> str:
+        """The role of the worker, prefill or decode."""
+        ...
+
+    @property
     def cache_id(self) -> int:
         """A number that no other cache had. A worker that restarts gets another number."""
         ...
@@ -81,65 +98,115 @@ class CacheHolder(Protocol):
 
 @dataclass(slots=True)
 class _Prefix:
-    """The beginning of a prompt."""
+    """The beginning of a prompt, or a prompt_cache_key."""
 
-    holders: tuple[int, ...] = ()  # cache ids of the workers to which it was sent, newest first
-    sent: int = 0  # how many times it was sent to a worker
+    # Cache ids of the workers to which it was sent, newest first, by role.
+    prefill: tuple[int, ...] = ()
+    decode: tuple[int, ...] = ()
+    next_hash: bytes | None = None  # of the next longer prefix of the first prompt that had one
+    branches: bool = False  # whether other prompts had another next longer prefix
+    ends: int = 0  # how many prompts, sent to decode workers, had no longer prefix
     block_hash: int | None = None  # of a page near its end, as KV events name it
     block_end: int = 0  # the bytes of the prompt up to the end of that page, estimated
+
+    def holders(self, role: str) -> tuple[int, ...]:
+        return self.prefill if role == "prefill" else self.decode
+
+    def add_holder(self, worker: CacheHolder) -> None:
+        others = (holder for holder in self.holders(worker.role) if holder != worker.cache_id)
+        holders = (worker.cache_id, *others)[:MAX_HOLDERS]
+        if worker.role == "prefill":
+            self.prefill = holders
+        else:
+            self.decode = holders
+
+
+class _KnownPage(NamedTuple):
+    """A page near the end of a prefix."""
+
+    number: int  # of the prefix
+    block_hash: int
+    end: int  # the bytes of the prompt up to its end, estimated
 
 
 class PrefixIndex:
     """Remembers which prefixes were sent to which workers. Beyond a limit, it forgets the least recently used ones.
 
     If KV events tell which pages a worker has, and the page of a prefix is known, the events decide. Otherwise a worker
-    is assumed to have what was sent to it.
+    is assumed to have what it has answered. A worker has the prompts of requests in flight in any case: their pages are
+    being computed, or in use.
     """
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
         self._prefixes: OrderedDict[bytes, _Prefix] = OrderedDict()  # the least recently used first
+        self._in_flight: dict[bytes, dict[int, int]] = {}  # the number of requests with a prefix, by cache id
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
     def cached_tokens(self, prompt: PromptPrefixes, workers: Sequence[CacheHolder]) -> list[int]:
-        """Returns an estimate of the tokens at the beginning of `prompt` that each worker has in its cache."""
-        cached = [0] * len(workers)
-        unknown = list(enumerate(workers))
-        for number in reversed(range(len(prompt.hashes))):
-            if not unknown:
-                break
-            if (prefix := self._prefixes.get(prompt.hashes[number])) is None:
-                continue
-            for index, worker in [pair for pair in unknown if _has(pair[1], prefix)]:
-                # KV events prove what is before the end of the page. The rest is there if it was sent there.
-                was_sent = worker.cache_id in prefix.holders
-                cached[index] = (HASHED_LENGTHS[number] if was_sent else prefix.block_end) // BYTES_PER_TOKEN
-                unknown.remove((index, worker))
-        if prompt.cache_key is not None and (key := self._prefixes.get(prompt.cache_key)) is not None:
-            positions = {worker.cache_id: position for position, worker in enumerate(workers)}
-            newest = next((positions[holder] for holder in key.holders if holder in positions), None)
-            if newest is not None:
-                cached[newest] = max(cached[newest], CACHE_KEY_TOKENS)
+        """Returns an estimate of the tokens at the beginning of `prompt` that each worker has in its cache.
+
+        `workers` have one role. The time is proportional to the number of prefixes plus that of workers.
+        """
+        known = [self._prefixes.get(key) for key in prompt.hashes]
+        role = workers[0].role if workers else ""
+        sent = _longest((number, prefix.holders(role)) for number, prefix in enumerate(known) if prefix)
+        in_flight = _longest((number, self._in_flight.get(key, ())) for number, key in enumerate(prompt.hashes))
+        pages = [
+            _KnownPage(number, prefix.block_hash, prefix.block_end)
+            for number, prefix in enumerate(known)
+            if prefix is not None and prefix.block_hash is not None
+        ]
+        cached = []
+        for worker in workers:
+            length = _proved_or_sent(worker, pages, sent.get(worker.cache_id, -1))
+            if worker.cache_id in in_flight:
+                length = max(length, HASHED_LENGTHS[in_flight[worker.cache_id]])
+            cached.append(length // BYTES_PER_TOKEN)
+        for index in self._served_key(prompt.cache_key, workers):
+            cached[index] = max(cached[index], CACHE_KEY_TOKENS)
         return cached
 
-    def belongs_to_one_session(self, prompt: PromptPrefixes) -> bool:
-        """Returns True if the longest known beginning of `prompt` was sent only a few times, as that of a session that
-        goes on. A system prompt that many sessions share is sent more often."""
+    def goes_on(self, prompt: PromptPrefixes) -> bool:
+        """Returns True if `prompt` seems to continue a known session: its prompt_cache_key is known, or its longest
+        known beginning is no system prompt that sessions share, after which prompts differ."""
+        if prompt.cache_key is not None and prompt.cache_key in self._prefixes:
+            return True
         known = (self._prefixes[key] for key in reversed(prompt.hashes) if key in self._prefixes)
         longest = next(known, None)
-        return longest is not None and longest.sent < SHARED_SENDS
+        return longest is not None and not longest.branches and longest.ends < SHARED_ENDS
+
+    @contextmanager
+    def in_flight(self, prompt: PromptPrefixes, worker: CacheHolder) -> Iterator[None]:
+        """Counts `prompt` as cached at `worker` until the block ends."""
+        cache_id = worker.cache_id  # it changes if the worker restarts meanwhile
+        for key in prompt.keys:
+            requests = self._in_flight.setdefault(key, {})
+            requests[cache_id] = requests.get(cache_id, 0) + 1
+        try:
+            yield
+        finally:
+            for key in prompt.keys:
+                requests = self._in_flight[key]
+                requests[cache_id] -= 1
+                if not requests[cache_id]:
+                    del requests[cache_id]
+                if not requests:
+                    del self._in_flight[key]
 
     def record_sent(self, prompt: PromptPrefixes, worker: CacheHolder) -> None:
-        """Records that `prompt` was sent to `worker`, which will have its pages in its cache."""
-        keys = (*prompt.hashes, *(() if prompt.cache_key is None else (prompt.cache_key,)))
+        """Records that `worker` has answered `prompt`, and therefore has its pages in its cache."""
         # The longest prefixes are forgotten first. They are useless without the shorter ones, but not vice versa.
-        for key in reversed(keys):
-            prefix = self._used(key)
-            others = (holder for holder in prefix.holders if holder != worker.cache_id)
-            prefix.holders = (worker.cache_id, *others)[:MAX_HOLDERS]
-            prefix.sent += 1
+        for key in reversed(prompt.keys):
+            self._used(key).add_holder(worker)
+        for key, next_hash in pairwise(prompt.hashes):
+            if (prefix := self._prefixes.get(key)) is not None:
+                prefix.next_hash = prefix.next_hash or next_hash
+                prefix.branches |= prefix.next_hash != next_hash
+        if prompt.hashes and worker.role == "decode" and (last := self._prefixes.get(prompt.hashes[-1])) is not None:
+            last.ends += 1
 
     def record_pages(self, prompt: PromptPrefixes, marks: Sequence[PageMark]) -> None:
         """Records the hashes of pages of `prompt`. Bytes and tokens are assumed to be proportional."""
@@ -150,6 +217,15 @@ class PrefixIndex:
                 mark, prefix = marks[inside - 1], self._used(prompt.hashes[number])
                 prefix.block_hash, prefix.block_end = mark.block_hash, int(mark.share_of_prompt * prompt.prompt_bytes)
 
+    def _served_key(self, key: bytes | None, workers: Sequence[CacheHolder]) -> list[int]:
+        """Returns the indices of the workers that serve a prompt_cache_key now, or else of the one that did so last."""
+        positions = {worker.cache_id: index for index, worker in enumerate(workers)}
+        now = [positions[cache_id] for cache_id in self._in_flight.get(key or b"", ()) if cache_id in positions]
+        if now or (served := self._prefixes.get(key or b"")) is None:
+            return now
+        last = (cache_id for cache_id in served.holders(workers[0].role) if cache_id in positions) if workers else ()
+        return [positions[cache_id] for cache_id in last][:1]
+
     def _used(self, key: bytes) -> _Prefix:
         """Returns a prefix, which becomes the one that was used last."""
         prefix = self._prefixes.setdefault(key, _Prefix())
@@ -159,9 +235,23 @@ class PrefixIndex:
         return prefix
 
 
-def _has(worker: CacheHolder, prefix: _Prefix) -> bool:
-    has_block = None if prefix.block_hash is None else worker.has_block(prefix.block_hash)
-    return worker.cache_id in prefix.holders if has_block is None else has_block
+def _longest(holders_by_number: Iterable[tuple[int, Iterable[int]]]) -> dict[int, int]:
+    """Returns the highest number of each cache id. The numbers are in ascending order."""
+    return {cache_id: number for number, holders in holders_by_number for cache_id in holders}
+
+
+def _proved_or_sent(worker: CacheHolder, pages: Sequence[_KnownPage], sent: int) -> int:
+    """Returns how many bytes of a prompt `worker` has, if prefix number `sent` is the longest that was sent to it.
+
+    KV events prove what is before the end of a page. What follows, up to the first page that the worker does not have,
+    is there if it was sent there. A worker that has a page has all pages before it, so a binary search finds the last.
+    """
+    proved_bytes = 0
+    if pages and worker.has_block(pages[0].block_hash) is not None:
+        held = bisect_left(pages, True, key=lambda page: not worker.has_block(page.block_hash))
+        proved_bytes = pages[held - 1].end if held else 0
+        sent = min(sent, pages[held].number - 1) if held < len(pages) else sent
+    return max(proved_bytes, HASHED_LENGTHS[sent] if sent >= 0 else 0)
 
 
 def _string_field(body: bytes, name: bytes) -> bytes | None:

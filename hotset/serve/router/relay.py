@@ -143,7 +143,7 @@ class Relay:
         began = first_byte_at = time.monotonic()
         with ExitStack() as cleanup:
             cleanup.enter_context(decode.worker.in_flight(request.tokens, decode.cached_tokens))
-            self._fleet.prefixes.record_sent(prompt, decode.worker)
+            cleanup.enter_context(self._fleet.prefixes.in_flight(prompt, decode.worker))
             for choice in (decode, prefill) if prefill is not None else ():
                 self._metrics.count_choice(choice, request.tokens)
 
@@ -159,12 +159,16 @@ class Relay:
                 if prefill is not None:
                     cached_tokens = max(prefill.cached_tokens, decode.cached_tokens)
                     until_first_byte.enter_context(prefill.worker.in_flight(request.tokens, cached_tokens))
-                    self._fleet.prefixes.record_sent(prompt, prefill.worker)
+                    until_first_byte.enter_context(self._fleet.prefixes.in_flight(prompt, prefill.worker))
                 outcome = await attempt(
                     self._session, request, decode.worker.url, self._headers(prompt, decode, prefill), track
                 )
             if isinstance(outcome, FailedAttempt):
                 return outcome
+            # Workers that failed or rejected the request have computed nothing.
+            if isinstance(outcome, StreamedResponse) or outcome.status < 400:
+                for choice in (decode, prefill) if prefill is not None else ():
+                    self._fleet.prefixes.record_sent(prompt, choice.worker)
             self._metrics.first_byte_seconds.observe(first_byte_at - began)
             if isinstance(outcome, FullResponse):
                 self._metrics.upstream_seconds.observe(time.monotonic() - began)

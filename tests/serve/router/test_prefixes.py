@@ -2,25 +2,29 @@
 
 import json
 import random
+import time
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
-from cache_model import HASHER, PAGE_ROWS, PATH, LocalView, words
-from hypothesis import given
+from cache_model import HASHER, LETTERS, PAGE_ROWS, PATH, LocalView, words
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.kv_events.known_blocks import KnownBlocks, event_hash
 from hotset.serve.page_marks import MAX_MARKS, PageMark, page_marks_header, parse_page_marks
-from hotset.serve.router.fleet import RoutedWorker
+from hotset.serve.router.fleet import Role, RoutedWorker
 from hotset.serve.router.prefixes import (
     BYTES_PER_TOKEN,
     CACHE_KEY_TOKENS,
     HASHED_LENGTHS,
     MAX_HOLDERS,
+    SHARED_ENDS,
     PrefixIndex,
     PromptPrefixes,
 )
 
+SETTINGS = settings(deadline=None, derandomize=True)
 TEXT = words(random.Random(7), 40_000)
 
 
@@ -39,10 +43,11 @@ def common(one: PromptPrefixes, other: PromptPrefixes) -> int:
     return sum(equal)
 
 
-def worker_of(url: str, cache_id: int) -> RoutedWorker:
-    return RoutedWorker(url, "decode", cache_id=cache_id)
+def worker_of(url: str, cache_id: int, role: Role = "decode") -> RoutedWorker:
+    return RoutedWorker(url, role, cache_id=cache_id)
 
 
+@SETTINGS
 @given(st.integers(0, 20_000), st.integers(0, 20_000))
 def test_prompts_have_equal_hashes_as_far_as_they_are_alike(shared: int, own: int) -> None:
     one = prompt_of(TEXT[:shared] + "1" * own, max_tokens=1)
@@ -98,6 +103,7 @@ def test_long_prompts_have_few_hashes_at_most_a_32nd_apart() -> None:
     assert all(longer - shorter <= max(512, shorter / 32) for shorter, longer in pairwise(HASHED_LENGTHS))
 
 
+@SETTINGS
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30_000)), max_size=12), st.integers(0, 40_000))
 def test_a_worker_has_what_was_sent_to_it(sent: list[tuple[int, int]], length: int) -> None:
     index = PrefixIndex()
@@ -133,20 +139,24 @@ def test_the_index_is_bounded_and_forgets_the_longest_prefixes_of_old_prompts_fi
     assert index.cached_tokens(old, [worker]) == [HASHED_LENGTHS[len(old.hashes) - 6] // BYTES_PER_TOKEN]
     index.record_sent(new, worker)
     assert len(index) == 100
-    for number in range(3 * MAX_HOLDERS):
-        index.record_sent(new, worker_of("http://x", 10 + number))
-    assert all(len(prefix.holders) <= MAX_HOLDERS for prefix in index._prefixes.values())
+    prefill = [worker_of("http://p", 10 + number, "prefill") for number in range(MAX_HOLDERS)]
+    decode = [worker_of("http://d", 50 + number) for number in range(3 * MAX_HOLDERS)]
+    for worker in (*prefill, *decode):
+        index.record_sent(new, worker)
+    assert all(len(prefix.decode) <= MAX_HOLDERS for prefix in index._prefixes.values())
+    assert 0 not in index.cached_tokens(new, prefill), "decode workers take no place of a prefill worker"
 
 
 def test_a_cache_key_prefers_the_worker_that_served_it_last_if_no_prefix_is_known() -> None:
     index, workers = PrefixIndex(), [worker_of("http://1", 1), worker_of("http://2", 2)]
     index.record_sent(prompt_of("short", prompt_cache_key="k"), workers[0])
     index.record_sent(prompt_of("short", prompt_cache_key="k"), workers[1])
-    index.record_sent(prompt_of("short", prompt_cache_key="k"), worker_of("http://prefill", 3))
+    index.record_sent(prompt_of("short", prompt_cache_key="k"), worker_of("http://prefill", 3, "prefill"))
     assert index.cached_tokens(prompt_of(TEXT, prompt_cache_key="k"), workers) == [0, CACHE_KEY_TOKENS]
     assert index.cached_tokens(prompt_of(TEXT, prompt_cache_key="other"), workers) == [0, 0]
 
 
+@SETTINGS
 @given(st.integers(0, 10_000))
 def test_marks_are_hashes_of_the_pages_of_a_prompt(tokens: int) -> None:
     prompt = list(range(tokens))
@@ -201,3 +211,61 @@ def test_kv_events_decide_what_a_worker_has_and_without_them_what_was_sent() -> 
     assert index.cached_tokens(prompt, [other]) == [before_the_next_mark // BYTES_PER_TOKEN]
     views[0].synced = False
     assert index.cached_tokens(prompt, [sent])[0] == HASHED_LENGTHS[len(prompt.hashes) - 1] // BYTES_PER_TOKEN
+
+
+def test_a_worker_has_the_prompts_of_its_requests_in_flight_and_afterwards_only_those_that_it_answered() -> None:
+    index, prompt = PrefixIndex(), prompt_of(TEXT, prompt_cache_key="k")
+    worker, view = worker_of("http://1", 1), LocalView(KnownBlocks())
+    index.record_pages(prompt, [PageMark(0.25, 1), PageMark(0.5, 2), PageMark(0.75, 3)])
+    for kv_events in (None, view):
+        worker.kv_events = kv_events  # type: ignore[assignment]
+        with index.in_flight(prompt, worker), index.in_flight(prompt_of(TEXT[:9000]), worker):
+            assert index.cached_tokens(prompt, [worker]) == [HASHED_LENGTHS[len(prompt.hashes) - 1] // BYTES_PER_TOKEN]
+            worker.cache_id += 1
+            assert index.cached_tokens(prompt, [worker]) == [0], "it has restarted"
+            worker.cache_id -= 1
+        assert index.cached_tokens(prompt, [worker]) == [0]
+        assert not index._in_flight
+
+
+def test_prompts_that_differ_after_a_common_beginning_are_of_different_sessions() -> None:
+    index, worker = PrefixIndex(), worker_of("http://1", 1)
+    system, sessions = TEXT[:6000], [TEXT[10_000 * number :][:3000] for number in (1, 2, 3)]
+    assert not index.goes_on(prompt_of(system + sessions[0]))
+    index.record_sent(prompt_of(system + sessions[0]), worker)
+    index.record_sent(prompt_of(system + sessions[1]), worker)
+    assert not index.goes_on(prompt_of(system + sessions[2]))
+    assert index.goes_on(prompt_of(system + sessions[0] + "more"))
+    for turn in range(1, 100):  # the turns are shorter than a step
+        prompt = prompt_of(system + sessions[0] + TEXT[20_000:][: 50 * turn])
+        assert index.goes_on(prompt), turn
+        index.record_sent(prompt, worker)
+    for number in range(SHARED_ENDS):
+        index.record_sent(prompt_of(TEXT[5000:][:6100] + str(number)), worker)
+    assert not index.goes_on(prompt_of(TEXT[5000:][:6100] + "another")), "short questions about one long text"
+
+
+@pytest.mark.parametrize("events", [True, False], ids=["with KV events", "without KV events"])
+def test_the_caches_of_64_workers_are_searched_in_less_than_2_ms(events: bool) -> None:
+    """The time of the processor counts, and the best of some runs, so that other programs do not."""
+    index, prompt = PrefixIndex(), prompt_of(LETTERS * 4)
+    assert len(prompt.hashes) >= 144
+    workers = [worker_of(f"http://{number}", number) for number in range(64)]
+    shares = [number / MAX_MARKS for number in range(1, MAX_MARKS + 1)]
+    index.record_pages(prompt, [PageMark(share, number) for number, share in enumerate(shares)])
+    for number, worker in enumerate(workers):
+        index.record_sent(prompt_of((LETTERS * 4)[: 8000 * number]), worker)
+        if events:
+            view = LocalView(KnownBlocks())
+            view.blocks.store(range(number), "CPU_TIER1")
+            worker.kv_events = view  # type: ignore[assignment]
+    seconds = []
+    with ExitStack() as requests:
+        for worker in workers[:32]:
+            requests.enter_context(index.in_flight(prompt_of(LETTERS), worker))
+        for _ in range(20):
+            began = time.thread_time()
+            cached = index.cached_tokens(prompt, workers)
+            seconds.append(time.thread_time() - began)
+    assert cached[63] > cached[58] > cached[20] > 0
+    assert min(seconds) < 0.002
