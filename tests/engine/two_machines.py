@@ -34,7 +34,7 @@ async def hand_over(
 ) -> None:
     """Hands a prompt over from a worker at `prefill_host` to one that listens on all addresses and advertises
     `decode_host`. Checks that the tokens are those of one engine, and that a prompt that is too long is refused."""
-    common = SETTINGS | {"model": model, "handoff_secret": SECRET}
+    common = SETTINGS | {"model": model, "handoff_secret": SECRET, "prefix_cache": False}
     common |= {"transfer": transfer, "transfer_interface": interface}
     configs = [
         EngineConfig(role="prefill", control=f"{prefill_host}:0", max_model_len=64, **common),
@@ -97,7 +97,7 @@ def connect_namespaces(other: subprocess.Popen[bytes]) -> None:
 
 
 def check_ports(model: str, other: subprocess.Popen[bytes]) -> None:
-    common = SETTINGS | {"model": model, "handoff_secret": SECRET}
+    common = SETTINGS | {"model": model, "handoff_secret": SECRET, "prefix_cache": False}
     for transfer in ("nixl", "mooncake"):
         on_loopback = EngineConfig(role="decode", transfer=transfer, **common)  # type: ignore[arg-type]
         found = listeners_of_worker(on_loopback, other)
