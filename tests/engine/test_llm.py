@@ -186,10 +186,12 @@ def test_a_prompt_that_begins_like_an_earlier_one_with_the_same_salt_is_computed
     settings: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 512, "page_rows": 4}
     settings["dtype"] = "float64"  # chunks of other sizes are rounded otherwise, but choose the same tokens
     settings["max_num_batched_tokens"] = 8  # the first token comes several steps after the admission
-    model = tiny_directory(tmp_path)
-    first = [random.randrange(4, 50) for _ in range(random.randrange(30, 50))]
-    shared = random.randrange(9, 20)
-    second = [*first[:shared], 3, *(random.randrange(4, 50) for _ in range(20))]  # 3 is not in `first`
+    model, seed = tiny_directory(tmp_path), random.randrange(1 << 32)
+    print(f"seed {seed}")  # pytest shows it if the test fails
+    rng = random.Random(seed)
+    first = [rng.randrange(4, 50) for _ in range(rng.randrange(30, 50))]
+    shared = rng.randrange(9, 20)
+    second = [*first[:shared], 3, *(rng.randrange(4, 50) for _ in range(20))]  # 3 is not in `first`
     prompts = [
         {"prompt_token_ids": first},
         {"prompt_token_ids": first},

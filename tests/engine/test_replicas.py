@@ -3,7 +3,7 @@
 from typing import cast
 
 import pytest
-from schedule.prefix_loop import Loop, tokens
+from schedule.prefix_loop import Loop, seed_tokens, tokens  # noqa: F401
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.core import Engine, Replica

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, Reservation, StepResult
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
+from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 from hotset.tiers.residence import PageUse, Residence
 
 Row = tuple[int, int]  # page, row within the page
@@ -36,8 +37,9 @@ class Seat:
 class ListRunner:
     """Executes plans as a runner does."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, landing: LandingPolicy = LAND_ANYWHERE) -> None:
         self.geometry = geometry
+        self.landing = landing
         self.seats: dict[int, Seat] = {}
         self.device: dict[Row, tuple[object, ...]] = {}
         self.host: dict[Row, tuple[object, ...]] = {}
@@ -53,6 +55,10 @@ class ListRunner:
         for position in range(first, len(tokens)):
             row = reservation.row_pages[(position - first) // page_rows], position % page_rows
             (self.device if reservation.on_device else self.host)[row] = tokens[: position + 1]
+            if self.keys_on_host(reservation):
+                assert reservation.key_pages == reservation.row_pages
+                self.host_keys[row] = tokens[: position + 1]
+                continue
             skipped = self.geometry.key_pages_before(first)
             for key in self._keys_at((*reservation.key_pages[:1] * skipped, *reservation.key_pages), position):
                 self.keys[key] = tokens[: position + 1]
@@ -63,8 +69,15 @@ class ListRunner:
 
         A model without an indexer stores no index keys on the device; `key_pages` then repeats the host pages.
         """
-        keys = reservation.key_pages if self.geometry.keys_per_block else ()
-        return {*keys, *(reservation.row_pages if reservation.on_device else ())}
+        on_device = self.geometry.keys_per_block and not self.keys_on_host(reservation)
+        return {
+            *(reservation.key_pages if on_device else ()),
+            *(reservation.row_pages if reservation.on_device else ()),
+        }
+
+    def keys_on_host(self, reservation: Reservation) -> bool:
+        """Returns True if index keys land on the host, in the pages of their rows."""
+        return self.geometry.keys_per_block > 0 and self.landing.keys_on_host and not reservation.on_device
 
     def write_late(self, reservation: Reservation) -> None:
         """Poisons the reserved pages, as a prefill worker can if it still writes after the landing has failed."""
@@ -72,6 +85,8 @@ class ListRunner:
             for page in reservation.row_pages:
                 for row in range(self.geometry.page_rows):
                     self.host[page, row] = POISON
+                    if self.keys_on_host(reservation):
+                        self.host_keys[page, row] = POISON
         self._poison(self.device_pages(reservation))
 
     def host_row(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from schedule.list_runner import ListRunner, next_token
 
 from hotset.base.config import TiersMode
@@ -19,7 +20,7 @@ from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 ROWS = 4  # of a page
 GEOMETRY = Geometry(page_rows=ROWS, layers=2, layer_page_bytes=64 * ROWS, keys_per_block=8, slots=4, topk=2)
 NO_STOP = -1
-RANDOM = Random(20)
+RANDOM = Random()  # seeded by `seed_tokens`
 
 
 class CountingHasher(PageHasher):
@@ -126,6 +127,13 @@ class Loop:
     def computed(self, name: str) -> Counter[int]:
         """Returns how often each token of a request was computed."""
         return Counter(token for start, count in self.segments[name] for token in range(start, start + count))
+
+
+@pytest.fixture(autouse=True)
+def seed_tokens(request: pytest.FixtureRequest) -> None:
+    """Seeds `tokens` with the name of the test, so a test gets the same tokens whichever tests ran before it. A test
+    file that uses `tokens` must import this fixture."""
+    RANDOM.seed(request.node.name)
 
 
 def tokens(count: int) -> list[int]:

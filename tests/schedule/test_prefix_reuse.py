@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from schedule.list_runner import next_token
-from schedule.prefix_loop import NO_STOP, ROWS, Loop, tokens
+from schedule.prefix_loop import NO_STOP, ROWS, Loop, seed_tokens, tokens  # noqa: F401
 
 from hotset.base.config import TiersMode
 from hotset.schedule.prefixes import HASHED_TOKENS

@@ -21,11 +21,13 @@ from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Plan, PromptComputed, Reservation, RowsWritten, StepResult, TokenOutputs, Withdrawal
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
-from hotset.tiers.ledger import Ledger
+from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 from hotset.tiers.residence import Residence
 
 STOP = 7
+POLICIES = [LAND_ANYWHERE, LAND_ANYWHERE, LandingPolicy(keys_on_host=True), LandingPolicy(False, keys_on_host=True)]
+LANDINGS = ("landings after a prefix", "landings with keys on the host", "landings beside a device without writers")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -44,16 +46,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for_peers=st.sampled_from([False, False, True]),
         prefix_cache=st.sampled_from([True, True, False]),
         extend_locally=st.sampled_from([0, 0, 4]),
+        policy=st.sampled_from(POLICIES),
     )
     def start(
         self, pages: int, page_rows: int, seats: int, step_tokens: int, depth: int, host_pages: int | None, slots: int,
         mode: TiersMode, promote_after_plans: int, for_peers: bool, prefix_cache: bool, extend_locally: int,
+        policy: LandingPolicy,
     ) -> None:  # fmt: skip
         self.for_peers = for_peers and host_pages is not None
         keys_per_block = 5 if slots else 0
         geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_block, slots, topk=min(2, slots))
         host = None if host_pages is None else PrefixCache(pages + host_pages)
-        self.ledger = Ledger(geometry, PageAllocator(pages), host)
+        self.ledger = Ledger(geometry, PageAllocator(pages), host, policy)
         self.mode: TiersMode = mode if self.ledger.tiers else "auto"
         self.resident = longest(geometry.resident_pages, pages)
         tiered = longest(geometry.streamed_pages, pages) if self.ledger.tiers else 0
@@ -70,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             hasher=hasher,
             extend_locally=extend_locally,
         )
-        self.runner = ListRunner(geometry)
+        self.runner = ListRunner(geometry, policy)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
         self.prompts: dict[str, list[int]] = {}
@@ -105,10 +109,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits[name] = limit
         self.answers[name] = []
         landing: LandingChoice = "auto"
-        prefill_at = data.draw(st.sampled_from([None, "peer"]))
+        on_device, on_host = self.ledger.landing.on_device, self.ledger.host is not None
+        prefill_at = data.draw(st.sampled_from([None, "peer"])) if on_device or on_host else None
         if prefill_at is not None:
-            possible = ["auto"] + ["host"] * (self.ledger.host is not None)
-            possible += ["device"] * (tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1)
+            resident = tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1
+            possible = ["auto"] + ["host"] * on_host + ["device"] * (on_device and resident)
             landing = data.draw(st.sampled_from(possible))
         params = SamplingParams(seed=0)
         if prefill_at is None and data.draw(st.booleans()):
@@ -176,6 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def land(self, reservation: Reservation) -> None:
         self.runner.land(reservation)
+        SEEN["landings with keys on the host"] += self.runner.keys_on_host(reservation)
+        SEEN["landings beside a device without writers"] += not self.ledger.landing.on_device
         for _ in range(2):
             self.scheduler.complete_landing(
                 reservation.request_id, reservation.attempt, next_token(reservation.prompt.token_ids), None
@@ -328,7 +335,7 @@ TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, dead
 
 def test_the_examples_of_the_state_machine_contain_all_required_changes() -> None:
     """Must run after the state machine and in the same process; otherwise it checks nothing."""
-    assert not SEEN or all(SEEN[change] for change in (*CHANGES, "landings after a prefix")), SEEN
+    assert not SEEN or all(SEEN[change] for change in (*CHANGES, *LANDINGS)), SEEN
 
 
 def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_tokens: int = 64) -> tuple[Scheduler, ListRunner]:

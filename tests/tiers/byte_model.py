@@ -270,6 +270,49 @@ class Poisoner:
                     tensor.view(torch.uint8)[:, rows.flatten()] = POISON
 
 
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The pages that were reserved for rows [first, last) of a context and for their index keys."""
+
+    numbers: Sequence[int]  # of the context, see `Contents`
+    first: int
+    last: int
+    on_device: bool  # whether the rows land in device pages
+    row_pages: tuple[int, ...]  # of the whole context; the rows before `first` are not written
+    key_pages: tuple[int, ...]  # device pages of the whole context; none if the index keys land on the host
+
+
+class PrefillWorker:
+    """Writes the rows and index keys of landings into the memory of the decode worker."""
+
+    def __init__(self, pool: DevicePool, host: HostStore, contents: Contents) -> None:
+        self._pool, self._host, self._contents = pool, host, contents
+
+    @torch.inference_mode()
+    def write(self, landing: Landing, last: int, *, poison: bool = False) -> None:
+        """Writes rows [landing.first, last) and their index keys, or poison in their place."""
+        geometry, shape, contents = self._pool.geometry, self._pool.shape, self._contents
+        positions, numbers = torch.arange(landing.first, last), landing.numbers[landing.first : last]
+        pages = torch.tensor(landing.row_pages)[positions // geometry.page_rows]
+        row = positions % geometry.page_rows
+        rows = POISON if poison else contents.rows[:, numbers]
+        if landing.on_device:
+            blocks = self._pool.bytes.unflatten(2, (geometry.page_rows, shape.row.stride_bytes))
+            blocks[:, pages, row] = rows
+        else:
+            self._host.rows.view(torch.uint8)[:, pages * geometry.page_rows + row] = rows
+        if self._host.keys is not None and not landing.key_pages:
+            keys = POISON if poison else contents.keys[:, numbers]
+            self._host.keys.view(torch.uint8)[:, pages * geometry.page_rows + row] = keys
+        for group in range(shape.groups if landing.key_pages else 0):
+            assert self._pool.key_blocks is not None
+            number = positions // geometry.keys_per_block * shape.groups + group
+            at = number % shape.layers, torch.tensor(landing.key_pages)[number // shape.layers]
+            key_blocks = self._pool.key_blocks.view(torch.uint8)
+            keys = POISON if poison else contents.keys[group, numbers]
+            key_blocks[(*at, positions % geometry.keys_per_block)] = keys
+
+
 def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
