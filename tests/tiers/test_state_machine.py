@@ -349,7 +349,7 @@ class TiersMachine(RuleBasedStateMachine):
     def incomplete_landings(self) -> list[Request]:
         return [request for request in self.in_residence(Residence.LANDING) if not request.decoding]
 
-    @rule(steps=st.integers(4, 20))
+    @rule(steps=st.integers(4, 16))
     @precondition(lambda self: self.seated())
     def run(self, steps: int) -> None:
         """Runs several steps. If a step computes nothing, one request is demoted or parked instead."""
@@ -580,7 +580,7 @@ class TiersMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         self.audit()
-        for _ in range(self.random.choice([0, 0, 0, 1, 2, 6])):
+        for _ in range(self.random.choice([0, 0, 0, 1, 1, 4])):
             self.step()
 
     def audit(self) -> None:
