@@ -213,10 +213,11 @@ def test_32_sessions_on_two_workers_hit_as_much_as_on_one_with_all_the_memory(si
     assert two > 0.95 * one, f"hit rates: one worker {one:.3f}, two workers {two:.3f}; {moves} moves"
 
 
-def test_sessions_one_after_the_other_use_the_memory_of_both_workers() -> None:
-    """Without overlapping requests there is no load, so only the charge for stored tokens spreads the sessions."""
+@pytest.mark.parametrize("events", [True, False], ids=["with KV events", "without KV events"])
+def test_sessions_one_after_the_other_use_the_memory_of_both_workers(events: bool) -> None:
+    """Without overlapping requests there is no load, so the charge for stored tokens must spread the sessions."""
     one, _ = hit_rate(1, events=False, at_once=1)
-    two, moves = hit_rate(2, events=True, at_once=1)
+    two, moves = hit_rate(2, events=events, at_once=1)
     assert two > 0.95 * one, f"hit rates: one worker {one:.3f}, two workers {two:.3f}; {moves} moves"
 
 
