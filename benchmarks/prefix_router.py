@@ -5,11 +5,10 @@ decode worker that has the memory of both. Then one of the two is killed, and it
 
 The processes are real: `hotset router`, a prefill worker and one or two decode workers (`hotset serve --role`), which
 publish KV events. 32 sessions begin with the same system prompt. Each turn repeats the whole history and adds a message
-of random tokens; the answer is part of the next turn. 8 requests run at a time. The host stores of the decode workers
-have room for `--memory` times the tokens of all sessions, in both cases together. Requests in flight hold their pages
-until they end, so with 1 sessions evict each other, and much more so with two thirds. One and two workers get the same
-requests in the same order. The hit rate is the sum of `usage.prompt_tokens_details.cached_tokens` over the sum of
-`usage.prompt_tokens`.
+of random tokens; the answer is part of the next turn. 8 requests run at a time. In both cases the host stores of the
+decode workers together have room for `--memory` times the tokens of all sessions, by default two thirds, so sessions
+evict each other. One and two workers get the same requests in the same order. The hit rate is the sum of
+`usage.prompt_tokens_details.cached_tokens` over the sum of `usage.prompt_tokens`.
 
 Bar: the hit rate of two workers is at least 95 % of that of one; otherwise the exit status is 1. If a request fails,
 also after the death of a worker, the benchmark fails. The run takes some minutes on a CPU; --quick has 8 sessions of 3
@@ -53,7 +52,7 @@ class Sizes:
     system: int = 256
     message: int = 128
     answer: int = 8
-    memory: float = 1.42  # the room in the host stores of all decode workers together / the tokens of all sessions
+    memory: float = 2 / 3  # the room in the host stores of all decode workers together / the tokens of all sessions
 
     @property
     def longest(self) -> int:
@@ -174,12 +173,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default=DEMO, help="directory of the model")
     parser.add_argument("--turns", type=int, help=f"turns of each session; default: {Sizes().turns}")
-    parser.add_argument("--memory", type=float, default=Sizes().memory, help="room in the host stores / all sessions")
+    parser.add_argument("--memory", type=float, help="room in the host stores / tokens of all sessions; default: 2/3")
     parser.add_argument("--quick", action="store_true", help="a small run")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sizes = Sizes(sessions=8, turns=3, at_once=4) if options.quick else Sizes()
-    sizes = replace(sizes, turns=options.turns or sizes.turns, memory=options.memory)
+    sizes = replace(sizes, turns=options.turns or sizes.turns, memory=options.memory or sizes.memory)
     system = random.Random(0).choices(TOKEN_IDS, k=sizes.system)
     rows, rates = [], {}
     for count in (1, 2):
