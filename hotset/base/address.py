@@ -104,13 +104,15 @@ class EventsEndpoint:
                 )
 
 
-def events_endpoints(events: str, replay: str | None, *, public: bool, ranks: int) -> list[EventsEndpoint]:
-    """Reads the addresses --kv-events and --kv-events-replay. Returns the addresses of each data parallel rank: rank n
-    has the ports that are n higher.
+def events_endpoints(events: str | None, replay: str | None, *, public: bool, ranks: int) -> list[EventsEndpoint]:
+    """Reads the addresses --kv-events and --kv-events-replay. Returns the addresses of each data parallel rank, none if
+    `events` is None. Rank n has the ports that are n higher.
 
     Raises ConfigError if an address is malformed, if the ports of the two overlap, or if other machines could connect
     and `public` is not set.
     """
+    if events is None:
+        return []
     live = _events_address("--kv-events", events, public, ranks)
     replay_address = None if replay is None else _events_address("--kv-events-replay", replay, public, ranks)
     ports = [address.port for address in (live, replay_address) if address is not None and address.port]

@@ -290,23 +290,17 @@ class EngineConfig:
     @property
     def events_endpoints(self) -> list[EventsEndpoint]:
         """The addresses of each data parallel rank's KV events. Empty if none are published."""
-        if self.kv_events is None:
-            return []
         ranks = self.data_parallel_size
         return events_endpoints(self.kv_events, self.kv_events_replay, public=self.kv_events_public, ranks=ranks)
 
     def _check_events(self) -> None:
-        if self.kv_events is None:
-            for name in ("kv_events_replay", "kv_events_topic", "kv_events_public"):
-                if getattr(self, name):
-                    raise ConfigError(f"--{flag_name(name)} needs --kv-events; give an address, or leave it out")
-            return
-        endpoints = self.events_endpoints  # raises ConfigError if they are invalid
-        if self.role != "both":
-            control = control_port(self.control, self.advertise, self.handoff_secret).listen
-            for endpoint in endpoints:
-                endpoint.check_other(control, "--control")
-        if not self.prefix_cache or self.tiers == "off":
+        for name in ("kv_events_replay", "kv_events_topic", "kv_events_public"):
+            if self.kv_events is None and getattr(self, name):
+                raise ConfigError(f"--{flag_name(name)} needs --kv-events; give an address, or leave it out")
+        control = control_port(self.control, self.advertise, self.handoff_secret).listen
+        for endpoint in self.events_endpoints:  # raises ConfigError if they are invalid
+            endpoint.check_other(control, "--control")
+        if self.kv_events is not None and (not self.prefix_cache or self.tiers == "off"):
             flag = "--tiers off" if self.tiers == "off" else "--no-prefix-cache"
             raise ConfigError(
                 f"--kv-events publishes the prefix cache, which {flag} disables; leave one of the two out"

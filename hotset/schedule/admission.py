@@ -1,6 +1,7 @@
 """Decides whether a waiting request is admitted and in which residence, and where prompts from prefill workers land."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from hotset.base.config import TiersMode
 from hotset.schedule.landings import Landings
@@ -9,7 +10,7 @@ from hotset.schedule.preemption import Preemptor, headroom
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
-from hotset.tiers.ledger import Ledger
+from hotset.tiers.ledger import Ledger, PageCounts
 from hotset.tiers.prefix_cache import CachedPage
 from hotset.tiers.residence import PageUse, Residence
 
@@ -43,6 +44,17 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
     return landings
 
 
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """What was found for a request in the queue. It is valid until the ledger's version changes or the request leaves
+    the queue."""
+
+    request: Request
+    version: int
+    prefix: list[CachedPage]  # the cached pages from which it can start
+    needs: dict[tuple[Residence, int], PageCounts] = field(default_factory=dict)  # by residence and number of rows
+
+
 class Admission:
     """Admits waiting and parked requests. Each gets a seat and pages.
 
@@ -66,6 +78,7 @@ class Admission:
         self._extend_locally = extend_locally
         self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
         self._preemptor, self._landings, self._prefixes, self._mode = preemptor, landings, prefixes, mode
+        self._last_lookup: _Lookup | None = None
 
     def check_possible(self, request: Request) -> None:
         """Asserts that the request fits empty pools. The front end has refused requests that do not."""
@@ -90,6 +103,7 @@ class Admission:
                 skipped += 1
             elif self._admit(request):
                 del waiting[skipped]
+                self._last_lookup = None
                 yield request
             else:
                 break
@@ -99,19 +113,34 @@ class Admission:
 
         A request whose prompt a prefill worker computes gets the pages in which the prompt will land, but no seat yet.
         """
-        spare, prefix = headroom(self._queues.running), self._prefixes.find(request)
-        if self._needs_peer(request, prefix):
-            return self._reserve_landing(request, prefix)
+        spare, lookup = headroom(self._queues.running), self._look_up(request)
+        if self._needs_peer(request, lookup.prefix):
+            return self._reserve_landing(request, lookup)
         if not self._queues.free_seats:
             return False
-        length = request.num_scheduled or len(prefix) * self._ledger.geometry.page_rows
+        length = request.num_scheduled or len(lookup.prefix) * self._ledger.geometry.page_rows
         for residence in admissible_residences(self._ledger, request, self._mode, length):
-            need = self._ledger.pages_needed(request.holding, residence, len(request.tokens), prefix)
+            need = self._pages_needed(lookup, residence, len(request.tokens))
             if self._preemptor.make_room(need, spare):
-                self._start(request, residence, prefix)
+                self._start(request, residence, lookup.prefix)
                 return True
         self._preemptor.note_pressure()
         return False
+
+    def _look_up(self, request: Request) -> _Lookup:
+        """Finds the cached pages from which a request in the queue can start. For the first request that does not fit,
+        every plan asks for them. They are remembered, because finding a long prefix takes up to a millisecond."""
+        last, version = self._last_lookup, self._ledger.version
+        if last is None or last.request is not request or last.version != version:
+            self._last_lookup = last = _Lookup(request, version, self._prefixes.find(request))
+        return last
+
+    def _pages_needed(self, lookup: _Lookup, residence: Residence, rows: int) -> PageCounts:
+        need = lookup.needs.get((residence, rows))
+        if need is None:
+            need = self._ledger.pages_needed(lookup.request.holding, residence, rows, lookup.prefix)
+            lookup.needs[residence, rows] = need
+        return need
 
     @staticmethod
     def _needs_seat(request: Request) -> bool:
@@ -129,24 +158,35 @@ class Admission:
         unknown = len(request.tokens) - len(prefix) * self._ledger.geometry.page_rows
         return not prefix or unknown > self._extend_locally
 
+    def audit(self) -> None:
+        """Proves that what was found for a request in the queue is what would be found now."""
+        last = self._last_lookup
+        if last is None or last.version != self._ledger.version or last.request not in self._queues.waiting:
+            return
+        name = last.request.request_id
+        assert last.prefix == self._prefixes.find(last.request), f"the cached prefix of {name} has changed"
+        for (residence, rows), need in last.needs.items():
+            now = self._ledger.pages_needed(last.request.holding, residence, rows, last.prefix)
+            assert need == now, f"the pages that {name} needs have changed from {need} to {now}"
+
     def on_kv_ready(self, request: Request) -> None:
         """Moves a request to phase DECODE; no other method does. All its tokens except the newest have rows."""
         request.move(Phase.DECODE)
         if request.holding.residence is Residence.STREAMED:
             self._next_plan.commands += self._ledger.end_streaming(request.holding, request.num_scheduled)
 
-    def _reserve_landing(self, request: Request, prefix: Sequence[CachedPage]) -> bool:
+    def _reserve_landing(self, request: Request, lookup: _Lookup) -> bool:
         """Reserves the pages in which a prompt will land, except those of its cached prefix.
 
         Returns False if too few pages are free to hold the prompt and to admit the request after the landing.
         """
         ledger, spare, rows = self._ledger, headroom(self._queues.running), len(request.tokens)
         for on_device, residence in admissible_landings(ledger, request, self._mode):
-            need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1), prefix)
+            need = self._pages_needed(lookup, residence, min(rows + 1, request.max_length - 1))
             if not self._preemptor.make_room(need, spare):
                 continue
-            self._prefixes.on_admitted(request, prefix)
-            reserved = ledger.reserve(request.holding, on_device, rows, prefix)
+            self._prefixes.on_admitted(request, lookup.prefix)
+            reserved = ledger.reserve(request.holding, on_device, rows, lookup.prefix)
             assert reserved, "pages were free a moment ago"
             self._landings.reserve(request, on_device, self._next_plan.number)
             self._prefixes.add_landing(request)

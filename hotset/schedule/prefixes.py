@@ -12,7 +12,7 @@ from hotset.tiers.residence import Residence
 
 PAGES_OF_ANSWER = 16  # full pages of an answer that are published together
 CONTEXT_TOKENS_PER_COST = 8  # a token of a context costs other requests as much as 1/8 of a token to compute
-HASHED_TOKENS = 1 << 16  # a plan hashes the prompts of waiting requests until it has hashed this many tokens
+HASHED_TOKENS = 1 << 16  # while requests run, a plan hashes at most so many tokens of waiting requests
 
 
 class Prefixes:
@@ -41,18 +41,16 @@ class Prefixes:
         page lands for another request.
 
         That page will be in the cache soon. If the other request is preempted, fails or ends before, the waiting one is
-        admitted without it. A request whose pages are not hashed yet waits for the next plan if this plan has already
-        hashed many tokens.
+        admitted without it. While requests run, a plan hashes few tokens. A request whose pages are not all hashed
+        then waits for the next plan.
         """
         other = request.waits_for
         if other is not None and len(other.holding.cached) == request.waits_for_page and self._will_publish(other):
             return True  # nothing has changed since the last check; many requests can wait for the same prefix
         if self._hasher is None or not self._reusable_pages(request):
             return False
-        if not request.page_hashes:
-            if self._tokens_to_hash <= 0:
-                return True
-            self._hash(self._hasher, request)
+        if not self._hash(self._hasher, request, self._tokens_to_hash if self._queues.running else None):
+            return True
         request.waits_for = self._find_other(request)
         request.waits_for_page = 0 if request.waits_for is None else len(request.waits_for.holding.cached)
         return request.waits_for is not None
@@ -160,16 +158,22 @@ class Prefixes:
         common = _common_pages(request.page_hashes, other.page_hashes) - len(other.holding.cached)
         return 2 * common >= unknown
 
-    def _hash(self, hasher: PageHasher, request: Request) -> None:
-        """Computes the hashes of the full pages of a request that are missing. The choices of one prompt, which come
-        one after the other, share those of the prompt."""
-        last = self._last_hashed
+    def _hash(self, hasher: PageHasher, request: Request, max_tokens: int | None = None) -> bool:
+        """Computes the hashes of the full pages of a request that are missing, of at most `max_tokens` tokens. The
+        choices of one prompt, which come one after the other, share those of the prompt.
+
+        Returns True if all hashes of the request are known now.
+        """
+        pages, last = len(request.tokens) // self._page_rows, self._last_hashed
+        if len(request.page_hashes) == pages:
+            return True
         if not request.page_hashes and last is not None and _same_prompt(last, request):
             request.page_hashes = last.page_hashes[: len(request.prompt) // self._page_rows]
-        known = len(request.page_hashes)
-        hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt)
-        self._tokens_to_hash -= (len(request.page_hashes) - known) * self._page_rows
+        known, max_pages = len(request.page_hashes), None if max_tokens is None else max_tokens // self._page_rows
+        hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt, max_pages)
+        self._tokens_to_hash = max(0, self._tokens_to_hash - (len(request.page_hashes) - known) * self._page_rows)
         self._last_hashed = request
+        return len(request.page_hashes) == pages
 
     def _will_publish(self, other: Request) -> bool:
         return self._lands(other) or (other.phase is Phase.PREFILL and other not in self._queues.pending)

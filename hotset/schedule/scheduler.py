@@ -300,6 +300,7 @@ class Scheduler:
         requests, queues = list(self._requests.values()), self._queues
         self._ledger.audit([request.holding for request in requests])
         queues.audit(requests)
+        self._admission.audit()
         assert set(self._preemptor.pending) <= set(queues.running), "a request that does not run has a pending change"
         for request in requests:
             if request.seat is not None:

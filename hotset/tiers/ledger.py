@@ -117,6 +117,11 @@ class Ledger:
         holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
         return self.resume(holding, seat, to, len(prefix) * self.geometry.page_rows, tokens)
 
+    @property
+    def version(self) -> int:
+        """Grows whenever `find_prefix` may find other pages, or a request without a seat may need fewer or more."""
+        return self.shared_keys.version + (0 if self.host is None else self.host.version)
+
     def find_prefix(self, hashes: Sequence[bytes]) -> list[CachedPage]:
         """Returns the cached pages of the longest known prefix of a context with these page hashes."""
         return [] if self.host is None else self.host.find(hashes)

@@ -30,11 +30,13 @@ class PageHasher:
         """`model` names everything besides the tokens that determines the bytes of a page, such as dtypes."""
         self._model, self.page_rows = model, page_rows
 
-    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
-        """Appends the hashes of the full pages of `tokens` that `hashes` does not have yet."""
-        page_rows = self.page_rows
+    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str, max_pages: int | None = None) -> None:
+        """Appends the hashes of the full pages of `tokens` that `hashes` does not have yet, at most `max_pages`."""
+        page_rows, known, pages = self.page_rows, len(hashes), len(tokens) // self.page_rows
+        if max_pages is not None:
+            pages = min(pages, known + max_pages)
         parent = hashes[-1] if hashes else self.root(salt)
-        for first in range(len(hashes) * page_rows, len(tokens) - page_rows + 1, page_rows):
+        for first in range(known * page_rows, pages * page_rows, page_rows):
             parent = sha256(parent + array("q", tokens[first : first + page_rows]).tobytes()).digest()
             hashes.append(parent)
 
@@ -81,6 +83,7 @@ class PrefixCache(PageAllocator):
         self._unused: OrderedDict[bytes, CachedPage] = OrderedDict()  # in the order of eviction
         self.on_change: Callable[[CacheChange], None] | None = None
         self.evictions = 0  # pages evicted since start
+        self.version = 0  # grows whenever pages enter or leave the cache, or their users change
 
     @property
     def free(self) -> int:
@@ -116,6 +119,7 @@ class PrefixCache(PageAllocator):
 
     def use(self, pages: Sequence[CachedPage]) -> None:
         """Records one more request that uses these pages, which are those of a whole prefix."""
+        self.version += 1
         for cached in pages:
             if cached.users == 0:
                 del self._unused[cached.page_hash]
@@ -134,6 +138,7 @@ class PrefixCache(PageAllocator):
         If another request has published a page with the same hash before, this request uses the other's page, too, and
         keeps its own.
         """
+        self.version += 1
         page_rows = len(token_ids) // len(hashes)
         parent = used[-1].page_hash if used else None
         first = 0  # pages [first, number) are new
@@ -154,6 +159,7 @@ class PrefixCache(PageAllocator):
 
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
         """Records that one request uses these pages, which are those of a whole prefix, no more."""
+        self.version += 1
         for cached in reversed(pages):
             cached.users -= 1
             if cached.users == 0:
@@ -169,6 +175,7 @@ class PrefixCache(PageAllocator):
 
     def evict(self, count: int) -> None:
         """Evicts `count` pages, or all that no request uses if these are fewer."""
+        self.version += 1
         evicted = [self._unused.popitem(last=False)[1] for _ in range(min(count, len(self._unused)))]
         for cached in evicted:
             del self._cached[cached.page_hash]

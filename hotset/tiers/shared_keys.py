@@ -25,6 +25,7 @@ class SharedKeys:
         self._page_of: dict[KeyPageId, int] = {}
         self._id_of: dict[int, KeyPageId] = {}
         self._users: Counter[int] = Counter()  # by device page
+        self.version = 0  # grows whenever `find` may find other pages, or a request loses its pages
 
     def find(self, cached: Sequence[CachedPage]) -> list[int]:
         """Returns the first key pages of a context that begins with the pages `cached`, as many as are on the device.
@@ -53,6 +54,7 @@ class SharedKeys:
             page_id, page = self._id(cached, number), key_pages[number]
             if page_id not in self._page_of:
                 self._page_of[page_id], self._id_of[page], self._users[page] = page, page_id, 1
+                self.version += 1
 
     def count(self, key_pages: Sequence[int]) -> int:
         """Returns how many of the first key pages of a context can be shared, so that nobody writes to them."""
@@ -60,6 +62,7 @@ class SharedKeys:
 
     def stop_using(self, key_pages: Sequence[int]) -> list[int]:
         """Records that a request uses its key pages no more. Returns those that no other request uses."""
+        self.version += 1
         unused = []
         for page in key_pages:
             if self._users[page] > 1:

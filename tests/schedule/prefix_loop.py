@@ -28,9 +28,9 @@ class CountingHasher(PageHasher):
 
     hashed = 0
 
-    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
+    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str, max_pages: int | None = None) -> None:
         known = len(hashes)
-        super().extend(hashes, tokens, salt)
+        super().extend(hashes, tokens, salt, max_pages)
         self.hashed += len(hashes) - known
 
 

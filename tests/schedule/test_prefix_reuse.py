@@ -10,8 +10,10 @@ from schedule.list_runner import next_token
 from schedule.prefix_loop import NO_STOP, ROWS, Loop, seed_tokens, tokens  # noqa: F401
 
 from hotset.base.config import TiersMode
+from hotset.schedule import prefixes
 from hotset.schedule.prefixes import HASHED_TOKENS
 from hotset.schedule.request import Request
+from hotset.tiers.prefix_cache import CachedPage, PrefixCache
 from hotset.tiers.residence import Residence
 
 MODES = pytest.mark.parametrize("mode", ["auto", "always"])
@@ -244,3 +246,63 @@ def test_hashing_is_done_once_per_request_and_is_bounded_per_plan() -> None:
         hashed.append(loop.hasher.hashed - before)
     assert plans[0] is not None and plans[1:] == [None] * 3, "all others wait for the first"
     assert hashed == [2 * pages, 2 * pages, 2 * pages, 0]
+
+
+def test_a_long_prompt_is_hashed_in_several_plans_while_others_run_and_in_one_if_none_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "HASHED_TOKENS", 16 * ROWS)
+    loop, hashed = Loop(step_tokens=500, device=500, host=500), []
+    loop.add("alone", tokens(40 * ROWS))
+    loop.submit()
+    assert loop.hasher.hashed == 40 and loop.order == ["alone"]
+    loop.add("long", tokens(40 * ROWS))
+    loop.add("short", tokens(ROWS + 1))
+    for _ in range(3):
+        before = loop.hasher.hashed
+        loop.submit()
+        hashed.append(loop.hasher.hashed - before)
+    assert hashed == [16, 16, 8 + 1]
+    assert loop.order == ["alone", "long", "short"], "both must be admitted by the plan that hashes the last page"
+    loop.run()
+
+
+def blocked_request(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Adds a request that does not fit, although the beginning of its prompt is cached. Returns a list to which the
+    number of pages is added whenever its cached pages are looked up."""
+    found: list[int] = []
+    prompt, find = tokens(10 * ROWS + 1), PrefixCache.find
+
+    def counting_find(cache: PrefixCache, hashes: list[bytes]) -> list[CachedPage]:
+        pages = find(cache, hashes)
+        found.append(len(pages))
+        return pages
+
+    loop.add("earlier", prompt, answer=1)
+    loop.run()
+    loop.add("large", tokens(18 * ROWS), answer=8)
+    loop.submit()
+    monkeypatch.setattr(PrefixCache, "find", counting_find)
+    loop.add("blocked", prompt + tokens(8 * ROWS))
+    return found
+
+
+def test_the_prefix_of_a_request_that_does_not_fit_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(depth=4, host=30)
+    found = blocked_request(loop, monkeypatch)
+    for _ in range(3):
+        assert loop.submit() is not None
+    assert found == [10] and "blocked" not in loop.segments
+    loop.run()
+    assert loop.start("blocked") == 10 * ROWS
+
+
+def test_a_prefix_that_was_evicted_after_its_lookup_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(depth=4, host=30)
+    found = blocked_request(loop, monkeypatch)
+    loop.submit()
+    loop.host.evict(7)
+    loop.submit()
+    assert found == [10, 3]
+    loop.run()
+    assert loop.start("blocked") == 3 * ROWS

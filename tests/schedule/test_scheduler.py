@@ -6,11 +6,10 @@ from wrong tokens, fails a check.
 
 from collections import Counter, deque
 from collections.abc import Callable
+from random import Random
 
 import pytest
-from hypothesis import seed, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_rules import RandomMachine, rule, run_example
 from schedule.list_runner import ListRunner, next_token
 
 from hotset.base.config import LandingChoice, TiersChoice, TiersMode
@@ -30,30 +29,16 @@ POLICIES = [LAND_ANYWHERE, LAND_ANYWHERE, LandingPolicy(keys_on_host=True), Land
 LANDINGS = ("landings after a prefix", "landings with keys on the host", "landings beside a device without writers")
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(RandomMachine):
     """Random requests and events. If `for_peers`, the scheduler is that of a prefill worker."""
 
-    @initialize(
-        pages=st.integers(3, 40),
-        page_rows=st.integers(1, 4),
-        seats=st.integers(1, 4),
-        step_tokens=st.integers(1, 9),
-        depth=st.integers(1, 3),
-        host_pages=st.sampled_from([None, 0, 5, 20, 60]),
-        slots=st.sampled_from([0, 2, 3, 5]),
-        mode=st.sampled_from(["auto", "auto", "always"]),
-        promote_after_plans=st.integers(0, 3),
-        for_peers=st.sampled_from([False, False, True]),
-        prefix_cache=st.sampled_from([True, True, False]),
-        extend_locally=st.sampled_from([0, 0, 4]),
-        policy=st.sampled_from(POLICIES),
-    )
-    def start(
-        self, pages: int, page_rows: int, seats: int, step_tokens: int, depth: int, host_pages: int | None, slots: int,
-        mode: TiersMode, promote_after_plans: int, for_peers: bool, prefix_cache: bool, extend_locally: int,
-        policy: LandingPolicy,
-    ) -> None:  # fmt: skip
-        self.for_peers = for_peers and host_pages is not None
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        pages, page_rows = random.randint(3, 40), random.randint(1, 4)
+        host_pages, slots = random.choice([None, 0, 5, 20, 60]), random.choice([0, 2, 3, 5])
+        mode: TiersMode = random.choice(["auto", "auto", "always"])
+        policy = random.choice(POLICIES)
+        self.for_peers = host_pages is not None and random.random() < 0.3
         keys_per_block = 5 if slots else 0
         geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_block, slots, topk=min(2, slots))
         host = None if host_pages is None else PrefixCache(pages + host_pages)
@@ -64,18 +49,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.capacity = tiered if self.mode == "always" else max(self.resident, tiered)
         if host is not None:
             self.capacity = min(self.capacity, host.capacity * page_rows)
-        hasher = PageHasher("model", page_rows) if prefix_cache else None
         self.scheduler = Scheduler(
             self.ledger,
-            seats,
-            step_tokens,
-            self.mode,
-            promote_after_plans,
-            hasher=hasher,
-            extend_locally=extend_locally,
+            seats=random.randint(1, 4),
+            max_num_batched_tokens=random.randint(1, 9),
+            tiers=self.mode,
+            promote_after_plans=random.randint(0, 3),
+            hasher=PageHasher("model", page_rows) if random.random() < 0.7 else None,
+            extend_locally=random.choice([0, 4]),
         )
         self.runner = ListRunner(geometry, policy)
-        self.depth = depth
+        self.depth = random.randint(1, 3)
         self.in_flight: deque[StepResult] = deque()
         self.prompts: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}
@@ -92,75 +76,72 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scored: dict[str, int] = {}  # log-probabilities reported for each prompt that asks for them
         self.prompt_only: set[str] = set()  # requests with max_tokens 0
 
-    @rule(data=st.data())
-    @precondition(lambda self: not self.for_peers)
-    def add(self, data: st.DataObject) -> None:
+    @rule(lambda self: not self.for_peers)
+    def add(self) -> None:
         name = f"r{len(self.prompts)}"
         choices = ["auto", "tiered"] if self.ledger.tiers else ["auto"]
-        tiers: TiersChoice = data.draw(st.sampled_from(choices if self.mode == "always" else [*choices, "resident"]))
+        tiers: TiersChoice = self.random.choice(choices if self.mode == "always" else [*choices, "resident"])
         capacity = min(self.capacity, self.resident) if tiers == "resident" else self.capacity
         if tiers == "tiered":
             capacity = min(capacity, longest(self.ledger.geometry.streamed_pages, self.ledger.device.capacity))
         if capacity < 1:
             return
-        self.prompts[name] = self.draw_prompt(data, data.draw(st.integers(1, min(capacity, 40))))
+        self.prompts[name] = self.make_prompt(self.random.randint(1, min(capacity, 40)))
         length = len(self.prompts[name])
-        limit = data.draw(st.integers(length + 1, min(capacity, 60) + 1))
+        limit = self.random.randint(length + 1, min(capacity, 60) + 1)
         self.limits[name] = limit
         self.answers[name] = []
         landing: LandingChoice = "auto"
         on_device, on_host = self.ledger.landing.on_device, self.ledger.host is not None
-        prefill_at = data.draw(st.sampled_from([None, "peer"])) if on_device or on_host else None
+        prefill_at = self.random.choice([None, "peer"]) if on_device or on_host else None
         if prefill_at is not None:
             resident = tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1
             possible = ["auto"] + ["host"] * on_host + ["device"] * (on_device and resident)
-            landing = data.draw(st.sampled_from(possible))
+            landing = self.random.choice(possible)
         params = SamplingParams(seed=0)
-        if prefill_at is None and data.draw(st.booleans()):
+        if prefill_at is None and self.flip():
             self.scored[name] = 0
             if limit == length + 1 and length % 2:
                 self.prompt_only.add(name)
             params = SamplingParams(seed=0, prompt_logprobs=0, max_tokens=0 if name in self.prompt_only else None)
-        prompt = PromptSpec(tuple(self.prompts[name]), params, frozenset({STOP}), data.draw(SALTS))
+        prompt = PromptSpec(tuple(self.prompts[name]), params, frozenset({STOP}), self.random.choice(SALTS))
         self.scheduler.add(Request(name, prompt, limit, tiers, prefill_at, landing))
 
-    def draw_prompt(self, data: st.DataObject, length: int) -> list[int]:
+    def make_prompt(self, length: int) -> list[int]:
         """Returns a prompt of at most `length` tokens. Most begin like an earlier conversation."""
         earlier = [[*prompt, *self.answers.get(name, [])] for name, prompt in self.prompts.items()]
-        known = data.draw(st.sampled_from([[], *earlier])) if earlier else []
-        prompt = known[: data.draw(st.integers(0, min(len(known), length)))]
-        return prompt + data.draw(st.lists(st.integers(0, 22), min_size=not prompt, max_size=length - len(prompt)))
+        known = self.random.choice([[], *earlier])
+        prompt = known[: self.random.randint(0, min(len(known), length))]
+        unknown = self.random.randint(not prompt, length - len(prompt))
+        return prompt + [self.random.randint(0, 22) for _ in range(unknown)]
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.for_peers)
-    def add_for_peer(self, data: st.DataObject) -> None:
+    @rule(lambda self: self.for_peers)
+    def add_for_peer(self) -> None:
         """Adds a prompt that a decode worker has requested."""
-        length = data.draw(st.integers(1, max(1, min(self.capacity, 40))))
+        length = self.random.randint(1, max(1, min(self.capacity, 40)))
         if length > self.capacity:
             return
         name = f"peer{len(self.announced)}"
         self.announced[name] = 0
-        self.prompts[name] = self.draw_prompt(data, length)
+        self.prompts[name] = self.make_prompt(length)
         length = len(self.prompts[name])
-        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), cache_salt=data.draw(SALTS))
+        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), cache_salt=self.random.choice(SALTS))
         self.scheduler.add(Request(name, prompt, length + 1, for_peer=True))
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.announced)
-    def drop(self, data: st.DataObject) -> None:
-        self.scheduler.drop_prompt(data.draw(st.sampled_from(sorted(self.announced))))
+    @rule(lambda self: self.announced)
+    def drop(self) -> None:
+        self.scheduler.drop_prompt(self.random.choice([*self.announced]))
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.reserved)
-    def end_landing(self, data: st.DataObject) -> None:
+    @rule(lambda self: self.reserved)
+    def end_landing(self) -> None:
         """Completes a landing or lets it fail. The scheduler receives the report twice."""
-        reservation = data.draw(st.sampled_from(self.reserved))
+        reservation = self.random.choice(self.reserved)
         self.reserved.remove(reservation)
         name, attempt = reservation.request_id, reservation.attempt
-        if data.draw(st.integers(0, 2)):
+        if self.random.random() < 0.7:
             self.land(reservation)
             return
-        quiesced, retry = data.draw(st.booleans()), data.draw(st.booleans())
+        quiesced, retry = self.flip(), self.flip()
         if not quiesced:
             self.given_up.append(reservation)
             self.quarantine = True
@@ -169,13 +150,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.given_up)
-    def write_late(self, data: st.DataObject) -> None:
+    @rule(lambda self: self.given_up)
+    def write_late(self) -> None:
         """Lets the peer of a failed landing write to the quarantined pages. In some examples, the peer then stops."""
-        late = data.draw(st.sampled_from(self.given_up))
+        late = self.random.choice(self.given_up)
         self.runner.write_late(late)
-        if data.draw(st.booleans()):
+        if self.flip():
             self.given_up.remove(late)
             self.scheduler.end_quarantine(late.request_id, late.attempt)
 
@@ -190,10 +170,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if (reservation.request_id, reservation.attempt) in self.withdrawn:
             self.runner.landed -= self.runner.device_pages(reservation)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.prompts)
-    def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.prompts)))
+    @rule(lambda self: self.prompts)
+    def abort(self) -> None:
+        name = self.random.choice([*self.prompts])
         self.aborted.add(name)
         self.scheduler.abort(name)
 
@@ -239,9 +218,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.record(self.scheduler.take_outputs())
 
-    @rule(steps=st.integers(2, 25))
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
+    @rule()
+    def run(self) -> None:
+        for _ in range(self.random.randint(2, 25)):
             self.submit()
             self.commit()
             self.scheduler.audit()
@@ -262,15 +241,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert name not in self.reasons, "a request ended twice"
             self.reasons[name] = reason
 
-    @invariant()
-    def audit(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.scheduler.audit()
+    def check(self) -> None:
+        self.scheduler.audit()
 
-    def teardown(self) -> None:
+    def finish(self) -> None:
         """Runs all requests to their end. Checks their answers, and that no page is held afterwards."""
-        if not hasattr(self, "scheduler"):
-            return
         for _ in range(5000):
             if self.scheduler.idle:
                 break
@@ -287,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0
         counters = self.scheduler.counters
-        for change in (*CHANGES, "promotions"):
+        for change in CHANGES:
             SEEN[change] += getattr(counters, change)
         for name, prompt in self.prompts.items():
             if name in self.announced:
@@ -326,16 +301,17 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
 
 # Promotions are too rare in random examples; a separate test covers them.
 CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off", "tokens_reused", "extended")
-SALTS = st.sampled_from(["", "", "salt"])
+SALTS = ("", "", "salt")
 SEEN: Counter[str] = Counter()  # how often each change has happened in all examples
-# Without a seed, the examples depend on the source text of the class and may not contain every change in CHANGES.
-TestScheduler = seed(1)(SchedulerMachine).TestCase
-TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_the_examples_of_the_state_machine_contain_all_required_changes() -> None:
-    """Must run after the state machine and in the same process; otherwise it checks nothing."""
-    assert not SEEN or all(SEEN[change] for change in (*CHANGES, *LANDINGS)), SEEN
+@pytest.mark.parametrize("examples", [250, pytest.param(5000, marks=pytest.mark.slow)])
+def test_requests_get_their_answers_and_no_page_is_lost_in_any_order_of_events(examples: int) -> None:
+    SEEN.clear()
+    for seed in range(examples):
+        run_example(SchedulerMachine, seed, rules=40)
+    missing = [change for change in (*CHANGES, *LANDINGS) if not SEEN[change]]
+    assert not missing, f"changes that never happened: {missing}"
 
 
 def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_tokens: int = 64) -> tuple[Scheduler, ListRunner]:

@@ -49,6 +49,14 @@ BLOCKS = {"key_groups": 2, "blocks_per_page": 3, "max_blocks_of_group": Fraction
 GEOMETRY = Geometry(PAGE_ROWS, 2, 64, keys_per_block=6, slots=8, topk=2, **BLOCKS)  # ends at 12, 18, 30, 36 tokens
 
 
+def test_the_version_of_a_ledger_without_a_host_store_grows_when_a_request_loses_its_pages() -> None:
+    ledger, holding = Ledger(GEOMETRY, PageAllocator(200), None), Holding()
+    assert ledger.reserve(holding, on_device=True, tokens=9)
+    before = ledger.version
+    ledger.release(holding)
+    assert ledger.version > before, "what the landing needed besides its pages would be remembered"
+
+
 def make_ledger() -> Ledger:
     return Ledger(GEOMETRY, PageAllocator(200), PrefixCache(100))
 

@@ -14,16 +14,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import Phase, seed, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from random_rules import RandomMachine, rule, run_example
 from tiers.byte_model import (
     SHAPES,
     Attention,
@@ -111,28 +102,17 @@ class PoisonPages:
 HoldingState = tuple[Residence, int, list[list[int]], list[CachedPage], int]
 
 
-class TiersMachine(RuleBasedStateMachine):
+class TiersMachine(RandomMachine):
     """Random steps and random changes of residence, with small pools."""
 
-    @initialize(
-        shape=st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)]),
-        page_rows=st.integers(1, 5),
-        spare_slots=st.integers(0, 7),
-        context=st.integers(24, 64),
-        device_share=st.floats(0.7, 2.5),
-        host_share=st.floats(1, 3.5),
-        seats=st.integers(2, 4),
-        policy=st.sampled_from(POLICIES),
-        seed=st.integers(0, 1 << 32),
-    )
-    def start(
-        self, shape: str, page_rows: int, spare_slots: int, context: int, device_share: float, host_share: float,
-        seats: int, policy: LandingPolicy, seed: int,
-    ) -> None:  # fmt: skip
-        kv = SHAPES[shape]
-        geometry = kv.geometry(page_rows, kv.topk + spare_slots if kv.groups else 0)
-        device_pages = int(device_share * geometry.resident_pages(context)) + 1
-        host_pages = int(host_share * geometry.row_pages(context)) + 1
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        kv = SHAPES[random.choices([*WEIGHTS], [*WEIGHTS.values()])[0]]
+        page_rows, context, seats = random.randint(1, 5), random.randint(24, 64), random.randint(2, 4)
+        geometry = kv.geometry(page_rows, kv.topk + random.randint(0, 7) if kv.groups else 0)
+        device_pages = int(random.uniform(0.7, 2.5) * geometry.resident_pages(context)) + 1
+        host_pages = int(random.uniform(1, 3.5) * geometry.row_pages(context)) + 1
+        policy, seed = random.choice(POLICIES), random.getrandbits(32)
         self.ledger = Ledger(geometry, PageAllocator(device_pages), PrefixCache(host_pages), policy)
         self.capacity = self.free_pages()
         self.pool = DevicePool(kv, geometry, device_pages, CPU)
@@ -146,7 +126,6 @@ class TiersMachine(RuleBasedStateMachine):
         self.numbers_of: dict[bytes, list[int]] = {}  # of the rows of every page that was hashed, see `Contents`
         self.texts: list[Request] = []  # all requests so far
         self.slots = SlotModel(kv, geometry, seats)
-        self.random = Random(seed)
         self.context = context
         self.free_seats = list(range(seats))
         self.requests: list[Request] = []
@@ -154,10 +133,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.quarantined: dict[str, Landing] = {}  # failed landings to which the prefill worker may still write
         self.pending: list[Command | TakeSeat | PoisonPages] = []  # executed before the next step
 
-    @rule(tiered=st.sampled_from([True, True, False]))
-    @precondition(lambda self: self.free_seats and len(self.in_residence(Residence.PARKED)) < 2)
-    def admit(self, tiered: bool) -> None:
-        request = self.make_request()
+    @rule(lambda self: self.free_seats and len(self.in_residence(Residence.PARKED)) < 2)
+    def admit(self) -> None:
+        request, tiered = self.make_request(), self.random.random() < 0.7
         page_rows = self.pool.geometry.page_rows
         prefix = self.ledger.find_prefix(request.hashes[: (request.prompt - 1) // page_rows])
         reused = len(prefix) * page_rows
@@ -178,6 +156,8 @@ class TiersMachine(RuleBasedStateMachine):
             self.note_shared_keys(request, "admitted")
             self.texts.append(request)
             SEEN.update(seen)
+            if to is Residence.STREAMED and self.free_seats and self.flip():
+                self.admit()
         else:
             self.free_seats.append(seat)
             self.requests.remove(request)
@@ -188,12 +168,12 @@ class TiersMachine(RuleBasedStateMachine):
         prompt = self.random.randint(1, self.random.choice([self.context // 2, self.context - 2]))
         salt, tokens, page_rows = self.random.choice(SALTS), [], self.pool.geometry.page_rows
         longest = max(self.seated(), key=lambda request: len(request.holding.cached), default=None)
-        if longest is not None and self.random.random() < 0.4:
+        if longest is not None and self.flip():
             salt, tokens = longest.salt, longest.tokens[: longest.length]
             prompt = min(longest.length, self.context - 3) // page_rows * page_rows + 1
         elif self.texts and self.random.random() < 0.8:
             earlier = self.random.choice(self.random.choice([self.texts[-5:], self.requests or self.texts]))
-            salt = earlier.salt if self.random.random() < 0.8 else salt
+            salt = earlier.salt if self.random.random() < 0.7 else salt
             known = self.random.choice([earlier.length, earlier.length, self.random.randint(1, earlier.limit)])
             if self.random.random() < 0.4:
                 prompt = min(known, self.context - 3) // page_rows * page_rows + 1
@@ -229,13 +209,12 @@ class TiersMachine(RuleBasedStateMachine):
             if len(prefix) < (request.prompt - 1) // page_rows:
                 yield "partial hit"
 
-    @rule(on_device=st.booleans())
-    @precondition(lambda self: len(self.in_residence(Residence.LANDING)) < 3)
-    def reserve(self, on_device: bool) -> None:
+    @rule(lambda self: len(self.in_residence(Residence.LANDING)) < 3)
+    def reserve(self) -> None:
         """Reserves pages for a prompt of which a prefill worker will send the rows after the cached prefix."""
         request, page_rows, policy = self.make_request(), self.pool.geometry.page_rows, self.ledger.landing
         holding, prompt = request.holding, request.prompt
-        on_device = on_device and policy.on_device
+        on_device = policy.on_device and self.flip()
         prefix = self.ledger.find_prefix(request.hashes[: (prompt - 1) // page_rows])
         self.requests.append(request)
         reserve = self.ledger.reserve
@@ -251,26 +230,23 @@ class TiersMachine(RuleBasedStateMachine):
         assert bool(keys) == bool(self.pool.shape.groups and (on_device or not policy.keys_on_host))
         request.shared_prefix, request.shared_keys = request.shares, bool(self.key_sharers(request))
 
-    @rule(data=st.data(), tiered=st.booleans(), alone=st.booleans(), one_in_two=st.integers(0, 1))
-    @precondition(lambda self: self.in_residence(Residence.LANDING))
-    def land(self, data: st.DataObject, tiered: bool, alone: bool, one_in_two: int) -> None:
+    @rule(lambda self: self.in_residence(Residence.LANDING))
+    def land(self) -> None:
         """Lets a prompt arrive, and admits its request. Without a free seat or enough pages, it waits.
 
-        If `alone`, the requests that use the same key pages end before.
+        In some examples, the requests that use the same cached pages end before.
         """
-        if one_in_two:
-            return
-        request = data.draw(st.sampled_from(self.in_residence(Residence.LANDING)))
+        request = self.random.choice(self.in_residence(Residence.LANDING))
         assert request.landing is not None
         holding, prompt, on_device = request.holding, request.prompt, request.landing.on_device
-        for other in self.key_sharers(request) if alone else ():
+        for other in self.prefix_sharers(request) if self.flip() else ():
             self.release(other)
         if not request.decoding:
             self.receive(request, prompt)
             request.written.length = prompt
         if not self.free_seats:
             return
-        to = Residence.TIERED if tiered and not on_device and self.ledger.tiers else Residence.RESIDENT
+        to = Residence.TIERED if not on_device and self.ledger.tiers and self.flip() else Residence.RESIDENT
         seat, length = self.take_seat(), request.length
         if self.change(lambda: self.ledger.land(holding, seat, to, length, request.rows), TakeSeat(seat)):
             SEEN[f"landed {to.value}"] += 1
@@ -284,16 +260,13 @@ class TiersMachine(RuleBasedStateMachine):
         else:
             self.free_seats.append(seat)
 
-    @rule(quarantine=st.booleans(), one_in_two=st.integers(0, 1))
-    @precondition(lambda self: self.incomplete_landings())
-    def fail_landing(self, quarantine: bool, one_in_two: int) -> None:
-        """Ends a landing of which only some rows were written, one with shared keys if there is one. If `quarantine`,
-        the prefill worker may still write."""
-        if one_in_two:
-            return
+    @rule(lambda self: self.incomplete_landings())
+    def fail_landing(self) -> None:
+        """Ends a landing of which only some rows were written, one with shared keys if there is one. In some examples,
+        the prefill worker may still write, so the pages go into quarantine."""
         request = max(self.incomplete_landings(), key=lambda request: len(self.key_sharers(request)))
         self.receive(request, self.random.randint(request.length, request.prompt))
-        if quarantine and not self.quarantined:
+        if not self.quarantined and (self.key_sharers(request) or self.flip()):
             self.quarantine(request)
         else:
             SEEN["failed landings"] += 1
@@ -314,14 +287,13 @@ class TiersMachine(RuleBasedStateMachine):
         assert self.change(move_to_quarantine)
         self.requests.remove(request)
 
-    @rule(end=st.booleans())
-    @precondition(lambda self: self.quarantined)
-    def write_late(self, end: bool) -> None:
+    @rule(lambda self: self.quarantined)
+    def write_late(self) -> None:
         """Lets the prefill worker of a failed landing write to its pages. In some examples, it then stops."""
         for name, landing in tuple(self.quarantined.items()):
             self.prefill_worker.write(landing, landing.last, poison=True)
             SEEN["late writes"] += 1
-            if end:
+            if self.flip():
                 self.end_quarantine(name)
 
     def end_quarantine(self, name: str) -> None:
@@ -346,14 +318,19 @@ class TiersMachine(RuleBasedStateMachine):
         others = [other for other in self.requests if other is not request]
         return [other for other in others if not pages.isdisjoint(other.holding.pages[PageUse.KEYS])]
 
+    def prefix_sharers(self, request: Request) -> list[Request]:
+        """Returns the other requests that use some of the same cached pages."""
+        cached = {*request.holding.cached}
+        others = [other for other in self.requests if other is not request]
+        return [other for other in others if not cached.isdisjoint(other.holding.cached)]
+
     def incomplete_landings(self) -> list[Request]:
         return [request for request in self.in_residence(Residence.LANDING) if not request.decoding]
 
-    @rule(steps=st.integers(4, 16))
-    @precondition(lambda self: self.seated())
-    def run(self, steps: int) -> None:
+    @rule(lambda self: self.seated())
+    def run(self) -> None:
         """Runs several steps. If a step computes nothing, one request is demoted or parked instead."""
-        for _ in range(steps):
+        for _ in range(self.random.randint(4, 16)):
             if self.step():
                 continue
             if demotable := self.demotable():
@@ -361,31 +338,30 @@ class TiersMachine(RuleBasedStateMachine):
             elif seated := self.seated():
                 self.park(self.random.choice(seated))
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.demotable())
-    def demote_one(self, data: st.DataObject) -> None:
-        self.demote(data.draw(st.sampled_from(self.demotable())))
+    @rule(lambda self: self.demotable())
+    def demote_one(self) -> None:
+        self.demote(self.random.choice(self.demotable()))
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.in_residence(Residence.TIERED))
-    def promote(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.in_residence(Residence.TIERED)))
+    @rule(lambda self: self.in_residence(Residence.TIERED))
+    def promote(self) -> None:
+        request = self.random.choice(self.in_residence(Residence.TIERED))
         if self.change(lambda: self.ledger.promote(request.holding, request.length)):
             SEEN["promotions"] += 1
             SEEN["promotions of a sharer"] += request.shares
 
-    @rule(data=st.data(), one_in_three=st.integers(0, 2))
-    @precondition(lambda self: self.seated())
-    def park_one(self, data: st.DataObject, one_in_three: int) -> None:
-        if one_in_three == 0:
-            self.park(data.draw(st.sampled_from(self.seated())))
+    @rule(lambda self: self.seated())
+    def park_one(self) -> None:
+        """Parks a request. Those that are streamed or share key pages are preferred, because they are few."""
+        if self.flip():
+            seated = self.seated()
+            rare = [r for r in seated if r.holding.residence is Residence.STREAMED or self.key_sharers(r)]
+            self.park(self.random.choice(rare or seated))
 
-    @rule(data=st.data(), resident=st.booleans())
-    @precondition(lambda self: self.free_seats and self.in_residence(Residence.PARKED))
-    def resume(self, data: st.DataObject, resident: bool) -> None:
-        request = data.draw(st.sampled_from(self.in_residence(Residence.PARKED)))
+    @rule(lambda self: self.free_seats and self.in_residence(Residence.PARKED))
+    def resume(self) -> None:
+        request = self.random.choice(self.in_residence(Residence.PARKED))
         to = Residence.TIERED if request.decoding else Residence.STREAMED
-        if resident or not self.ledger.tiers:
+        if not self.ledger.tiers or self.flip():
             to = Residence.RESIDENT
         seat = self.take_seat()
         resume = self.ledger.resume
@@ -395,23 +371,20 @@ class TiersMachine(RuleBasedStateMachine):
         else:
             self.free_seats.append(seat)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.growing())
-    def grow(self, data: st.DataObject) -> None:
+    @rule(lambda self: self.growing())
+    def grow(self) -> None:
         """Grants pages for the next row. Other changes may happen before the row is computed."""
-        self.ensure_pages(data.draw(st.sampled_from(self.growing())))
+        self.ensure_pages(self.random.choice(self.growing()))
 
-    @rule(data=st.data(), one_in_five=st.integers(0, 4))
-    @precondition(lambda self: self.requests)
-    def abort(self, data: st.DataObject, one_in_five: int) -> None:
-        if one_in_five == 0:
-            request = data.draw(st.sampled_from(self.requests))
-            SEEN["aborts"] += 1
-            SEEN["aborts of a landing"] += request.holding.residence is Residence.LANDING
-            SEEN["aborts of a first owner"] += any(
-                cached.users > 1 for cached in request.holding.cached[request.reused :]
-            )
-            self.release(request)
+    @rule(lambda self: self.requests)
+    def abort(self) -> None:
+        if self.random.random() < 0.8:
+            return
+        request = self.random.choice(self.requests)
+        SEEN["aborts"] += 1
+        SEEN["aborts of a landing"] += request.holding.residence is Residence.LANDING
+        SEEN["aborts of a first owner"] += any(cached.users > 1 for cached in request.holding.cached[request.reused :])
+        self.release(request)
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -574,11 +547,8 @@ class TiersMachine(RuleBasedStateMachine):
             same = torch.equal(as_bytes(self.host.keys[:, host_keys]), self.contents.keys[:, numbers_of_keys])
             assert same, "index keys differ on the host"
 
-    @invariant()
-    def run_some_steps(self) -> None:
+    def check(self) -> None:
         """Runs a few steps between two changes, or none, so that the commands of several changes can be pending."""
-        if not hasattr(self, "ledger"):
-            return
         self.audit()
         for _ in range(self.random.choice([0, 0, 0, 1, 1, 4])):
             self.step()
@@ -602,9 +572,7 @@ class TiersMachine(RuleBasedStateMachine):
                     "the maps differ from the model"
                 )
 
-    def teardown(self) -> None:
-        if not hasattr(self, "ledger"):
-            return
+    def finish(self) -> None:
         for request in tuple(self.requests):
             self.release(request)
         for name in tuple(self.quarantined):
@@ -683,21 +651,18 @@ EVENTS += ["landed with keys on the host", "landed with keys on the device", "fa
 EVENTS += ["quarantined", "quarantined after a prefix", "quarantined with shared keys", "late writes"]
 EVENTS += ["landed as only user of its prefix", "landed as only user of its keys"]
 EVENTS += ["admitted with shared keys", "resumed with shared keys", "landed with shared keys", "no shared keys"]
-# Shrinking a failure takes minutes. To shrink one, add Phase.shrink.
-SETTINGS = settings(max_examples=10, stateful_step_count=50, deadline=None, database=None, phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("steps", [5000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_attention_reads_the_bytes_that_were_written_after_any_change_of_residence(steps: int) -> None:
-    """Runs groups of 10 examples until `steps` steps have run, computed steps and changes of the ledger together, and
-    every event has happened.
+    """Runs examples of 50 rules until `steps` steps have run and every event has happened.
 
-    Fails if this takes more than `steps` / 100 groups. Each group has a seed of its own, but its examples also depend
-    on the constants in all modules that are loaded, so the number of groups can change with any of them.
+    Both steps that compute tokens and changes of the ledger are counted. All bytes that attention reads and all rows on
+    the host are compared after each computed step, and pages are audited after each of both.
     """
     SEEN.clear()
-    for number in range(steps // 100):
-        run_state_machine_as_test(seed(number)(TiersMachine), settings=SETTINGS)
+    for seed in range(steps // 10):
+        run_example(TiersMachine, seed, rules=50)
         if SEEN["steps"] + SEEN["changes"] >= steps and all(SEEN[event] for event in EVENTS):
             return
     missing = [event for event in EVENTS if not SEEN[event]]
