@@ -389,6 +389,7 @@ class EngineConfig:
 
 # The settings that only prefill and decode workers have.
 HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
+EVENT_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.name.startswith("kv_events"))
 
 
 @dataclass(frozen=True, slots=True)

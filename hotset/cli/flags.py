@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotset.base.config import HANDOFF_SETTINGS, EngineConfig, ServeConfig, environment_defaults
+from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, ServeConfig, environment_defaults
 from hotset.base.errors import ConfigError
 from hotset.base.settings import flag_name, nearest
 from hotset.bench.config import BenchConfig
@@ -22,7 +22,6 @@ Panels = Mapping[str, tuple[str, ...]]
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
-EVENT_SETTINGS = ("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_public")
 SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS, *EVENT_SETTINGS)
 # Settings that have no effect outside a chat.
 CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")

@@ -210,7 +210,6 @@ def model_card(
         dtype=str(dtype).removeprefix("torch."),
         role=config.role,
         host_store=budget.host_pages > 0,
-        prefix_cache=config.prefix_cache and budget.host_pages > 0,
         landing=landing_policy(config),
     )
 

@@ -33,7 +33,6 @@ class ModelCard:
     kv_events: tuple[EventsEndpoint, ...] = ()  # one for each data parallel rank; empty if none are published
     host_store: bool = False
     page_hasher: PageHasher | None = field(default=None, compare=False)  # None without a prefix cache
-    prefix_cache: bool = False  # whether requests reuse the prefixes of others
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 
 

@@ -59,7 +59,9 @@ class Queues:
         return sum(request.holding.residence is residence for request in self.running)
 
     def audit(self, requests: Iterable[Request]) -> None:
-        """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat."""
+        """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat. Only
+        running requests have pending changes."""
+        assert set(self.pending) <= set(self.running), "a request that does not run has a pending change"
         seats = list(self.free_seats)
         for request in requests:
             residence = request.holding.residence

@@ -143,7 +143,7 @@ def _announce(client: EngineClient, config: ServeConfig, listener: socket.socket
     model = client.model
     name = config.served_model_name or model.name
     details = [model.device, model.dtype, f"context {model.max_model_len}"]
-    if model.prefix_cache:
+    if model.page_hasher is not None:
         details.append("prefix cache")
     if client.control is not None:
         details += [f"{client.role} worker", f"control {client.control}"]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from hotset import __version__
-from hotset.base.config import HANDOFF_SETTINGS, EngineConfig, ServeConfig
+from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, ServeConfig
 from hotset.base.errors import (
     ContextLengthExceeded,
     EngineStopped,
@@ -39,10 +39,8 @@ from hotset.serve.retry_after import Turnover
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
 SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
 
-NOT_IN_FINGERPRINT = {
-    *("model", "tokenizer", "device", "role", "seed", "step_timeout", *HANDOFF_SETTINGS),
-    *(setting.name for setting in fields(EngineConfig) if setting.name.startswith("kv_events")),
-}
+NOT_IN_FINGERPRINT = {"model", "tokenizer", "device", "role", "seed", "step_timeout"}
+NOT_IN_FINGERPRINT |= {*HANDOFF_SETTINGS, *EVENT_SETTINGS}
 TEXT_THREADS = 2
 MAX_TEXT_TOKENS = 1 << 18  # what /tokenize returns and /detokenize accepts, unless the model's context is longer
 

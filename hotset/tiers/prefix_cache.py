@@ -158,7 +158,7 @@ class PrefixCache(PageAllocator):
             self.on_change(PagesStored(tuple(hashes), parent, tuple(token_ids), salt))
 
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
-        """Records that one request uses these pages, which are those of a whole prefix, no more."""
+        """Records that one request no longer uses these pages, which are those of a whole prefix."""
         self.version += 1
         for cached in reversed(pages):
             cached.users -= 1

@@ -61,7 +61,7 @@ class SharedKeys:
         return next((number for number, page in enumerate(key_pages) if page not in self._id_of), len(key_pages))
 
     def stop_using(self, key_pages: Sequence[int]) -> list[int]:
-        """Records that a request uses its key pages no more. Returns those that no other request uses."""
+        """Records that a request no longer uses its key pages. Returns those that no other request uses."""
         self.version += 1
         unused = []
         for page in key_pages:

@@ -75,7 +75,7 @@ def row_bytes(workers: Pair, landing: LandingChoice) -> int:
 
 
 def cases() -> list[Any]:
-    quick = [("dsa", "host", "always"), ("dsa", "device", "auto"), ("gqa", "host", "auto")]
+    quick = [("dsa", "host", "always"), ("dsa", "device", "auto")]
     return [
         pytest.param(*case, marks=() if case in quick else (pytest.mark.slow,))
         for model in ("gqa", "dsa", "shared", "glm_moe_dsa")
@@ -119,7 +119,8 @@ def tokens_prefilled(handed: list[Turn]) -> int:
 @pytest.mark.parametrize(
     ("model", "sender", "receiver"),
     [
-        ("llama with biases", "TP2", "TP4"),
+        ("llama", "TP1", "TP2"),
+        pytest.param("llama with biases", "TP2", "TP4", marks=pytest.mark.slow),
         pytest.param("deepseek_v32", "TP1", "TP2", marks=pytest.mark.slow),
         pytest.param("deepseek_v32", "TP2", "DP4", marks=pytest.mark.slow),
         pytest.param("glm_moe_dsa", "PP2", "TP1", marks=pytest.mark.slow),

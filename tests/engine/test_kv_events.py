@@ -72,13 +72,10 @@ def replayed(card: ModelCard, rank: int = 0) -> list[dict[str, Any]]:
 
 def test_two_requests_with_a_common_prefix_are_published_as_a_chain_of_blocks(tmp_path: Path) -> None:
     config = EngineConfig(tiny_directory(tmp_path), **SETTINGS, kv_events_topic="kv@here@tiny")
-    with contextlib.closing(build_engine(config)) as engine:
-        hasher = engine.replicas[0].scheduler._prefixes._hasher
-        assert hasher is not None
     process = EngineProcess(config)
     try:
         card = process.wait_ready()
-        assert process.pid is not None
+        assert process.pid is not None and card.page_hasher is not None
         [endpoint] = card.kv_events
         common = [5 + number for number in range(11)]
         first = answered(process, card, "first", [*common, 20, 21], 6)
@@ -106,7 +103,7 @@ def test_two_requests_with_a_common_prefix_are_published_as_a_chain_of_blocks(tm
     expected = {}
     for context in (first[:-1], second[:-1]):  # the last token is never computed
         hashes: list[bytes] = []
-        hasher.extend(hashes, context, "")
+        card.page_hasher.extend(hashes, context, "")
         assert len(hashes) == 4
         for number, page_hash in enumerate(hashes):
             expected[event_hash(page_hash)] = context[: (number + 1) * PAGE_ROWS]

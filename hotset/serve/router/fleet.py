@@ -204,7 +204,7 @@ class Fleet:
             raise NoWorkers(f"no {role} worker is alive ({known} are known); retry later")
         cached_tokens = self.prefixes.cached_tokens(prompt, alive)
         uncached_tokens = [max(0, prompt.tokens - cached) for cached in cached_tokens]
-        if self.prefixes.goes_on(prompt):
+        if self.prefixes.continues_session(prompt):
             balanced = min(worker.load for worker in alive) + BALANCED_TOKENS
             costs: list[float] = [
                 max(0, worker.load - balanced) + CACHED_WEIGHT * uncached

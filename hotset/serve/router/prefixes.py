@@ -169,9 +169,12 @@ class PrefixIndex:
             cached[index] = max(cached[index], CACHE_KEY_TOKENS)
         return cached
 
-    def goes_on(self, prompt: PromptPrefixes) -> bool:
-        """Returns True if `prompt` seems to continue a known session: its prompt_cache_key is known, or its longest
-        known beginning is no system prompt that sessions share, after which prompts differ."""
+    def continues_session(self, prompt: PromptPrefixes) -> bool:
+        """Returns True if `prompt` seems to continue a known session.
+
+        This is assumed if its prompt_cache_key is known, or if its longest known beginning does not look like a system
+        prompt that several sessions share, after which prompts differ.
+        """
         if prompt.cache_key is not None and prompt.cache_key in self._prefixes:
             return True
         known = (self._prefixes[key] for key in reversed(prompt.hashes) if key in self._prefixes)

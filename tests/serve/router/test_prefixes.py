@@ -231,18 +231,18 @@ def test_a_worker_has_the_prompts_of_its_requests_in_flight_and_afterwards_only_
 def test_prompts_that_differ_after_a_common_beginning_are_of_different_sessions() -> None:
     index, worker = PrefixIndex(), worker_of("http://1", 1)
     system, sessions = TEXT[:6000], [TEXT[10_000 * number :][:3000] for number in (1, 2, 3)]
-    assert not index.goes_on(prompt_of(system + sessions[0]))
+    assert not index.continues_session(prompt_of(system + sessions[0]))
     index.record_sent(prompt_of(system + sessions[0]), worker)
     index.record_sent(prompt_of(system + sessions[1]), worker)
-    assert not index.goes_on(prompt_of(system + sessions[2]))
-    assert index.goes_on(prompt_of(system + sessions[0] + "more"))
+    assert not index.continues_session(prompt_of(system + sessions[2]))
+    assert index.continues_session(prompt_of(system + sessions[0] + "more"))
     for turn in range(1, 100):  # the turns are shorter than a step
         prompt = prompt_of(system + sessions[0] + TEXT[20_000:][: 50 * turn])
-        assert index.goes_on(prompt), turn
+        assert index.continues_session(prompt), turn
         index.record_sent(prompt, worker)
     for number in range(SHARED_ENDS):
         index.record_sent(prompt_of(TEXT[5000:][:6100] + str(number)), worker)
-    assert not index.goes_on(prompt_of(TEXT[5000:][:6100] + "another")), "short questions about one long text"
+    assert not index.continues_session(prompt_of(TEXT[5000:][:6100] + "another")), "short questions about one long text"
 
 
 @pytest.mark.parametrize("events", [True, False], ids=["with KV events", "without KV events"])

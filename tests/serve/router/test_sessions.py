@@ -3,6 +3,7 @@
 import random
 from contextlib import closing
 
+import pytest
 from cache_model import words
 from ports import reserved_port
 from running_router import Cluster, Router, Stub, wait_until
@@ -21,6 +22,12 @@ HASHER = PageHasher("model", 16)
 PATIENT = ("--health-timeout-seconds", "60")
 
 
+@pytest.fixture(scope="module")
+def patient_router(shared_cluster: Cluster, workers: list[Stub]) -> Router:
+    """A router that several tests share. Each of them sends texts that the router does not know yet."""
+    return shared_cluster.router(workers[:2], workers[2:], *PATIENT)
+
+
 def ask(router: Router, text: str, **fields: object) -> str:
     """Sends a prompt and returns the name of the decode worker that answered."""
     answer = router.post(prompt=text, **fields)
@@ -33,8 +40,16 @@ def prefills_of(stubs: list[Stub]) -> list[str]:
     return [request["headers"]["x-hotset-prefill"] for request in requests]
 
 
-def test_every_turn_of_a_session_goes_to_the_same_workers(cluster: Cluster, idle_workers: list[Stub]) -> None:
-    router = cluster.router(idle_workers[:2], idle_workers[2:], *PATIENT)
+def choices_and_tokens(router: Router) -> list[float]:
+    """Returns how many decode workers were chosen by prefix and by load, and the prompt tokens and cached tokens."""
+    choices = [router.metric("hotset_router_choices_total", role="decode", by=by) for by in ("prefix", "load")]
+    return choices + [
+        router.metric(f"hotset_router_{kind}_tokens_total", role="decode") for kind in ("prompt", "cached")
+    ]
+
+
+def test_every_turn_of_a_session_goes_to_the_same_workers(patient_router: Router, idle_workers: list[Stub]) -> None:
+    router, before = patient_router, choices_and_tokens(patient_router)
     sessions = [words(RNG, 3000) for _ in range(6)]
     homes = [ask(router, text) for text in sessions]
     assert {homes.count("d1"), homes.count("d2")} == {3}, "without a known prefix, workers take turns"
@@ -44,10 +59,10 @@ def test_every_turn_of_a_session_goes_to_the_same_workers(cluster: Cluster, idle
         assert [ask(router, text, max_tokens=turn + 1) for text in sessions] == homes
     for stub, first in zip(idle_workers[2:], prefills, strict=True):
         assert set(prefills_of([stub])) == first, "prefill workers have caches, too"
-    assert router.metric("hotset_router_choices_total", role="decode", by="prefix") == 12
-    assert router.metric("hotset_router_choices_total", role="decode", by="load") == 6
-    share = router.metric("hotset_router_cached_tokens_total", role="decode")
-    assert 0.45 < share / router.metric("hotset_router_prompt_tokens_total", role="decode") < 0.7
+    by_prefix, by_load, tokens, cached = (
+        now - then for now, then in zip(choices_and_tokens(router), before, strict=True)
+    )
+    assert (by_prefix, by_load) == (12, 6) and 0.45 < cached / tokens < 0.7
     salted = {ask(router, sessions[0], cache_salt=f"tenant {number}") for number in range(2)}
     assert salted == {"d1", "d2"}, "another tenant's prefix is unknown"
     keyed = [ask(router, words(RNG, 3000), prompt_cache_key="agent") for _ in range(4)]
@@ -70,9 +85,11 @@ def test_a_killed_workers_sessions_go_on_elsewhere_and_it_comes_back_empty(
     assert [ask(router, text) for text in sessions] == ["d1"] * 4, "the restarted worker has no prefix"
 
 
-def test_a_worker_that_rejects_a_prompt_or_fails_does_not_have_it(cluster: Cluster, idle_workers: list[Stub]) -> None:
-    p1, _, d1, d2 = idle_workers
-    router = cluster.router([p1], [d1, d2], *PATIENT)
+def test_a_worker_that_rejects_a_prompt_or_fails_does_not_have_it(
+    patient_router: Router, idle_workers: list[Stub]
+) -> None:
+    router, (_, _, d1, d2) = patient_router, idle_workers
+    *_, cached = choices_and_tokens(router)
     for behaviour in ("busy", "full"):
         text = words(RNG, 3000)
         for stub in (d1, d2):
@@ -80,30 +97,28 @@ def test_a_worker_that_rejects_a_prompt_or_fails_does_not_have_it(cluster: Clust
         assert router.post(prompt=text).status_code == {"busy": 429, "full": 503}[behaviour]
         for stub in (d1, d2):
             stub.behave(behaviour="well")
-        assert wait_until(lambda: router.up(p1, d1, d2))
-        assert router.metric("hotset_router_cached_tokens_total", role="decode") == 0
+        assert wait_until(lambda: router.up(*idle_workers))
+        assert choices_and_tokens(router)[-1] == cached
         assert ask(router, text) in ("d1", "d2")
-        assert router.metric("hotset_router_cached_tokens_total", role="decode") == 0, behaviour
+        assert choices_and_tokens(router)[-1] == cached, behaviour
     assert ask(router, text) in ("d1", "d2")
-    assert router.metric("hotset_router_cached_tokens_total", role="decode") > 0
+    assert choices_and_tokens(router)[-1] > cached
 
 
-def test_kv_events_tell_the_router_what_the_workers_have(cluster: Cluster, idle_workers: list[Stub]) -> None:
-    p1, _, d1, d2 = idle_workers
+def test_kv_events_tell_the_router_what_the_workers_have(patient_router: Router, idle_workers: list[Stub]) -> None:
+    router, (_, _, d1, d2) = patient_router, idle_workers
     text, tokens = words(RNG, 6000), list(range(1500))
     hashes: list[bytes] = []
     HASHER.extend(hashes, tokens, "")
-    router = cluster.router([p1], [d1, d2], *PATIENT)
 
     def cached_share(worker: str) -> float:
         """Sends the prompt, and returns how much of it `worker` was expected to have. Returns 0 if it went to
         another."""
-        names = [f"hotset_router_{kind}_tokens_total" for kind in ("cached", "prompt")]
-        before = [router.metric(name, role="decode") for name in names]
+        _, _, tokens_before, cached_before = choices_and_tokens(router)
         if ask(router, text) != worker:
             return 0.0
-        cached, prompt = (router.metric(name, role="decode") - old for name, old in zip(names, before, strict=True))
-        return cached / prompt
+        _, _, tokens_now, cached_now = choices_and_tokens(router)
+        return (cached_now - cached_before) / (tokens_now - tokens_before)
 
     with closing(new_publisher()) as of_d1, closing(new_publisher()) as of_d2:
         for stub, publisher in ((d1, of_d1), (d2, of_d2)):
