@@ -15,6 +15,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # These files run first, in this order. If a slow file started last, the other workers would be idle at the end.
 SLOW_FILES = (
     "serve/test_disaggregated.py",
+    "serve/test_clients.py",
+    "serve/test_openai_client.py",
+    "handoff/test_agent_processes.py",
     "engine/test_handoff_processes.py",
     "kernels/test_interpreted.py",
     "tiers/test_same_tokens.py",
@@ -27,6 +30,9 @@ SLOW_FILES = (
     "engine/test_workers.py",
     "engine/test_worker_processes.py",
     "test_cli.py",
+    "test_floors.py",
+    "serve/router/test_deaths.py",
+    "models/test_sampler.py",
     "serve/test_requests.py",
     "serve/test_shutdown.py",
     "serve/test_hung.py",
