@@ -22,13 +22,13 @@ class Prefixes:
         self._ledger, self._queues, self._counters = ledger, queues, counters
         self._hasher = None if ledger.host is None else hasher
         self._page_rows = ledger.geometry.page_rows
-        self._tokens_to_hash = HASHED_TOKENS
+        self._pages_to_hash = 0  # how many pages of waiting requests this plan may still hash while requests run
         self._last_hashed: Request | None = None
         self._landing: list[Request] = []  # requests whose prompts land; some may have ended
         self._cached_tokens: dict[str, int] = {}  # of requests admitted since the last call of `take_cached_tokens`
 
     def begin_plan(self) -> None:
-        self._tokens_to_hash = HASHED_TOKENS
+        self._pages_to_hash = max(1, HASHED_TOKENS // self._page_rows)
         self._landing = [request for request in self._landing if self._lands(request)]
 
     def add_landing(self, request: Request) -> None:
@@ -49,7 +49,7 @@ class Prefixes:
             return True  # nothing has changed since the last check; many requests can wait for the same prefix
         if self._hasher is None or not self._reusable_pages(request):
             return False
-        if not self._hash(self._hasher, request, self._tokens_to_hash if self._queues.running else None):
+        if not self._hash(self._hasher, request, self._pages_to_hash if self._queues.running else None):
             return True
         request.waits_for = self._find_other(request)
         request.waits_for_page = 0 if request.waits_for is None else len(request.waits_for.holding.cached)
@@ -158,9 +158,9 @@ class Prefixes:
         common = _common_pages(request.page_hashes, other.page_hashes) - len(other.holding.cached)
         return 2 * common >= unknown
 
-    def _hash(self, hasher: PageHasher, request: Request, max_tokens: int | None = None) -> bool:
-        """Computes the hashes of the full pages of a request that are missing, of at most `max_tokens` tokens. The
-        choices of one prompt, which come one after the other, share those of the prompt.
+    def _hash(self, hasher: PageHasher, request: Request, max_pages: int | None = None) -> bool:
+        """Computes the missing hashes of full pages of a request, at most `max_pages`. The choices of one prompt, which
+        come one after the other, share those of the prompt.
 
         Returns True if all hashes of the request are known now.
         """
@@ -169,9 +169,9 @@ class Prefixes:
             return True
         if not request.page_hashes and last is not None and _same_prompt(last, request):
             request.page_hashes = last.page_hashes[: len(request.prompt) // self._page_rows]
-        known, max_pages = len(request.page_hashes), None if max_tokens is None else max_tokens // self._page_rows
+        known = len(request.page_hashes)
         hasher.extend(request.page_hashes, request.tokens, request.prompt.cache_salt, max_pages)
-        self._tokens_to_hash = max(0, self._tokens_to_hash - (len(request.page_hashes) - known) * self._page_rows)
+        self._pages_to_hash = max(0, self._pages_to_hash - (len(request.page_hashes) - known))
         self._last_hashed = request
         return len(request.page_hashes) == pages
 
