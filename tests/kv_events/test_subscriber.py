@@ -432,7 +432,7 @@ def test_without_a_replay_address_a_lost_message_makes_the_subscriber_forget() -
 def test_without_a_replay_address_a_subscriber_is_synced_only_if_it_has_seen_the_whole_history() -> None:
     async def scenario() -> None:
         cleared = {"type": "AllBlocksCleared"}
-        async with followed_fake(replay=False, retry_seconds=0.001) as (publisher, subscriber):
+        async with followed_fake(replay=False, check_seconds=0.001, retry_seconds=0.001) as (publisher, subscriber):
             await publisher.publish(stored(2))
             await until(lambda: 2 in subscriber.blocks)
             assert not subscriber.synced, "earlier batches were not received"
