@@ -8,7 +8,7 @@ from hotset.memory.view import View, ViewWrapper
 def test_the_wrapper_forwards_every_member_of_the_protocol() -> None:
     inner = MagicMock()
     view: View = ViewWrapper(inner)
-    arguments = {"new_rows": (3,), "keys": (1,), "context": (2,), "select": (3, MagicMock())}
+    arguments = {"new_rows": (3,), "keys": (1,), "context": (2,), "select": (3, MagicMock()), "short_contexts": (3,)}
     members = {name for name in vars(View) if not name.startswith("_")}
     assert members == {"segments", "padded_seats", *arguments}
     for name in members:
