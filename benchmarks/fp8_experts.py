@@ -171,7 +171,7 @@ def launches(layer: Layer, layer_input: LayerInput, tiles: "Tiles") -> dict[str,
     slots = impl.slots_for(mean_pairs(len(x)), LOCAL_EXPERTS, tiles.block_pairs)
     gate_up = partial(impl.activation_of, quantise(), by_expert, layer.gate_up, x.dtype, tiles, slots)
     down = partial(impl.results_of, gate_up(), by_expert, layer.down, x.dtype, tiles, slots)
-    total = partial(impl.weighted_sum, down(), by_expert, expert_ids, weights)
+    total = partial(impl.weighted_sum, down(), by_expert, weights)
     return {"sort": sort, "quantise": quantise, "gate_up": gate_up, "down": down, "sum": total}
 
 

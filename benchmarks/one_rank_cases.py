@@ -27,7 +27,6 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import kv_budget
-from hotset.kernels import EMPTY
 from hotset.models import layers
 from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
@@ -111,9 +110,11 @@ def observe_step(rank: Rank, engine: Engine, runner: Runner) -> ObservedStep:
     used: list[int] = []  # experts, in each layer
     finite: list[bool] = []
     compute_experts, compute_logits = layers.experts, rank.model.logits
+    moe = rank.spec.moe
+    local = set(rank.split.experts(moe.experts)) if moe is not None else set()
 
     def observed_experts(x: Tensor, expert_ids: Tensor, *others: Any, **named: Any) -> Tensor:
-        used.append(expert_ids[expert_ids != EMPTY].unique().numel())
+        used.append(len(local.intersection(expert_ids.flatten().tolist())))
         return compute_experts(x, expert_ids, *others, **named)
 
     def observed_logits(hidden: Tensor, indices: Tensor | None) -> Tensor:
@@ -128,8 +129,7 @@ def observe_step(rank: Rank, engine: Engine, runner: Runner) -> ObservedStep:
         patch.object(runner, "_graphs", None),
     ):
         engine.step()
-    moe = rank.spec.moe
-    share = statistics.mean(used) / len(rank.split.experts(moe.experts)) if moe is not None else 1.0
+    share = statistics.mean(used) / len(local) if local else 1.0
     return ObservedStep(share, list(rank.ranks.calls), all(finite))
 
 

@@ -25,7 +25,7 @@ from hotset.kernels.gqa_append import gqa_append
 from hotset.kernels.gqa_append import reference as gqa_reference
 from hotset.kernels.key_append import key_append
 from hotset.kernels.key_append.reference import index_keys
-from hotset.kernels.linear import fp32_linear, per_head_matmul
+from hotset.kernels.linear import Fp32Linear, per_head_matmul
 from hotset.kernels.linear import reference as linear_reference
 from hotset.kernels.mla_append import mla_append
 from hotset.kernels.mla_append import reference as mla_reference
@@ -120,7 +120,7 @@ def query_pairs(batch: int) -> tuple[tuple[Call, Call], ...]:
             partial(per_head_matmul, attention_out, value_up),
             lambda: linear_reference.per_head_matmul(attention_out, value_up).reshape(batch, -1),
         ),
-        (partial(fp32_linear, x, weight, scale), partial(linear_reference.fp32_linear, x, weight, scale)),
+        (partial(Fp32Linear(weight, scale), x), partial(linear_reference.fp32_linear, x, weight, scale)),
     )
 
 
@@ -227,8 +227,9 @@ def sweep() -> list[dict[str, Any]]:
     for heads, warps in ((4, 1), (8, 2), (32, 4)):
         measure("rope", index_rope, False, HEADS_PER_PROGRAM=heads, WARPS=warps)
     head_weights = {f"batch {batch}": [query_pairs(batch)[3][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
-    for tokens, outputs, per_block in ((8, 2, 1024), (4, 2, 1024), (4, 4, 1024), (8, 4, 512), (16, 2, 512)):
-        sizes = {"TOKENS_PER_PROGRAM": tokens, "OUTPUTS_PER_PROGRAM": outputs, "VALUES_PER_BLOCK": per_block}
+    # No tile may be smaller than the first one, for which the counters were made.
+    for tokens, outputs, inputs in ((8, 4, 1024), (8, 4, 512), (8, 8, 512), (16, 4, 512), (8, 4, 2048)):
+        sizes = {"TILE_TOKENS": tokens, "TILE_OUTPUTS": outputs, "TILE_INPUTS": inputs}
         measure("linear", head_weights, False, **sizes)
     return results
 

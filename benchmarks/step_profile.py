@@ -7,7 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class KernelRun:
     name: str
     start_us: float
     end_us: float
+    stream: int = 0
 
 
 @cache
@@ -106,6 +107,20 @@ def grouped_ms(runs: Iterable[KernelRun], steps: int) -> dict[str, float]:
     return {group: us / 1e3 / steps for group, us in sorted(totals.items(), key=lambda item: item[1], reverse=True)}
 
 
+def without_waits(runs: Iterable[KernelRun]) -> list[KernelRun]:
+    """Returns the runs, each from the end of the previous one on its stream.
+
+    A kernel that starts early (programmatic dependent launch) waits for the previous one, which owns that time.
+    """
+    ended: dict[int, float] = {}
+    result = []
+    for run in sorted(runs, key=lambda run: (run.start_us, run.end_us)):
+        start = max(run.start_us, ended.get(run.stream, run.start_us))
+        ended[run.stream] = max(start, run.end_us)
+        result.append(replace(run, start_us=start, end_us=ended[run.stream]))
+    return result
+
+
 def slowest_kernels(runs: Iterable[KernelRun], steps: int, count: int = 40) -> dict[str, dict[str, float]]:
     """Returns the milliseconds and launches per step of the kernels that take longest."""
     times: dict[str, list[float]] = defaultdict(list)
@@ -116,7 +131,7 @@ def slowest_kernels(runs: Iterable[KernelRun], steps: int, count: int = 40) -> d
 
 
 def profiled(work: Callable[[], object]) -> list[KernelRun]:
-    """Runs `work` and returns everything that it ran on the GPU."""
+    """Runs `work` and returns everything that it ran on the GPU, without the waits of kernels that started early."""
     # torch sets these itself for graphs of its compiler: with CUDA graphs, loading CUPTI a second time can crash.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -124,8 +139,8 @@ def profiled(work: Callable[[], object]) -> list[KernelRun]:
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         work()
         torch.cuda.synchronize()
-    return [
-        KernelRun(event.name, event.time_range.start, event.time_range.end)
+    return without_waits(
+        KernelRun(event.name, event.time_range.start, event.time_range.end, event.device_resource_id)
         for event in recorded.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
-    ]
+    )

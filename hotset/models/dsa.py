@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hotset.kernels.index_topk import index_topk
 from hotset.kernels.key_append import key_append
-from hotset.kernels.linear import fp32_linear, per_head_matmul
+from hotset.kernels.linear import Fp32Linear, per_head_matmul
 from hotset.kernels.mla_append import mla_append
 from hotset.kernels.rope import Rotation, rope_query, rotate
 from hotset.kernels.rows import index_key_row, mla_row
@@ -44,7 +44,7 @@ class Indexer:
         self._norm_weight = weights.load(f"{prefix}.k_norm.weight", (spec.head_dim,))
         self._norm_bias = weights.load(f"{prefix}.k_norm.bias", (spec.head_dim,))
         name, shape = f"{prefix}.weights_proj.weight", (spec.heads, model.hidden)
-        self._head_weights = load_fp32(weights, name, shape, self._norm_weight)
+        self._head_weights = Fp32Linear(load_fp32(weights, name, shape, self._norm_weight), spec.heads**-0.5)
 
     def __call__(
         self,
@@ -68,8 +68,7 @@ class Indexer:
             segments.positions,
         )
         q = rotate(query.unflatten(1, (spec.heads, spec.head_dim)), rotation, spec.interleaved_rope)
-        head_weights = fp32_linear(x, self._head_weights, spec.heads**-0.5)
-        return index_topk(q, head_weights, keys, segments, spec.topk, spec.head_dim**-0.5)
+        return index_topk(q, self._head_weights(x), keys, segments, spec.topk, spec.head_dim**-0.5)
 
 
 class DsaAttention:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.kernels import EMPTY
 from hotset.kernels.experts import experts
 from hotset.kernels.fp8 import Fp8Weight, Weight, common_block_rows
 from hotset.kernels.linear import Linear
@@ -189,7 +188,7 @@ class Moe:
         for expert in range(spec.experts):
             source, index = (weights, expert - local.start) if expert in local else (skipped, 0)
             _load_expert(source, f"{prefix}.experts.{expert}", self._gate_up[index], self._down[index])
-        self._local_ids = None if len(local) == spec.experts else _local_expert_ids(local, spec.experts, like.device)
+        self._first_expert = local.start
         self._shared: Mlp | None = None
         if spec.shared:
             # Tensor parallel ranks add the partial sums of shared and routed experts before one common all_reduce.
@@ -219,9 +218,7 @@ class Moe:
 
     def _local_experts(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Returns the sum of this rank's experts for each token. `expert_ids` may name experts of other ranks."""
-        if self._local_ids is not None:
-            expert_ids = self._local_ids[expert_ids]
-        return experts(x, expert_ids, weights, self._gate_up, self._down, self._rule.experts)
+        return experts(x, expert_ids, weights, self._gate_up, self._down, self._rule.experts, self._first_expert)
 
 
 def _load_expert(weights: WeightSource, name: str, gate_up: Weight, down: Weight) -> None:
@@ -229,16 +226,6 @@ def _load_expert(weights: WeightSource, name: str, gate_up: Weight, down: Weight
     weights.load_weight(f"{name}.gate_proj.weight", (width, hidden), out=output_range(gate_up, 0, width))
     weights.load_weight(f"{name}.up_proj.weight", (width, hidden), out=output_range(gate_up, width, 2 * width))
     weights.load_weight(f"{name}.down_proj.weight", (hidden, width), out=down)
-
-
-def _local_expert_ids(local: range, experts: int, device: torch.device) -> Tensor:
-    """Returns [experts + 1] int64: the index of each expert among the local experts, EMPTY for other ranks' experts.
-
-    The last entry is EMPTY too, so that expert id EMPTY (-1) maps to EMPTY.
-    """
-    ids = torch.full((experts + 1,), EMPTY, dtype=torch.int64, device=device)
-    ids[local.start : local.stop] = torch.arange(len(local), device=device)
-    return ids
 
 
 def feed_forward(loader: ShardLoader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:

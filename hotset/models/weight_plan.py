@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from hotset.kernels.linear import Linear, packed
+from hotset.kernels.linear import Fp32Linear, Linear, packed
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.planned import PlannedSource
 from hotset.models.checkpoint.source import WeightSource
@@ -62,6 +62,8 @@ def _tensors_and_linears(part: object) -> Iterator[Tensor | Linear]:
     elif isinstance(part, Linear):
         yield part
         children = [part.weight, part.bias]
+    elif isinstance(part, Fp32Linear):
+        children = [part.weight]
     elif isinstance(part, list | tuple):
         children = list(part)
     elif is_dataclass(part):

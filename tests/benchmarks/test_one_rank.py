@@ -23,7 +23,7 @@ from one_rank_model import (
     planned_bytes,
     random_weights,
 )
-from step_profile import GAPS, OTHER, KernelRun, group_of, grouped_ms
+from step_profile import GAPS, OTHER, KernelRun, group_of, grouped_ms, without_waits
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
@@ -258,6 +258,18 @@ def test_gaps_are_the_time_in_which_no_stream_runs_a_kernel() -> None:
     ]
     assert grouped_ms(runs, steps=2) == {"attention": 0.035, "swap-in": 0.02, GAPS: 0.0025, OTHER: 0.0005}
     assert grouped_ms([], steps=1) == {}
+
+
+def test_a_kernel_that_started_early_counts_from_the_end_of_the_previous_one_on_its_stream() -> None:
+    runs = [
+        KernelRun("first", 0, 10),
+        KernelRun("early", 4, 15),
+        KernelRun("earlier", 5, 15),  # ends with the one before it
+        KernelRun("late", 20, 25),
+        KernelRun("copy", 2, 12, stream=1),
+    ]
+    times = {run.name: (run.start_us, run.end_us) for run in without_waits(reversed(runs))}
+    assert times == {"first": (0, 10), "early": (10, 15), "earlier": (15, 15), "late": (20, 25), "copy": (2, 12)}
 
 
 def test_cases_without_time_are_skipped_and_a_failed_case_does_not_end_the_run(

@@ -89,11 +89,11 @@ def expected_output(case: Case) -> Tensor:
     return out
 
 
-def run_op(case: Case) -> Tensor:
+def run_op(case: Case, first_expert: int = 0) -> Tensor:
     """Runs the implementation under test."""
     if not INTERPRETED:
-        return reference.experts(*case.arguments)
-    out: Tensor = triton_impl().experts(*case.arguments, pairs_per_expert=1)
+        return reference.experts(*case.arguments, first_expert)
+    out: Tensor = triton_impl().experts(*case.arguments, pairs_per_expert=1, first_expert=first_expert)
     return out
 
 
@@ -130,6 +130,19 @@ def test_experts_sum_only_the_selected_experts(tokens: int, count: int, seed: in
     case.gate_up[unused], case.down[unused] = float("nan"), float("nan")
     out = experts(case.x, case.expert_ids, case.weights.double(), case.gate_up, case.down)
     torch.testing.assert_close(out, expected_output(case))
+
+
+@pytest.mark.parametrize("first", [0, 2, 5])
+def test_experts_of_other_ranks_add_nothing(first: int) -> None:
+    torch.manual_seed(4)
+    case = draw_case(30, 3, *draw_weights(7, 12, 5, torch.float32, "cpu"))
+    case.expert_ids[torch.rand(30, 3) < 0.2] = EMPTY
+    held = slice(first, first + 2)
+    local = (case.expert_ids >= held.start) & (case.expert_ids < held.stop)
+    expected = expected_output(replace(case, expert_ids=torch.where(local, case.expert_ids, EMPTY)))
+    case.weights[~local] = float("nan")  # these are not used
+    out = run_op(replace(case, gate_up=case.gate_up[held], down=case.down[held]), first)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_batch_of_only_padded_tokens_results_in_zeros() -> None:
@@ -213,6 +226,19 @@ def test_pairs_of_several_chunks_are_sorted_stably(monkeypatch: pytest.MonkeyPat
     elif routing == "two whole chunks":
         expert_ids = expert_ids[:128]
     check_sort(expert_ids, 5, block_pairs=4)
+
+
+@needs_interpreter
+def test_results_are_added_in_the_order_of_the_pairs() -> None:
+    torch.manual_seed(7)
+    expert_ids, weights = torch.randint(EMPTY, 4, (9, 3)), torch.rand(9, 3)
+    by_expert = triton_impl().sort_by_expert(expert_ids, 4, 16)
+    results = torch.randn(27, 40)
+    results[int(by_expert.ends[-1]) :] = float("nan")  # of EMPTY pairs
+    expected = torch.zeros(9, 40)
+    for token, column in (expert_ids != EMPTY).nonzero().tolist():
+        expected[token] += weights[token, column] * results[by_expert.sorted_index[token * 3 + column]]
+    assert torch.equal(triton_impl().weighted_sum(results, by_expert, weights), expected)
 
 
 def check_sort(expert_ids: Tensor, count: int, block_pairs: int) -> None:

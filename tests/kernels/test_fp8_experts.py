@@ -236,7 +236,7 @@ def test_the_expected_pairs_per_expert_count_the_experts_of_all_ranks(
 ) -> None:
     """48 tokens with 4 experts each: of 4 experts, or of 32 of which this rank holds 4."""
     experts(*draw_case(48, 4, draw_weights(4, 32, 16, 16)).arguments, routed)
-    assert [arguments[-1] for arguments in recorded] == [expected]
+    assert [arguments[5] for arguments in recorded] == [expected]
 
 
 def test_a_batch_with_too_many_pairs_is_computed_in_parts(

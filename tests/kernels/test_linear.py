@@ -1,10 +1,10 @@
-"""Compares the packed linear and the fp32_linear kernel with their references."""
+"""Compares the packed linear and the kernel of Fp32Linear with their references."""
 
 import pytest
 import torch
 from interpreted import triton_impl
 
-from hotset.kernels.linear import Linear, fp32_linear, packed, reference
+from hotset.kernels.linear import MAX_FP32_TOKENS, Fp32Linear, Linear, packed, reference
 
 BF16 = torch.bfloat16
 
@@ -27,17 +27,29 @@ def test_packed_linear_equals_the_reference(tokens: int, outputs: int, inputs: i
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 1, 3), (5, 3, 40), (9, 4, 1500)])
+@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 1, 3), (5, 3, 40), (9, 5, 2100)])
 def test_fp32_linear_kernel_equals_the_reference(dtype: torch.dtype, tokens: int, outputs: int, width: int) -> None:
     x, weight = torch.randn(tokens, width + 1).to(dtype)[:, 1:], torch.randn(outputs, width)
-    got = triton_impl("linear").fp32_linear(x, weight, 0.3)
+    impl = triton_impl("linear")
+    counters = impl.make_counters(weight, tokens)
+    got = impl.fp32_linear(x, weight, 0.3, counters)
     torch.testing.assert_close(got, reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
+    assert not counters.any()  # for the next call
+
+
+@pytest.mark.interpreted
+def test_a_token_of_fp32_linear_has_the_same_bits_in_every_batch() -> None:
+    impl, x, weight = triton_impl("linear"), torch.randn(12, 2100).to(BF16), torch.randn(6, 2100)
+    counters = impl.make_counters(weight, 12)
+    whole = impl.fp32_linear(x, weight, 0.3, counters)
+    for tokens in (slice(0, 1), slice(3, 5), slice(1, 12)):
+        assert torch.equal(impl.fp32_linear(x[tokens], weight, 0.3, counters), whole[tokens])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "tokens", "outputs", "width"),
-    [(BF16, 1, 32, 4096), (BF16, 128, 32, 4096), (BF16, 300, 4, 96), (torch.float32, 7, 3, 1100)],
+    [(BF16, 1, 32, 4096), (BF16, 16, 64, 7168), (BF16, 128, 32, 4096), (BF16, 300, 4, 96), (torch.float32, 7, 3, 1100)],
     ids=str,
 )
 def test_fp32_linear_on_a_gpu_does_not_round_the_weight(
@@ -45,5 +57,10 @@ def test_fp32_linear_on_a_gpu_does_not_round_the_weight(
 ) -> None:
     x, weight = torch.randn(tokens, width + 8).to(dtype), torch.randn(outputs, width)
     expected = reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
-    out = fp32_linear(x.cuda()[:, 8:], weight.cuda(), 0.3).cpu().double()
-    assert float((out - expected).norm() / expected.norm()) < 1e-5  # the kernel computes in float32 throughout
+    linear = Fp32Linear(weight.cuda(), 0.3)
+    out = linear(x.cuda()[:, 8:])
+    error = (out.cpu().double() - expected).norm() / expected.norm()
+    assert float(error) < 1e-5  # the kernel computes in float32 throughout
+    if tokens <= MAX_FP32_TOKENS:
+        for part in (slice(0, 1), slice(tokens // 2, tokens)):
+            assert torch.equal(linear(x.cuda()[part, 8:]), out[part])

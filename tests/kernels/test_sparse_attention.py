@@ -31,6 +31,7 @@ from hotset.kernels.sparse_attention.launch import (
     GpuTraits,
     LaunchConfig,
     choose_launch,
+    cost,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,6 +159,22 @@ def test_the_cost_model_returns_the_recorded_numbers_of_splits(heads: int, fp8: 
     shapes = [AttentionShape(1 << n, heads, 2048, 512, 64, fp8) for n in range(len(SPLITS[heads]))]
     assert tuple(choose_launch(shape, H200).splits for shape in shapes) == SPLITS[heads]
     assert choose_launch(AttentionShape(2048, heads, 2048, 512, 64, fp8), H200).splits == 1
+
+
+@pytest.mark.parametrize(("queries", "splits"), [(16, 4), (24, 2), (40, 3)])
+def test_few_splits_are_chosen_if_storing_and_merging_their_sums_takes_longer_than_they_save(
+    queries: int, splits: int
+) -> None:
+    assert choose_launch(AttentionShape(queries, 128, 2048, 512, 64, True), H200).splits == splits
+
+
+@pytest.mark.parametrize(("queries", "splits", "us"), [(16, 4, 40 + 5), (24, 8, 69.5 + 14.4), (40, 8, 125 + 29)])
+def test_the_cost_of_the_gluon_kernel_is_proportional_to_times_measured_on_an_h200(
+    queries: int, splits: int, us: float
+) -> None:
+    shape, us_of_key = AttentionShape(queries, 128, 2048, 512, 64, True), 0.07
+    launch = replace(choose_launch(shape, H200), splits=splits)
+    assert cost(launch, shape, H200) * us_of_key == pytest.approx(us, rel=0.1)
 
 
 def test_a_call_that_would_need_two_waves_without_splits_has_at_most_four_splits() -> None:

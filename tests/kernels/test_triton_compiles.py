@@ -78,6 +78,8 @@ SMALL_OPS = (
     "decode",
     "merge",
     "decode rows",
+    "page table lookup",
+    "save last topk",
 )
 SLICES = {  # (alignment in bytes, unpack)
     "slices of 16 bytes": (16, False),
@@ -129,7 +131,7 @@ def experts_cases() -> dict[str, Case]:
         "sort of one chunk": case("experts", "_sort_kernel", sort | {"one_chunk": True}, 16),
         "sort of several chunks": case("experts", "_sort_kernel", sort | {"one_chunk": False}, 16),
         "sort: counts of a chunk": case("experts", "_count_pairs_kernel", sort, 16),
-        "sum": case("experts", "_sum_kernel", {"hidden": 4096, "k": 6, "block": 1024}, 4),
+        "sum": case("experts", "_sum_kernel", {"experts": 64, "hidden": 4096, "k": 6, "block": 2048}, 4),
         "router": replace(case("route", "_product_kernel", router, 4), types=router_types),
         "select of 64": select(32, 1, 64, 1, 6, warps=1),
         "select of 256 in groups": select(32, 8, 32, 4, 8, warps=4),
@@ -196,9 +198,9 @@ def small_op_cases() -> dict[str, Case]:
         "fp32 linear": case(
             "linear",
             "_fp32_linear_kernel",
-            {"*bf16": "x", "*fp32": "weight out"},
-            {"width": 4096, "outputs": 32, "block_tokens": 8, "block_outputs": 2, "block_values": 1024},
-            warps=8,
+            {"*bf16": "x", "*fp32": "weight out partial", "*i32": "counters"},
+            {"inputs": 7168, "outputs": 64, "splits": 7, "tile_tokens": 8, "tile_outputs": 4, "tile_inputs": 1024},
+            warps=4,
             fusion=True,
         ),
         "decode rows": case(
@@ -206,6 +208,20 @@ def small_op_cases() -> dict[str, Case]:
             "_decode_rows_kernel",
             {"*u8": "rows", "*i64": "row_ids", "*bf16": "out"},
             {"quantised": 512, "scales": 4, "others": 64, "block_quantised": 512, "block_others": 64, "block_rows": 8},
+            warps=4,
+        ),
+        "page table lookup": case(
+            "page_table_lookup",
+            "_page_table_lookup_kernel",
+            {"*i64": "positions seat_of table rows"},
+            {"page_rows": 64, "block": 512},
+            warps=4,
+        ),
+        "save last topk": case(
+            "save_last_topk",
+            "_save_last_topk_kernel",
+            {"*i64": "seat_of positions", "*i32": "last_topk"},
+            {"block": 1024},
             warps=4,
         ),
         "decode": case(

@@ -17,18 +17,19 @@ MAX_PAIRS = 1 << 17
 
 def experts(
     x: Tensor,  # [tokens, hidden]
-    expert_ids: Tensor,  # [tokens, k] int64, distinct for a token; EMPTY: no expert
+    expert_ids: Tensor,  # [tokens, k] int64, those of a token are distinct; EMPTY: no expert
     weights: Tensor,  # [tokens, k]
     gate_up: Weight,  # [experts, 2 * width, hidden]: gate, then up
     down: Weight,  # [experts, hidden, width]
     routed_experts: int | None = None,  # the number of experts that tokens were routed to; None: those given here
+    first_expert: int = 0,  # the id of the first expert given here
 ) -> Tensor:  # [tokens, hidden]
     """Returns sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)). Reads only the experts in use.
 
     Weights in fp8 are multiplied as `fp8_linear` does. On a GPU, calls in bfloat16 and float32 can be captured in a
-    graph; other dtypes use the reference. If other ranks hold a part of the experts, their ids are EMPTY here and
-    `routed_experts` counts all ranks' experts: the kernels expect tokens to be spread evenly over this number. It
-    affects the speed and the order of additions, but not which products are computed.
+    graph; other dtypes use the reference. If other ranks hold a part of the experts, ids of their experts count as
+    EMPTY, and `routed_experts` counts all ranks' experts: the kernels expect tokens to be spread evenly over this
+    number. It affects the speed and the order of additions, but not which products are computed.
 
     Raises ConfigError before anything runs if one of gate_up and down is in fp8 and the other is not, if weights that
     are not in fp8 differ from x in dtype, or if the fast path would get more than MAX_EXPERTS experts.
@@ -49,7 +50,7 @@ def experts(
     elif not x.dtype == gate_up.dtype == down.dtype:
         raise ConfigError(f"x is {x.dtype}, but the experts are {gate_up.dtype} and {down.dtype}: all must be the same")
     if not has_fast_path(x):
-        return reference.experts(x, expert_ids, weights, gate_up, down)
+        return reference.experts(x, expert_ids, weights, gate_up, down, first_expert)
     if count > MAX_EXPERTS:
         raise ConfigError(f"{count} experts are more than the {MAX_EXPERTS} that can be served on a GPU")
     if expert_ids.numel() == 0:
@@ -58,5 +59,5 @@ def experts(
     parts = []
     for some in zip(x.split(max_tokens), expert_ids.split(max_tokens), weights.split(max_tokens), strict=True):
         pairs_per_expert = ceil_div(some[1].numel(), routed_experts or count)
-        parts.append(kernels.experts(*some, gate_up, down, pairs_per_expert))
+        parts.append(kernels.experts(*some, gate_up, down, pairs_per_expert, first_expert))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -14,7 +14,11 @@ from hotset.kernels.linear.reference import fp8_linear, linear
 from hotset.kernels.rows import accumulation_dtype
 
 
-def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def experts(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, first_expert: int = 0
+) -> Tensor:
+    local_ids = expert_ids - first_expert
+    expert_ids = torch.where((local_ids >= 0) & (local_ids < gate_up.shape[0]), local_ids, EMPTY)
     out = torch.zeros_like(x)
     order = torch.argsort(expert_ids.flatten(), stable=True)
     token_of = order // expert_ids.shape[1]

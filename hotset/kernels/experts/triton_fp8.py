@@ -80,11 +80,17 @@ class QuantisedPairs:
 
 
 def experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Fp8Weight, down: Fp8Weight, pairs_per_expert: int
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Fp8Weight,
+    down: Fp8Weight,
+    pairs_per_expert: int,
+    first_expert: int = 0,
 ) -> Tensor:
     tiles = tiles_for(pairs_per_expert)
     slots = slots_for(pairs_per_expert, gate_up.shape[0], tiles.block_pairs)
-    return experts_in_tiles(x, expert_ids, weights, gate_up, down, tiles, slots)
+    return experts_in_tiles(x, expert_ids, weights, gate_up, down, tiles, slots, first_expert)
 
 
 def tiles_for(pairs_per_expert: int) -> Tiles:
@@ -102,14 +108,21 @@ def slots_for(pairs_per_expert: int, experts: int, block_pairs: int) -> int:
 
 
 def experts_in_tiles(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Fp8Weight, down: Fp8Weight, tiles: Tiles, slots: int
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Fp8Weight,
+    down: Fp8Weight,
+    tiles: Tiles,
+    slots: int,
+    first_expert: int = 0,
 ) -> Tensor:
     for weight in (gate_up, down):
         assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weights must be contiguous"
-    by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs)
+    by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs, first_expert)
     activation = activation_of(quantise_pairs(x, by_expert), by_expert, gate_up, x.dtype, tiles, slots)
     results = results_of(activation, by_expert, down, x.dtype, tiles, slots)
-    return weighted_sum(results, by_expert, expert_ids, weights)
+    return weighted_sum(results, by_expert, weights)
 
 
 def quantise_pairs(x: Tensor, by_expert: SortedPairs) -> QuantisedPairs:

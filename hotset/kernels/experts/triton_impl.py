@@ -64,7 +64,7 @@ MIN_TORCH_PAIRS = 96  # mean pairs per expert from which on torch's grouped prod
 # multiprocessor of an H200, and in 1,056 for 131,072. It is not smaller because every program reads the counts of all
 # chunks: of 131,072 pairs in chunks of 2,048, it would read as many bytes of counts as of pairs (16 KB each).
 CHUNK_SIZES = (256, 1024, 4096)
-SUM_BLOCK = 1024  # values of a token that one program of the weighted sum computes
+SUM_BLOCK = 2048  # values of a token that one program of the weighted sum computes
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
@@ -86,12 +86,18 @@ class SortedPairs:
 
 
 def experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, pairs_per_expert: int
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    pairs_per_expert: int,
+    first_expert: int = 0,
 ) -> Tensor:
     if pairs_per_expert >= MIN_TORCH_PAIRS and supports_grouped_mm(x, down):
-        return experts_by_torch(x, expert_ids, weights, gate_up, down)
+        return experts_by_torch(x, expert_ids, weights, gate_up, down, first_expert)
     tiles = tiles_for(x.dtype, pairs_per_expert)
-    return experts_in_tiles(x, expert_ids, weights, gate_up, down, tiles)
+    return experts_in_tiles(x, expert_ids, weights, gate_up, down, tiles, first_expert)
 
 
 def tiles_for(dtype: torch.dtype, pairs_per_expert: int) -> Tiles:
@@ -106,10 +112,16 @@ def supports_grouped_mm(x: Tensor, down: Tensor) -> bool:
 
 
 def experts_in_tiles(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, tiles: Tiles
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    tiles: Tiles,
+    first_expert: int = 0,
 ) -> Tensor:
     _, hidden, width = down.shape
-    by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs)
+    by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs, first_expert)
     x = x if x.stride(1) == 1 else x.contiguous()
     # Both tensors have one vector per pair, in sorted order.
     activation = torch.empty(expert_ids.numel(), width, dtype=x.dtype, device=x.device)
@@ -135,15 +147,17 @@ def experts_in_tiles(
         **sizes,
         **_tile_options(tiles.down),
     )
-    return weighted_sum(results, by_expert, expert_ids, weights)
+    return weighted_sum(results, by_expert, weights)
 
 
-def experts_by_torch(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    by_expert = sort_by_expert(expert_ids, gate_up.shape[0], expert_ids.numel())
+def experts_by_torch(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first_expert: int = 0
+) -> Tensor:
+    by_expert = sort_by_expert(expert_ids, gate_up.shape[0], expert_ids.numel(), first_expert)
     gathered = x.index_select(0, by_expert.pairs // expert_ids.shape[1])
     activation = swiglu(F.grouped_mm(gathered, gate_up.transpose(1, 2), offs=by_expert.ends))
     results = F.grouped_mm(activation, down.transpose(1, 2), offs=by_expert.ends)
-    return weighted_sum(results, by_expert, expert_ids, weights)
+    return weighted_sum(results, by_expert, weights)
 
 
 def _grid(by_expert: SortedPairs, outputs: int, tile: Tile) -> tuple[int, int]:
@@ -156,9 +170,10 @@ def _tile_options(tile: Tile) -> dict[str, Any]:
 
 
 def sort_by_expert(
-    expert_ids: Tensor,  # [tokens, k], EMPTY-padded anywhere
+    expert_ids: Tensor,  # [tokens, k]; ids outside [first_expert, first_expert + experts) count as EMPTY
     experts: int,
     block_pairs: int,
+    first_expert: int = 0,
 ) -> SortedPairs:
     pairs = expert_ids.numel()
     # This bounds the number of blocks: each expert in use has at least one pair and one block, and every further block
@@ -180,7 +195,7 @@ def sort_by_expert(
     chunk = next((size for size in CHUNK_SIZES if size >= pairs), CHUNK_SIZES[-1])
     chunks, bins = triton.cdiv(pairs, chunk), max(32, triton.next_power_of_2(experts + 1))
     expert_ids = expert_ids.contiguous()
-    sizes = {"num_pairs": pairs, "experts": experts, "bins": bins, "chunk": chunk}
+    sizes = {"num_pairs": pairs, "first_expert": first_expert, "experts": experts, "bins": bins, "chunk": chunk}
     options = {"num_warps": min(16, max(4, chunk // 256))} | OPTIONS
     chunk_counts = by_expert.pairs  # not read if there is one chunk
     if chunks > 1:
@@ -204,20 +219,20 @@ def sort_by_expert(
     return by_expert
 
 
-def weighted_sum(results: Tensor, by_expert: SortedPairs, expert_ids: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(results: Tensor, by_expert: SortedPairs, weights: Tensor) -> Tensor:
     """Returns [tokens, hidden]: the weighted sum over each token's pairs, computed in float32.
 
     `results` [pairs, hidden] is in sorted order.
     """
-    tokens, k = expert_ids.shape
-    hidden = results.shape[1]
+    (tokens, k), hidden = weights.shape, results.shape[1]
     out = torch.empty(tokens, hidden, dtype=results.dtype, device=results.device)
     _sum_kernel[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
         results=results,
         sorted_index=by_expert.sorted_index,
-        expert_ids=expert_ids.contiguous(),
+        ends=by_expert.ends,
         weights=weights.contiguous(),
         out=out,
+        experts=by_expert.ends.numel(),
         hidden=hidden,
         k=k,
         block=SUM_BLOCK,
@@ -227,22 +242,23 @@ def weighted_sum(results: Tensor, by_expert: SortedPairs, expert_ids: Tensor, we
     return out
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])  # type: ignore[untyped-decorator]
 def _count_pairs_kernel(
     expert_ids: tl.tensor,
     chunk_counts: tl.tensor,
     num_pairs: tl.tensor,
+    first_expert: tl.tensor,
     experts: tl.constexpr,
     bins: tl.constexpr,
     chunk: tl.constexpr,
 ) -> None:
     """Counts the pairs of each expert in one chunk, and in the bin after the last expert those without an expert."""
     pair = tl.program_id(0) * chunk + tl.arange(0, chunk)
-    counts = tl.histogram(_expert_of(expert_ids, pair, num_pairs, experts), bins)
+    counts = tl.histogram(_expert_of(expert_ids, pair, num_pairs, first_expert, experts), bins)
     tl.store(chunk_counts + tl.program_id(0) * bins + tl.arange(0, bins), counts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "blocks", "block_pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pairs", "first_expert", "blocks", "block_pairs"])  # type: ignore[untyped-decorator]
 def _sort_kernel(
     expert_ids: tl.tensor,
     chunk_counts: tl.tensor,  # [chunks, bins] int32, written by `_count_pairs_kernel`; not read if `one_chunk`
@@ -253,6 +269,7 @@ def _sort_kernel(
     block_first: tl.tensor,
     num_blocks: tl.tensor,
     num_pairs: tl.tensor,
+    first_expert: tl.tensor,
     blocks: tl.tensor,
     block_pairs: tl.tensor,
     one_chunk: tl.constexpr,
@@ -267,7 +284,7 @@ def _sort_kernel(
     """
     own_bin, own_chunk = tl.program_id(0), tl.program_id(1)
     pair = own_chunk * chunk + tl.arange(0, chunk)
-    expert = _expert_of(expert_ids, pair, num_pairs, experts)
+    expert = _expert_of(expert_ids, pair, num_pairs, first_expert, experts)
     bin_number = tl.arange(0, bins)
     if one_chunk:
         counts = tl.histogram(expert, bins)
@@ -315,10 +332,12 @@ def _sum_counts(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expert_of(expert_ids: tl.tensor, pair: tl.tensor, num_pairs: tl.tensor, experts: tl.constexpr) -> tl.tensor:
-    """Returns the expert of each pair as int32, or `experts` if the pair is EMPTY or beyond `num_pairs`."""
-    expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=_EMPTY).to(tl.int32)
-    return tl.where(expert == _EMPTY, experts, expert)
+def _expert_of(
+    expert_ids: tl.tensor, pair: tl.tensor, num_pairs: tl.tensor, first_expert: tl.tensor, experts: tl.constexpr
+) -> tl.tensor:
+    """Returns the index of each pair's expert as int32, or `experts` if the pair is EMPTY or beyond `num_pairs`."""
+    expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=_EMPTY).to(tl.int32) - first_expert
+    return tl.where((expert >= 0) & (expert < experts), expert, experts)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -411,19 +430,35 @@ def _down_kernel(
 def _sum_kernel(
     results: tl.tensor,
     sorted_index: tl.tensor,
-    expert_ids: tl.tensor,
+    ends: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
+    experts: tl.constexpr,
     hidden: tl.constexpr,
     k: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * block + tl.arange(0, block)
+    used = tl.load(ends + experts - 1)  # EMPTY pairs come after the pairs of the last expert
+    # All results are requested before the first one is used. No time is spent on EMPTY pairs after that.
+    indices = (tl.load(sorted_index + token * k),)
+    for j in tl.static_range(1, k):
+        indices += (tl.load(sorted_index + token * k + j),)  # type: ignore[assignment]
+    values = (_load_result(results, indices[0], used, entry, hidden),)
+    for j in tl.static_range(1, k):
+        values += (_load_result(results, indices[j], used, entry, hidden),)  # type: ignore[assignment]
     total = tl.zeros([block], tl.float32)
     for j in tl.static_range(k):
-        pair = token * k + j
-        end = tl.where(tl.load(expert_ids + pair) == _EMPTY, 0, hidden)
-        source = results + tl.load(sorted_index + pair).to(tl.int64) * hidden + entry
-        total += tl.load(weights + pair).to(tl.float32) * tl.load(source, mask=entry < end, other=0).to(tl.float32)
+        if indices[j] < used:
+            total += tl.load(weights + token * k + j).to(tl.float32) * values[j].to(tl.float32)
     tl.store(out + token * hidden + entry, total.to(out.dtype.element_ty), mask=entry < hidden)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_result(
+    results: tl.tensor, index: tl.tensor, used: tl.tensor, entry: tl.tensor, hidden: tl.constexpr
+) -> tl.tensor:
+    """Returns values of the result at a sorted index, without reading it if the pair is EMPTY."""
+    inside = entry < tl.where(index < used, hidden, 0)
+    return tl.load(results + index.to(tl.int64) * hidden + entry, mask=inside, other=0)

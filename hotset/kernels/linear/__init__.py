@@ -1,13 +1,13 @@
-"""Matrix products with a fixed weight: `Linear`, `fp32_linear` and `per_head_matmul`."""
+"""Matrix products with a fixed weight: `Linear`, `Fp32Linear` and `per_head_matmul`."""
 
 import torch
 from torch import Tensor
 
-from hotset.kernels.fast_path import FAST_DTYPES, has_fast_path, kernels_of
+from hotset.kernels.fast_path import FAST_DTYPES, kernels_of
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
 
-MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear` is faster than torch
+MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `Fp32Linear` is faster than torch
 
 
 class Linear:
@@ -46,16 +46,25 @@ class Linear:
         return reference.fp8_linear(x, weight, self.bias)
 
 
-def fp32_linear(
-    x: Tensor,  # [tokens, in]; tokens may have any stride
-    weight: Tensor,  # [out, in] in the accumulation dtype; fast for a few dozen outputs
-    scale: float,
-) -> Tensor:  # [tokens, out] in the accumulation dtype
-    """Returns scale * x @ weight.T. The weight is never rounded: all products and sums use the accumulation dtype."""
-    if has_fast_path(x) and weight.dtype == torch.float32 and x.shape[0] <= MAX_FP32_TOKENS:
-        out: Tensor = kernels_of("linear").fp32_linear(x, weight, scale)
-        return out
-    return reference.fp32_linear(x, weight, scale)
+class Fp32Linear:
+    """Computes scale * x @ weight.T for a weight [out, in] in the accumulation dtype, fast for a few dozen outputs.
+
+    The weight is never rounded: all products and sums use the accumulation dtype. On a GPU, batches of up to
+    MAX_FP32_TOKENS tokens have a kernel that a graph can capture, in which a token gets the same bits in every batch.
+    Two streams must not use the same instance at the same time, because its calls share counters.
+    """
+
+    def __init__(self, weight: Tensor, scale: float) -> None:
+        self.weight, self._scale = weight, scale
+        self._counters: Tensor | None = None  # only on a GPU
+        if weight.is_cuda and weight.dtype == torch.float32:
+            self._counters = kernels_of("linear").make_counters(weight, MAX_FP32_TOKENS)
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, in], any stride between tokens -> [tokens, out]
+        if self._counters is not None and x.dtype in FAST_DTYPES and x.shape[0] <= MAX_FP32_TOKENS:
+            out: Tensor = kernels_of("linear").fp32_linear(x, self.weight, self._scale, self._counters)
+            return out
+        return reference.fp32_linear(x, self.weight, self._scale)
 
 
 def per_head_matmul(

@@ -42,7 +42,8 @@ class SwapInTuning:
         (132, BlockCluster(2)),
     )
     lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
-    copy_blocks: int = 132  # upper limit, to leave most of the GPU to other kernels
+    # Upper limit. 32 blocks keep a PCIe 5 bus busy. More of them slow down the kernels that run beside the copy.
+    copy_blocks: int = 32
     copy_threads: int = 256
     rows_at_once: int = 2  # in flight per warp of a copy
 
