@@ -25,6 +25,7 @@ from hotset.engine.progress import Progress
 from hotset.engine.sizing import device_memory, shared_budget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import worker as worker_module
+from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -43,7 +44,7 @@ class ThreadWorld:
     def __init__(
         self, collectives: Collectives, number: int, queues: "defaultdict[tuple[int, int], queue.Queue[Tensor]]"
     ) -> None:
-        self.collectives, self._number = collectives, number
+        self.collectives, self._number, self.abort = collectives, number, AbortFlag(CPU)
         self._queues = queues  # (sender, receiver) -> tensors
 
     def send(self, x: Tensor, to: int) -> None:

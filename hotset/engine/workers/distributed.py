@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotset.base.listeners import LOOPBACK_INTERFACE
+from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.messages import WorkerRank
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
@@ -25,6 +26,7 @@ class World(Protocol):
     """The interface through which one worker communicates with the others."""
 
     collectives: Collectives  # between the tensor parallel ranks of its stage, or between all data parallel ranks
+    abort: AbortFlag  # ends the waits of this worker's kernels for other workers
 
     def send(self, x: Tensor, to: int) -> None:
         """Sends `x` to worker number `to`, which calls `receive`."""
@@ -70,6 +72,11 @@ class Stage:
         self._decoder.idle_moe_step()
 
 
+def make_world(rank: WorkerRank, device: torch.device) -> World:
+    """Connects this worker to the others. Blocks until all of them have called it."""
+    return DistributedWorld(rank, device)
+
+
 class DistributedWorld:
     """Implements `World` over torch.distributed: NCCL between GPUs, gloo between CPU processes."""
 
@@ -88,6 +95,7 @@ class DistributedWorld:
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if on_gpu else None,
         )
+        self.abort = AbortFlag(device)
         size = rank.split.size
         # torch.distributed requires every process to create the groups of all stages, in the same order.
         groups = [

@@ -24,6 +24,7 @@ class WorkerRank:
     split: Split
     rendezvous: str  # path of the file through which the workers exchange their addresses
     device: str
+    ranks_on_gpu: int = 1  # number of workers that share this worker's GPU, including itself
 
     @property
     def name(self) -> str:

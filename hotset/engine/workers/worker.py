@@ -21,7 +21,7 @@ from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.loading import ModelLoader
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.engine.workers.distributed import DistributedWorld, Stage, World
+from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
     AuditReport,
     CacheReady,
@@ -63,7 +63,7 @@ def main(pipe: Connection, progress: Progress) -> None:
 
 
 def _join_world(rank: WorkerRank, device: torch.device) -> World:
-    world = DistributedWorld(rank, device)
+    world = make_world(rank, device)
     check_listeners(rank.name, interfaces=(LOOPBACK_INTERFACE,))
     return world
 
