@@ -61,7 +61,7 @@ class SimulatedRanks:
       after a norm. The peers have the routes of the own tokens, shifted by the experts of one rank for each peer. So
       the experts of this rank receive as many tokens as from `size` ranks, and every own route reaches one of them.
     - `reduce_scatter` adds up the parts of all ranks' tokens, in place of the partial sums of the peers.
-    - `all_reduce` copies.
+    - `all_reduce` copies. `broadcast` returns its argument: this is rank 0.
     - `all_gather_columns` returns the own logits, then lower ones for the peers: a sampled token is one whose embedding
       this rank holds. With other tokens the embedding would be 0, and all requests would choose the same experts.
 
@@ -104,6 +104,9 @@ class SimulatedRanks:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self._record("reduce_scatter", (self.size - 1) / self.size * x.nbytes)
         return x.reshape(self.size, -1, x.shape[1]).sum(0)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
 
     def barrier(self) -> None:
         pass

@@ -1,8 +1,8 @@
 """The runner executes plans. It owns the model, the KV memory and the tokens of every seat, and makes no decisions."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits
 from hotset.kernels.device_copies import list_to_device, to_host_async
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
 from hotset.models.sampler import Sampler, SamplerOutput
 from hotset.schedule.plan import Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
@@ -102,15 +103,19 @@ class Runner:
         vocab: int,
         *,
         graphs: bool = False,
+        collectives: Collectives = SINGLE_RANK,
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
         """`context` is the maximum context length. If `graphs`, decode steps are replayed as CUDA graphs.
-        `barrier` waits for the other workers that write to the same host store."""
+
+        `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
+        `barrier` waits for the other workers that write to the same host store.
+        """
         self._model = model
         self._memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
-        self._barrier = barrier
+        self._collectives, self._barrier = collectives, barrier
         self._vocab = vocab
         self._sampler = Sampler(seats, vocab, self._device)
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
@@ -121,10 +126,13 @@ class Runner:
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 
-    def write_sampled(self, tokens: Iterable[SampledToken]) -> None:
-        """Stores tokens that the last pipeline stage sampled."""
-        for token in tokens:
-            self._tokens[token.seat, token.position] = token.token_id
+    @torch.inference_mode()
+    def write_sampled(self, tokens: Sequence[SampledToken]) -> None:
+        """Stores tokens that the last pipeline stage sampled, with one upload. No seat may have two of one position."""
+        if tokens:
+            columns = [(token.seat, token.position, token.token_id) for token in tokens]
+            seats, positions, token_ids = list_to_device(columns, torch.int64, self._device).unbind(1)
+            self._tokens[seats, positions] = token_ids.to(torch.int32)
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> SubmittedStep:
@@ -152,9 +160,17 @@ class Runner:
             return SubmittedStep(plan.number, prompts=prompts)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[index] for index in plan.sampled]
         next_positions = sampled_logits.positions + 1
-        sampled = self._sampler.sample(sampled_logits.logits, seats, next_positions)
+        sampled = self._sample(sampled_logits.logits, seats, next_positions)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         return SubmittedStep(plan.number, sampled, prompts)
+
+    def _sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> SamplerOutput:
+        """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""
+        if self._collectives.rank > 0:
+            token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
+            return SamplerOutput(self._collectives.broadcast(token_ids), None)
+        sampled = self._sampler.sample(logits, seats, positions)
+        return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _forward(self, plan: Plan) -> SampledLogits | None:
         """Computes a step without a graph. Returns None if a later pipeline stage computes the logits."""
@@ -195,7 +211,8 @@ class Runner:
         tokens = (*prompt.token_ids, *command.answer)
         self._memory.clear_seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
-        self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
+        if self._collectives.rank == 0:
+            self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
         """Returns the index, among the step's tokens, of the last token of each sampled segment. Returns None if these

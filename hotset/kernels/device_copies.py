@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def list_to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def list_to_device(
+    numbers: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Returns `numbers` as a tensor on `device`, for work queued on the current stream after this call."""
     return to_device(torch.tensor(numbers, dtype=dtype), device)
 

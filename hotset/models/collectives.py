@@ -9,8 +9,8 @@ from torch import Tensor
 class Collectives(Protocol):
     """Collective operations among the ranks that share one model, or one pipeline stage of it.
 
-    Every rank must make the same calls in the same order. A sum has the same bits on every rank. `all_reduce` and
-    `reduce_scatter` may overwrite their argument; the result belongs to the caller.
+    Every rank must make the same calls in the same order. A sum has the same bits on every rank. `all_reduce`,
+    `reduce_scatter` and `broadcast` may overwrite their argument; the result belongs to the caller.
     """
 
     rank: int
@@ -36,6 +36,10 @@ class Collectives(Protocol):
         """Data parallel: sums [sum(tokens_per_rank), w] over all ranks and returns this rank's own tokens."""
         ...
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Returns rank 0's `x` on every rank. The other ranks pass a tensor of the same shape, which is ignored."""
+        ...
+
     def barrier(self) -> None:
         """Returns when every rank has finished all work that it queued before this call."""
         ...
@@ -59,6 +63,9 @@ class _SingleRank:
         return tensors
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
         return x
 
     def barrier(self) -> None:

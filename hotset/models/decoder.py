@@ -72,6 +72,8 @@ class Decoder:
         self.spec = spec
         self.hidden = spec.hidden
         self.on_layer: Callable[[], None] = lambda: None  # called after each layer and LM head; a long step advances
+        # For debugging: called with each layer's number in the whole model and the residual stream after it.
+        self.on_residual: Callable[[int, Tensor], None] | None = None
         self._storage, self._split, self._collectives = storage, split, collectives
         loader = ShardLoader(weights, split, collectives)
         skipping = ShardLoader(SkippedWeights(weights), split, collectives)
@@ -111,9 +113,11 @@ class Decoder:
         rotation = self._rope.at(view.segments.positions)
         delta: Tensor | None = None
         selected: Tensor | None = None
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers, self._split.first_layer):
             x, delta, selected = layer(x, delta, rotation, view, selected)
             self.on_layer()
+            if self.on_residual is not None:
+                self.on_residual(number, x + delta)
         return x if delta is None else x + delta
 
     def logits(self, x: Tensor, indices: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 
 import random
 import threading
+from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from engine.threaded import closing, split_engine
 from harness import RandomWeights, make_engine, run_all
 from models.split_workers import SPECS
+from torch import Tensor
 
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
@@ -18,6 +20,7 @@ from hotset.engine import progress as progress_module
 from hotset.engine.workers.worker import Worker
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
+from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.shared_keys import SharedKeys
@@ -30,6 +33,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "PP 3, uneven": {"pipeline_parallel_size": 3},
     "DP 2": {"data_parallel_size": 2},
+    "DP 4": {"data_parallel_size": 4},
 }
 TIERS = ("off", "auto", "always")
 QUICK = (  # the other combinations are marked slow
@@ -75,17 +79,41 @@ def cases() -> list[Any]:
     return params
 
 
+class ResidualChecksums:
+    """Records a checksum of the residual stream after every layer of every step, on every rank."""
+
+    def __init__(self) -> None:
+        self._of_rank: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)  # rank -> layer -> steps
+
+    def record(self, decoder: Decoder, split: Split) -> None:
+        layers = self._of_rank[split.tp_rank]
+
+        def add(layer: int, x: Tensor) -> None:
+            layers.setdefault(layer, []).append(int(x.view(torch.int64).sum()))
+
+        decoder.on_residual = add
+
+    def check(self, ranks: int, layers: int) -> None:
+        """Asserts that all ranks have recorded the same checksums, and have recorded some of every layer."""
+        first, *others = (self._of_rank[rank] for rank in range(ranks))
+        assert set(first) == set(range(layers)) and all(first.values())
+        assert all(other == first for other in others), "the ranks have different activations"
+
+
 @pytest.mark.parametrize(("model", "split", "tiers"), cases())
 def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -> None:
+    checksums, ranks = ResidualChecksums(), SPLITS[split].get("tensor_parallel_size", 1)
     settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "tiers": tiers}
     if tiers != "off":
         settings["host_kv_tokens"] = 600
-    with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
+    with closing(split_engine(SPECS[model], SEED, on_load=checksums.record, **settings)) as engine:
         assert [answer.token_ids for answer in run_all(engine, *requests())] == answers_of_one_process(model)
         stats = engine.stats()
     pressure = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
     assert pressure[tiers] > 0, f"the pools were large enough, so this test checks nothing: {stats}"
     assert stats.device_pages_held == stats.host_pages_held == 0
+    if ranks > 1:
+        checksums.check(ranks, SPECS[model].layers)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +180,43 @@ def test_a_step_that_reads_a_shared_store_waits_until_every_writer_has_reported(
         submitting.join(30)
         assert event.query() and len(futures) == 3
         assert [future.results() for future in futures] == [[StepResult(n, ())] for n in range(3)]
+
+
+def test_the_event_of_a_steps_copies_is_recorded_when_the_step_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that is recorded later, when the step is reported, would wait for the copies of later steps too."""
+    recorded = [FakeCopyEvent(), FakeCopyEvent()]
+    num_recorded = threading.Semaphore(0)
+    events = iter(recorded)
+
+    def mirrored_event(memory: KvMemory) -> FakeCopyEvent | None:
+        if memory.host is None or memory.host.writer == 0:
+            return None
+        num_recorded.release()
+        return next(events)
+
+    monkeypatch.setattr(KvMemory, "mirrored_event", mirrored_event)
+    engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, host_kv_tokens=600, tensor_parallel_size=2)
+    with closing(engine):
+        first, second = (engine.executor.submit([Plan(n, (), (), (), (), ())]) for n in range(2))
+        try:
+            assert all(num_recorded.acquire(timeout=30) for _ in recorded), "an event waits for a report"
+            recorded[0].done.set()
+            assert first.results() == [StepResult(0, ())]
+        finally:
+            for event in recorded:
+                event.done.set()
+        assert second.results() == [StepResult(1, ())]
+
+
+def test_a_rank_that_would_sample_other_tokens_follows_rank_0() -> None:
+    def negate_logits(decoder: Decoder, split: Split) -> None:
+        logits = decoder.logits
+        if split.tp_rank == 1:
+            decoder.logits = lambda x, indices: -logits(x, indices)  # type: ignore[method-assign]
+
+    split = {"tensor_parallel_size": 2, "device_kv_tokens": 400, "tiers": "off"}
+    with closing(split_engine(SPECS["qwen3"], SEED, on_load=negate_logits, **SMALL, **split)) as engine:
+        assert [answer.token_ids for answer in run_all(engine, *requests())] == answers_of_one_process("qwen3")
 
 
 def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names_step_and_workers(

@@ -112,8 +112,17 @@ class ThreadWorkers(MultiprocessExecutor):
             group.barrier.abort()
 
 
-def split_engine(spec: ModelSpec, seed: int, opener: Callable[[], Transfer] | None = None, **settings: Any) -> Engine:
-    """Returns an engine with several workers and random weights in float64. `settings` are fields of EngineConfig."""
+def split_engine(
+    spec: ModelSpec,
+    seed: int,
+    opener: Callable[[], Transfer] | None = None,
+    on_load: Callable[[Decoder, Split], None] = lambda decoder, split: None,
+    **settings: Any,
+) -> Engine:
+    """Returns an engine with several workers and random weights in float64. `settings` are fields of EngineConfig.
+
+    `on_load` is called with each worker's decoder, in the worker's thread.
+    """
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
@@ -127,7 +136,9 @@ def split_engine(spec: ModelSpec, seed: int, opener: Callable[[], Transfer] | No
             self.plan = WorkerPlan(weights, memory, memory.free, steps=0)
 
         def load(self, _progress: Callable[[int, int], None]) -> Decoder:
-            return Decoder(spec, self._weights, kv_storage(config, spec), self._split, self._collectives)
+            decoder = Decoder(spec, self._weights, kv_storage(config, spec), self._split, self._collectives)
+            on_load(decoder, self._split)
+            return decoder
 
         def free_for_kv(self) -> int:
             return device_memory(CPU).free

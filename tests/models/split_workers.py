@@ -96,6 +96,11 @@ class ThreadCollectives:
         assert x.shape[0] == sum(self.tokens_per_rank)
         return self.all_reduce(x).split(list(self.tokens_per_rank))[self.rank]
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        of_rank_0 = self._exchange(x)[0]
+        assert of_rank_0.shape == x.shape and of_rank_0.dtype == x.dtype
+        return of_rank_0
+
     def barrier(self) -> None:
         self._group.barrier.wait()
 

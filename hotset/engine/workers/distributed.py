@@ -145,6 +145,11 @@ class DistributedCollectives:
         first = sum(self.tokens_per_rank[: self.rank])
         return self.all_reduce(x)[first : first + self.tokens_per_rank[self.rank]]
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.broadcast(x, group=self._group, group_src=0)
+        return x
+
     def barrier(self) -> None:
         """Waits until every rank has finished the work that it submitted before its own call of `barrier`."""
         if self._on_gpu:

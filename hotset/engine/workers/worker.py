@@ -10,6 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
@@ -168,6 +169,17 @@ def _load(
     return Stage(decoder, world, previous_worker, next_worker)
 
 
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """A submitted step, for the thread that reports it. The events were recorded when the step was submitted, so
+    waiting for them does not wait for later steps."""
+
+    number: int
+    submitted: SubmittedStep | None  # None if the worker's replica had no plan
+    executed: torch.cuda.Event | None  # occurs when the step has been computed; None on a CPU
+    mirrored: torch.cuda.Event | None  # occurs when all its copies to the host are done; None: they are done
+
+
 class Worker:
     """Executes the commands of a worker whose weights are loaded and whose KV memory is allocated."""
 
@@ -197,11 +209,16 @@ class Worker:
             )
             memory.close()
         self._memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
-        barrier = collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier
         self._runner = Runner(
-            stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, barrier=barrier
+            stage,
+            self._memory,
+            config.max_num_seqs,
+            budget.max_model_len,
+            stage.vocab,
+            collectives=collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
+            barrier=collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
         )
-        self._submitted: queue.SimpleQueue[tuple[int, SubmittedStep | None] | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
         self._reporter.start()
 
@@ -232,18 +249,22 @@ class Worker:
         submitted = None if step.plan is None else self._runner.submit(step.plan)
         if sum(step.tokens_per_rank) and not step.tokens_per_rank[self._rank.replica]:
             self._stage.idle_moe_step()
-        self._submitted.put((step.number, submitted))
+        self._submitted.put(
+            _Submission(step.number, submitted, _recorded_event(self._stage.device), self._memory.mirrored_event())
+        )
 
     def _report_steps(self) -> None:
         """Waits for submitted steps and reports them. It runs in a separate thread, because on a GPU further steps are
         submitted meanwhile."""
         try:
-            while (entry := self._submitted.get()) is not None:
-                number, submitted = entry
-                result = None if submitted is None else submitted.result()
-                if (mirrored := self._memory.mirrored_event()) is not None:
-                    mirrored.synchronize()
-                self._send(StepDone(number, result if self._reports_samples else None))
+            if self._stage.device.type == "cuda":
+                torch.cuda.set_device(self._stage.device)
+            while (step := self._submitted.get()) is not None:
+                result = None if step.submitted is None else step.submitted.result()
+                for event in (step.executed, step.mirrored):
+                    if event is not None:
+                        event.synchronize()
+                self._send(StepDone(step.number, result if self._reports_samples else None))
         except BrokenPipeError:
             return
         except Exception as error:
@@ -251,7 +272,7 @@ class Worker:
 
     @property
     def _reports_samples(self) -> bool:
-        """True on tensor parallel rank 0 of the last stage. All tensor parallel ranks there sample the same tokens."""
+        """True on tensor parallel rank 0 of the last stage, which samples. The other ranks receive its tokens."""
         return self._rank.stage == self._rank.stages - 1 and self._rank.split.tp_rank == 0
 
     def _find_flaw(self, tiered: Mapping[int, int]) -> str | None:
@@ -260,3 +281,8 @@ class Worker:
         except AssertionError as error:
             return f"{self._rank.name}: {error}"
         return None
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """Returns an event that occurs when the work queued so far has been executed. Returns None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
