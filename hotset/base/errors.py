@@ -26,6 +26,8 @@ HotsetError
 ├── DeadlineExceeded         the response did not begin within its time limit
 ├── EngineStopped            the engine is draining, stopped or dead; no further output will come
 └── IllegalTransition        a bug in Hotset: a change of phase or residence that its table does not allow
+
+InternalError                a bug in Hotset: continuing would corrupt memory, send wrong bytes or leak
 """
 
 
@@ -181,3 +183,11 @@ class IllegalTransition(HotsetError):
 
     def __init__(self, before: object, after: object) -> None:
         super().__init__(f"no transition from {before} to {after}")
+
+
+class InternalError(AssertionError):
+    """A failed check of what only a bug in Hotset can break. Continuing would corrupt memory, send wrong bytes or leak.
+
+    It is an AssertionError that `python -O` does not remove. It is not a HotsetError, so that no handler of expected
+    errors hides its traceback.
+    """

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotset.base.config import EngineConfig
+from hotset.base.errors import InternalError
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard
@@ -112,7 +113,8 @@ class DecodeEndpoint:
                 for scheduler in self._schedulers:
                     scheduler.fail_waiting(event.peer, event.reason)
                 continue
-            assert isinstance(event, Landed | FetchFailed | Quiesced), f"a decode worker received {event}"
+            if not isinstance(event, Landed | FetchFailed | Quiesced):
+                raise InternalError(f"a decode worker received {event}")
             _, replica_number, name = event.key.request_id.split(":", 2)
             scheduler, attempt = self._schedulers[int(replica_number)], event.key.attempt
             match event:
@@ -136,9 +138,8 @@ class DecodeEndpoint:
             self._agent.put(self._fetch(pending.replica, pending.reservation))
 
     def on_submitted(self, step: Step) -> None:
-        assert not any(plan.announcements for plan in step if plan is not None), (
-            "a decode worker computed a prompt for a peer"
-        )
+        if any(plan.announcements for plan in step if plan is not None):
+            raise InternalError("a decode worker computed a prompt for a peer")
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
+from hotset.base.errors import InternalError
 from hotset.handoff.agent import HandoffStats
 from hotset.schedule.plan import LogprobColumns
 from hotset.schedule.request import FinishReason
@@ -39,9 +40,8 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
             self._columns.ranks.extend(part.ranks)
             self._columns.top_ids.extend(part.top_ids)
             self._columns.top_logprobs.extend(part.top_logprobs)
-        assert len(self._columns) == len(token_ids) - 1, (
-            f"a prompt of {len(token_ids)} tokens has {len(self._columns)} log-probabilities"
-        )
+        if len(self._columns) != len(token_ids) - 1:
+            raise InternalError(f"a prompt of {len(token_ids)} tokens has {len(self._columns)} log-probabilities")
 
     def __len__(self) -> int:
         return len(self._token_ids)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotset.base.address import Address
-from hotset.base.errors import EngineStopped, MissingDependency
+from hotset.base.errors import EngineStopped, InternalError, MissingDependency
 from hotset.handoff.decode_role import DecodeRole
 from hotset.handoff.endpoints import EndpointResult, Endpoints
 from hotset.handoff.messages import (
@@ -192,8 +192,10 @@ class HandoffAgent:
 
         The agent's thread calls `wake` when there is an event, and when the thread ends; `wake` must not block.
         """
-        assert hello.control == channel.address, f"hello has address {hello.control}, the channel {channel.address}"
-        assert hello.stores, "hello has no store"
+        if hello.control != channel.address:
+            raise InternalError(f"hello has address {hello.control}, the channel {channel.address}")
+        if not hello.stores:
+            raise InternalError("hello has no store")
         self._channel, self._wake, self._clock = channel, wake, clock
         self._timing = timing or PeerTiming()
         self._liveness = Liveness(self._timing)

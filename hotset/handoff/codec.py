@@ -17,7 +17,7 @@ from typing import Any, get_args
 import msgspec
 
 from hotset.base.address import Address
-from hotset.base.errors import BadMessage
+from hotset.base.errors import BadMessage, InternalError
 from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS
 from hotset.handoff.messages import (
     PROTOCOL,
@@ -70,7 +70,8 @@ class Codec:
     """Encodes and decodes envelopes. With a secret, it accepts only messages of workers that share the secret."""
 
     def __init__(self, secret: bytes | None = None) -> None:
-        assert secret is None or secret, "the secret is empty"
+        if secret is not None and not secret:
+            raise InternalError("the secret is empty")
         self._key = None if secret is None else hashlib.blake2b(secret).digest()
 
     def encode(self, envelope: Envelope) -> bytes:

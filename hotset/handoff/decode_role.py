@@ -4,6 +4,7 @@ prefill workers that are lost."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hotset.base.errors import InternalError
 from hotset.handoff.endpoints import EndpointClosed, EndpointOpened, EndpointResult, Endpoints
 from hotset.handoff.layout import check_peers
 from hotset.handoff.links import MAX_LINKS, Links
@@ -95,7 +96,7 @@ class DecodeRole:
             case EndpointClosed():
                 self._receiver.end_writers(self._links.on_closed(command), now)
             case _:
-                raise AssertionError(f"{command!r} is not a command for a decode worker")
+                raise InternalError(f"{command!r} is not a command for a decode worker")
 
     def handle_message(self, peer: str, message: Message, now: float) -> bool:
         """Handles a message from a peer. Returns False for a message that only a prefill worker handles."""

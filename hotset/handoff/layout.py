@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.handoff.messages import HandoffRequest, Hello, ModelIdentity, PagedSpan, RowSlices, Shard, Store
 from hotset.transfer.api import Writes
@@ -46,7 +47,8 @@ def head_shards(spans: Sequence[PagedSpan], heads: int, head_bytes: int) -> tupl
     """Divides rows by heads over ranks, with one span for each rank. A row contains K of all heads and then V of all
     heads, `head_bytes` for each head. With more ranks than heads, adjacent ranks hold the same head."""
     ranks, per_rank = len(spans), max(1, heads // len(spans))
-    assert heads % ranks == 0 or ranks % heads == 0, f"{heads} heads cannot be divided over {ranks} ranks"
+    if not (heads % ranks == 0 or ranks % heads == 0):
+        raise InternalError(f"{heads} heads cannot be divided over {ranks} ranks")
     firsts = [rank * heads // ranks * head_bytes for rank in range(ranks)]
     nbytes = per_rank * head_bytes
     return tuple(
@@ -180,11 +182,13 @@ def plan_writes(
     base may be registered separately. Unused bytes between the rows of consecutive pages are written too if both
     sides have the same number of them. `layers` selects the layers to transfer; the default is all.
     """
-    assert source.row_bytes == target.row_bytes, f"rows have {source.row_bytes} bytes, their targets {target.row_bytes}"
+    if source.row_bytes != target.row_bytes:
+        raise InternalError(f"rows have {source.row_bytes} bytes, their targets {target.row_bytes}")
     for span, pages in ((source, source_pages), (target, target_pages)):
         _check_pages(span, pages, last)
     if layers is None:
-        assert len(source.bases) == len(target.bases), f"{len(source.bases)} layers cannot land in {len(target.bases)}"
+        if len(source.bases) != len(target.bases):
+            raise InternalError(f"{len(source.bases)} layers cannot land in {len(target.bases)}")
         layers = [(layer, layer) for layer in range(len(source.bases))]
     if first >= last or not layers:
         return np.empty((0, 3), np.int64)
@@ -330,7 +334,8 @@ def _offsets(span: PagedSpan, first_part: int, pages: Sequence[int], positions: 
 
 def _check_pages(span: PagedSpan, pages: Sequence[int], rows: int) -> None:
     needed = pages_for(span, rows)
-    assert needed <= len(pages), f"{rows} rows, {span.part_rows} in a part, need {needed} pages, not {len(pages)}"
+    if needed > len(pages):
+        raise InternalError(f"{rows} rows, {span.part_rows} in a part, need {needed} pages, not {len(pages)}")
 
 
 def check_peers(ours: Hello, theirs: Hello) -> str | None:

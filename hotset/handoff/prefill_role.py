@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Thread
 
-from hotset.base.errors import TransferError
+from hotset.base.errors import InternalError, TransferError
 from hotset.handoff.layout import check_peers
 from hotset.handoff.messages import (
     Cancel,
@@ -105,7 +105,7 @@ class PrefillRole:
             case RowsComputed() | FirstTokenSampled() | PrefillFailed():
                 self._sender.handle_command(command, now)
             case _:
-                raise AssertionError(f"{command!r} is not a command for a prefill worker")
+                raise InternalError(f"{command!r} is not a command for a prefill worker")
 
     def handle_message(self, peer: str, message: Message, now: float) -> bool:
         """Handles a message from a peer. Returns False for a message that only a decode worker handles."""

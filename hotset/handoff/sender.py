@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from hotset.base.errors import InternalError
 from hotset.handoff.layout import plan_context_writes
 from hotset.handoff.messages import (
     Cancel,
@@ -143,7 +144,8 @@ class Sender:
                 self._on_rows_computed(handoff, command, now)
             case FirstTokenSampled():
                 announced, total = handoff.announced, len(handoff.request.prompt)
-                assert announced == total, f"{command.key} was sampled after {announced} of {total} rows were announced"
+                if announced != total:
+                    raise InternalError(f"{command.key} was sampled after {announced} of {total} rows were announced")
                 handoff.sampled = command
                 self._finish_if_idle(handoff, now)
             case PrefillFailed():
@@ -160,7 +162,8 @@ class Sender:
 
     def on_write_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
         """Handles the end of a list of writes. Ignores lists that the handoff no longer waits for."""
-        assert state is not WriteState.PENDING, f"ticket {ticket.number} has not ended"
+        if state is WriteState.PENDING:
+            raise InternalError(f"ticket {ticket.number} has not ended")
         freed = self._buffers.on_write_ended((peer, key), ticket.number)
         self._on_chunk_ended(peer, key, ticket, state, now)
         if freed:
@@ -350,12 +353,12 @@ class Sender:
 
     def _on_rows_computed(self, handoff: OutgoingHandoff, rows: RowsComputed, now: float) -> None:
         key, announced = handoff.request.key, handoff.announced
-        assert announced == rows.first <= rows.last, (
-            f"{key}: {announced} rows are announced, but the next begin at {rows.first}"
-        )
+        if not announced == rows.first <= rows.last:
+            raise InternalError(f"{key}: {announced} rows are announced, but the next begin at {rows.first}")
         handoff.announced, waiting, first = rows.last, handoff.unsubmitted, max(rows.first, handoff.request.first)
         if waiting is not None:
-            assert rows.pages[: len(waiting.pages)] == waiting.pages, f"{key}: announced rows have moved"
+            if rows.pages[: len(waiting.pages)] != waiting.pages:
+                raise InternalError(f"{key}: announced rows have moved")
             # The newest event is enough, because the events of a request happen in order.
             first = waiting.first
         if first < rows.last:  # otherwise the receiver has all these rows

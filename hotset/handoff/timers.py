@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from hotset.base.errors import IllegalTransition
+from hotset.base.errors import IllegalTransition, InternalError
 
 P = TypeVar("P", bound=Enum)
 
@@ -29,9 +29,8 @@ class PhaseTable(Generic[P]):
 
     def __init__(self, transitions: Mapping[P, frozenset[P]], timeouts: Mapping[P, PhaseTimeout]) -> None:
         """Requires a timeout for every phase except the terminal ones, which have no transitions."""
-        assert timeouts.keys() == {phase for phase, successors in transitions.items() if successors}, (
-            "a phase without a timeout"
-        )
+        if timeouts.keys() != {phase for phase, successors in transitions.items() if successors}:
+            raise InternalError("a phase without a timeout")
         self.transitions, self.timeouts = transitions, timeouts
         self.seconds = dict.fromkeys(timeouts, 0.0)
 

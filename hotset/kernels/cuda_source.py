@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotset.base.errors import MissingDependency
+from hotset.base.errors import InternalError, MissingDependency
 
 DEFAULT_MAX_SHARED_BYTES = 48 << 10  # of shared memory per block; a launch that needs more raises its limit
 
@@ -70,9 +70,8 @@ class _LoadedKernel:
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._loaded.handle, device)
-        assert status == driver.CUresult.CUDA_SUCCESS, (
-            f"the driver refused {shared_bytes} bytes of shared memory per block: {status}"
-        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise InternalError(f"the driver refused {shared_bytes} bytes of shared memory per block: {status}")
         self._max_shared_bytes[device] = shared_bytes
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 
 SCALE_BLOCK = 128  # the number of consecutive values that share one scale
@@ -47,10 +48,12 @@ class Fp8Weight:
     block_rows: int = SCALE_BLOCK
 
     def __post_init__(self) -> None:
-        assert SCALE_BLOCK % self.block_rows == 0, f"{self.block_rows} does not divide {SCALE_BLOCK}"
+        if SCALE_BLOCK % self.block_rows != 0:
+            raise InternalError(f"{self.block_rows} does not divide {SCALE_BLOCK}")
         *_, outputs, inputs = self.codes.shape
         expected = (*self.codes.shape[:-2], ceil_div(outputs, self.block_rows), ceil_div(inputs, SCALE_BLOCK))
-        assert tuple(self.scales.shape) == expected, f"scales {tuple(self.scales.shape)}, expected {expected}"
+        if tuple(self.scales.shape) != expected:
+            raise InternalError(f"scales {tuple(self.scales.shape)}, expected {expected}")
 
     @staticmethod
     def empty(shape: tuple[int, ...], device: torch.device, block_rows: int = SCALE_BLOCK) -> "Fp8Weight":
@@ -76,7 +79,8 @@ class Fp8Weight:
 
     def outputs(self, first: int, last: int) -> "Fp8Weight":
         """Returns a view of the outputs [first, last). `first` must be a multiple of `block_rows`."""
-        assert first % self.block_rows == 0, f"output {first} is inside a block of {self.block_rows}"
+        if first % self.block_rows != 0:
+            raise InternalError(f"output {first} is inside a block of {self.block_rows}")
         scales = slice(first // self.block_rows, ceil_div(last, self.block_rows))
         return Fp8Weight(self.codes[..., first:last, :], self.scales[..., scales, :], self.block_rows)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import EMPTY
 from hotset.kernels.fp8 import SCALE_BLOCK, quantise
@@ -31,10 +32,10 @@ class RowLayout:
     align: int = ROW_ALIGN
 
     def __post_init__(self) -> None:
-        assert 0 <= self.quantised <= self.width, f"{self.quantised} of {self.width} values cannot be in fp8"
-        assert self.stride_bytes % self.stored_dtype.itemsize == 0, (
-            f"{self.dtype} does not divide a stride of {self.stride_bytes} bytes"
-        )
+        if not 0 <= self.quantised <= self.width:
+            raise InternalError(f"{self.quantised} of {self.width} values cannot be in fp8")
+        if self.stride_bytes % self.stored_dtype.itemsize != 0:
+            raise InternalError(f"{self.dtype} does not divide a stride of {self.stride_bytes} bytes")
 
     @property
     def scales(self) -> int:

@@ -18,6 +18,7 @@ and however many layers share an indexer: index keys take `groups / layers` page
 from dataclasses import dataclass
 from fractions import Fraction
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 
 TAIL_PAGES = 2  # the newest two pages of a context: page n is in tail page n % TAIL_PAGES
@@ -41,9 +42,8 @@ class Geometry:
     max_blocks_of_group: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
-        assert self.max_blocks_of_group >= Fraction(self.blocks_per_page, self.key_groups), (
-            "a key page would count as whole while it has room for keys"
-        )
+        if self.max_blocks_of_group < Fraction(self.blocks_per_page, self.key_groups):
+            raise InternalError("a key page would count as whole while it has room for keys")
 
     @property
     def page_bytes(self) -> int:

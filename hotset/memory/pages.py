@@ -3,6 +3,8 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from hotset.base.errors import InternalError
+
 
 class PageAllocator:
     """Allocates page ids in [0, capacity), as runs of consecutive pages if possible.
@@ -11,7 +13,8 @@ class PageAllocator:
     """
 
     def __init__(self, capacity: int) -> None:
-        assert capacity > 0, f"an allocator needs at least one page, not {capacity}"
+        if capacity <= 0:
+            raise InternalError(f"an allocator needs at least one page, not {capacity}")
         self.capacity = capacity
         self._held = bytearray(capacity)
         self._free = 0
@@ -50,9 +53,10 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Releases pages. Each must be held: releasing a page twice fails an assertion."""
+        """Releases pages. Each must be held: releasing a page twice raises InternalError."""
         for page in sorted(pages):
-            assert self._held[page], f"page {page} was released while it was free"
+            if not self._held[page]:
+                raise InternalError(f"page {page} was released while it was free")
             self._held[page] = 0
             first, length = page, 1
             if page in self._first_before:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 
 
@@ -32,7 +33,8 @@ class Ring:
     """
 
     def __init__(self, nbytes: int, align: int = 256) -> None:
-        assert nbytes > 0 and align > 0, f"the size {nbytes} and the alignment {align} of a ring must be positive"
+        if not (nbytes > 0 and align > 0):
+            raise InternalError(f"the size {nbytes} and the alignment {align} of a ring must be positive")
         self.nbytes, self.align = nbytes, align
         self._leases: dict[int, Lease] = {}  # by number, including those in quarantine
         self._number_of: dict[Hashable, int] = {}  # number of each owner's lease, unless it is in quarantine

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.rope import Rotation
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
@@ -64,9 +65,10 @@ class Decoder:
 
         `collectives` connect the ranks of this stage. Raises `ConfigError` if the ranks cannot divide the model evenly.
         """
-        assert (collectives.rank, collectives.size) == (split.rank, split.size), (
-            f"the collectives are those of rank {collectives.rank} of {collectives.size}, the split is {split}"
-        )
+        if (collectives.rank, collectives.size) != (split.rank, split.size):
+            raise InternalError(
+                f"the collectives are those of rank {collectives.rank} of {collectives.size}, the split is {split}"
+            )
         check_tensor_parallel(spec, split.tp_size)
         check_data_parallel(spec, split.dp_size)
         self.spec = spec
@@ -130,7 +132,8 @@ class Decoder:
 
     def idle_moe_step(self) -> None:
         """Data parallel: runs this rank's experts in a step in which only other ranks have tokens."""
-        assert self._split.dp_size > 1, "tensor parallel ranks are never idle: they compute every token"
+        if self._split.dp_size <= 1:
+            raise InternalError("tensor parallel ranks are never idle: they compute every token")
         no_tokens = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         for layer in self._layers:
             if isinstance(layer.mlp, Moe):

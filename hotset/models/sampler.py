@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw, draw_key
@@ -93,7 +94,8 @@ class Sampler:
         """
         assert params.seed is not None, "a request reached the sampler without a seed"
         biased = params.logit_bias or {}
-        assert all(token < self._vocab for token in biased), "a logit_bias id outside the vocabulary"
+        if biased and max(biased) >= self._vocab:
+            raise InternalError("a logit_bias id outside the vocabulary")
         self.release(seat)
         # Greedy sampling is a draw from one token, so that greedy and other requests can be in one batch.
         top_k = 1 if params.greedy else min(params.top_k or self._vocab, self._vocab)
@@ -245,7 +247,8 @@ class TokenCounts:
         return row
 
     def free(self, row: int) -> None:
-        assert row not in self._free, f"count row {row} was freed twice"
+        if row in self._free:
+            raise InternalError(f"count row {row} was freed twice")
         self._free.append(row)
 
     def add(self, rows: Tensor, token_ids: Tensor) -> None:
@@ -268,7 +271,8 @@ class TokenCounts:
 
     def _to_device(self, token_ids: Sequence[int]) -> Tensor:
         vocab = self._in_answer.shape[1]
-        assert all(0 <= token < vocab for token in token_ids), f"a token id outside [0, {vocab})"
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab:
+            raise InternalError(f"a token id outside [0, {vocab})")
         return list_to_device(token_ids, torch.int64, self._in_answer.device)
 
     def _grow(self) -> None:

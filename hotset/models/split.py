@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.base.units import ceil_div
 from hotset.models.spec import FP8_BLOCK, GqaSpec, MlaSpec, ModelSpec
 
@@ -30,7 +30,8 @@ class Split:
     layers: range | None = None
 
     def __post_init__(self) -> None:
-        assert self.tp_size == 1 or self.dp_size == 1, f"{self}: tensor and data parallelism are not combined"
+        if not (self.tp_size == 1 or self.dp_size == 1):
+            raise InternalError(f"{self}: tensor and data parallelism are not combined")
 
     @property
     def rank(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hotset.base.config import TiersMode
+from hotset.base.errors import InternalError
 from hotset.schedule.landings import Landings
 from hotset.schedule.plan import AssignSeat, PlanBuilder
 from hotset.schedule.preemption import Preemptor, headroom
@@ -81,14 +82,16 @@ class Admission:
         self._last_lookup: _Lookup | None = None
 
     def check_possible(self, request: Request) -> None:
-        """Asserts that the request fits empty pools. The front end has refused requests that do not."""
+        """Raises InternalError if the request does not fit empty pools. The front end has refused such requests."""
         ledger, rows = self._ledger, request.max_length - 1
         residences = admissible_residences(ledger, request, self._mode)
         least = min(ledger.pages_needed(request.holding, to, rows).device for to in residences)
-        assert least <= ledger.device.capacity, f"{least} device pages are needed, {ledger.device.capacity} exist"
+        if least > ledger.device.capacity:
+            raise InternalError(f"{least} device pages are needed, {ledger.device.capacity} exist")
         if ledger.host is not None:
             on_host = ledger.geometry.row_pages(rows)
-            assert on_host <= ledger.host.capacity, f"{on_host} host pages are needed, {ledger.host.capacity} exist"
+            if on_host > ledger.host.capacity:
+                raise InternalError(f"{on_host} host pages are needed, {ledger.host.capacity} exist")
 
     def admit_waiting(self) -> Iterator[Request]:
         """Admits requests in order of arrival until one does not fit, and yields each. Those whose prefix is being
@@ -187,7 +190,8 @@ class Admission:
                 continue
             self._prefixes.on_admitted(request, lookup.prefix)
             reserved = ledger.reserve(request.holding, on_device, rows, lookup.prefix)
-            assert reserved, "pages were free a moment ago"
+            if not reserved:
+                raise InternalError("pages were free a moment ago")
             self._landings.reserve(request, on_device, self._next_plan.number)
             self._prefixes.add_landing(request)
             return True
@@ -212,7 +216,8 @@ class Admission:
             commands = ledger.land(holding, seat, residence, length, rows)
         else:
             commands = ledger.admit(holding, seat, residence, rows)
-        assert commands is not None, "pages were free a moment ago"
+        if commands is None:
+            raise InternalError("pages were free a moment ago")
         answer = tuple(request.tokens[len(request.prompt) :])
         self._next_plan.commands += [AssignSeat(seat, request.prompt, answer), *commands]
         if request.prefilled and length:

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hotset.base.errors import InternalError
 from hotset.base.sampling import PromptSpec
 from hotset.schedule.request import FinishReason, Request
 from hotset.tiers.commands import Command
@@ -154,7 +155,8 @@ class PlanBuilder:
         first = max(known, request.num_scheduled - count) + 1
         last = min(request.num_scheduled + 1, len(request.prompt))
         if first < last:
-            assert first == known + 1 and alternatives is not None, f"{request.request_id} has no logits of its prompt"
+            if first != known + 1 or alternatives is None:
+                raise InternalError(f"{request.request_id} has no logits of its prompt")
             self.prompt_ranges.append(PromptRange(len(self.requests), first, last, alternatives))
             request.num_prompt_logprobs = last - 1
 

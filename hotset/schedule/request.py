@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Literal
 
 from hotset.base.config import LandingChoice, TiersChoice
-from hotset.base.errors import IllegalTransition
+from hotset.base.errors import IllegalTransition, InternalError
 from hotset.base.sampling import PromptSpec
 from hotset.tiers.residence import Holding
 
@@ -86,7 +86,8 @@ class Request:
         restricts where its KV lands. `for_peer` marks a prompt that is computed for a decode worker, which needs only
         the KV of the prompt and the first token of the answer.
         """
-        assert 0 < len(prompt) < max_length, f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}"
+        if not 0 < len(prompt) < max_length:
+            raise InternalError(f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}")
         self.request_id = request_id
         self.prompt = prompt
         self.max_length = max_length

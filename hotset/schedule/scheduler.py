@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
 from hotset.schedule.landings import Announcements, Landings
@@ -144,7 +145,8 @@ class Scheduler:
         A worker that computes prompts for peers has no other requests. Such a prompt gets all its pages at admission
         and never grows, so no prompt is preempted while its rows are being sent.
         """
-        assert request.request_id not in self._requests, f"there is already a request {request.request_id}"
+        if request.request_id in self._requests:
+            raise InternalError(f"there is already a request {request.request_id}")
         self._admission.check_possible(request)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests[request.request_id] = request
@@ -258,7 +260,8 @@ class Scheduler:
     def commit(self, result: StepResult) -> TokenOutputs:
         """Records the result of the oldest plan in flight. Returns its tokens, and what `take_outputs` would return."""
         in_flight = self._in_flight.popleft()
-        assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
+        if result.number != in_flight.plan.number:
+            raise InternalError(f"plan {result.number} committed before {in_flight.plan.number}")
         outputs, requests = self._outputs, in_flight.requests
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         for request, start, count in zip(requests, in_flight.plan.starts, in_flight.plan.counts, strict=True):
@@ -438,7 +441,8 @@ class Scheduler:
         """Releases the seat and pages of a request that no plan in flight uses. Every request ends here."""
         if request.phase is Phase.FINISHED:
             return
-        assert request.in_flight == 0, f"{request.request_id} is part of a plan in flight"
+        if request.in_flight:
+            raise InternalError(f"{request.request_id} is part of a plan in flight")
         request.move(Phase.FINISHED)
         self._queues.release_seat(request)
         self._prefixes.publish_rest(request)

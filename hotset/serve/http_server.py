@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive
 
 from hotset.base.address import is_loopback
+from hotset.base.errors import InternalError
 from hotset.base.listeners import check_listeners, listening_address
 from hotset.serve.connections import ConnectionLimits, Connections, LimitedProtocol
 
@@ -46,7 +47,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts connections on the one given socket. uvicorn would use asyncio's server, which has no limits."""
-        assert sockets is not None and len(sockets) == 1, "server and router listen on one socket"
+        if sockets is None or len(sockets) != 1:
+            raise InternalError("server and router listen on one socket")
         self.servers = []
         self._connections.start(sockets[0], self._new_protocol)
         self.started = True

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.save_last_topk import save_last_topk
@@ -34,9 +35,10 @@ class HotBuffers:
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
-        assert pool.shape.topk <= geometry.slots <= MAX_SLOTS, (
-            f"a hot buffer has {geometry.slots} slots, but must have {pool.shape.topk} to {MAX_SLOTS}"
-        )
+        if not pool.shape.topk <= geometry.slots <= MAX_SLOTS:
+            raise InternalError(
+                f"a hot buffer has {geometry.slots} slots, but must have {pool.shape.topk} to {MAX_SLOTS}"
+            )
         self._pool, self._host, self._tables, self._geometry = pool, host, tables, geometry
         self._seat_tables = SeatTables(
             tables.rows, tables.host, tables.slots, tables.tail, tables.maps, tables.tiered,

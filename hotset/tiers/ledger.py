@@ -8,6 +8,7 @@ order.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hotset.base.errors import InternalError
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.tiers.audit import audit_device, audit_host
@@ -46,7 +47,8 @@ class LandingPolicy:
     keys_on_host: bool = False  # index keys of rows that land on the host land there, too, not on the device
 
     def __post_init__(self) -> None:
-        assert self.on_device or self.keys_on_host, "index keys cannot land on a device that peers cannot write to"
+        if not (self.on_device or self.keys_on_host):
+            raise InternalError("index keys cannot land on a device that peers cannot write to")
 
 
 LAND_ANYWHERE = LandingPolicy()
@@ -132,7 +134,8 @@ class Ledger:
     def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str = "") -> None:
         """Makes full pages of a request available to others. All their rows are on the host, or commands before any
         later one put them there. `hashes` and `token_ids` are those of these pages, the next after `holding.cached`."""
-        assert holding.residence is not Residence.LANDING, "another process may still write to its pages"
+        if holding.residence is Residence.LANDING:
+            raise InternalError("another process may still write to its pages")
         if self.host is not None:
             first = len(holding.cached)
             pages = holding.pages[PageUse.HOST][first : first + len(hashes)]
@@ -171,7 +174,8 @@ class Ledger:
         older pages, after the rows that were selected last have been copied from there into slots. If the next row has
         no page yet, an older page also becomes the tail's second page.
         """
-        assert self.pages_freed_by_demotion(holding, length) > 0, "a demotion must free at least one page"
+        if self.pages_freed_by_demotion(holding, length) <= 0:
+            raise InternalError("a demotion must free at least one page")
         geometry, rows = self.geometry, holding.pages[PageUse.ROWS]
         newest = length // geometry.page_rows
         first = newest - 1 - geometry.slot_pages
@@ -206,7 +210,8 @@ class Ledger:
         if not self.fits(self.pages_to_promote(length)):
             return None
         pages = self.device.allocate(max(0, newest - 1))
-        assert pages is not None, "pages were free a moment ago"
+        if pages is None:
+            raise InternalError("pages were free a moment ago")
         holding.move(Residence.RESIDENT)
         tail = holding.pages[PageUse.TAIL]
         in_order = [tail[number % TAIL_PAGES] for number in range(max(0, newest - 1), newest + 1)]
@@ -222,7 +227,8 @@ class Ledger:
         Rows [0, length) have host pages. The command flushes the last page before a later command can grant its device
         page to another request.
         """
-        assert self.host is not None, "there is no host store to park in"
+        if self.host is None:
+            raise InternalError("there is no host store to park in")
         holding.move(Residence.PARKED)
         self._release_device_pages(holding)
         spare = holding.pages[PageUse.HOST][self.geometry.row_pages(length) :]  # granted for the rest of the prompt
@@ -304,7 +310,8 @@ class Ledger:
 
     def quarantine(self, holding: Holding, name: str) -> None:
         """Ends a landing whose writer may still write. The pages stay unavailable, recorded under `name`."""
-        assert holding.residence is Residence.LANDING, f"a request that is {holding.residence.value} has no writer"
+        if holding.residence is not Residence.LANDING:
+            raise InternalError(f"a request that is {holding.residence.value} has no writer")
         holding.move(Residence.ABSENT)
         host = self._take_own_host_pages(holding)
         device = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))
@@ -364,14 +371,16 @@ class Ledger:
             return required | {PageUse.ROWS: geometry.row_pages(tokens)}
         if to is Residence.STREAMED:
             return required | {PageUse.WORK: max(geometry.work_pages(tokens), geometry.hot_pages(tokens))}
-        assert to is Residence.TIERED, f"a request that is {to.value} is granted no pages"
+        if to is not Residence.TIERED:
+            raise InternalError(f"a request that is {to.value} is granted no pages")
         maps = geometry.map_pages(tokens)
         return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: TAIL_PAGES, PageUse.MAPS: maps}
 
     def _required_to_land(self, on_device: bool, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use in which `tokens` rows land."""
         rows = self.geometry.row_pages(tokens)
-        assert on_device or self.host is not None, "there is no host store to land in"
+        if not on_device and self.host is None:
+            raise InternalError("there is no host store to land in")
         return {
             PageUse.ROWS: rows if on_device else 0,
             PageUse.KEYS: self.geometry.key_pages(tokens) if on_device or not self.landing.keys_on_host else 0,
@@ -389,7 +398,8 @@ class Ledger:
             pool = self.host if use is PageUse.HOST else self.device
             assert pool is not None
             pages = pool.allocate(missing, after=held[-1] if held else None)
-            assert pages is not None, f"{missing} pages for {use.value} were free a moment ago"
+            if pages is None:
+                raise InternalError(f"{missing} pages for {use.value} were free a moment ago")
             commands.append(Grant(holding.seat, use, len(held), tuple(pages)))
             held += pages
         self._update_capacity(holding)

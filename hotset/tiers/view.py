@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.rows import PagedRows
@@ -75,7 +76,8 @@ class TieredView(ResidentView):
             seat = self._batch.seats[span.segment]
             newest.append(span.last - 1)
             one_token = span.last - span.first == 1
-            assert one_token or seat not in tables.tiered_seats, "a tiered request computes one token per step"
+            if not one_token and seat in tables.tiered_seats:
+                raise InternalError("a tiered request computes one token per step")
             if tables.work_pages[seat]:
                 self._streamed.append(StreamedSegment(pool, tables, self._mirror, seat, span, first_row))
             first_row += span.length
@@ -92,9 +94,8 @@ class TieredView(ResidentView):
         return NewRows(self._pool.flat_rows, row_ids, self._pool.shape.row)
 
     def context(self, layer: int) -> PagedRows:
-        assert not self._has_tiered and not self._streamed, (
-            "only the contexts of resident requests can be read as a whole"
-        )
+        if self._has_tiered or self._streamed:
+            raise InternalError("only the contexts of resident requests can be read as a whole")
         return super().context(layer)
 
     def select(self, layer: int, positions: Tensor) -> Selected:

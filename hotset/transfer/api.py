@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hotset.base.errors import InternalError
+
 Writes = NDArray[np.int64]  # [writes, 3]: local address, address in the peer's memory, number of bytes
 
 
@@ -92,7 +94,8 @@ class Meter:
     def end(self, nbytes: int) -> None:
         """Records that a list is no longer in flight, and counts `nbytes` bytes (0 if the list has failed)."""
         with self._lock:
-            assert self._in_flight, "more lists ended than began"
+            if not self._in_flight:
+                raise InternalError("more lists ended than began")
             self._in_flight -= 1
             self._nbytes += nbytes
             if not self._in_flight:

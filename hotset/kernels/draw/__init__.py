@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.draw import reference
 from hotset.kernels.draw.random_numbers import draw_key, uniforms
 from hotset.kernels.draw.reference import WEIGHT_ONE, DrawRules
@@ -32,12 +33,13 @@ def draw(
     wait; a graph can capture it after a first call.
     """
     n, vocab = x.shape
-    assert 1 <= vocab <= MAX_VOCAB, f"a vocabulary of {vocab} tokens; it must have 1 to {MAX_VOCAB}"
-    assert x.dtype in (torch.float32, torch.float64), f"logits must be float32 or float64, not {x.dtype}"
+    if not 1 <= vocab <= MAX_VOCAB:
+        raise InternalError(f"a vocabulary of {vocab} tokens; it must have 1 to {MAX_VOCAB}")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InternalError(f"logits must be float32 or float64, not {x.dtype}")
     for name, column in (("keys", keys), ("positions", positions)):
-        assert column.shape == (n,) and column.dtype == torch.int64, (
-            f"{n} requests need as many int64 {name}, not {tuple(column.shape)} of {column.dtype}"
-        )
+        if not (column.shape == (n,) and column.dtype == torch.int64):
+            raise InternalError(f"{n} requests need as many int64 {name}, not {tuple(column.shape)} of {column.dtype}")
     if _has_fast_path(x):
         tokens: Tensor = kernels_of("draw", "cuda_impl").draw(x, rules, keys, positions)
         return tokens
@@ -50,7 +52,8 @@ def leading(
 ) -> Tensor:  # [n, count] int64
     """Returns the ids of the `count` likeliest tokens of each request, likeliest first, equal ones by ascending id."""
     vocab = x.shape[1]
-    assert 1 <= count <= vocab <= MAX_VOCAB, f"the first {count} tokens of a vocabulary of {vocab}"
+    if not 1 <= count <= vocab <= MAX_VOCAB:
+        raise InternalError(f"the first {count} tokens of a vocabulary of {vocab}")
     if _has_fast_path(x) and count <= MAX_LEADING:
         token_ids: Tensor = kernels_of("draw", "cuda_impl").leading(x, count)
         return token_ids

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.experts import reference
 from hotset.kernels.fast_path import has_fast_path, kernels_of
@@ -34,13 +34,14 @@ def experts(
     Raises ConfigError before anything runs if one of gate_up and down is in fp8 and the other is not, if weights that
     are not in fp8 differ from x in dtype, or if the fast path would get more than MAX_EXPERTS experts.
     """
-    assert expert_ids.shape == weights.shape, (
-        f"expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} differ in shape"
-    )
+    if expert_ids.shape != weights.shape:
+        raise InternalError(f"expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} differ in shape")
     tokens, (count, hidden, width) = expert_ids.shape[0], down.shape
     shapes = (tuple(x.shape), tuple(gate_up.shape), tuple(down.shape))
-    assert x.shape == (tokens, hidden), f"x {shapes[0]} does not match {tokens} tokens and down {shapes[2]}"
-    assert gate_up.shape == (count, 2 * width, hidden), f"gate_up {shapes[1]} does not match down {shapes[2]}"
+    if x.shape != (tokens, hidden):
+        raise InternalError(f"x {shapes[0]} does not match {tokens} tokens and down {shapes[2]}")
+    if gate_up.shape != (count, 2 * width, hidden):
+        raise InternalError(f"gate_up {shapes[1]} does not match down {shapes[2]}")
     module = "triton_impl"
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
         module = "triton_fp8"

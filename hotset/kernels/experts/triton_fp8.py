@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.experts.triton_fp8_products import two_products
 from hotset.kernels.experts.triton_impl import OPTIONS, SortedPairs, sort_by_expert, weighted_sum
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
@@ -118,7 +119,8 @@ def experts_in_tiles(
     first_expert: int = 0,
 ) -> Tensor:
     for weight in (gate_up, down):
-        assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weights must be contiguous"
+        if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+            raise InternalError("the weights must be contiguous")
     by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs, first_expert)
     activation = activation_of(quantise_pairs(x, by_expert), by_expert, gate_up, x.dtype, tiles, slots)
     results = results_of(activation, by_expert, down, x.dtype, tiles, slots)
@@ -161,8 +163,10 @@ def activation_of(
 ) -> QuantisedPairs:
     """Returns silu(gate @ x) * (up @ x), computed in float32, rounded to `dtype` and then quantised."""
     (pairs, hidden), width = x.codes.shape, gate_up.shape[1] // 2
-    assert tiles.gate_up.outputs == SCALE_BLOCK, f"{tiles.gate_up.outputs} activations are not a group of {SCALE_BLOCK}"
-    assert width % gate_up.block_rows == 0, f"up begins at {width}, inside a block of {gate_up.block_rows} outputs"
+    if tiles.gate_up.outputs != SCALE_BLOCK:
+        raise InternalError(f"{tiles.gate_up.outputs} activations are not a group of {SCALE_BLOCK}")
+    if width % gate_up.block_rows != 0:
+        raise InternalError(f"up begins at {width}, inside a block of {gate_up.block_rows} outputs")
     out = QuantisedPairs.empty(pairs, width, x.codes.device)
     slots, tma = min(slots, by_expert.block_expert.shape[0]), tiles.gate_up.tma and hidden % TMA_ALIGN == 0
     _gate_up_kernel[(slots * triton.cdiv(width, SCALE_BLOCK),)](

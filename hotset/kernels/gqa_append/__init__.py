@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.gqa_append import reference
 from hotset.kernels.gqa_append.reference import HeadNorms
@@ -28,10 +28,10 @@ def gqa_append(
     Raises ConfigError before launch if, on the fast path, rows have fp8 values or heads exceed MAX_FAST_DIM values.
     """
     dim = qkv.shape[2]
-    assert layout.width == 2 * kv_heads * dim, (
-        f"rows have {layout.width} values, but K and V have 2 * {kv_heads} heads of {dim}"
-    )
-    assert rotation.dim == dim, f"the rotation has {rotation.dim} values, but a head has {dim}"
+    if layout.width != 2 * kv_heads * dim:
+        raise InternalError(f"rows have {layout.width} values, but K and V have 2 * {kv_heads} heads of {dim}")
+    if rotation.dim != dim:
+        raise InternalError(f"the rotation has {rotation.dim} values, but a head has {dim}")
     if not has_fast_path(qkv):
         return reference.gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     if layout.quantised:

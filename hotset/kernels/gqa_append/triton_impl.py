@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.gqa_append.reference import HeadNorms
 from hotset.kernels.norm.triton_impl import rms_normed
@@ -31,8 +32,10 @@ def gqa_append(
     tokens, all_heads, dim = qkv.shape
     heads = all_heads - 2 * kv_heads
     cos, sin = rotation.cos, rotation.sin
-    assert qkv.stride(2) == device_rows.stride(1) == cos.stride(2) == 1, "the values of a head must be adjacent"
-    assert cos.stride() == sin.stride() and new_rows.is_contiguous()
+    if not qkv.stride(2) == device_rows.stride(1) == cos.stride(2) == 1:
+        raise InternalError("the values of a head must be adjacent")
+    if not (cos.stride() == sin.stride() and new_rows.is_contiguous()):
+        raise InternalError("cos and sin must have equal strides, and new_rows must be contiguous")
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.index_topk import cpu_impl, reference
 from hotset.kernels.rows import PagedRows
@@ -30,8 +30,10 @@ def index_topk(
     `segments.positions`), so it can be captured in a graph. On this path, a padding query (seat EMPTY) selects nothing.
     Raises ConfigError before any launch if the fast path does not support one of the sizes or dtypes.
     """
-    assert k > 0, f"the top-k must be positive, not {k}"
-    assert scale > 0, f"the scale of the scores must be positive, not {scale}"
+    if k <= 0:
+        raise InternalError(f"the top-k must be positive, not {k}")
+    if not scale > 0:
+        raise InternalError(f"the scale of the scores must be positive, not {scale}")
     if q.device.type == "cpu":
         return cpu_impl.index_topk(q, weights, keys, segments, k, scale)
     if q.dtype not in FAST_DTYPES:
@@ -44,7 +46,8 @@ def index_topk(
 def _check_sizes(q: Tensor, keys: PagedRows, k: int) -> None:
     _, heads, head_dim = q.shape
     layout = keys.layout
-    assert head_dim == layout.width, f"queries have {head_dim} values, but index keys have {layout.width}"
+    if head_dim != layout.width:
+        raise InternalError(f"queries have {head_dim} values, but index keys have {layout.width}")
     if head_dim not in HEAD_DIMS:
         raise ConfigError(f"an index_head_dim of {head_dim} is not supported on a GPU; it must be one of {HEAD_DIMS}")
     if heads > MAX_HEADS:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import PagedRows
 
@@ -82,7 +83,8 @@ def score(
     num_queries, heads, head_dim = q.shape
     blocks = keys.blocks.view(torch.float8_e4m3fn) if keys.layout.quantised else keys.blocks
     parts, _, block_rows, width = blocks.shape
-    assert blocks.stride(3) == 1 and blocks.stride(2) == width, f"index keys must be adjacent: {blocks.stride()}"
+    if not (blocks.stride(3) == 1 and blocks.stride(2) == width):
+        raise InternalError(f"index keys must be adjacent: {blocks.stride()}")
     if tuning is None and share_context:
         tuning = SHARED_CONTEXT
     elif tuning is None:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.index_topk.triton_score import MAX_SPLITS, Scores, multiprocessors
 
@@ -63,8 +64,10 @@ def select(
     """
     values = scores.values
     queries, context = values.shape
-    assert context % CONTEXT_MULTIPLE == 0, f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}"
-    assert out.is_contiguous(), f"the output must be contiguous, but has strides {out.stride()}"
+    if context % CONTEXT_MULTIPLE != 0:
+        raise InternalError(f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}")
+    if not out.is_contiguous():
+        raise InternalError(f"the output must be contiguous, but has strides {out.stride()}")
     held = max(MIN_HELD, triton.next_power_of_2(k + 1))
     room = LIST_ROOM * held
     listed, listed_positions = (

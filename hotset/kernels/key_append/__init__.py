@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.fp8 import SCALE_BLOCK
 from hotset.kernels.key_append import reference
@@ -27,8 +27,10 @@ def key_append(
     Raises ConfigError before launch if the fast path does not support the layout or the width of the keys.
     """
     dim = key.shape[1]
-    assert dim == keys.layout.width, f"keys have {dim} values, but their layout has {keys.layout.width}"
-    assert rotation.dim <= dim, f"{rotation.dim} values cannot be rotated in a key of {dim}"
+    if dim != keys.layout.width:
+        raise InternalError(f"keys have {dim} values, but their layout has {keys.layout.width}")
+    if rotation.dim > dim:
+        raise InternalError(f"{rotation.dim} values cannot be rotated in a key of {dim}")
     if not has_fast_path(key):
         reference.key_append(key, weight, bias, eps, rotation, interleaved, keys, positions)
         return

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.mla_append.triton_impl import e4m3_codes, e4m3_scale
 from hotset.kernels.rope import Rotation
@@ -34,10 +35,16 @@ def key_append(
 ) -> None:
     tokens, dim = key.shape
     cos, sin, blocks, layout = rotation.cos, rotation.sin, keys.blocks, keys.layout
-    assert key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1, "values must be adjacent"
-    assert cos.stride() == sin.stride() and weight.is_contiguous() and bias.is_contiguous()
-    assert keys.seat_of.is_contiguous() and positions.is_contiguous() and keys.seat_of.shape == positions.shape
-    assert layout.align <= _MAX_ALIGN.value, f"keys aligned to {layout.align} bytes: the maximum is {_MAX_ALIGN.value}"
+    if not key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1:
+        raise InternalError("values must be adjacent")
+    if not (cos.stride() == sin.stride() and weight.is_contiguous() and bias.is_contiguous()):
+        raise InternalError("cos and sin must have equal strides, and weight and bias must be contiguous")
+    if not (keys.seat_of.is_contiguous() and positions.is_contiguous() and keys.seat_of.shape == positions.shape):
+        raise InternalError(
+            f"{tuple(positions.shape)} positions for {tuple(keys.seat_of.shape)} seats; both must be contiguous"
+        )
+    if layout.align > _MAX_ALIGN.value:
+        raise InternalError(f"keys aligned to {layout.align} bytes: the maximum is {_MAX_ALIGN.value}")
     if tokens == 0:
         return
     half, plain = rotation.dim // 2, dim - rotation.dim

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.fast_path import FAST_DTYPES, kernels_of
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
@@ -28,7 +29,8 @@ class Linear:
         self._packed = packed.pack(weight) if isinstance(weight, Tensor) and packed.supports(weight) else None
         self._counters: Tensor | None = None  # only for an fp8 weight on a GPU
         if isinstance(weight, Fp8Weight):
-            assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "an fp8 weight must be contiguous"
+            if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+                raise InternalError("an fp8 weight must be contiguous")
             if weight.device.type == "cuda":
                 self._counters = kernels_of("linear", "triton_fp8").make_counters(weight)
 
@@ -88,5 +90,6 @@ def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. Therefore the result
     needs neither a transposed copy nor a concatenation.
     """
-    assert out.stride(2) == 1, f"the values of a head have stride {out.stride(2)}; they must be adjacent"
+    if out.stride(2) != 1:
+        raise InternalError(f"the values of a head have stride {out.stride(2)}; they must be adjacent")
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.kernels.quantise import QuantisedTokens, padded_tokens
@@ -158,8 +159,10 @@ def fp8_linear_in_tiles(
     splits: int | None = None,  # None: as `splits_for` says
 ) -> Tensor:
     tokens, (outputs, inputs) = x.shape[0], weight.shape
-    assert x.shape[1] == inputs, f"{x.shape[1]} values per token for a weight with {inputs} inputs"
-    assert weight.codes.is_contiguous() and weight.scales.is_contiguous(), "the weight must be contiguous"
+    if x.shape[1] != inputs:
+        raise InternalError(f"{x.shape[1]} values per token for a weight with {inputs} inputs")
+    if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+        raise InternalError("the weight must be contiguous")
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
@@ -170,7 +173,8 @@ def fp8_linear_in_tiles(
         of_x = quantised(x, lets_next_start=tile.starts_early)
         codes, scales = of_x.codes, of_x.scales
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
-    assert splits == 1 or grid[2] == 1, f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles"
+    if not (splits == 1 or grid[2] == 1):
+        raise InternalError(f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles")
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
     partial = torch.empty(partial_count, dtype=torch.float32, device=x.device)
     _linear_kernel[grid](

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 
 TILE_TOKENS, TILE_OUTPUTS, TILE_INPUTS = 8, 4, 1024  # of a program; a split has TILE_INPUTS inputs
@@ -29,14 +30,16 @@ def make_counters(weight: Tensor, max_tokens: int) -> Tensor:
 
 def fp32_linear(x: Tensor, weight: Tensor, scale: float, counters: Tensor) -> Tensor:
     (tokens, inputs), outputs = x.shape, weight.shape[0]
-    assert x.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == inputs, "values must be adjacent"
+    if not (x.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == inputs):
+        raise InternalError("values must be adjacent")
     out = torch.empty(tokens, outputs, dtype=torch.float32, device=x.device)
     if tokens == 0:
         return out
     tile_inputs = min(TILE_INPUTS, max(MIN_TILE_INPUTS, triton.next_power_of_2(inputs)))
     splits = ceil_div(inputs, tile_inputs)
     grid = (ceil_div(outputs, TILE_OUTPUTS), splits, ceil_div(tokens, TILE_TOKENS))
-    assert grid[0] * grid[2] <= counters.numel(), f"{counters.numel()} counters for {grid[0]} x {grid[2]} tiles"
+    if grid[0] * grid[2] > counters.numel():
+        raise InternalError(f"{counters.numel()} counters for {grid[0]} x {grid[2]} tiles")
     partial_count = grid[0] * grid[2] * splits * TILE_OUTPUTS * TILE_TOKENS if splits > 1 else 1
     _fp32_linear_kernel[grid](
         x=x,

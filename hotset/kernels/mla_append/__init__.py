@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.mla_append import reference
 from hotset.kernels.rope import Rotation
@@ -26,12 +26,14 @@ def mla_append(
     values. Raises ConfigError before launch if the fast path does not support the layout or the rank.
     """
     rank = weight.shape[0]
-    assert kv.shape[1] == layout.width == rank + rotation.dim, (
-        f"kv has {kv.shape[1]} values, rows have {layout.width}, latent and rope key have {rank} + {rotation.dim}"
-    )
-    assert device_rows.shape[1] == layout.stored_width, (
-        f"device rows have {device_rows.shape[1]} stored values, but the layout has {layout.stored_width}"
-    )
+    if not kv.shape[1] == layout.width == rank + rotation.dim:
+        raise InternalError(
+            f"kv has {kv.shape[1]} values, rows have {layout.width}, latent and rope key have {rank} + {rotation.dim}"
+        )
+    if device_rows.shape[1] != layout.stored_width:
+        raise InternalError(
+            f"device rows have {device_rows.shape[1]} stored values, but the layout has {layout.stored_width}"
+        )
     if not has_fast_path(kv):
         reference.mla_append(kv, weight, eps, rotation, layout, device_rows, new_rows)
         return

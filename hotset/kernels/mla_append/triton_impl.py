@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.fp8 import E4M3_MAX, MIN_SCALE, SCALE_BLOCK
 from hotset.kernels.norm.triton_impl import rms_normed
@@ -33,8 +34,10 @@ def mla_append(
 ) -> None:
     rank = weight.shape[0]
     cos, sin = rotation.cos, rotation.sin
-    assert kv.stride(1) == device_rows.stride(1) == cos.stride(2) == 1, "the values of a row must be adjacent"
-    assert cos.stride() == sin.stride() and weight.is_contiguous() and new_rows.is_contiguous()
+    if not kv.stride(1) == device_rows.stride(1) == cos.stride(2) == 1:
+        raise InternalError("the values of a row must be adjacent")
+    if not (cos.stride() == sin.stride() and weight.is_contiguous() and new_rows.is_contiguous()):
+        raise InternalError("cos and sin must have equal strides, and weight and new_rows must be contiguous")
     if kv.shape[0] == 0:
         return
     _append_kernel[(kv.shape[0],)](

@@ -5,21 +5,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
+
 VALUES_PER_WARP = 512  # 16 per thread: two accesses of 16 bytes in bf16
 MAX_WARPS = 16
 OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    assert x.dim() in (2, 3) and x.stride(-1) == 1, f"x has strides {x.stride()}; its values must be adjacent"
+    if not (x.dim() in (2, 3) and x.stride(-1) == 1):
+        raise InternalError(f"x has strides {x.stride()}; its values must be adjacent")
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, x, weight, normed, normed, eps, adds=False)
     return normed
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x.dim() == 2 and delta.shape == x.shape, f"{tuple(delta.shape)} cannot be added to {tuple(x.shape)}"
-    assert x.stride(1) == delta.stride(1) == 1, "the values of a vector must be adjacent"
+    if not (x.dim() == 2 and delta.shape == x.shape):
+        raise InternalError(f"{tuple(delta.shape)} cannot be added to {tuple(x.shape)}")
+    if not x.stride(1) == delta.stride(1) == 1:
+        raise InternalError("the values of a vector must be adjacent")
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch(x, delta, weight, total, normed, eps, adds=True)
     return total, normed
@@ -37,7 +42,8 @@ def _launch(
     """Launches the kernel. Without `adds`, it neither reads `delta` nor writes `total`."""
     width = x.shape[-1]
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    assert weight.shape == (width,) and weight.is_contiguous(), f"a weight {tuple(weight.shape)} for a width of {width}"
+    if not (weight.shape == (width,) and weight.is_contiguous()):
+        raise InternalError(f"a weight {tuple(weight.shape)} for a width of {width}")
     vectors = x.numel() // width
     if vectors == 0:
         return

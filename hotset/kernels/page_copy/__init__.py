@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.page_copy import reference
 
@@ -40,13 +40,13 @@ def _checked_op(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> Modul
         raise ConfigError(f"host rows have dtype {host_rows.dtype}, but device rows have {device_rows.dtype}")
     if host_rows.shape[2] != device_rows.shape[2]:
         raise ConfigError(f"host rows have {host_rows.shape[2]} values, but device rows have {device_rows.shape[2]}")
-    assert host_rows.shape[0] == device_rows.shape[0], (
-        f"host rows have {host_rows.shape[0]} layers, but device rows have {device_rows.shape[0]}"
-    )
-    assert pieces.dim() == 2 and pieces.shape[1] == 3, f"pieces must have the shape [n, 3], not {tuple(pieces.shape)}"
-    assert pieces.dtype == torch.int64 and pieces.is_contiguous(), (
-        f"pieces must be contiguous int64, not {pieces.dtype} with strides {pieces.stride()}"
-    )
+    if host_rows.shape[0] != device_rows.shape[0]:
+        raise InternalError(f"host rows have {host_rows.shape[0]} layers, but device rows have {device_rows.shape[0]}")
+    if not (pieces.dim() == 2 and pieces.shape[1] == 3):
+        raise InternalError(f"pieces must have the shape [n, 3], not {tuple(pieces.shape)}")
+    if not (pieces.dtype == torch.int64 and pieces.is_contiguous()):
+        raise InternalError(f"pieces must be contiguous int64, not {pieces.dtype} with strides {pieces.stride()}")
     for name, rows in (("host", host_rows), ("device", device_rows)):
-        assert rows.stride(2) == 1, f"the values of a {name} row must be adjacent, but their stride is {rows.stride(2)}"
+        if rows.stride(2) != 1:
+            raise InternalError(f"the values of a {name} row must be adjacent, but their stride is {rows.stride(2)}")
     return kernels_of("page_copy", "cuda_impl") if device_rows.is_cuda else reference

@@ -7,7 +7,7 @@ calls use the reference, which reads `PagedRows.runs`.
 
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.paged_attention import reference
 from hotset.kernels.rows import PagedRows
@@ -29,8 +29,10 @@ def paged_attention(
     Raises ConfigError before any launch if the fast path does not support the sizes of the heads.
     """
     heads, head_dim = q.shape[1:]
-    assert heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"
-    assert context.layout.width == 2 * kv_heads * head_dim, f"rows of {context.layout.width} values cannot hold K and V"
+    if heads % kv_heads != 0:
+        raise InternalError(f"{heads} heads are not a multiple of {kv_heads} KV heads")
+    if context.layout.width != 2 * kv_heads * head_dim:
+        raise InternalError(f"rows of {context.layout.width} values cannot hold K and V")
     if not (has_fast_path(q) and segments.decoding):
         return reference.paged_attention(q, context, segments, kv_heads, scale)
     if head_dim > MAX_FAST_DIM or head_dim % 8:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import PagedRows
 
@@ -33,9 +34,12 @@ _MIN_LSE = tl.constexpr(-1e30)  # replaces -inf, which must not be subtracted fr
 def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scale: float) -> Tensor:
     queries, heads, dim = q.shape
     blocks, table = context.blocks, context.table
-    assert blocks.shape[0] == 1, f"pages with {blocks.shape[0]} parts cannot hold KV rows"
-    assert blocks.stride(3) == 1 and table.stride(1) == 1, "values and pages must be adjacent"
-    assert q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()
+    if blocks.shape[0] != 1:
+        raise InternalError(f"pages with {blocks.shape[0]} parts cannot hold KV rows")
+    if not (blocks.stride(3) == 1 and table.stride(1) == 1):
+        raise InternalError("values and pages must be adjacent")
+    if not (q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()):
+        raise InternalError("values of q, seats and positions must be adjacent")
     out = torch.empty(queries, heads, dim, dtype=q.dtype, device=q.device)
     if queries == 0:
         return out

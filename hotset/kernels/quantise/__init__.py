@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.quantise import reference
@@ -23,7 +24,8 @@ def quantise(
     x: Tensor,  # [tokens, width]; tokens may have any stride
 ) -> QuantisedTokens:
     """Returns x in fp8. On a GPU, this call can be captured in a graph."""
-    assert x.dim() == 2, f"x has shape {tuple(x.shape)}; it must have one row per token"
+    if x.dim() != 2:
+        raise InternalError(f"x has shape {tuple(x.shape)}; it must have one row per token")
     op = kernels_of("quantise") if has_fast_path(x) else reference
     return QuantisedTokens(*op.quantise(x, padded_tokens(x.shape[0])))
 

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.linear import per_head_matmul_into
 from hotset.kernels.rope import reference
@@ -21,7 +22,8 @@ def rotate(
     values of all pairs, then the second values. Queries and keys use the same order, so the order does not affect
     their dot products.
     """
-    assert rotation.dim <= x.shape[-1], f"{rotation.dim} values cannot be rotated in a head of {x.shape[-1]}"
+    if rotation.dim > x.shape[-1]:
+        raise InternalError(f"{rotation.dim} values cannot be rotated in a head of {x.shape[-1]}")
     if has_fast_path(x):
         out: Tensor = kernels_of("rope").rotate(x, rotation, interleaved)
         return out
@@ -39,7 +41,8 @@ def rope_query(
     `interleaved`.
     """
     heads, nope, rank = key_up.shape
-    assert q.shape[1:] == (heads, nope + rotation.dim), f"queries {tuple(q.shape)} for matrices {tuple(key_up.shape)}"
+    if q.shape[1:] != (heads, nope + rotation.dim):
+        raise InternalError(f"queries {tuple(q.shape)} for matrices {tuple(key_up.shape)}")
     if not has_fast_path(q):
         return reference.rope_query(q, key_up, rotation)
     out = q.new_empty(q.shape[0], heads, rank + rotation.dim)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.rope.reference import Rotation
 
 HEADS_PER_PROGRAM = 8
@@ -22,9 +23,12 @@ def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -
     """Writes the result of `rotate` to `out`: it may be a slice of a wider tensor but must not share memory with x."""
     tokens, heads, dim = x.shape
     cos, sin = rotation.cos, rotation.sin
-    assert x.stride(2) == out.stride(2) == cos.stride(2) == 1, "the values of a head must be adjacent"
-    assert cos.shape[0] == tokens, f"there are angles for {cos.shape[0]} tokens, but x has {tokens}"
-    assert cos.stride() == sin.stride(), f"cos has strides {cos.stride()}, sin {sin.stride()}"
+    if not x.stride(2) == out.stride(2) == cos.stride(2) == 1:
+        raise InternalError("the values of a head must be adjacent")
+    if cos.shape[0] != tokens:
+        raise InternalError(f"there are angles for {cos.shape[0]} tokens, but x has {tokens}")
+    if cos.stride() != sin.stride():
+        raise InternalError(f"cos has strides {cos.stride()}, sin {sin.stride()}")
     if x.numel() == 0:
         return
     half, plain = rotation.dim // 2, dim - rotation.dim

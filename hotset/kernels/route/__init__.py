@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.route import reference
 from hotset.kernels.route.reference import Routes, RoutingRule
@@ -28,8 +28,10 @@ def route(
     Raises ConfigError if the fast path would get more than MAX_EXPERTS experts.
     """
     experts = rule.experts
-    assert router.shape == (experts, x.shape[1]), f"router {tuple(router.shape)} for tokens of {x.shape[1]} values"
-    assert correction.shape == (experts,), f"corrections {tuple(correction.shape)} for {experts} experts"
+    if router.shape != (experts, x.shape[1]):
+        raise InternalError(f"router {tuple(router.shape)} for tokens of {x.shape[1]} values")
+    if correction.shape != (experts,):
+        raise InternalError(f"corrections {tuple(correction.shape)} for {experts} experts")
     fast = has_fast_path(x) and router.dtype == torch.float32
     if fast and experts > MAX_EXPERTS:
         raise ConfigError(f"{experts} experts are more than the {MAX_EXPERTS} that can be ranked on a GPU")

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.save_last_topk import reference
 
@@ -11,8 +12,9 @@ def save_last_topk(
     seat_of: Tensor,  # [tokens] int64, no seat twice; EMPTY: a padding token, which is not saved
     positions: Tensor,  # [tokens, k] int64, EMPTY-padded anywhere
 ) -> None:
-    assert positions.shape == (seat_of.shape[0], last_topk.shape[1]), (
-        f"positions {tuple(positions.shape)} for {seat_of.shape[0]} tokens and a top-k of {last_topk.shape[1]}"
-    )
+    if positions.shape != (seat_of.shape[0], last_topk.shape[1]):
+        raise InternalError(
+            f"positions {tuple(positions.shape)} for {seat_of.shape[0]} tokens and a top-k of {last_topk.shape[1]}"
+        )
     op = kernels_of("save_last_topk") if positions.is_cuda else reference
     op.save_last_topk(last_topk, seat_of, positions)

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.slice_pack import reference
 from hotset.kernels.slice_pack.reference import RowSlices
@@ -55,7 +55,8 @@ def _checked_op(
     stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: RowSlices, packed: Tensor
 ) -> ModuleType:
     """Checks the arguments and returns the implementation for them."""
-    assert len(stores) > 0, "there are no stores"
+    if not stores:
+        raise InternalError("there are no stores")
     shape, strides = stores[0].shape, stores[0].stride()
     for store in stores:
         if store.shape != shape or store.stride() != strides or store.dtype != torch.uint8:
@@ -63,18 +64,24 @@ def _checked_op(
                 f"the stores differ: one has {tuple(shape)} bytes with strides {strides}, "
                 f"another has {tuple(store.shape)} of {store.dtype} with strides {store.stride()}"
             )
-    assert len(shape) == 3 and strides[2] == 1, f"stores of shape {tuple(shape)} with strides {strides}"
+    if not (len(shape) == 3 and strides[2] == 1):
+        raise InternalError(f"stores of shape {tuple(shape)} with strides {strides}")
     count, page_rows, row_bytes = shape
     if slices.end > row_bytes:
         raise ConfigError(f"slices {slices.spans} exceed a row of {row_bytes} bytes")
-    assert 0 <= first <= last <= len(pages) * page_rows, f"rows [{first}, {last}) of {len(pages)} pages of {page_rows}"
+    if not 0 <= first <= last <= len(pages) * page_rows:
+        raise InternalError(f"rows [{first}, {last}) of {len(pages)} pages of {page_rows}")
     nbytes = len(stores) * (last - first) * slices.nbytes
-    assert packed.dtype == torch.uint8, f"the packed buffer must be uint8, not {packed.dtype}"
-    assert packed.dim() == 1 and packed.is_contiguous(), f"the packed buffer has strides {packed.stride()}"
-    assert packed.numel() == nbytes, f"{nbytes} packed bytes in a buffer of {packed.numel()}"
+    if packed.dtype != torch.uint8:
+        raise InternalError(f"the packed buffer must be uint8, not {packed.dtype}")
+    if not (packed.dim() == 1 and packed.is_contiguous()):
+        raise InternalError(f"the packed buffer has strides {packed.stride()}")
+    if packed.numel() != nbytes:
+        raise InternalError(f"{nbytes} packed bytes in a buffer of {packed.numel()}")
     if not (isinstance(pages, Tensor) and pages.is_cuda):
         used = torch.as_tensor(pages)[first // page_rows : -(-last // page_rows)]
-        assert not len(used) or (int(used.min()) >= 0 and int(used.max()) < count), f"pages {pages} of {count}"
+        if len(used) and not (int(used.min()) >= 0 and int(used.max()) < count):
+            raise InternalError(f"pages {pages} of {count}")
     if packed.is_cuda or any(store.is_cuda for store in stores):
         return kernels_of("slice_pack")
     return reference

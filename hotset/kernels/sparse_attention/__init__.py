@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.rows import ROW_ALIGN, RowLayout
 from hotset.kernels.sparse_attention import cpu_impl, reference
@@ -30,8 +30,10 @@ def sparse_attention(
     ConfigError that contains the value. On a GPU, queries of other dtypes use the reference. On a CPU, all calls use
     `cpu_impl`.
     """
-    assert q.shape[2] == layout.width, f"queries have {q.shape[2]} values, but rows have {layout.width}"
-    assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries"
+    if q.shape[2] != layout.width:
+        raise InternalError(f"queries have {q.shape[2]} values, but rows have {layout.width}")
+    if row_ids.shape[0] != q.shape[0]:
+        raise InternalError(f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries")
     if q.device.type == "cpu":
         return cpu_impl.sparse_attention(q, rows, row_ids, layout, rank, scale)
     if q.dtype != torch.bfloat16:
@@ -61,7 +63,8 @@ def check(rows: Tensor, layout: RowLayout, rank: int, scale: float) -> None:
         raise ConfigError(f"a softmax scale of {scale} is not supported; it must be positive")
     if not 0 < rows.shape[0] <= MAX_ROWS:
         raise ConfigError(f"sparse attention on a GPU supports 1 to {MAX_ROWS} device rows, not {rows.shape[0]}")
-    assert rows.stride(1) == 1, f"the values of a row must be adjacent, but their stride is {rows.stride(1)}"
+    if rows.stride(1) != 1:
+        raise InternalError(f"the values of a row must be adjacent, but their stride is {rows.stride(1)}")
     for name, number in (("stride", rows.stride(0) * rows.element_size()), ("address", rows.data_ptr())):
         if number % ROW_ALIGN:
             raise ConfigError(f"rows have {name} {number}: it must be a multiple of {ROW_ALIGN} bytes")

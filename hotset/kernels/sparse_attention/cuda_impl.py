@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
@@ -20,7 +21,8 @@ SHARED_OF_SM, SHARED_OF_BLOCK, SHARED_RESERVED = 228 << 10, 227 << 10, 1 << 10
 
 def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
     """Launches the kernel for rank 512, rope 64, blocks of 16 or 32 heads. `tensors`: see `Attend` in triton_impl."""
-    assert (shape.rank, shape.rope, launch.warps) == (RANK, ROPE, WARPS), f"{launch} for {shape}"
+    if (shape.rank, shape.rope, launch.warps) != (RANK, ROPE, WARPS):
+        raise InternalError(f"{launch} for {shape}")
     q, rows, row_ids, out, lse = tensors
     if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4:  # the kernel reads 8 bytes at a time
         q = q.contiguous()
@@ -58,7 +60,8 @@ def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, .
 
 def merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Tensor, out: Tensor) -> None:
     """Merges the splits. The kernel may begin while `attend` is still running; it waits for the end of `attend`."""
-    assert launch.splits <= MAX_SPLITS, f"{launch.splits} splits: the merge supports up to {MAX_SPLITS}, one per lane"
+    if launch.splits > MAX_SPLITS:
+        raise InternalError(f"{launch.splits} splits: the merge supports up to {MAX_SPLITS}, one per lane")
     threads = shape.rank // 4
     kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads)
     blocks = LaunchShape(shape.queries * shape.heads, threads, dependent_launch=True)
@@ -70,7 +73,8 @@ def _ring(shape: AttentionShape, launch: LaunchConfig) -> int:
     shared_bytes = min(SHARED_OF_BLOCK, SHARED_OF_SM // launch.programs_per_sm - SHARED_RESERVED)
     room = shared_bytes - _shared_bytes(shape, launch, 0)
     rows = min(room // _bytes_of_row(shape), launch.block_keys + MAX_AHEAD) // GROUP * GROUP
-    assert rows >= 2 * launch.block_keys, f"{launch} leaves room for {rows} rows, but two steps need more"
+    if rows < 2 * launch.block_keys:
+        raise InternalError(f"{launch} leaves room for {rows} rows, but two steps need more")
     return rows
 
 

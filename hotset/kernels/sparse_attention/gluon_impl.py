@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.sparse_attention.gluon_tiles import (
     CODE_LAYOUT,
@@ -72,7 +73,8 @@ _BY_KEY = gl.constexpr(gl.SliceLayout(0, _SCORES))
 
 def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
     """Launches the kernel for rank 512, rope 64 and blocks of 64 heads. `tensors`: see `Attend` in triton_impl."""
-    assert (shape.rank, shape.rope, launch.block_heads) == (RANK, ROPE, GLUON_HEADS), f"{launch} for {shape}"
+    if (shape.rank, shape.rope, launch.block_heads) != (RANK, ROPE, GLUON_HEADS):
+        raise InternalError(f"{launch} for {shape}")
     q, rows, row_ids, out, lse = tensors
     kernel = _attend_fp8_kernel if shape.fp8 else _attend_plain_kernel
     kernel[ceil_div(shape.heads, launch.block_heads) * shape.queries, launch.splits](

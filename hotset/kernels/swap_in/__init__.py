@@ -7,7 +7,7 @@ of that layer. `copy` runs for every other layer of the group, with the copies o
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.swap_in import reference
 from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
@@ -51,11 +51,12 @@ def plan(
     if tables.page_rows < 1:
         raise ConfigError(f"a page of {tables.page_rows} rows is not possible; page_rows must be at least 1")
     for name, column in (("seats", seats), ("stamps", stamps)):
-        assert column.shape == (batch,), f"{name} have shape {tuple(column.shape)}, but the batch is {batch}"
-    assert words.dim() == 1 and words.dtype == torch.int32, (
-        f"the map words must be a vector of int32, not {tuple(words.shape)} of {words.dtype}"
-    )
-    assert (host_rows is None) == (device_rows is None), "pass both host_rows and device_rows, or neither"
+        if column.shape != (batch,):
+            raise InternalError(f"{name} have shape {tuple(column.shape)}, but the batch is {batch}")
+    if not (words.dim() == 1 and words.dtype == torch.int32):
+        raise InternalError(f"the map words must be a vector of int32, not {tuple(words.shape)} of {words.dtype}")
+    if (host_rows is None) != (device_rows is None):
+        raise InternalError("pass both host_rows and device_rows, or neither")
     if host_rows is not None and device_rows is not None:
         _check_rows(host_rows, device_rows)
     op = kernels_of("swap_in", "cuda_impl") if positions.is_cuda else reference
@@ -95,4 +96,5 @@ def _check_rows(host_rows: Tensor, device_rows: Tensor) -> None:
     if host_rows.shape[1] != device_rows.shape[1]:
         raise ConfigError(f"host rows have {host_rows.shape[1]} values, but device rows have {device_rows.shape[1]}")
     for name, rows in (("host", host_rows), ("device", device_rows)):
-        assert rows.stride(1) == 1, f"the values of a {name} row must be adjacent, but their stride is {rows.stride(1)}"
+        if rows.stride(1) != 1:
+            raise InternalError(f"the values of a {name} row must be adjacent, but their stride is {rows.stride(1)}")

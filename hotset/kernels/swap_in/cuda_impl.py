@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
@@ -74,7 +74,8 @@ def plan(
     device = positions.device
     pages = (tables.row_pages, tables.host_pages, tables.slot_pages, tables.tail_pages, tables.map_pages)
     for table in pages:
-        assert table.stride(1) == 1, f"the pages of a seat must be adjacent, but their stride is {table.stride(1)}"
+        if table.stride(1) != 1:
+            raise InternalError(f"the pages of a seat must be adjacent, but their stride is {table.stride(1)}")
     rows, from_host, to_device = (torch.empty(batch, k, dtype=torch.int64, device=device) for _ in range(3))
     copies = RowCopies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
     layer = _LayerRows(host_rows, device_rows) if host_rows is not None and device_rows is not None else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 
@@ -144,7 +145,8 @@ def _assign_slots(missing: Tensor, topk: _TieredTopk, maps: _Maps) -> None:
     # Both lists are ordered by seat. Within a seat, misses keep the order of the top-k, and victims ascend by slot
     # number, so the n-th miss gets the n-th victim.
     position = topk.positions[missing]
-    assert victim.shape == position.shape, f"{position.shape[0]} misses, but {victim.shape[0]} evictable slots"
+    if victim.shape != position.shape:
+        raise InternalError(f"{position.shape[0]} misses, but {victim.shape[0]} evictable slots")
     victim_maps = _Maps(maps.pages[at_seat], maps.slots, maps.words, maps.words_per_page)
     victim, position = victim[:, None], position[:, None]
     evicted = victim_maps.words[victim_maps.position_of(victim)].long()

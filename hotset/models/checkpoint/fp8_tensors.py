@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from hotset.base.errors import CheckpointError, ConfigError
+from hotset.base.errors import CheckpointError, ConfigError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.models.checkpoint.source import BLOCK_BYTES, TensorSlice, kept_shape, sliced
 from hotset.models.spec import FP8_BLOCK
 
-assert FP8_BLOCK == SCALE_BLOCK, "the kernels and the configuration reader must agree on the size of a block"
+if FP8_BLOCK != SCALE_BLOCK:
+    raise InternalError("the kernels and the configuration reader must agree on the size of a block")
 MAGNITUDE_BITS, NAN_MAGNITUDE = 0x7F, 0x7F  # of a code: a sign, then the magnitude, whose largest value is NaN
 
 
@@ -55,9 +56,10 @@ def copy_fp8(
     check_input_slice(tensor, tuple(stored.shape), tensor_slice)
     shape, block_rows = kept_shape(tuple(stored.shape), tensor_slice)
     target = Fp8Weight.empty(shape, device, block_rows) if out is None else out
-    assert block_rows % target.block_rows == 0, (
-        f"{tensor}: the slice needs a scale per {block_rows} outputs, and its place has one per {target.block_rows}"
-    )
+    if block_rows % target.block_rows != 0:
+        raise InternalError(
+            f"{tensor}: the slice needs a scale per {block_rows} outputs, and its place has one per {target.block_rows}"
+        )
     target.scales.copy_(_slice_scales(stored.scales, shape, tensor_slice, target.block_rows))
     codes = sliced(stored.codes, tensor_slice)
     rows = max(1, BLOCK_BYTES // max(1, shape[1])) if target.device.type == "cpu" else max(1, shape[0])
