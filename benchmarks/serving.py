@@ -58,6 +58,7 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import model_card
 from hotset.engine.core import Engine, Replica
+from hotset.engine.decode_graphs import StepGraph, batch_sizes
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
@@ -187,8 +188,9 @@ def make_engine(
 def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
     """Replays the CUDA graph of a step with `requests` requests, without pauses. Returns the seconds per replay."""
     assert runner._graphs is not None
-    graph = runner._graphs._get_or_capture(runner._graphs.size_for(requests), has_tiered).graph
-    return replay_seconds(graph, 10)
+    sizes = batch_sizes(runner.seats)
+    graph = StepGraph(next(size for size in sizes if size >= requests), has_tiered)
+    return replay_seconds(runner._graphs.get_or_capture(graph), 10)
 
 
 def run(

@@ -21,7 +21,7 @@ from hotset.base.errors import ConfigError, EngineStopped, MissingDependency, St
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
-from hotset.engine.decode_graphs import RunnerModel
+from hotset.engine.decode_graphs import RunnerModel, captures_graphs
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_device, choose_dtype, whole_kv_shape
@@ -131,7 +131,7 @@ def in_process_executor(
     if budget.host_pages:
         host = HostStore(model.kv_shape, budget.host_pages, config.page_rows, device, progress)
     memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
-    graphs = device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
+    graphs = captures_graphs(config, model)
     runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, vocab, graphs=graphs)
     return InProcessExecutor(runner, memory)
 

@@ -3,22 +3,28 @@
 A graph is a list of kernels with fixed arguments. Everything that changes from step to step is in device memory: the
 seats (`seat_of`) and positions of the tokens to compute, the page tables, the residency maps and the token ids. A batch
 is padded to the next captured size with tokens of seat EMPTY, for which kernels write nothing.
+
+The graphs of several workers contain their collectives, and what pipeline stages send each other. All workers therefore
+capture the same graphs in the same order, and replay the same graph in a step. `choose_graph` chooses it for all.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hotset.base.config import EngineConfig
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.logprobs import LogprobTensors
 from hotset.schedule.plan import Plan
 from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.residence import Residence
 
 SIZES_BELOW_EIGHT = (1, 2, 4)
 
@@ -54,56 +60,90 @@ class SampledLogits:
     prompt_logprobs: LogprobTensors | None = None  # of all prompt ranges of the plan, in order; None if it has none
 
 
-def batch_sizes(most: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """Names one of the graphs of decode steps."""
+
+    size: int  # number of tokens, including padding
+    has_tiered: bool  # a graph with tiered requests also serves steps without any, but does more than they need
+
+
+@cache
+def batch_sizes(most: int) -> tuple[int, ...]:
     """Returns the captured batch sizes up to `most`. Padding adds at most 7 tokens to a batch of up to
     64 tokens, and less than a quarter to larger ones."""
     sizes = [*SIZES_BELOW_EIGHT, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(64, sizes[-1] // 8 // 64 * 64))
-    return [*(size for size in sizes if size < most), most]
+    return *(size for size in sizes if size < most), most
+
+
+def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
+    """Returns whether an engine captures the decode steps of this model."""
+    return model.device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
+
+
+def choose_graph(step: Sequence[Plan | None], seats: int) -> StepGraph | None:
+    """Returns the graph that all replicas replay in a step with these plans, or None if none of them can use a graph.
+
+    It is large enough for each replica. `seats` is the number of seats of each. A replica without a plan, or whose plan
+    has only commands, replays the graph with padding only.
+    """
+    plans = [plan for plan in step if plan is not None and plan.seats]
+    if not plans or not all(plan.only_decodes for plan in plans):
+        return None
+    sizes = batch_sizes(seats)
+    size = sizes[bisect_left(sizes, max(plan.num_tokens for plan in plans))]
+    return StepGraph(size, any(Residence.TIERED in plan.residences for plan in plans))
 
 
 class DecodeGraphs:
     """Captures and replays decode steps. Replays run on the current stream. A result of `run` is valid until the next
     call of `run`, because all graphs share one buffer for their logits and one pool for everything else."""
 
-    def __init__(self, model: RunnerModel, memory: KvMemory, tokens: Tensor) -> None:
-        """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""
+    def __init__(
+        self,
+        model: RunnerModel,
+        memory: KvMemory,
+        tokens: Tensor,
+        before_capture: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """`tokens` [seats, context + 1] int32 holds the token ids of every seat.
+
+        `before_capture(size)` is called before a step of `size` tokens is captured.
+        """
         self._model, self._memory, self._tokens = model, memory, tokens
+        self._before_capture = before_capture
         self._sizes = batch_sizes(tokens.shape[0])
         self._input = torch.empty(2 * self._sizes[-1], dtype=torch.int64, device=tokens.device)
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._captured: dict[StepGraph, torch.cuda.CUDAGraph] = {}
         self._memory_pool = torch.cuda.graph_pool_handle()
-        self._logits: Tensor | None = None  # [largest size, vocab], written by each replay; made by the first capture
-
-    def can_run(self, plan: Plan) -> bool:
-        """Returns True if every request of the plan computes and samples one token, and none is streamed."""
-        work_pages = self._memory.tables.work_pages
-        one_token_each = plan.num_tokens == len(plan.seats) == len(plan.sampled)
-        return one_token_each and not any(work_pages[seat] for seat in plan.seats)
+        # [largest size, vocab], written by each replay. The first capture makes it, unless a later pipeline stage
+        # computes the logits.
+        self._logits: Tensor | None = None
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures all graphs. `progress(done, total)` counts graphs."""
         tiered_options = (False, True) if self._memory.hot_buffers is not None else (False,)
-        variants = [(size, has_tiered) for size in reversed(self._sizes) for has_tiered in tiered_options]
-        for done, (size, has_tiered) in enumerate(variants):
-            progress(done, len(variants))
-            self._get_or_capture(size, has_tiered)
-        progress(len(variants), len(variants))
+        graphs = [StepGraph(size, has_tiered) for size in reversed(self._sizes) for has_tiered in tiered_options]
+        for done, graph in enumerate(graphs):
+            progress(done, len(graphs))
+            self.get_or_capture(graph)
+        progress(len(graphs), len(graphs))
 
-    def size_for(self, tokens: int) -> int:
-        """Returns the captured size for a batch of `tokens` tokens."""
-        return self._sizes[bisect_left(self._sizes, tokens)]
-
-    def run(self, plan: Plan) -> SampledLogits:
-        has_tiered = self._memory.prepare_step(plan.seats, plan.starts)
-        tokens = len(plan.seats)
-        size = self.size_for(tokens)
-        graph = self._get_or_capture(size, has_tiered)
-        seat_of, positions = self._fill(size, plan.seats, plan.starts)
-        graph.replay()
-        assert self._logits is not None, "the first capture makes the buffer"
+    def run(self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int]) -> SampledLogits | None:
+        """Computes the token at position `starts[i]` of `seats[i]`, for each i. Without seats, it only takes part in
+        the collectives of the step. Returns None if a later pipeline stage computes the logits."""
+        has_tiered = self._memory.prepare_step(seats, starts)
+        if len(seats) > graph.size or (has_tiered and not graph.has_tiered):
+            raise RuntimeError(f"{graph} was chosen for {len(seats)} tokens, {'some' if has_tiered else 'none'} tiered")
+        captured = self.get_or_capture(graph)
+        seat_of, positions = self._fill(graph.size, seats, starts)
+        captured.replay()
+        tokens = len(seats)
+        if self._logits is None:
+            return None
         return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens])
 
     def _fill(self, size: int, seats: Sequence[int], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -113,27 +153,30 @@ class DecodeGraphs:
         self._input[: 2 * size].copy_(host_input.pin_memory(), non_blocking=True)
         return self._input[:size], self._input[size : 2 * size]
 
-    def _get_or_capture(self, size: int, has_tiered: bool) -> torch.cuda.CUDAGraph:
-        captured = self._captured.get((size, has_tiered))
+    def get_or_capture(self, graph: StepGraph) -> torch.cuda.CUDAGraph:
+        captured = self._captured.get(graph)
         if captured is None:
-            captured = self._captured[size, has_tiered] = self._capture(size, has_tiered)
+            captured = self._captured[graph] = self._capture(graph)
         return captured
 
-    def _capture(self, size: int, has_tiered: bool) -> torch.cuda.CUDAGraph:
-        seat_of, positions = self._fill(size, (), ())  # the batch is all padding, so this step writes no KV
+    def _capture(self, graph: StepGraph) -> torch.cuda.CUDAGraph:
+        self._before_capture(graph.size)
+        seat_of, positions = self._fill(graph.size, (), ())  # the batch is all padding, so this step writes no KV
 
-        def step() -> Tensor:
-            view = self._memory.captured_view(seat_of, positions, has_tiered)
+        def step() -> Tensor | None:
+            view = self._memory.captured_view(seat_of, positions, graph.has_tiered)
             hidden = self._model.forward(self._tokens[seat_of, positions], view)
-            assert hidden is not None, "only whole models can be captured"
-            return self._model.logits(hidden, None)
+            return None if hidden is None else self._model.logits(hidden, None)
 
-        logits = step()
-        if self._logits is None:
+        logits = step()  # compiles kernels and connects workers, which a capture cannot do
+        if logits is not None and self._logits is None:
             self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
         del logits
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory_pool):
-            self._logits[:size].copy_(step())
-        return graph
+        captured = torch.cuda.CUDAGraph()
+        # Calls of other threads, which report steps or watch collectives, do not disturb a thread-local capture.
+        with torch.cuda.graph(captured, pool=self._memory_pool, capture_error_mode="thread_local"):
+            captured_logits = step()
+            if captured_logits is not None and self._logits is not None:
+                self._logits[: graph.size].copy_(captured_logits)
+        return captured

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits
+from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
@@ -105,8 +105,10 @@ class Runner:
         graphs: bool = False,
         collectives: Collectives = SINGLE_RANK,
         barrier: Callable[[], None] = lambda: None,
+        before_capture: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`context` is the maximum context length. If `graphs`, decode steps are replayed as CUDA graphs.
+        """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs;
+        `before_capture(size)` is called before a step of `size` tokens is captured.
 
         `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
         `barrier` waits for the other workers that write to the same host store.
@@ -118,7 +120,16 @@ class Runner:
         self._collectives, self._barrier = collectives, barrier
         self._vocab = vocab
         self._sampler = Sampler(seats, vocab, self._device)
-        self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
+        self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture) if graphs else None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps can be replayed as CUDA graphs."""
+        return self._graphs is not None
+
+    @property
+    def seats(self) -> int:
+        return self._tokens.shape[0]
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
@@ -135,8 +146,11 @@ class Runner:
             self._tokens[seats, positions] = token_ids.to(torch.int32)
 
     @torch.inference_mode()
-    def submit(self, plan: Plan) -> SubmittedStep:
-        """Executes a plan. On a GPU it may return before the step has finished; on a CPU it computes the step."""
+    def submit(self, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
+        """Executes a plan. On a GPU it may return before the step has finished; on a CPU it computes the step.
+
+        If `graph` is not None, the step is computed by replaying it.
+        """
         flushed = False
         for command in plan.commands:
             if isinstance(command, AssignSeat):
@@ -149,8 +163,7 @@ class Runner:
             self._memory.execute(command)
         if not plan.seats:
             return SubmittedStep(plan.number)
-        graphs = self._graphs
-        sampled_logits = graphs.run(plan) if graphs is not None and graphs.can_run(plan) else self._forward(plan)
+        sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan.seats, plan.starts)
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
             return SubmittedStep(plan.number)
@@ -163,6 +176,16 @@ class Runner:
         sampled = self._sample(sampled_logits.logits, seats, next_positions)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         return SubmittedStep(plan.number, sampled, prompts)
+
+    @torch.inference_mode()
+    def replay_idle(self, graph: StepGraph) -> None:
+        """Takes part in a step in which only other replicas have tokens, by replaying a graph with padding only."""
+        self._replay(graph, (), ())
+
+    def _replay(self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int]) -> SampledLogits | None:
+        if self._graphs is None:
+            raise RuntimeError(f"{graph} was chosen for a worker that captures no graphs")
+        return self._graphs.run(graph, seats, starts)
 
     def _sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""

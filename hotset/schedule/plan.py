@@ -8,6 +8,7 @@ from hotset.base.errors import InternalError
 from hotset.base.sampling import PromptSpec
 from hotset.schedule.request import FinishReason, Request
 from hotset.tiers.commands import Command
+from hotset.tiers.residence import Residence
 
 Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
@@ -123,10 +124,17 @@ class Plan:
     prompt_ranges: Sequence[PromptRange] = ()
     announcements: Sequence[Announcement] = ()  # about prompts computed for peers
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
+    residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def only_decodes(self) -> bool:
+        """True if every segment computes and samples one token, and none is of a streamed request."""
+        one_token_each = self.num_tokens == len(self.seats) == len(self.sampled)
+        return one_token_each and Residence.STREAMED not in self.residences
 
 
 class PlanBuilder:
@@ -161,7 +169,11 @@ class PlanBuilder:
             request.num_prompt_logprobs = last - 1
 
     def build(self, announcements: Sequence[Announcement], *, reads_host: bool) -> Plan:
-        """Returns the collected plan and begins the next one."""
+        """Returns the collected plan and begins the next one.
+
+        `reads_host` says whether a command reads host pages. Streamed requests always do.
+        """
+        residences = frozenset(request.holding.residence for request in self.requests)
         plan = Plan(
             number=self.number,
             commands=self.commands,
@@ -171,7 +183,8 @@ class PlanBuilder:
             sampled=self.sampled,
             prompt_ranges=self.prompt_ranges,
             announcements=announcements,
-            reads_host=reads_host,
+            reads_host=reads_host or Residence.STREAMED in residences,
+            residences=residences,
         )
         self.number += 1
         self._clear()

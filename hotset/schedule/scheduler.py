@@ -250,9 +250,7 @@ class Scheduler:
         if not (next_plan.seats or self._announcements or self._landings.reserved_in(next_plan.number)):
             return None
         requests = next_plan.requests
-        reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands) or any(
-            request.holding.residence is Residence.STREAMED for request in requests
-        )
+        reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands)
         plan = next_plan.build(self._announcements.take(), reads_host=reads_host)
         self._in_flight.append(_InFlight(plan, requests))
         return plan

@@ -1,14 +1,17 @@
 """Decode steps as CUDA graphs: the captured batch sizes and, on a GPU, the tokens that replayed graphs produce."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotset.base.sampling import SamplingParams
-from hotset.engine.decode_graphs import batch_sizes
+from hotset.engine.decode_graphs import StepGraph, batch_sizes, choose_graph
 from hotset.engine.llm import LLM
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.evaluate.tasks import Question, make_questions
@@ -16,6 +19,7 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Plan
 from hotset.tiers.commands import Grant
+from hotset.tiers.residence import Residence
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
@@ -23,10 +27,46 @@ DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 65, 100, 256, 1000, 4096])
 def test_padding_to_a_captured_size_adds_at_most_7_tokens_or_less_than_a_quarter(most: int) -> None:
     sizes = batch_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == most
     for tokens in range(1, most + 1):
         size = next(size for size in sizes if size >= tokens)
         assert size - tokens < max(8, -(-tokens // 4)), f"{tokens} tokens are padded to {size}"
+
+
+def decode(tokens: int, *residences: Residence) -> Plan:
+    """Returns a plan that decodes `tokens` requests, which have these residences."""
+    seats = range(tokens)
+    return Plan(0, [], seats, [7] * tokens, [1] * tokens, seats, residences=frozenset(residences))
+
+
+PROMPT = Plan(0, [], (0, 1), (0, 9), (5, 1), (0, 1), residences=frozenset({Residence.RESIDENT}))
+ONLY_COMMANDS = Plan(0, [], (), (), (), ())
+
+
+@given(seats=st.integers(1, 300), data=st.data())
+def test_all_replicas_replay_the_smallest_graph_that_is_large_enough_for_each(seats: int, data: st.DataObject) -> None:
+    idle = st.sampled_from([None, ONLY_COMMANDS])
+    residences = st.sets(st.sampled_from([Residence.RESIDENT, Residence.TIERED]), min_size=1)
+    decodes = st.builds(lambda tokens, found: decode(tokens, *found), st.integers(1, seats), residences)
+    step = data.draw(st.lists(idle | decodes, min_size=1, max_size=8))
+    plans = [plan for plan in step if plan is not None and plan.seats]
+    graph = choose_graph(step, seats)
+    if not plans:
+        assert graph is None
+        return
+    most = max(len(plan.seats) for plan in plans)
+    assert graph is not None and graph.size == min(size for size in batch_sizes(seats) if size >= most)
+    assert graph.has_tiered == any(Residence.TIERED in plan.residences for plan in plans)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [PROMPT, decode(2, Residence.STREAMED), replace(decode(2), sampled=(0,))],
+    ids=["prompt", "streamed", "chunk"],
+)
+@pytest.mark.parametrize("others", [(), (None,), (decode(1, Residence.RESIDENT), None)], ids=len)
+def test_no_replica_replays_a_graph_if_one_of_them_cannot(plan: Plan, others: tuple[Plan | None, ...]) -> None:
+    assert choose_graph([*others, plan], 8) is None and choose_graph([plan, *others], 8) is None
 
 
 def make_prompts(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
@@ -110,14 +150,14 @@ def test_no_decode_step_synchronizes_the_host_with_the_gpu(tiers: str, monkeypat
     slots. Steps with prompts, and steps with commands other than `Grant`, are not checked."""
     submit, num_checked = Runner.submit, 0
 
-    def submit_without_sync(runner: Runner, plan: Plan) -> SubmittedStep:
+    def submit_without_sync(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
         nonlocal num_checked
-        if plan.num_tokens != len(plan.seats) or not all(isinstance(command, Grant) for command in plan.commands):
-            return submit(runner, plan)
+        if graph is None or not all(isinstance(command, Grant) for command in plan.commands):
+            return submit(runner, plan, graph)
         num_checked += 1
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return submit(runner, plan)
+            return submit(runner, plan, graph)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -4,7 +4,9 @@
 import random
 import threading
 from collections import defaultdict
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from torch import Tensor
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine import progress as progress_module
+from hotset.engine import runner as runner_module
+from hotset.engine.decode_graphs import SampledLogits, StepGraph
+from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.worker import Worker
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
@@ -217,6 +222,71 @@ def test_a_rank_that_would_sample_other_tokens_follows_rank_0() -> None:
     split = {"tensor_parallel_size": 2, "device_kv_tokens": 400, "tiers": "off"}
     with closing(split_engine(SPECS["qwen3"], SEED, on_load=negate_logits, **SMALL, **split)) as engine:
         assert [answer.token_ids for answer in run_all(engine, *requests())] == answers_of_one_process("qwen3")
+
+
+@dataclass(frozen=True)
+class Replay:
+    graph: StepGraph
+    seats: int  # number of tokens without padding
+    tokens_per_rank: tuple[int, ...]
+
+
+class FakeGraphs:
+    """Replaces `DecodeGraphs` on a CPU: computes the steps without padding, and records what would be replayed."""
+
+    def __init__(
+        self, model: Any, memory: KvMemory, tokens: Tensor, before_capture: Callable[[int], None], log: "ReplayLog"
+    ) -> None:
+        self._model, self._memory, self._tokens, self._log = model, memory, tokens, log
+
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
+        progress(1, 1)
+
+    def run(self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int]) -> SampledLogits | None:
+        collectives = self._model._world.collectives
+        self._log[threading.get_ident()].append(Replay(graph, len(seats), tuple(collectives.tokens_per_rank)))
+        if collectives.tokens_per_rank:  # without padding, the experts compute fewer tokens
+            tokens = collectives._exchange(torch.tensor([len(seats)]))
+            collectives.tokens_per_rank = torch.cat(tokens).tolist()
+        if not seats:
+            self._model.idle_moe_step()
+            return None
+        view = self._memory.view(seats, starts, [1] * len(seats))
+        positions, seat_of = view.segments.positions, view.seat_of
+        hidden = self._model.forward(self._tokens[seat_of, positions], view)
+        return None if hidden is None else SampledLogits(self._model.logits(hidden, None), positions, seat_of)
+
+
+ReplayLog = defaultdict[int, list[Replay]]  # thread of a worker -> its replays, in order
+
+
+@pytest.mark.parametrize(("model", "split"), [("deepseek_v32", "DP 2"), ("glm_moe_dsa", "PP 3, uneven")])
+def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: ReplayLog = defaultdict(list)
+    monkeypatch.setattr(worker_module, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FakeGraphs, log=log))
+    captured: list[tuple[int, int]] = []
+    prompts = [[5, 6, 7, 8] * 6, [9], [3, 1, 4] * 8]
+    params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for tokens in (14, 9, 5)]
+    settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "host_kv_tokens": 600, "tiers": "always"}
+    with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
+        engine.warm_up(lambda done, total: captured.append((done, total)))
+        answers = [answer.token_ids for answer in run_all(engine, prompts, params)]
+        workers, replicas = len(engine.executor._workers), len(engine.replicas)  # type: ignore[attr-defined]
+    whole = make_engine(Decoder(SPECS[model], RandomWeights(torch.float64, SEED)), SPECS[model], **SMALL)
+    assert answers == [answer.token_ids for answer in run_all(whole, prompts, params)]
+    assert captured == [(1, 1)]
+    replays = list(zip(*log.values(), strict=True))
+    assert len(log) == workers and len(replays) > 10
+    for of_workers in replays:
+        assert len({replay.graph for replay in of_workers}) == 1, f"the workers replayed different graphs: {of_workers}"
+        graph = of_workers[0].graph
+        assert graph.size in (1, 2, 4) and max(replay.seats for replay in of_workers) <= graph.size
+        if replicas > 1:
+            assert {replay.tokens_per_rank for replay in of_workers} == {(graph.size,) * replicas}
+    assert any(of_workers[0].graph.has_tiered for of_workers in replays)
+    if replicas > 1:
+        assert any(replay.seats == 0 for of_workers in replays for replay in of_workers), "no replica was ever idle"
 
 
 def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names_step_and_workers(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
@@ -107,7 +108,8 @@ class InProcessExecutor:
     def submit(self, step: Step) -> StepFuture:
         (plan,) = step
         assert plan is not None, "an engine with one replica submits no step without a plan"
-        return _SubmittedInProcess(self.runner.submit(plan))
+        graph = choose_graph(step, self.runner.seats) if self.runner.has_graphs else None
+        return _SubmittedInProcess(self.runner.submit(plan, graph))
 
     def mirrored_event(self) -> DeviceEvent | None:
         return self.memory.mirrored_event()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.engine.start_plan import WorkerPlan
@@ -97,13 +98,35 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Commands a worker to compile kernels and to capture the graphs of decode steps. The graphs contain collectives,
+    so all workers receive this command while no step is in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpProgress:
+    """Reports how many graphs have been captured."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """Reports that the worker is warm."""
+
+    has_graphs: bool  # whether it can replay decode steps as graphs
+
+
+@dataclass(frozen=True, slots=True)
 class ExecuteStep:
     """Commands a worker to execute a step, after all earlier ones."""
 
     number: int
     plan: Plan | None  # None if the worker's replica computes nothing in this step
+    graph: StepGraph | None  # the graph that all workers replay, also those without a plan; None: computed without one
     sampled: Sequence[SampledToken]  # for the first stage of a pipeline: tokens that the last stage sampled; else ()
-    tokens_per_rank: Sequence[int]  # number of tokens that each data parallel rank computes in this step
+    tokens_per_rank: Sequence[int]  # number of tokens, with padding, that each data parallel rank computes in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,5 +164,16 @@ class StopWorker:
     """Commands a worker to release its memory and exit."""
 
 
-WorkerCommand = InitWorker | LoadWeights | InitCache | ExecuteStep | GetTraffic | RunAudit | StopWorker
-WorkerReport = Planned | LoadProgress | Loaded | CacheReady | WorkerFailed | StepDone | TrafficReport | AuditReport
+WorkerCommand = InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | GetTraffic | RunAudit | StopWorker
+WorkerReport = (
+    Planned
+    | LoadProgress
+    | Loaded
+    | CacheReady
+    | WarmUpProgress
+    | WarmedUp
+    | WorkerFailed
+    | StepDone
+    | TrafficReport
+    | AuditReport
+)

@@ -18,6 +18,7 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
+from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer, stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory
@@ -40,6 +41,9 @@ from hotset.engine.workers.messages import (
     StepDone,
     StopWorker,
     TrafficReport,
+    WarmedUp,
+    WarmUp,
+    WarmUpProgress,
     WorkerCommand,
     WorkerFailed,
     WorkerRank,
@@ -117,6 +121,7 @@ class MultiprocessExecutor:
         self._steps_submitted = 0
         self.steps_finished = 0  # steps that every worker has reported
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
+        self._has_graphs = False  # all workers have captured the graphs of decode steps
         self._dead: list[WorkerHandle] = []
         self._wake, self._advance = wake, advance
         self._serving = False  # workers have started and are not being closed, so they must show signs of life
@@ -222,7 +227,21 @@ class MultiprocessExecutor:
         self._serving = True
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Does nothing, because workers compile kernels on first use and capture no graphs."""
+        self._drain()
+        for worker in self._workers:
+            self._send(worker, WarmUp())
+        warming = set(range(len(self._workers)))
+        while warming:
+            number, report = self._receive(warming, START_SECONDS, "warm-up")
+            match report:
+                case WarmUpProgress(done, total):
+                    if number == 0:  # the others capture the same graphs at the same time
+                        progress(done, total)
+                case WarmedUp(has_graphs):
+                    self._has_graphs = has_graphs  # the same for all workers, which compute in the same dtype
+                    warming.discard(number)
+                case _:
+                    raise self._unexpected(self._workers[number], report)
 
     def check(self) -> None:
         if self._dead:
@@ -233,7 +252,10 @@ class MultiprocessExecutor:
             self._drain()  # another rank may still write these pages in a step that it has not reported
         self._steps_submitted += 1
         state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self._workers))))
+        graph = choose_graph(step, self._config.max_num_seqs) if self._has_graphs else None
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
+        if graph is not None:
+            tokens_per_rank = [graph.size] * len(step)
         sampled, self._sampled = self._sampled, []
         for worker in self._workers:
             rank = worker.rank
@@ -241,6 +263,7 @@ class MultiprocessExecutor:
             command = ExecuteStep(
                 number=state.number,
                 plan=step[rank.replica],
+                graph=graph,
                 sampled=sampled if is_first_stage else (),
                 tokens_per_rank=tokens_per_rank,
             )

@@ -9,7 +9,7 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -19,6 +19,7 @@ from hotset.base.errors import StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
+from hotset.engine.decode_graphs import StepGraph, captures_graphs
 from hotset.engine.loading import ModelLoader
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
@@ -38,6 +39,9 @@ from hotset.engine.workers.messages import (
     StepDone,
     StopWorker,
     TrafficReport,
+    WarmedUp,
+    WarmUp,
+    WarmUpProgress,
     WorkerCommand,
     WorkerFailed,
     WorkerRank,
@@ -215,8 +219,10 @@ class Worker:
             config.max_num_seqs,
             budget.max_model_len,
             stage.vocab,
+            graphs=captures_graphs(config, stage),
             collectives=collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
             barrier=collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
+            before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
         )
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
@@ -227,6 +233,9 @@ class Worker:
         match command:
             case ExecuteStep():
                 self._execute(command)
+            case WarmUp():
+                self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
+                self._send(WarmedUp(self._runner.has_graphs))
             case GetTraffic():
                 self._send(TrafficReport(self._memory.traffic()))
             case RunAudit(tiered):
@@ -244,14 +253,24 @@ class Worker:
 
     def _execute(self, step: ExecuteStep) -> None:
         self._runner.write_sampled(step.sampled)
-        if self._rank.split.dp_size > 1:
-            self._collectives.tokens_per_rank = step.tokens_per_rank
-        submitted = None if step.plan is None else self._runner.submit(step.plan)
-        if sum(step.tokens_per_rank) and not step.tokens_per_rank[self._rank.replica]:
-            self._stage.idle_moe_step()
+        self._set_tokens(step.tokens_per_rank)
+        submitted = None if step.plan is None else self._runner.submit(step.plan, step.graph)
+        if any(step.tokens_per_rank) and (step.plan is None or not step.plan.seats):
+            self._take_part_idle(step.graph)
         self._submitted.put(
             _Submission(step.number, submitted, _recorded_event(self._stage.device), self._memory.mirrored_event())
         )
+
+    def _set_tokens(self, tokens_per_rank: Sequence[int]) -> None:
+        if self._rank.split.dp_size > 1:
+            self._collectives.tokens_per_rank = tokens_per_rank
+
+    def _take_part_idle(self, graph: StepGraph | None) -> None:
+        """Computes this rank's experts in a step in which only other replicas have tokens."""
+        if graph is None:
+            self._stage.idle_moe_step()
+        else:
+            self._runner.replay_idle(graph)
 
     def _report_steps(self) -> None:
         """Waits for submitted steps and reports them. It runs in a separate thread, because on a GPU further steps are
