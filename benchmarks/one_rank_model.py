@@ -133,7 +133,7 @@ class WeightBytes:
         mlps = [layer.mlp for layer in decoder._layers]
         assert decoder._embedding is not None, "a pipeline stage is not a whole rank"
         return WeightBytes(
-            total=weight_bytes(decoder, decoder.device),
+            total=weight_bytes(decoder),
             embedding=decoder._embedding.weight.nbytes,
             experts=sum(mlp._gate_up.nbytes + mlp._down.nbytes for mlp in mlps if isinstance(mlp, Moe)),
         )
@@ -142,7 +142,7 @@ class WeightBytes:
 def planned_bytes(spec: ModelSpec, split: Split, dtype: torch.dtype, device: torch.device) -> int:
     """Returns the bytes of one rank's weights, without loading any."""
     source = random_weights(spec, dtype, device)
-    return plan_weights(spec, source, FP8_KV, split, dtype, device).device_bytes
+    return plan_weights(spec, source, FP8_KV, split, dtype, device, pack_weights=False).device_bytes
 
 
 class SharedHostPages(PrefixCache):

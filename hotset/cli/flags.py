@@ -48,7 +48,7 @@ BASICS = (
     "max_model_len",
 )
 PANELS: Panels = {
-    "Model": ("tokenizer", "dtype", "weight_dtype", "load_format", "seed"),
+    "Model": ("tokenizer", "dtype", "weight_dtype", "load_format", "pack_weights", "seed"),
     "Chat": CHAT_SETTINGS,
     "KV cache": (
         "tiers",

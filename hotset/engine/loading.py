@@ -12,6 +12,7 @@ from hotset.base.errors import ConfigError
 from hotset.engine.model_checks import dtype_name, kv_storage
 from hotset.engine.sizing import device_memory
 from hotset.engine.start_plan import WorkerPlan, estimated_steps, usable_bytes
+from hotset.kernels.linear import packed
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
@@ -95,6 +96,7 @@ class ModelLoader:
         self.files = find_model(config.model, config.weight_dtype)
         spec = self.files.spec
         self._device, self._split, self._collectives = device, split, collectives
+        self._pack_weights = config.pack_weights
         self._storage = kv_storage(config, spec)
         self.dtype = choose_dtype(config.dtype, spec, device)
         self._progress: Callable[[int, int], None] = lambda done, total: None
@@ -103,7 +105,9 @@ class ModelLoader:
         )
         memory, steps = device_memory(device), estimated_steps(config, spec, split, device, self.dtype)
         self.plan = WorkerPlan(
-            weights=plan_weights(spec, self._weights, self._storage, split, self.dtype, device),
+            weights=plan_weights(
+                spec, self._weights, self._storage, split, self.dtype, device, pack_weights=config.pack_weights
+            ),
             memory=memory,
             usable=usable_bytes(config, memory, device, steps),
             steps=steps,
@@ -113,7 +117,17 @@ class ModelLoader:
         """Reads the weights. `progress(done, total)` counts the bytes that this worker reads."""
         self._progress = progress
         self._report(0)
-        decoder = Decoder(self.files.spec, self._weights, self._storage, self._split, self._collectives)
+        on_cpu = self._device.type == "cpu" and self.dtype == torch.float32
+        if self._pack_weights and on_cpu and not packed.is_available():
+            LOGGER.warning("torch %s cannot pack weights; small batches are slower", torch.__version__)
+        decoder = Decoder(
+            self.files.spec,
+            self._weights,
+            self._storage,
+            self._split,
+            self._collectives,
+            pack_weights=self._pack_weights,
+        )
         self._weights.finish()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # temporary tensors of loading would count as weights

@@ -68,12 +68,20 @@ def check_weights_fit(files: ModelFiles, splits: Sequence[Split], dtype_bytes: i
         raise weights_do_not_fit(files, needed, free, len(splits))
 
 
-def weights_do_not_fit(files: ModelFiles, needed: int, free: int, workers: int) -> ConfigError:
-    """Returns the error for weights of `needed` bytes in host memory, of which `free` bytes are free."""
+def weights_do_not_fit(
+    files: ModelFiles, needed: int, free: int, workers: int, *, packed_bytes: int = 0
+) -> ConfigError:
+    """Returns the error for weights of `needed` bytes in host memory, of which `free` bytes are free.
+
+    `packed_bytes` of the needed bytes are packed copies.
+    """
     of_workers = f" for {workers} workers" if workers > 1 else ""
+    other_ways = "use a smaller model, another --dtype, or a machine with more memory"
+    if needed - packed_bytes <= free:
+        other_ways = f"use --no-pack-weights, which saves {show_bytes(packed_bytes)}"
     return ConfigError(
         f"{files.path}: the weights take {show_bytes(needed)} of memory{of_workers}, but only {show_bytes(free)} are "
-        "free; use a smaller model, another --dtype, or a machine with more memory"
+        f"free; {other_ways}"
     )
 
 

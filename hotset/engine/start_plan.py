@@ -83,7 +83,8 @@ def _check_weights(
     if device.type == "cpu":
         needed, free = sum(plan.weights.device_bytes for plan in plans), min(plan.usable for plan in plans)
         if needed > free:
-            raise weights_do_not_fit(files, needed, free, len(plans))
+            packed_bytes = sum(plan.weights.packed_bytes for plan in plans)
+            raise weights_do_not_fit(files, needed, free, len(plans), packed_bytes=packed_bytes)
         return
     for plan in plans:
         if plan.weights.device_bytes > plan.usable:
@@ -105,6 +106,8 @@ def _other_ways(
     ways = []
     if config.tiers == "off" and plan.weights.kv_shape.groups:
         ways.append("leave --tiers off out")
+    if plan.weights.packed_bytes:
+        ways.append(f"use --no-pack-weights, which saves {show_bytes(plan.weights.packed_bytes)} per worker")
     if device.type == "cuda":
         kv_bytes = plan.weights.kv_shape.token_bytes * context_length(config, spec.context)
         sizes = sizes_that_fit(spec, dtype.itemsize, plan.usable - kv_bytes, workers=config.workers)
@@ -124,8 +127,9 @@ def _log(
     plan, memory = plans[largest], memories[largest]
     per_worker = f" in each of {len(plans)} workers" if len(plans) > 1 else ""
     LOGGER.info(
-        "weights: %s%s, %s to read; %s of %s of memory remain for KV and other uses",
+        "weights: %s%s%s, %s to read; %s of %s of memory remain for KV and other uses",
         show_bytes(plan.weights.device_bytes),
+        f" ({show_bytes(plan.weights.packed_bytes)} in packed copies)" if plan.weights.packed_bytes else "",
         per_worker,
         show_bytes(sum(each.weights.read_bytes for each in plans)),
         show_bytes(memory.free),

@@ -14,7 +14,7 @@ from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.dsa import DsaAttention, dsa_kv_shape
 from hotset.models.gqa import GqaAttention, gqa_kv_shape
-from hotset.models.layers import Embedding, LmHead, Mlp, Moe, RmsNorm, ShardLoader, feed_forward
+from hotset.models.layers import Embedding, LmHead, Mlp, Moe, RmsNorm, ShardLoader, feed_forward, pack_linears
 from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, GqaSpec, KvStorage, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split, check_data_parallel, check_tensor_parallel
@@ -60,10 +60,13 @@ class Decoder:
         storage: KvStorage = AS_COMPUTED,
         split: Split = WHOLE_MODEL,
         collectives: Collectives = SINGLE_RANK,
+        *,
+        pack_weights: bool = True,
     ) -> None:
         """Loads this worker's weights, in the dtype and on the device of the source.
 
-        `collectives` connect the ranks of this stage. Raises `ConfigError` if the ranks cannot divide the model evenly.
+        `collectives` connect the ranks of this stage. With `pack_weights`, linear layers on a CPU in float32 get a
+        second copy of their weights, which is faster. Raises `ConfigError` if the ranks cannot divide the model evenly.
         """
         if (collectives.rank, collectives.size) != (split.rank, split.size):
             raise InternalError(
@@ -93,6 +96,8 @@ class Decoder:
         like = self._layers[0].input_norm.weight
         self.dtype, self.device = like.dtype, like.device
         self._rope = Rope(spec.rope, like.dtype, like.device)
+        if pack_weights:
+            pack_linears(self)
 
     @property
     def kv_shape(self) -> KvShape:

@@ -1,7 +1,7 @@
 """The building blocks of DSA and GQA decoders: embedding, norms, linear layers, MLP, MoE, LM head."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hotset.kernels.experts import experts
 from hotset.kernels.fp8 import Fp8Weight, Weight, common_block_rows
-from hotset.kernels.linear import Linear
+from hotset.kernels.linear import Fp32Linear, Linear
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
@@ -275,3 +275,30 @@ def _vocabulary_shard(loader: ShardLoader, name: str, spec: ModelSpec) -> Tensor
     weight = loader.weights.load(name, (spec.vocab, spec.hidden), tensor_slice=shard_slice(0, shard))
     padding = loader.split.vocabulary_shard_size(spec.vocab) - len(shard)
     return F.pad(weight, (0, 0, 0, padding)) if padding else weight
+
+
+def tensors_and_linears(part: object) -> Iterator[Tensor | Linear]:
+    """Yields every tensor and every linear layer in `part` and its attributes. Leaves out packed copies of weights."""
+    children: list[object] = []
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, Linear):
+        yield part
+        children = [part.weight, part.bias]
+    elif isinstance(part, Fp32Linear):
+        children = [part.weight]
+    elif isinstance(part, list | tuple):
+        children = list(part)
+    elif is_dataclass(part):
+        children = [getattr(part, field.name) for field in fields(part)]
+    elif type(part).__module__.startswith("hotset.models."):
+        children = list(vars(part).values())
+    for child in children:
+        yield from tensors_and_linears(child)
+
+
+def pack_linears(part: object) -> None:
+    """Adds a packed copy to the weight of every linear layer in `part` (`Linear.pack`)."""
+    for layer in tensors_and_linears(part):
+        if isinstance(layer, Linear):
+            layer.pack()

@@ -1,17 +1,17 @@
 """Plans what one worker loads, before anything is read: its decoder is built from tensors without memory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hotset.kernels.linear import Fp32Linear, Linear, packed
+from hotset.kernels.linear import packed
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.planned import PlannedSource
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder
+from hotset.models.layers import tensors_and_linears
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import Split
 
@@ -23,6 +23,7 @@ class WeightPlan:
     device_bytes: int  # on the worker's device
     read_bytes: int  # of the files
     kv_shape: KvShape
+    packed_bytes: int = 0  # bytes of `device_bytes` that are second, packed copies
 
 
 def plan_weights(
@@ -32,43 +33,30 @@ def plan_weights(
     split: Split,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    pack_weights: bool = True,
 ) -> WeightPlan:
     """Plans the loading of one worker's weights from `weights` to `device`. Reads only the names, shapes and formats of
     the stored tensors. Raises `CheckpointError` if a tensor is missing."""
     source = PlannedSource(weights, dtype)
     decoder = Decoder(spec, source, storage, split, planning_collectives(split.rank, split.size))
-    return WeightPlan(weight_bytes(decoder, device), source.read_bytes, decoder.kv_shape)
+    packed_bytes = _packed_bytes(decoder, device) if pack_weights else 0
+    return WeightPlan(weight_bytes(decoder) + packed_bytes, source.read_bytes, decoder.kv_shape, packed_bytes)
 
 
-def weight_bytes(decoder: Decoder, device: torch.device) -> int:
-    """Returns the bytes that the decoder's weights take on `device`. The decoder itself may be on the meta device."""
-    packs = packed.supports(torch.empty(1, 1, dtype=decoder.dtype, device=device))
-    packed_bytes = 0
+def weight_bytes(decoder: Decoder) -> int:
+    """Returns the bytes of the decoder's weights without packed copies. The decoder may be on the meta device."""
     storages: dict[int, int] = {}  # several tensors can be views of one storage
-    for part in _tensors_and_linears(decoder):
+    for part in tensors_and_linears(decoder):
         if isinstance(part, Tensor):
             storage = part.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
-        elif packs and isinstance(part.weight, Tensor):
-            packed_bytes += part.weight.nbytes
-    return sum(storages.values()) + packed_bytes
+    return sum(storages.values())
 
 
-def _tensors_and_linears(part: object) -> Iterator[Tensor | Linear]:
-    """Yields every tensor and every linear layer in `part` and its attributes. Leaves out packed copies of weights."""
-    children: list[object] = []
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, Linear):
-        yield part
-        children = [part.weight, part.bias]
-    elif isinstance(part, Fp32Linear):
-        children = [part.weight]
-    elif isinstance(part, list | tuple):
-        children = list(part)
-    elif is_dataclass(part):
-        children = [getattr(part, field.name) for field in fields(part)]
-    elif type(part).__module__.startswith("hotset.models."):
-        children = list(vars(part).values())
-    for child in children:
-        yield from _tensors_and_linears(child)
+def _packed_bytes(decoder: Decoder, device: torch.device) -> int:
+    """Returns the bytes of the packed copies that the decoder's linear layers will have on `device`."""
+    if not packed.supports(torch.empty(1, 1, dtype=decoder.dtype, device=device)):
+        return 0
+    weights = (part.weight for part in tensors_and_linears(decoder) if not isinstance(part, Tensor))
+    return sum(weight.nbytes for weight in weights if isinstance(weight, Tensor))

@@ -57,6 +57,7 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
         handoff_secret=SECRET,
         kv_dtype="fp8",
         prefix_cache=False,
+        pack_weights=False,
         transfer="mooncake",
         transfer_interface="lo",
     )
@@ -67,7 +68,7 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
     expected = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
     expected |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
     expected |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake", "transfer_interface": "lo"}
-    expected |= {"prefix_cache": False}
+    expected |= {"prefix_cache": False, "pack_weights": False}
     assert {name: received[name] for name in expected} == expected
 
 

@@ -24,6 +24,7 @@ from hotset.engine.model_checks import check_model, model_splits
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
 from hotset.engine.start_plan import WorkerPlan, check_start, estimated_steps, usable_bytes
 from hotset.engine.step_memory import step_bytes
+from hotset.kernels.linear import packed
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
 from hotset.models.config_reader import read_spec
@@ -112,6 +113,36 @@ def test_weights_that_exceed_the_free_memory_are_refused_before_they_are_read(me
     two_workers = [replace(loader.plan, usable=2 * needed - 1)] * 2
     with pytest.raises(ConfigError, match=r"take 142\.\d MiB of memory for 2 workers"):
         check_start(config, loader.files, two_workers, [True, True], CPU, loader.dtype)
+
+
+def test_weights_that_fit_without_packed_copies_are_refused_with_the_flag_that_leaves_these_out(
+    memory: Callable[[int], None],
+) -> None:
+    config = EngineConfig(model=DEMO)
+    memory(GIB)
+    weights = ModelLoader(config, CPU).plan.weights
+    assert 0 < weights.packed_bytes < weights.device_bytes
+    plain_bytes = weights.device_bytes - weights.packed_bytes
+    memory(plain_bytes)
+    with pytest.raises(ConfigError, match=r"are free; use --no-pack-weights, which saves 23\.\d MiB$"):
+        planned(ModelLoader(config, CPU), config)
+    memory(plain_bytes + MIB)
+    with pytest.raises(ConfigError, match="use --no-pack-weights"):
+        planned(ModelLoader(config, CPU), config)
+    loader = ModelLoader(replace(config, pack_weights=False, max_model_len=64, max_num_seqs=1), CPU)
+    assert loader.plan.weights.device_bytes == plain_bytes
+    assert measured_bytes(loader.load(lambda done, total: None)) == pytest.approx(plain_bytes, rel=0.01)
+
+
+def test_weights_are_loaded_with_a_warning_if_torch_cannot_pack_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "is_available", lambda: False)
+    loader = ModelLoader(EngineConfig(model=DEMO), CPU)
+    decoder = loader.load(lambda done, total: None)
+    assert f"torch {torch.__version__} cannot pack weights" in caplog.text
+    assert loader.plan.weights.packed_bytes == 0
+    assert measured_bytes(decoder) == pytest.approx(loader.plan.weights.device_bytes, rel=0.01)
 
 
 def test_the_command_line_refuses_weights_that_exceed_the_host_before_torch_is_imported(

@@ -1,8 +1,11 @@
 """Compares the packed linear and the kernel of Fp32Linear with their references."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from interpreted import triton_impl
+from torch import Tensor
 
 from hotset.kernels.linear import MAX_FP32_TOKENS, Fp32Linear, Linear, packed, reference
 
@@ -22,7 +25,30 @@ def test_packed_linear_equals_the_reference(tokens: int, outputs: int, inputs: i
     torch.testing.assert_close(
         packed.linear(x, packed.pack(weight), added), reference.linear(x, weight, added), atol=1e-5, rtol=1e-5
     )
-    torch.testing.assert_close(Linear(weight, added)(x), reference.linear(x, weight, added), atol=1e-5, rtol=1e-5)
+    layer = Linear(weight, added)
+    assert torch.equal(layer(x), reference.linear(x, weight, added)), "before `pack`, the reference computes"
+    layer.pack()
+    torch.testing.assert_close(layer(x), reference.linear(x, weight, added), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.not_interpreted
+@pytest.mark.parametrize(
+    "other_op",
+    [lambda weight, hint: weight.no_such_op(), lambda weight: weight, lambda weight, hint: 2 * weight],
+    ids=["missing", "other arguments", "wrong result"],
+)
+def test_weights_are_not_packed_if_torch_has_other_private_ops(
+    other_op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "pack", lambda weight: other_op(weight, packed.TOKENS_HINT))
+    packed.is_available.cache_clear()
+    try:
+        weight, x = torch.randn(5, 7), torch.randn(8, 7)
+        layer = Linear(weight)
+        layer.pack()
+        assert not packed.supports(weight) and torch.equal(layer(x), reference.linear(x, weight, None))
+    finally:
+        packed.is_available.cache_clear()
 
 
 @pytest.mark.interpreted

@@ -70,6 +70,18 @@ def test_the_plan_is_what_the_loaded_weights_take(name: str) -> None:
             assert plan.kv_shape == decoder.kv_shape
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_without_packed_copies_the_plan_and_the_loaded_weights_are_smaller(name: str) -> None:
+    spec, source = SPECS[name], RandomWeights(torch.float32, seed=1)
+    packed, plain = (
+        plan_weights(spec, source, AS_COMPUTED, WHOLE_MODEL, torch.float32, CPU, pack_weights=pack)
+        for pack in (True, False)
+    )
+    assert plain.packed_bytes == 0 and plain.device_bytes == packed.device_bytes - packed.packed_bytes
+    assert plain.device_bytes == pytest.approx(measured_bytes(Decoder(spec, source, pack_weights=False)), rel=0.01)
+    assert packed.packed_bytes == pytest.approx(measured_bytes(Decoder(spec, source)) - plain.device_bytes, rel=0.03)
+
+
 def wider(spec: ModelSpec) -> ModelSpec:
     """Returns the spec with sizes at which two ranks can divide fp8 weights."""
     attention = spec.attention

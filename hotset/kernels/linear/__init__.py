@@ -18,21 +18,26 @@ class Linear:
     a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same instance at the
     same time, because its calls share counters.
 
-    On a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in blocked order
-    (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms
-    with BLAS, 0.62 ms with the copy, 2026-11-15). The price is a second copy of the weight in memory.
+    After `pack`, on a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in
+    blocked order (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1
+    cores: 0.87 ms with BLAS, 0.62 ms with the copy, 2026-11-15). The price is a second copy of the weight in memory.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self._packed = packed.pack(weight) if isinstance(weight, Tensor) and packed.supports(weight) else None
+        self._packed: Tensor | None = None
         self._counters: Tensor | None = None  # only for an fp8 weight on a GPU
         if isinstance(weight, Fp8Weight):
             if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
                 raise InternalError("an fp8 weight must be contiguous")
             if weight.device.type == "cuda":
                 self._counters = kernels_of("linear", "triton_fp8").make_counters(weight)
+
+    def pack(self) -> None:
+        """Adds the packed copy of the weight. Does nothing if the weight or this build of torch has none."""
+        if isinstance(self.weight, Tensor) and packed.supports(self.weight):
+            self._packed = packed.pack(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
         if isinstance(self.weight, Fp8Weight):
