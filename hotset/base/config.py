@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotset.base.address import EventsEndpoint, control_port, events_endpoints
-from hotset.base.devices import check_device_name
+from hotset.base.devices import check_device_name, parse_gpus
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import interface_addresses, transfer_interface
 from hotset.base.settings import check_settings, flag_name, setting
@@ -200,6 +200,17 @@ class EngineConfig:
         "Raise it for more throughput with a mixture-of-experts model.",
         minimum=1,
     )
+    gpus: str | None = setting(
+        None,
+        "Numbers of the GPUs that the workers use, like 0,1,2,3, among those that CUDA_VISIBLE_DEVICES leaves. "
+        "Default: the first ones.",
+    )
+    ranks_per_gpu: int = setting(
+        1,
+        "Number of workers that share each GPU and its memory. More than 1 is for tests and small models, and is slow "
+        "without the driver's multi-process service (nvidia-cuda-mps-control -d).",
+        minimum=1,
+    )
     role: Literal["both", "prefill", "decode"] = setting(
         "both",
         "'both': compute prompts and answers; 'prefill': compute prompts for decode workers; "
@@ -280,6 +291,7 @@ class EngineConfig:
         _ = self.chat_template_variables  # raises ConfigError if they are invalid
         self._check_role()
         self._check_workers()
+        self._check_gpus()
         self._check_events()
         if self.role == "prefill" and self.tiers == "off":
             raise ConfigError(
@@ -315,6 +327,11 @@ class EngineConfig:
     def workers(self) -> int:
         """The number of workers that compute each step together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def gpu_numbers(self) -> tuple[int, ...] | None:
+        """The numbers in `gpus`; None if that is not set."""
+        return None if self.gpus is None else parse_gpus(self.gpus)
 
     @property
     def chat_template_variables(self) -> dict[str, Any]:
@@ -371,6 +388,28 @@ class EngineConfig:
         if self.workers > 1 and self.device is not None and ":" in self.device:
             raise ConfigError(
                 f"--device {self.device} is a single device, but there are {self.workers} workers; use 'cuda' or 'cpu'"
+            )
+
+    def _check_gpus(self) -> None:
+        """Checks what can be known without looking at the machine."""
+        for flag, is_set in (("--gpus", self.gpus is not None), ("--ranks-per-gpu", self.ranks_per_gpu > 1)):
+            if is_set and self.device not in (None, "cuda"):
+                raise ConfigError(
+                    f"{flag} chooses among all GPUs, but --device is {self.device}; leave one of them out"
+                )
+        if self.workers % self.ranks_per_gpu:
+            fitting = [size for size in range(1, self.workers + 1) if self.workers % size == 0]
+            raise ConfigError(
+                f"--ranks-per-gpu {self.ranks_per_gpu} does not divide the number of workers, {self.workers}; use "
+                f"{' or '.join(map(str, fitting))}"
+            )
+        needed = self.workers // self.ranks_per_gpu
+        if (numbers := self.gpu_numbers) is not None and len(numbers) != needed:
+            share, rest = divmod(self.workers, len(numbers))
+            shared = f", or use --ranks-per-gpu {share}" if share > self.ranks_per_gpu and not rest else ""
+            raise ConfigError(
+                f"--gpus {self.gpus} has {len(numbers)} GPUs, but {self.workers} workers with --ranks-per-gpu "
+                f"{self.ranks_per_gpu} use {needed}; name {needed}{shared}"
             )
 
     def _check_role(self) -> None:

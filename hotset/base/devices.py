@@ -1,12 +1,15 @@
-"""Names of devices, and whether this machine has a GPU driver. Both are found out without torch."""
+"""Names of devices, and whether this machine has a GPU driver and its multi-process service. Needs no torch."""
 
 import ctypes
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 from hotset.base.errors import ConfigError
 
 DEVICE_NAME = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
+GPU_NUMBERS = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 GPU_DRIVER = "libcuda.so.1"
 GPU_FILES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg")  # of the driver on servers, on Tegra, and on WSL
 
@@ -15,6 +18,26 @@ def check_device_name(name: str) -> None:
     """Raises ConfigError if no device has this name on any machine."""
     if not DEVICE_NAME.fullmatch(name):
         raise ConfigError(f"--device {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'")
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Returns the numbers in a text like "0,1,2,3". Raises ConfigError for any other text, and for a number twice."""
+    if not GPU_NUMBERS.fullmatch(text):
+        raise ConfigError(f"--gpus takes the numbers of GPUs, like 0,1,2,3, got {text!r}")
+    numbers = tuple(int(number) for number in text.split(","))
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise ConfigError(
+                f"--gpus {text} has GPU {number} twice; name each GPU once, and use --ranks-per-gpu to put several "
+                "workers on each"
+            )
+    return numbers
+
+
+def mps_pipe_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Returns the folder in which the driver's multi-process service (MPS) has its pipes while it runs."""
+    values = os.environ if environ is None else environ
+    return Path(values.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
 
 
 def has_gpu_driver() -> bool:

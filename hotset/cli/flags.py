@@ -71,7 +71,14 @@ PANELS: Panels = {
         "cuda_graphs",
         "step_timeout",
     ),
-    "Several GPUs": ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_layers", "data_parallel_size"),
+    "Several GPUs": (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "pipeline_layers",
+        "data_parallel_size",
+        "gpus",
+        "ranks_per_gpu",
+    ),
     "Prefill and decode workers": (
         "role",
         "control",

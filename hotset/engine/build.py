@@ -17,20 +17,21 @@ import torch
 
 from hotset.base.address import control_port, is_loopback
 from hotset.base.config import EMBEDDED, EngineConfig
-from hotset.base.errors import ConfigError, EngineStopped, MissingDependency, StartupError
+from hotset.base.errors import EngineStopped, MissingDependency, StartupError
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel, captures_graphs
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import ModelLoader, choose_device, choose_dtype, whole_kv_shape
+from hotset.engine.loading import ModelLoader, choose_dtype, use_device, whole_kv_shape
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budget
 from hotset.engine.start_plan import check_start
 from hotset.engine.warm_up import run_first_steps, run_largest_steps
 from hotset.engine.workers.executor import Executor, InProcessExecutor
+from hotset.engine.workers.placement import WorkerDevice, place_workers
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.messages import ModelIdentity
 from hotset.memory.device_pool import DevicePool, KvShape
@@ -39,7 +40,6 @@ from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME
 from hotset.models.spec import GqaSpec, ModelSpec
-from hotset.models.split import Split
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
@@ -68,14 +68,15 @@ def build_engine(
     ended. The caller should then call `step`. `advance` is called during a step: after each layer or, with several
     workers, again and again while the step waits for workers that advance.
     """
-    device = choose_device(config.device)
+    devices = place_workers(config)
+    device = torch.device(devices[0].name)
     files = check_model(config)
     dtype = choose_dtype(config.dtype, files.spec, device)
     kv_shape = whole_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     if config.workers == 1:
         budget, executor = _load_in_process(config, device, show, advance)
     else:
-        budget, executor = _start_workers(config, files, device, dtype, show, wake, advance)
+        budget, executor = _start_workers(config, files, devices, dtype, show, wake, advance)
     try:
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
@@ -181,19 +182,6 @@ def assemble(
     return Engine(card, replicas, executor, plans_in_flight, endpoint, publishers)
 
 
-def worker_splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[Split]:
-    """Returns each worker's part of the model, like `model_splits`.
-
-    Also raises ConfigError if there are fewer GPUs than workers.
-    """
-    if device.type == "cuda" and config.workers > torch.cuda.device_count():
-        raise ConfigError(
-            f"{config.workers} workers need one GPU each, but this machine has {torch.cuda.device_count()}; lower "
-            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size"
-        )
-    return model_splits(config, spec)
-
-
 def model_card(
     config: EngineConfig, spec: ModelSpec, budget: KvBudget, device: torch.device, dtype: torch.dtype
 ) -> ModelCard:
@@ -217,6 +205,7 @@ def model_card(
 def _load_in_process(
     config: EngineConfig, device: torch.device, show: ShowProgress, advance: Callable[[], None]
 ) -> tuple[KvBudget, Executor]:
+    use_device(device)
     loader = ModelLoader(config, device)
     spec = loader.files.spec
     planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
@@ -272,7 +261,7 @@ def _measure_steps(
 def _start_workers(
     config: EngineConfig,
     files: ModelFiles,
-    device: torch.device,
+    devices: Sequence[WorkerDevice],
     dtype: torch.dtype,
     show: ShowProgress,
     wake: Callable[[], None],
@@ -281,9 +270,8 @@ def _start_workers(
     """Starts worker processes, each with a part of the model. `wake` is called when one of them has ended."""
     spec = files.spec
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
-    splits = worker_splits(config, spec, device)
-    stages = config.pipeline_parallel_size
-    workers = MultiprocessExecutor(config, splits, stages, kv_heads, device, wake, advance)
+    device = torch.device(devices[0].name)
+    workers = MultiprocessExecutor(config, model_splits(config, spec), devices, kv_heads, wake, advance)
     try:
         show_loading = show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True)
         plans = workers.plan()

@@ -68,6 +68,25 @@ def why_no_gpu(index: int) -> str | None:
     return None
 
 
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the current one of this thread, and creates its CUDA context. Does nothing for a CPU.
+
+    It must come before all other uses of CUDA: what names no device (streams, events, pinned memory, launches of
+    kernels) uses the current GPU, and would create a context on GPU 0 otherwise.
+    """
+    if device.type != "cuda" or device.index is None:
+        return
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"GPU {device.index} cannot be used: {reason}; end other programs on it (see nvidia-smi), or choose "
+            "another with --gpus"
+        ) from error
+
+
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """Returns the dtype whose name is that of `dtype_name`."""
     dtype = getattr(torch, dtype_name(name, spec, device.type))
@@ -91,8 +110,13 @@ class ModelLoader:
         device: torch.device,
         split: Split = WHOLE_MODEL,
         collectives: Collectives = SINGLE_RANK,
+        ranks_on_gpu: int = 1,
     ) -> None:
-        """Raises StartupError if files or tensors are missing. Reads no weights."""
+        """Raises StartupError if files or tensors are missing. Reads no weights.
+
+        `ranks_on_gpu` workers share this worker's GPU, and divide the memory that the engine may use there. All of them
+        must have created their CUDA contexts.
+        """
         self.files = find_model(config.model, config.weight_dtype)
         spec = self.files.spec
         self._device, self._split, self._collectives = device, split, collectives
@@ -109,9 +133,12 @@ class ModelLoader:
                 spec, self._weights, self._storage, split, self.dtype, device, pack_weights=config.pack_weights
             ),
             memory=memory,
-            usable=usable_bytes(config, memory, device, steps),
+            usable=usable_bytes(config, memory, device, steps, ranks_on_gpu),
             steps=steps,
+            gpu=device.index or 0,
+            ranks_on_gpu=ranks_on_gpu,
         )
+        self._reserved_before = torch.cuda.memory_reserved(device) if ranks_on_gpu > 1 else 0
 
     def load(self, progress: Callable[[int, int], None]) -> Decoder:
         """Reads the weights. `progress(done, total)` counts the bytes that this worker reads."""
@@ -141,7 +168,10 @@ class ModelLoader:
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # reading leaves memory that only torch counts as free
-        taken = self.plan.memory.free - device_memory(self._device).free
+        if self.plan.ranks_on_gpu > 1:  # the others load at the same time, so only this worker's tensors count
+            taken = torch.cuda.memory_reserved(self._device) - self._reserved_before
+        else:
+            taken = self.plan.memory.free - device_memory(self._device).free
         steps = self.plan.steps if measured_steps is None else measured_steps
         return max(0, self.plan.usable + self.plan.steps - steps - taken)
 

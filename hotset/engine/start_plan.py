@@ -29,6 +29,8 @@ class WorkerPlan:
     memory: DeviceMemory
     usable: int  # bytes of the free memory that weights and KV may take
     steps: int  # bytes that are kept for steps, as estimated
+    gpu: int = 0  # number of its GPU; without a meaning on a CPU
+    ranks_on_gpu: int = 1  # number of workers that divide the memory of this GPU
 
 
 def estimated_steps(
@@ -39,14 +41,17 @@ def estimated_steps(
     return step_bytes(spec, split, config, context, dtype.itemsize) if device.type == "cuda" else 0
 
 
-def usable_bytes(config: EngineConfig, memory: DeviceMemory, device: torch.device, steps: int) -> int:
-    """Returns how many of the device's free bytes weights and KV may take.
+def usable_bytes(
+    config: EngineConfig, memory: DeviceMemory, device: torch.device, steps: int, ranks_on_gpu: int = 1
+) -> int:
+    """Returns how many of the device's free bytes weights and KV of one worker may take.
 
-    On a GPU, this is the share --gpu-memory-utilization, less the memory for `steps`.
+    On a GPU, this is the share --gpu-memory-utilization, divided by the workers on it, less the memory for `steps`.
     """
     if device.type != "cuda":
         return memory.free
-    return max(0, usable_gpu_bytes(memory.total, memory.free, config.gpu_memory_utilization) - steps)
+    usable = usable_gpu_bytes(memory.total, memory.free, config.gpu_memory_utilization)
+    return max(0, usable // ranks_on_gpu - steps)
 
 
 def check_start(
@@ -88,14 +93,46 @@ def _check_weights(
         return
     for plan in plans:
         if plan.weights.device_bytes > plan.usable:
-            sizes = sizes_that_fit(files.spec, dtype.itemsize, plan.usable, workers=config.workers)
-            advice = f"use {' or '.join(sizes)}" if sizes else "use GPUs with more memory or a smaller model"
-            advice += ", or lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, on which steps depend"
             raise ConfigError(
-                f"{files.path}: the weights take {show_bytes(plan.weights.device_bytes)} per GPU, but beside steps "
-                f"only {show_bytes(plan.usable)} of the GPU's {show_bytes(plan.memory.total)} can be used "
-                f"(--gpu-memory-utilization {config.gpu_memory_utilization:g}); {advice}"
+                f"{files.path}: the weights take {show_bytes(plan.weights.device_bytes)} per "
+                f"{'GPU' if plan.ranks_on_gpu == 1 else 'worker'}, but beside steps only {show_bytes(plan.usable)} of "
+                f"the GPU's {show_bytes(plan.memory.total)} can be used ({_share(config, plan)}); "
+                f"{_ways_for_weights(config, files.spec, plan, dtype)}"
             )
+
+
+def _share(config: EngineConfig, plan: WorkerPlan) -> str:
+    """Returns what limits the memory of a worker on a GPU, for an error message."""
+    limits = [f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"]
+    if plan.ranks_on_gpu > 1:
+        limits.append(f"divided by the {plan.ranks_on_gpu} workers of each GPU")
+    if _is_occupied(config, plan):
+        limits.append(f"GPU {plan.gpu} has only {show_bytes(plan.memory.free)} free")
+    return ", ".join(limits)
+
+
+def _is_occupied(config: EngineConfig, plan: WorkerPlan) -> bool:
+    """Returns whether other programs use a part of what --gpu-memory-utilization gives to the engine."""
+    return plan.memory.free < int(plan.memory.total * config.gpu_memory_utilization)
+
+
+def _more_room(config: EngineConfig, plan: WorkerPlan) -> list[str]:
+    """Returns the ways to more memory for a worker on a GPU that it does not have for itself."""
+    ways = []
+    if _is_occupied(config, plan):
+        ways.append(f"end the other programs on GPU {plan.gpu}, choose other GPUs with --gpus")
+    if plan.ranks_on_gpu > 1:
+        ways.append(f"lower --ranks-per-gpu {plan.ranks_on_gpu}, which takes more GPUs")
+    return ways
+
+
+def _ways_for_weights(config: EngineConfig, spec: ModelSpec, plan: WorkerPlan, dtype: torch.dtype) -> str:
+    sizes = sizes_that_fit(spec, dtype.itemsize, plan.usable, workers=config.workers)
+    ways = _more_room(config, plan)
+    ways.append(f"use {' or '.join(sizes)}" if sizes else "use GPUs with more memory or a smaller model")
+    return ", or ".join(
+        [*ways, "lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, on which steps depend"]
+    )
 
 
 def _other_ways(
@@ -111,7 +148,7 @@ def _other_ways(
     if device.type == "cuda":
         kv_bytes = plan.weights.kv_shape.token_bytes * context_length(config, spec.context)
         sizes = sizes_that_fit(spec, dtype.itemsize, plan.usable - kv_bytes, workers=config.workers)
-        ways += [f"use {size}" for size in sizes]
+        ways += [f"use {size}" for size in sizes] + _more_room(config, plan)
     return "".join(f", or {way}" for way in ways)
 
 
@@ -133,7 +170,7 @@ def _log(
         per_worker,
         show_bytes(sum(each.weights.read_bytes for each in plans)),
         show_bytes(memory.free),
-        show_bytes(plan.memory.total),
+        show_bytes(plan.memory.total // plan.ranks_on_gpu),
     )
     pool_bytes = memory.shape.layers * budget.geometry.layer_page_bytes * budget.device_pages
     host_bytes = (

@@ -50,7 +50,7 @@ def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path
     engine = build_engine(config)
     try:
         assert isinstance(engine.executor, MultiprocessExecutor)
-        pids = [worker.process.pid for worker in engine.executor._workers]
+        pids = [worker.process.pid for worker in engine.executor.workers]
         found = listening(pid for pid in pids if pid is not None)
     finally:
         engine.close()

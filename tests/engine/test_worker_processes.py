@@ -6,31 +6,28 @@ import re
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from harness import tiny_directory
 from processes import is_running, pause, shared_memory_of
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, EngineStopped
-from hotset.engine.build import build_engine, worker_splits
+from hotset.engine.build import build_engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.progress import Progress
-from hotset.engine.workers.handle import WorkerHandle
+from hotset.engine.workers.group import StartProcess, WorkerGroup
 from hotset.engine.workers.messages import WorkerFailed, WorkerRank
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.models.checkpoint.files import find_model
+from hotset.models.split import Split
 
 DEADLINE_S = 90.0
 TINY = {
@@ -59,7 +56,16 @@ def answers(llm: LLM) -> list[list[int]]:
 def pids_of(llm: LLM) -> list[int]:
     workers = llm._engine.executor
     assert isinstance(workers, MultiprocessExecutor)
-    return [worker.process.pid for worker in workers._workers if worker.process.pid is not None]
+    return [worker.process.pid for worker in workers.workers if worker.process.pid is not None]
+
+
+def group_of(workers: int, start: StartProcess, step_timeout: float = 60.0) -> WorkerGroup:
+    ranks = [
+        WorkerRank(number, workers, 0, 1, Split(tp_rank=number, tp_size=workers), "", "cpu")
+        for number in range(workers)
+    ]
+    config = EngineConfig(step_timeout=step_timeout)
+    return WorkerGroup(config, ranks, start, wake=lambda: None, advance=lambda: None, oldest_step=lambda: 7)
 
 
 def fail(pipe: Connection, message: str | None) -> None:
@@ -74,19 +80,20 @@ def test_the_error_is_that_of_a_dead_worker_without_a_report_else_that_of_one_th
     silent: tuple[int, ...],
 ) -> None:
     context = get_context("fork")
-    executor = MultiprocessExecutor.__new__(MultiprocessExecutor)
-    executor._workers, executor._in_flight = [], deque()
-    for number in range(2):
+
+    def start(rank: WorkerRank, _progress: Progress) -> tuple[Connection, SpawnProcess]:
         pipe, worker_end = context.Pipe()
-        message = None if number in silent else "tensor x is missing"
+        message = None if rank.number in silent else "tensor x is missing"
         process = context.Process(target=fail, args=(worker_end, message))
         process.start()
         worker_end.close()
-        rank = cast(WorkerRank, SimpleNamespace(number=number, name=f"worker {number}"))
-        executor._workers.append(WorkerHandle(rank, cast(SpawnProcess, process), pipe, cast(Progress, None)))
+        return pipe, cast(SpawnProcess, process)
+
+    group = group_of(2, start)
     with pytest.raises((CheckpointError, EngineStopped)) as raised:
-        executor._receive({0, 1}, DEADLINE_S, "start-up")
-    names = [f"worker {number} died (exit code 1)" for number in silent]
+        group.receive({0, 1}, DEADLINE_S, "start-up")
+    group.close(DEADLINE_S)
+    names = [f"worker {number} (stage 0 of 1, rank {number} of 2) died (exit code 1)" for number in silent]
     assert str(raised.value) == (names[0] if names else "tensor x is missing")
 
 
@@ -181,7 +188,7 @@ def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_
     decode = build_engine(EngineConfig(model, **settings, role="decode", tensor_parallel_size=2))
     workers = decode.executor
     assert isinstance(workers, MultiprocessExecutor)
-    pids = [worker.process.pid for worker in workers._workers]
+    pids = [worker.process.pid for worker in workers.workers]
     try:
         params = replace(PARAMS, seed=1)
         for choice in InputProcessor(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
@@ -215,8 +222,8 @@ def test_a_worker_that_dies_while_the_engine_is_idle_is_noticed(tmp_path: Path) 
     engine = build_engine(config, wake=woken.set)
     try:
         workers = engine.executor
-        assert isinstance(workers, MultiprocessExecutor) and workers._workers[1].process.pid is not None
-        os.kill(workers._workers[1].process.pid, signal.SIGKILL)
+        assert isinstance(workers, MultiprocessExecutor) and workers.workers[1].process.pid is not None
+        os.kill(workers.workers[1].process.pid, signal.SIGKILL)
         assert woken.wait(DEADLINE_S)
         with pytest.raises(EngineStopped, match=r"worker 1 \(data parallel rank 1 of 2\) died \(exit code -9\)"):
             engine.step()
@@ -265,5 +272,3 @@ def test_a_split_that_does_not_suit_the_model_or_machine_is_refused(tmp_path: Pa
         LLM(model, **SETTINGS, pipeline_parallel_size=2, pipeline_layers="2,2")
     with pytest.raises(ConfigError, match="cannot be combined"):
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="2 workers need one GPU each, but this machine has 0; lower --tensor"):
-        worker_splits(EngineConfig(model, tensor_parallel_size=2), find_model(model).spec, torch.device("cuda"))

@@ -272,7 +272,7 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
     with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
         engine.warm_up(lambda done, total: captured.append((done, total)))
         answers = [answer.token_ids for answer in run_all(engine, prompts, params)]
-        workers, replicas = len(engine.executor._workers), len(engine.replicas)  # type: ignore[attr-defined]
+        workers, replicas = len(engine.executor.workers), len(engine.replicas)  # type: ignore[attr-defined]
     whole = make_engine(Decoder(SPECS[model], RandomWeights(torch.float64, SEED)), SPECS[model], **SMALL)
     assert answers == [answer.token_ids for answer in run_all(whole, prompts, params)]
     assert captured == [(1, 1)]
@@ -305,7 +305,7 @@ def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names
     engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, tensor_parallel_size=2, step_timeout=2.0)
     with closing(engine):
         workers = engine.executor
-        workers._advance = advanced.set  # type: ignore[attr-defined]
+        workers._group._advance = advanced.set  # type: ignore[attr-defined]
         assert workers.submit([Plan(0, (), (), (), (), ())]).results() == [StepResult(0, ())]
         hang.set()
         with pytest.raises(EngineStopped, match=r"^worker 1 \(.*rank 1 of 2\) made no progress in step 2 for \d+ s$"):

@@ -17,16 +17,17 @@ from models.split_workers import ThreadCollectives, ThreadGroup
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
-from hotset.engine.build import assemble, model_card, worker_splits
+from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
 from hotset.engine.loading import whole_kv_shape
-from hotset.engine.model_checks import kv_storage
+from hotset.engine.model_checks import kv_storage, model_splits
 from hotset.engine.progress import Progress
 from hotset.engine.sizing import device_memory, shared_budget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.messages import WorkerRank
+from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
@@ -87,8 +88,9 @@ class ThreadWorkers(MultiprocessExecutor):
     def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int) -> None:
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
+        devices = [WorkerDevice("cpu")] * len(splits)
         self._queues: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        super().__init__(config, splits, stages, kv_heads, CPU)
+        super().__init__(config, splits, devices, kv_heads, start=self._start)
 
     def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, Any]:
         pipe, worker_end = Pipe()
@@ -129,7 +131,9 @@ def split_engine(
     class RandomModelLoader:
         """Replaces `ModelLoader`."""
 
-        def __init__(self, _config: EngineConfig, device: torch.device, split: Split, collectives: Collectives) -> None:
+        def __init__(
+            self, _config: EngineConfig, device: torch.device, split: Split, collectives: Collectives, _ranks: int
+        ) -> None:
             self._weights, self._split, self._collectives = RandomWeights(torch.float64, seed), split, collectives
             storage, memory = kv_storage(config, spec), device_memory(device)
             weights = plan_weights(spec, self._weights, storage, split, torch.float64, device)
@@ -144,7 +148,7 @@ def split_engine(
             return device_memory(CPU).free
 
     with mock.patch.object(worker_module, "ModelLoader", RandomModelLoader):
-        workers = ThreadWorkers(config, worker_splits(config, spec, CPU), kv_heads)
+        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads)
         workers.plan()
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)

@@ -1,13 +1,21 @@
-"""What the controller knows about one worker process."""
+"""What the controller knows about one worker process, and how it commands and ends it."""
 
+import contextlib
+import os
+import select
+import signal
+import threading
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from hotset.engine.progress import Progress, StallTimer
 from hotset.engine.start_plan import WorkerPlan
-from hotset.engine.workers.messages import WorkerFailed, WorkerRank, WorkerReport
+from hotset.engine.workers.messages import AbortSteps, StopWorker, WorkerCommand, WorkerFailed, WorkerRank, WorkerReport
+from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.device_pool import KvShape
+
+POST_SECONDS = 0.5  # time for another thread to finish the command that it is sending to the same worker
 
 
 @dataclass(slots=True)
@@ -19,11 +27,13 @@ class WorkerHandle:
     pipe: Connection
     progress: Progress
     silence: StallTimer = field(default_factory=StallTimer)
-    hung: bool = False  # it has shown no sign of life for the step timeout, and was killed
+    hung: bool = False  # it has shown no sign of life for the step timeout
+    killed: bool = False  # by the controller, because it did not end after `AbortSteps`
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
     free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
     bytes_read: int = 0
     failure: WorkerFailed | None = None  # the failure that the controller has read
+    _sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def planned(self) -> WorkerPlan:
@@ -33,6 +43,48 @@ class WorkerHandle:
     @property
     def shape(self) -> KvShape:
         return self.planned.weights.kv_shape
+
+    def send(self, command: WorkerCommand, memory: SharedMemory | None = None) -> None:
+        """Sends a command and, if given, the memory that follows it. Raises OSError if the worker has died."""
+        with self._sending:
+            self.pipe.send(command)
+            if memory is not None:
+                assert self.process.pid is not None
+                memory.send(self.pipe, self.process.pid)
+
+    def post(self, command: AbortSteps | StopWorker) -> None:
+        """Sends a command to a worker that may be dead, stopped or hung. Any thread may call this, and it never blocks
+        for long: if the pipe is full or in use, the command is not sent, and the worker must be killed."""
+        if not self._sending.acquire(timeout=POST_SECONDS):
+            return
+        try:
+            room = select.poll()
+            with contextlib.suppress(OSError):
+                room.register(self.pipe, select.POLLOUT)
+                if room.poll(0):
+                    self.pipe.send(command)
+        finally:
+            self._sending.release()
+
+    @property
+    def running(self) -> bool:
+        """True unless the process has ended. Any thread may ask: the exit code stays to be read by `process.join`."""
+        return not wait([self.process.sentinel], 0.0)
+
+    def resume(self) -> None:
+        """Continues the process if it is stopped, so that it can end its GPU work and exit by itself."""
+        if self.process.pid is not None and self.running:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.process.pid, signal.SIGCONT)
+
+    def abort(self) -> None:
+        """Makes the worker end its step and exit, also if it is stopped or waits for others. Does not wait for it."""
+        self.resume()
+        self.post(AbortSteps())
+
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
 
     def reported_failure(self) -> WorkerFailed | None:
         """Returns the failure that the worker has reported, also if the controller has not read it yet."""

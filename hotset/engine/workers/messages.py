@@ -160,11 +160,20 @@ class AuditReport:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortSteps:
+    """Commands a worker to end all waits for other workers and to exit: another worker has died or hangs.
+
+    The thread that reads commands obeys it at once, also while the main thread waits in a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopWorker:
     """Commands a worker to release its memory and exit."""
 
 
-WorkerCommand = InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | GetTraffic | RunAudit | StopWorker
+WorkerCommand = (
+    InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | GetTraffic | RunAudit | AbortSteps | StopWorker
+)
 WorkerReport = (
     Planned
     | LoadProgress

@@ -1,30 +1,24 @@
-"""The executor with worker processes on this machine: starts them, sends them steps and receives their reports."""
+"""The executor with worker processes on this machine: sends them steps and collects their results."""
 
-import contextlib
-import multiprocessing
 import os
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from typing import TypeVar
 
 import torch
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import EngineStopped, StartupError
+from hotset.base.errors import EngineStopped
 from hotset.engine.decode_graphs import choose_graph
-from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer, stall_limit
+from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
+from hotset.engine.workers.group import StartProcess, WorkerGroup, start_process
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.messages import (
     AuditReport,
@@ -32,25 +26,22 @@ from hotset.engine.workers.messages import (
     ExecuteStep,
     GetTraffic,
     InitCache,
-    InitWorker,
     Loaded,
     LoadProgress,
     LoadWeights,
     Planned,
     RunAudit,
     StepDone,
-    StopWorker,
     TrafficReport,
     WarmedUp,
     WarmUp,
     WarmUpProgress,
     WorkerCommand,
-    WorkerFailed,
     WorkerRank,
     WorkerReport,
 )
+from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.shared_memory import SharedMemory
-from hotset.engine.workers.worker import main
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
@@ -59,8 +50,7 @@ from hotset.transfer.api import DeviceEvent
 
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
-CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
-STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step; the step never ends if one of them has died
+STOP_IN_STEP_SECONDS = 2.0  # time for workers to end a step that was aborted; a collective on CPUs may never end
 
 
 @dataclass(slots=True)
@@ -101,20 +91,20 @@ class MultiprocessExecutor:
         self,
         config: EngineConfig,
         splits: Sequence[Split],
-        stages: int,
+        devices: Sequence[WorkerDevice],
         kv_heads: int,
-        device: torch.device,
         wake: Callable[[], None] = lambda: None,
         advance: Callable[[], None] = lambda: None,
+        start: StartProcess = start_process,
     ) -> None:
         """Starts all workers. `load` then waits until they have loaded their weights.
 
         `kv_heads` is the number of KV heads of the whole model if rows consist of heads, else 1. `wake` is called from
-        another thread when a worker process has ended; `check` raises from then on. `advance` is called again and again
-        while this object waits for workers, because it notices itself if they do not advance.
+        another thread when a worker process has ended or hangs; `check` raises from then on. `advance` is called again
+        and again while this object waits for workers, because it notices itself if they do not advance.
         """
-        self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
-        self._workers: list[WorkerHandle] = []
+        self._config, self._kv_heads = config, kv_heads
+        self._on_gpu = devices[0].is_gpu
         self._stores: list[HostShard] = []
         self._shared: list[SharedMemory] = []
         self._in_flight: deque[_StepState] = deque()
@@ -122,142 +112,119 @@ class MultiprocessExecutor:
         self.steps_finished = 0  # steps that every worker has reported
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._has_graphs = False  # all workers have captured the graphs of decode steps
-        self._dead: list[WorkerHandle] = []
-        self._wake, self._advance = wake, advance
-        self._serving = False  # workers have started and are not being closed, so they must show signs of life
-        # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
-        self._at_exit = Finalize(None, self.close, exitpriority=0)
         # Like the shared memory, this file has no name in the file system and ends with the last process that uses it.
         self._rendezvous = os.fdopen(os.memfd_create("hotset-rendezvous"), "wb")
+        ranks = [
+            WorkerRank(
+                number=number,
+                workers=len(splits),
+                stage=number // split.size,
+                stages=len(splits) // split.size,
+                split=split,
+                rendezvous=f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}",
+                device=device.name,
+                ranks_on_gpu=device.ranks_on_gpu,
+            )
+            for number, (split, device) in enumerate(zip(splits, devices, strict=True))
+        ]
         try:
-            for number, split in enumerate(splits):
-                rank = WorkerRank(
-                    number=number,
-                    workers=len(splits),
-                    stage=number // split.size,
-                    stages=stages,
-                    split=split,
-                    rendezvous=f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}",
-                    device=f"cuda:{number}" if device.type == "cuda" else "cpu",
-                )
-                progress = Progress(multiprocessing.get_context("spawn"))
-                pipe, process = self._start(rank, progress)
-                self._workers.append(WorkerHandle(rank, process, pipe, progress))
-                pipe.send(InitWorker(config, rank))
+            self._group = WorkerGroup(config, ranks, start, wake, advance, self._oldest_step)
         except BaseException:
-            self.close()
+            self._rendezvous.close()
             raise
-        threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
+        # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
-    def _watch(self, workers: Sequence[WorkerHandle]) -> None:
-        """Waits until a worker process has ended, records it as dead, and calls `wake`.
-
-        Kills a worker that has shown no sign of life for the step timeout.
-        """
-        by_sentinel = {worker.process.sentinel: worker for worker in workers}
-        while not (ended := wait(list(by_sentinel), POLL_SECONDS)):
-            for worker in workers if self._serving else ():
-                if worker.silence.seconds(worker.progress.beats) > self._config.step_timeout:
-                    worker.hung = True
-                    worker.process.kill()
-        self._dead += [by_sentinel[sentinel] for sentinel in ended if isinstance(sentinel, int)]
-        self._wake()
-
-    def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, SpawnProcess]:
-        context = multiprocessing.get_context("spawn")
-        pipe, worker_end = context.Pipe()
-        process = context.Process(target=main, args=(worker_end, progress), name=f"hotset-worker-{rank.number}")
-        process.start()
-        worker_end.close()
-        return pipe, process
+    @property
+    def workers(self) -> Sequence[WorkerHandle]:
+        """The worker processes, in the order of their numbers. Empty after `close`."""
+        return self._group.workers
 
     def plan(self) -> list[WorkerPlan]:
         """Waits until every worker has planned what it will load, and returns the plans. Nothing has been read yet."""
-        waiting = set(range(len(self._workers)))
+        waiting = set(range(len(self.workers)))
         while waiting:
-            number, report = self._receive(waiting, START_SECONDS, "start-up")
+            worker, report = self._group.receive(waiting, START_SECONDS, "start-up")
             if not isinstance(report, Planned):
-                raise self._unexpected(self._workers[number], report)
-            self._workers[number].plan = report.plan
-            waiting.discard(number)
-        return [worker.planned for worker in self._workers]
+                raise _unexpected(worker, report)
+            worker.plan = report.plan
+            waiting.discard(worker.rank.number)
+        return [worker.planned for worker in self.workers]
 
     @property
     def owns_store(self) -> list[bool]:
         """For each worker, whether it has a host store of its own. Call `plan` first."""
-        return [self._writer(worker)[0] == 0 for worker in self._workers]
+        return [self._writer(worker)[0] == 0 for worker in self.workers]
 
     def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:
         """Makes every worker load its weights, waits for them, and returns the memory that each has left for KV.
 
         `progress(done, total)` counts the bytes that all workers read.
         """
-        for worker in self._workers:
-            self._send(worker, LoadWeights())
-        total = sum(worker.planned.weights.read_bytes for worker in self._workers)
-        loading = set(range(len(self._workers)))
+        for worker in self.workers:
+            self._group.send(worker, LoadWeights())
+        total = sum(worker.planned.weights.read_bytes for worker in self.workers)
+        loading = set(range(len(self.workers)))
         while loading:
-            number, report = self._receive(loading, START_SECONDS, "start-up")
-            worker = self._workers[number]
+            worker, report = self._group.receive(loading, START_SECONDS, "start-up")
             match report:
                 case LoadProgress(done):
                     worker.bytes_read = done
-                    progress(sum(worker.bytes_read for worker in self._workers), total)
+                    progress(sum(worker.bytes_read for worker in self.workers), total)
                 case Loaded(free):
                     worker.free = free
-                    loading.discard(number)
+                    loading.discard(worker.rank.number)
                 case _:
-                    raise self._unexpected(worker, report)
+                    raise _unexpected(worker, report)
         return [
             WorkerMemory(worker.shape, worker.free or 0, owned)
-            for worker, owned in zip(self._workers, self.owns_store, strict=True)
+            for worker, owned in zip(self.workers, self.owns_store, strict=True)
         ]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
         """Makes every worker allocate its KV memory, and waits for them. `progress(done, total)` counts workers."""
-        for worker in self._workers:
+        for worker in self.workers:
             self._init_worker_cache(worker, budget)
-        for done in range(len(self._workers)):
-            number, report = self._receive(set(range(len(self._workers))), START_SECONDS, "start-up")
+        for done in range(len(self.workers)):
+            worker, report = self._group.receive(set(range(len(self.workers))), START_SECONDS, "start-up")
             if not isinstance(report, CacheReady):
-                raise self._unexpected(self._workers[number], report)
-            progress(done + 1, len(self._workers))
+                raise _unexpected(worker, report)
+            progress(done + 1, len(self.workers))
         for shared in self._shared:
             shared.close()
-        self._serving = True
+        self._group.serving = True
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         self._drain()
-        for worker in self._workers:
-            self._send(worker, WarmUp())
-        warming = set(range(len(self._workers)))
+        for worker in self.workers:
+            self._group.send(worker, WarmUp())
+        warming = set(range(len(self.workers)))
         while warming:
-            number, report = self._receive(warming, START_SECONDS, "warm-up")
+            worker, report = self._group.receive(warming, START_SECONDS, "warm-up")
             match report:
                 case WarmUpProgress(done, total):
-                    if number == 0:  # the others capture the same graphs at the same time
+                    if worker.rank.number == 0:  # the others capture the same graphs at the same time
                         progress(done, total)
                 case WarmedUp(has_graphs):
                     self._has_graphs = has_graphs  # the same for all workers, which compute in the same dtype
-                    warming.discard(number)
+                    warming.discard(worker.rank.number)
                 case _:
-                    raise self._unexpected(self._workers[number], report)
+                    raise _unexpected(worker, report)
 
     def check(self) -> None:
-        if self._dead:
-            raise self._died(self._dead[0])
+        self._group.check()
 
     def submit(self, step: Step) -> StepFuture:
         if any(plan is not None and plan.reads_host for plan in step) and self._shares_stores:
             self._drain()  # another rank may still write these pages in a step that it has not reported
         self._steps_submitted += 1
-        state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self._workers))))
+        state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self.workers))))
         graph = choose_graph(step, self._config.max_num_seqs) if self._has_graphs else None
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
         if graph is not None:
             tokens_per_rank = [graph.size] * len(step)
         sampled, self._sampled = self._sampled, []
-        for worker in self._workers:
+        for worker in self.workers:
             rank = worker.rank
             is_first_stage = rank.stage == 0 and rank.stages > 1
             command = ExecuteStep(
@@ -267,7 +234,7 @@ class MultiprocessExecutor:
                 sampled=sampled if is_first_stage else (),
                 tokens_per_rank=tokens_per_rank,
             )
-            self._send(worker, command)
+            self._group.send(worker, command)
         self._in_flight.append(state)
         return _SubmittedToWorkers(self, state)
 
@@ -290,9 +257,7 @@ class MultiprocessExecutor:
     def traffic(self) -> Traffic:
         """Returns the total traffic of all workers. Rows and lookups that several workers share are counted once."""
         self._drain()
-        reports = [
-            (worker.rank, self._request(worker, GetTraffic(), TrafficReport).traffic) for worker in self._workers
-        ]
+        reports = [(worker.rank, self._request(worker, GetTraffic(), TrafficReport).traffic) for worker in self.workers]
         lookups: dict[int, int] = {}
         misses: dict[int, int] = {}
         rows_mirrored = 0
@@ -307,7 +272,7 @@ class MultiprocessExecutor:
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         self._drain()
-        for worker in self._workers:
+        for worker in self.workers:
             flaw = self._request(worker, RunAudit(tiered[worker.rank.replica]), AuditReport).flaw
             assert flaw is None, flaw
 
@@ -317,41 +282,28 @@ class MultiprocessExecutor:
 
     def close(self) -> None:
         self._at_exit.cancel()
-        self._serving = False
-        for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.pipe.send(StopWorker())
-        # During a step, a worker may be blocked in a collective with a dead worker, and then never reads `StopWorker`.
+        if self._in_flight:
+            self._group.abort()  # a step never ends if one of its workers has died
         stop_seconds = STOP_IN_STEP_SECONDS if self._in_flight else STOP_SECONDS
-        deadline = time.monotonic() + stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND
-        for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.pipe.close()
-        self._workers = []
+        self._group.close(stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND)
         self._rendezvous.close()
         for shared in self._shared:
             shared.close()
 
     @property
     def _shares_stores(self) -> bool:
-        return len(self._stores) < len(self._workers)
+        return len(self._stores) < len(self.workers)
 
     def _init_worker_cache(self, worker: WorkerHandle, budget: KvBudget) -> None:
         rank, shape, page_rows = worker.rank, worker.shape, self._config.page_rows
         writer, writers = self._writer(worker)
-        self._send(worker, InitCache(budget, writer, writers))
-        if not budget.host_pages:
-            return
-        if writer == 0:
+        if budget.host_pages and writer == 0:
             shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows))
             store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
             self._shared.append(shared)
             self._stores.append(HostShard(rank.replica, rank.split.first_layer, shape, self._kv_heads, store))
-        assert worker.process.pid is not None
-        self._shared[-1].send(worker.pipe, worker.process.pid)
+        memory = self._shared[-1] if budget.host_pages else None
+        self._group.send(worker, InitCache(budget, writer, writers), memory)
 
     def _writer(self, worker: WorkerHandle) -> tuple[int, int]:
         """Returns the worker's index among the writers of its host store, and the number of these writers.
@@ -370,101 +322,43 @@ class MultiprocessExecutor:
     def _receive_step_report(self) -> None:
         """Waits for the next report on a step in flight, and records it."""
         missing = {number for state in self._in_flight for number in state.missing}
-        number, report = self._receive(missing, self._stall_limit, f"step {self._in_flight[0].number}")
+        worker, report = self._group.receive(missing, self._stall_limit, f"step {self._oldest_step()}")
         if not isinstance(report, StepDone):
-            raise self._unexpected(self._workers[number], report)
+            raise _unexpected(worker, report)
         state = next(state for state in self._in_flight if state.number == report.number)
-        state.missing.discard(number)
+        state.missing.discard(worker.rank.number)
         if report.result is not None:
-            state.results[self._workers[number].rank.replica] = report.result
+            state.results[worker.rank.replica] = report.result
         while self._in_flight and not self._in_flight[0].missing:
             self._complete(self._in_flight.popleft())
 
     def _complete(self, state: _StepState) -> None:
         """Handles a step that every worker has reported. In a pipeline, keeps its tokens for the first stage."""
         self.steps_finished = state.number
-        if self._workers[0].rank.stages == 1:
+        if self.workers[0].rank.stages == 1:
             return
         for plan, result in zip(state.step, state.results, strict=True):
             if plan is not None and result is not None:
                 self._sampled += _sampled_tokens(plan, result)
 
     def _request(self, worker: WorkerHandle, command: WorkerCommand, report_type: type[T]) -> T:
-        self._send(worker, command)
-        _, report = self._receive({worker.rank.number}, self._stall_limit, type(command).__name__)
+        self._group.send(worker, command)
+        _, report = self._group.receive({worker.rank.number}, self._stall_limit, type(command).__name__)
         if not isinstance(report, report_type):
-            raise self._unexpected(worker, report)
+            raise _unexpected(worker, report)
         return report
 
-    def _send(self, worker: WorkerHandle, command: WorkerCommand) -> None:
-        try:
-            worker.pipe.send(command)
-        except OSError:
-            raise self._died(worker) from None
+    def _oldest_step(self) -> int | None:
+        return self._in_flight[0].number if self._in_flight else None
 
     @property
     def _stall_limit(self) -> float:
-        expected = max(worker.progress.expected_seconds for worker in self._workers)
+        expected = max(worker.progress.expected_seconds for worker in self.workers)
         return stall_limit(self._config.step_timeout, self.steps_finished, expected)
 
-    def _receive(self, numbers: set[int], timeout: float, task: str) -> tuple[int, WorkerReport]:
-        """Waits for the next report of one of the workers `numbers`, and returns the worker's number with the report.
 
-        Raises EngineStopped if any worker dies meanwhile, or if none of these workers reports or advances for `timeout`
-        seconds; the message names `task`. If the report is `WorkerFailed`, raises the error that `_failure` returns.
-        """
-        by_pipe = {worker.pipe: worker for worker in self._workers if worker.rank.number in numbers}
-        by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
-        stall = StallTimer()
-        while not (ready := wait([*by_pipe, *by_sentinel], POLL_SECONDS)):
-            self._advance()
-            if stall.seconds(sum(worker.progress.advances for worker in by_pipe.values())) > timeout:
-                names = ", ".join(worker.rank.name for worker in by_pipe.values())
-                raise EngineStopped(f"{names} made no progress in {task} for {timeout:.0f} s")
-        for source in ready:
-            if isinstance(source, Connection) and (worker := by_pipe.get(source)) is not None:
-                try:
-                    report: WorkerReport = source.recv()
-                except (EOFError, OSError):
-                    raise self._died(worker) from None
-                if isinstance(report, WorkerFailed):
-                    worker.failure = report
-                    raise self._failure(worker, report)
-                return worker.rank.number, report
-        raise self._died(next(by_sentinel[source] for source in ready if isinstance(source, int)))
-
-    def _died(self, worker: WorkerHandle) -> StartupError | EngineStopped:
-        """Returns the error to raise after a worker died: the failure that it reported before, if it did."""
-        worker = next((hung for hung in self._workers if hung.hung), worker)  # the others may have failed because of it
-        if worker.hung:
-            during = f", in step {self._in_flight[0].number}" if self._in_flight else ""
-            timeout = self._config.step_timeout
-            return EngineStopped(
-                f"{worker.rank.name} has shown no sign of life for {timeout:g} s (--step-timeout){during}"
-            )
-        worker.process.join(CAUSE_SECONDS)
-        if (failed := worker.reported_failure()) is not None:
-            return self._failure(worker, failed)
-        return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
-
-    def _failure(self, worker: WorkerHandle, failed: WorkerFailed) -> StartupError | EngineStopped:
-        """Returns the error to raise after a worker failed. If another worker has died without a report, that is the
-        likely cause, so the error names the dead worker."""
-        by_sentinel = {other.process.sentinel: other for other in self._workers if other is not worker}
-        for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
-            if isinstance(sentinel, int):
-                other = by_sentinel[sentinel]
-                other.process.join(CAUSE_SECONDS)  # its end is visible slightly before its exit code
-                if other.process.exitcode != 0 and other.reported_failure() is None:
-                    return self._died(other)
-        if failed.trace is not None:
-            print(failed.trace, file=sys.stderr)
-        if worker.free is None:
-            return failed.error
-        return EngineStopped(f"{worker.rank.name} failed: {failed.error}")
-
-    def _unexpected(self, worker: WorkerHandle, report: WorkerReport) -> EngineStopped:
-        return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
+def _unexpected(worker: WorkerHandle, report: WorkerReport) -> EngineStopped:
+    return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
 
 
 def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:

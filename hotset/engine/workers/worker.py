@@ -1,6 +1,7 @@
 """A worker process: it holds a part of the model and of the KV memory, executes steps in order, and reports results.
 
-It makes no decisions. It exits as soon as the pipe to the controller is closed, even in the middle of a step.
+It makes no decisions. If the pipe to the controller closes, or if the controller sends `AbortSteps`, it ends its step
+and exits.
 """
 
 import logging
@@ -8,6 +9,7 @@ import os
 import queue
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +17,18 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from hotset.base.errors import StartupError
+from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.decode_graphs import StepGraph, captures_graphs
-from hotset.engine.loading import ModelLoader
+from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
+    AbortSteps,
     AuditReport,
     CacheReady,
     ExecuteStep,
@@ -54,7 +58,8 @@ from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.tiers.kv_memory import KvMemory
 
 LOGGER = logging.getLogger("hotset.engine")
-Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
+ABORTED = 0  # exit code after `AbortSteps`: this worker is not the cause
+EXIT_SECONDS = 2.0  # time for the main thread to end its step after `AbortSteps`, or after the controller has died
 
 
 def main(pipe: Connection, progress: Progress) -> None:
@@ -64,7 +69,14 @@ def main(pipe: Connection, progress: Progress) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resume_if_parent_dies()
     log_to_stderr()
-    serve(pipe, progress, _join_world, lambda: os._exit(1))
+    if serve(pipe, progress, _join_world, _exit_soon):
+        os._exit(ABORTED)  # the exit handlers of libraries may fail, or wait for other workers
+
+
+def _exit_soon() -> None:
+    """Gives the main thread time to end its GPU work, then ends the process, even in the middle of a step."""
+    time.sleep(EXIT_SECONDS)
+    os._exit(ABORTED)
 
 
 def _join_world(rank: WorkerRank, device: torch.device) -> World:
@@ -77,46 +89,80 @@ def serve(
     pipe: Connection,
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
-    on_controller_lost: Callable[[], None],
-) -> None:
+    on_abort: Callable[[], None],
+) -> bool:
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
+    Returns True if steps were aborted.
 
-    `join_world` connects this worker to the others. `on_controller_lost` is called from another thread when the pipe
-    has closed without a `StopWorker`.
+    `join_world` connects this worker to the others. `on_abort` is called from another thread after
+    `AbortSteps`, or when the pipe has closed without a `StopWorker`.
     """
-    inbox: Inbox = queue.SimpleQueue()
+    inbox = Inbox(pipe, on_abort)
     send_lock = threading.Lock()
 
     def send(report: WorkerReport) -> None:
         with send_lock:
             pipe.send(report)
 
-    threading.Thread(target=_read_commands, args=(pipe, inbox, on_controller_lost), daemon=True).start()
     try:
         with progress.beating():
             _serve(inbox, send, progress, join_world)
-    except BrokenPipeError:
-        return
-    except StartupError as error:
-        send(WorkerFailed(error))
     except Exception as error:
-        send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
+        if inbox.aborted or isinstance(error, BrokenPipeError):
+            return True  # the cause is elsewhere, and the controller knows it or is dead
+        if isinstance(error, StartupError):
+            send(WorkerFailed(error))
+        else:
+            send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
+    return inbox.aborted
 
 
-def _read_commands(pipe: Connection, inbox: Inbox, on_controller_lost: Callable[[], None]) -> None:
-    """Runs in a separate thread, which notices a dead controller even while a collective blocks the worker."""
-    while True:
-        try:
-            command: WorkerCommand = pipe.recv()
-            memory = None
-            if isinstance(command, InitCache) and command.budget.host_pages:
-                memory = SharedMemory.receive(pipe)
-        except (EOFError, OSError):
-            on_controller_lost()
-            return
-        inbox.put((command, memory))
-        if isinstance(command, StopWorker):
-            return
+class Inbox:
+    """The commands that the controller has sent. A thread reads them, also while a step blocks the main thread."""
+
+    def __init__(self, pipe: Connection, on_abort: Callable[[], None]) -> None:
+        self.aborted = False  # the controller has sent `AbortSteps`, or is dead
+        self._commands: queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]] = queue.SimpleQueue()
+        self._flag: AbortFlag | None = None
+        self._pipe, self._on_abort = pipe, on_abort
+        threading.Thread(target=self._read, name="hotset-commands", daemon=True).start()
+
+    def get(self) -> tuple[WorkerCommand, SharedMemory | None]:
+        """Waits for the next command, and returns it with its memory. Raises EngineStopped after `AbortSteps`, also if
+        other commands have come before."""
+        received = self._commands.get()
+        if self.aborted:
+            raise EngineStopped("the controller has aborted all steps")
+        return received
+
+    def set_on_abort(self, flag: AbortFlag) -> None:
+        """Sets `flag` when `AbortSteps` comes, or now if it has come already."""
+        self._flag = flag
+        if self.aborted:
+            flag.set()
+
+    def _abort(self) -> None:
+        self.aborted = True  # before the flag is read: `set_on_abort` does it the other way round
+        if self._flag is not None:
+            self._flag.set()
+        self._commands.put((StopWorker(), None))  # wakes the main thread
+
+    def _read(self) -> None:
+        while True:
+            try:
+                command: WorkerCommand = self._pipe.recv()
+                memory = None
+                if isinstance(command, InitCache) and command.budget.host_pages:
+                    memory = SharedMemory.receive(self._pipe)
+            except (EOFError, OSError):
+                command = AbortSteps()
+            if isinstance(command, AbortSteps):
+                self._abort()
+                self._on_abort()
+                return
+            self._commands.put((command, memory))
+            if isinstance(command, StopWorker):
+                return
 
 
 def _serve(
@@ -128,10 +174,12 @@ def _serve(
     init, _ = inbox.get()
     assert isinstance(init, InitWorker), f"the first command must be InitWorker, not {init}"
     rank, device = init.rank, torch.device(init.rank.device)
+    use_device(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
     world = join_world(rank, device)
-    loader = ModelLoader(init.config, device, rank.split, world.collectives)
+    inbox.set_on_abort(world.abort)
+    loader = ModelLoader(init.config, device, rank.split, world.collectives, rank.ranks_on_gpu)
     send(Planned(loader.plan))
     if isinstance(command := inbox.get()[0], StopWorker):
         return

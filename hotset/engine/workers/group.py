@@ -1,0 +1,199 @@
+"""The worker processes of an engine: sends them commands, receives their reports, and ends all if one dies or hangs."""
+
+import logging
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import EngineStopped, StartupError
+from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer
+from hotset.engine.workers.handle import WorkerHandle
+from hotset.engine.workers.messages import (
+    InitWorker,
+    StopWorker,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerRank,
+    WorkerReport,
+)
+from hotset.engine.workers.shared_memory import SharedMemory
+from hotset.engine.workers.worker import main
+
+LOGGER = logging.getLogger("hotset.engine")
+CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
+ABORT_SECONDS = 3.0  # time for workers to end by themselves after `AbortSteps`; then they are killed
+KILL_SECONDS = 10.0  # time for the system to end a killed process
+StartProcess = Callable[[WorkerRank, Progress], tuple[Connection, SpawnProcess]]
+
+
+def start_process(rank: WorkerRank, progress: Progress) -> tuple[Connection, SpawnProcess]:
+    """Starts a worker process, and returns the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    pipe, worker_end = context.Pipe()
+    process = context.Process(target=main, args=(worker_end, progress), name=f"hotset-worker-{rank.number}")
+    process.start()
+    worker_end.close()
+    return pipe, process
+
+
+class WorkerGroup:
+    """All worker processes. If one dies or hangs, the others are aborted and end, and every later call of `send`,
+    `receive` and `check` raises an error that names the cause."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Iterable[WorkerRank],
+        start: StartProcess,
+        wake: Callable[[], None],
+        advance: Callable[[], None],
+        oldest_step: Callable[[], int | None],
+    ) -> None:
+        """Starts all workers. `wake` is called from another thread when one has died or hangs. `advance` is called
+        again and again while `receive` waits. `oldest_step` returns the number of the oldest step in flight."""
+        self.workers: list[WorkerHandle] = []
+        self.serving = False  # workers have started and are not being closed, so they must show signs of life
+        self._step_timeout, self._wake, self._advance = config.step_timeout, wake, advance
+        self._oldest_step = oldest_step
+        self._lost: list[WorkerHandle] = []  # the workers that died or hung first; the others end because of them
+        self._closing = threading.Event()
+        try:
+            for rank in ranks:
+                progress = Progress(multiprocessing.get_context("spawn"))
+                pipe, process = start(rank, progress)
+                self.workers.append(WorkerHandle(rank, process, pipe, progress))
+                pipe.send(InitWorker(config, rank))
+        except BaseException:
+            self.close(0.0)
+            raise
+        threading.Thread(target=self._watch, args=(list(self.workers),), name="hotset-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises EngineStopped if a worker has died or hangs."""
+        if self._lost:
+            raise self._error(self._lost[0])
+
+    def send(self, worker: WorkerHandle, command: WorkerCommand, memory: SharedMemory | None = None) -> None:
+        """Sends a command and, if given, the memory that follows it."""
+        try:
+            worker.send(command, memory)
+        except OSError:
+            raise self._error(worker) from None
+
+    def receive(self, numbers: set[int], timeout: float, task: str) -> tuple[WorkerHandle, WorkerReport]:
+        """Waits for the next report of one of the workers `numbers`, and returns the worker with the report.
+
+        Raises EngineStopped if any worker dies or hangs meanwhile, or if none of these workers reports or advances for
+        `timeout` seconds; the message names `task`. If the report is `WorkerFailed`, raises its error, or that of the
+        worker that has caused it.
+        """
+        by_pipe = {worker.pipe: worker for worker in self.workers if worker.rank.number in numbers}
+        by_sentinel = {worker.process.sentinel: worker for worker in self.workers}
+        stall = StallTimer()
+        while not (ready := wait([*by_pipe, *by_sentinel], POLL_SECONDS)):
+            self.check()
+            self._advance()
+            if stall.seconds(sum(worker.progress.advances for worker in by_pipe.values())) > timeout:
+                names = ", ".join(worker.rank.name for worker in by_pipe.values())
+                self.abort()
+                raise EngineStopped(f"{names} made no progress in {task} for {timeout:.0f} s")
+        self.check()  # a hung worker that was resumed may have sent a report
+        for source in ready:
+            if isinstance(source, Connection) and (worker := by_pipe.get(source)) is not None:
+                try:
+                    report: WorkerReport = source.recv()
+                except (EOFError, OSError):
+                    raise self._error(worker) from None
+                if isinstance(report, WorkerFailed):
+                    worker.failure = report
+                    raise self._error(worker)
+                return worker, report
+        raise self._error(next(by_sentinel[source] for source in ready if isinstance(source, int)))
+
+    def abort(self) -> None:
+        """Makes all workers end their steps and exit, also if they are stopped or wait for others. Does not wait."""
+        for worker in self.workers:
+            worker.abort()
+
+    def close(self, seconds: float) -> None:
+        """Stops all workers. Kills those that have not ended after `seconds`. Idempotent."""
+        self.serving = False
+        self._closing.set()
+        for worker in self.workers:
+            worker.resume()
+            worker.post(StopWorker())
+        for worker in _still_running(self.workers, seconds):
+            worker.kill()
+        for worker in self.workers:
+            worker.process.join(KILL_SECONDS)
+            if worker.running:
+                LOGGER.error(
+                    "%s (process %s) does not end, although it was killed", worker.rank.name, worker.process.pid
+                )
+            worker.pipe.close()
+        self.workers = []
+
+    def _watch(self, workers: Sequence[WorkerHandle]) -> None:
+        """Waits until a worker has died or hangs. Then ends all others too, because they wait for it in their steps."""
+        by_sentinel = {worker.process.sentinel: worker for worker in workers}
+        while not self._lost:
+            ended = wait(list(by_sentinel), POLL_SECONDS)
+            if self._closing.is_set():
+                return
+            self._lost = [by_sentinel[sentinel] for sentinel in ended if isinstance(sentinel, int)]
+            for worker in workers if self.serving and not self._lost else ():
+                if worker.silence.seconds(worker.progress.beats) > self._step_timeout:
+                    worker.hung = True
+                    self._lost.append(worker)
+        self._wake()
+        for worker in workers:
+            worker.abort()
+        for worker in _still_running(workers, ABORT_SECONDS):
+            worker.kill()
+
+    def _error(self, worker: WorkerHandle) -> StartupError | EngineStopped:
+        """Returns the error to raise after `worker` was found to have failed or ended. It names the worker that is the
+        likely cause: one that hangs, or one that has died without a report."""
+        if hung := next((each for each in self._lost if each.hung), None):
+            step = self._oldest_step()
+            during = "" if step is None else f", in step {step}"
+            return EngineStopped(
+                f"{hung.rank.name} has shown no sign of life for {self._step_timeout:g} s (--step-timeout){during}"
+            )
+        worker = self._lost[0] if self._lost else worker
+        if worker.failure is None:
+            worker.process.join(CAUSE_SECONDS)
+        if (failed := worker.reported_failure()) is None:
+            return _death(worker)
+        by_sentinel = {other.process.sentinel: other for other in self.workers if other is not worker}
+        for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
+            if isinstance(sentinel, int):
+                other = by_sentinel[sentinel]
+                other.process.join(CAUSE_SECONDS)  # its end is visible slightly before its exit code
+                if other.process.exitcode != 0 and not other.killed and other.reported_failure() is None:
+                    return _death(other)
+        if failed.trace is not None:
+            print(failed.trace, file=sys.stderr)
+        if worker.free is None:
+            return failed.error
+        return EngineStopped(f"{worker.rank.name} failed: {failed.error}")
+
+
+def _death(worker: WorkerHandle) -> EngineStopped:
+    return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
+
+
+def _still_running(workers: Iterable[WorkerHandle], seconds: float) -> list[WorkerHandle]:
+    """Waits until all workers have ended, at most `seconds`. Returns those that have not."""
+    running = {worker.process.sentinel: worker for worker in workers}
+    deadline = time.monotonic() + seconds
+    while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
+        for sentinel in ended:
+            if isinstance(sentinel, int):
+                del running[sentinel]
+    return list(running.values())
