@@ -54,7 +54,7 @@ from hotset.engine.workers.messages import (
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
-from hotset.models.collectives import SINGLE_RANK, Collectives
+from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import KvMemory
 
 LOGGER = logging.getLogger("hotset.engine")
@@ -189,7 +189,7 @@ def _serve(
     if isinstance(cache, StopWorker):
         return
     assert isinstance(cache, InitCache), f"the third command must be InitCache or StopWorker, not {cache}"
-    worker = Worker(init, world.collectives, stage, cache, memory, send)
+    worker = Worker(init, world, stage, cache, memory, send)
     try:
         send(CacheReady())
         while worker.handle(command := _next_command(inbox, progress)):
@@ -238,7 +238,7 @@ class Worker:
     def __init__(
         self,
         init: InitWorker,
-        collectives: Collectives,
+        world: World,
         stage: Stage,
         cache: InitCache,
         memory: SharedMemory | None,
@@ -246,7 +246,7 @@ class Worker:
     ) -> None:
         config, budget, shape = init.config, cache.budget, stage.kv_shape
         self._rank: WorkerRank = init.rank
-        self._collectives, self._stage, self._send = collectives, stage, send
+        self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
         host = None
         if memory is not None:
@@ -268,8 +268,8 @@ class Worker:
             budget.max_model_len,
             stage.vocab,
             graphs=captures_graphs(config, stage),
-            collectives=collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
-            barrier=collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
+            collectives=world.collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
+            barrier=world.collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
         )
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
@@ -283,6 +283,7 @@ class Worker:
                 self._execute(command)
             case WarmUp():
                 self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
+                self._abort.check()
                 self._send(WarmedUp(self._runner.has_graphs))
             case GetTraffic():
                 self._send(TrafficReport(self._memory.traffic()))
@@ -331,9 +332,10 @@ class Worker:
                 for event in (step.executed, step.mirrored):
                     if event is not None:
                         event.synchronize()
+                self._abort.check()
                 self._send(StepDone(step.number, result if self._reports_samples else None))
-        except BrokenPipeError:
-            return
+        except (BrokenPipeError, EngineStopped):
+            return  # the controller is dead, or has aborted all steps
         except Exception as error:
             self._send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
 
