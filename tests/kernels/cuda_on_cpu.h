@@ -6,10 +6,13 @@
 // depends on an order which CUDA does not guarantee. The emulation reports barriers and warp exchanges that not all
 // threads reach, wrong use of the cluster barrier, access to the shared memory of a block that has not begun or has
 // ended, writes past the launch's shared memory, and traps. It does not model caches. It switches between fibres only
-// at barriers and warp exchanges, not between single memory accesses.
+// at barriers and warp exchanges, and where a thread waits for another rank, not between single memory accesses.
+//
+// A rank is a thread of the host with its own copy of the library.
 //
 // Only small headers are included, because this file is compiled once for every set of constants.
 #include <math.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -19,6 +22,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__
 #define __restrict__
 #define __launch_bounds__(...)
@@ -352,3 +356,12 @@ template <class T> static int load_now(const T *address) { return static_cast<in
 static inline void bring_to_l2(const void *) {}
 static inline void wait_for_earlier_launches() {}
 static inline void let_next_launch_begin() {}
+static inline unsigned load_acquire(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+static inline void store_release(unsigned *address, unsigned value) {
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+static inline int load_relaxed(const int *address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
+static inline void let_others_run() {
+    sched_yield();
+    emulated::wait(emulated::READY);
+}

@@ -45,11 +45,11 @@ class EmulatedKernel:
 def kernel(source: Path, name: str, **constants: int) -> EmulatedKernel:
     variables = {name: value for name, value in constants.items() if name in VARIABLES}
     macros = tuple(sorted((name, value) for name, value in constants.items() if name not in VARIABLES))
-    return EmulatedKernel(_library(source, macros), name, variables)
+    return EmulatedKernel(library(source, macros), name, variables)
 
 
 @cache
-def _library(source: Path, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+def library(source: Path, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp(dir=_build_folder.name))
     variables = "".join(f'extern "C" {{ int given_{name}; }}\n#define {name} given_{name}\n' for name in VARIABLES)

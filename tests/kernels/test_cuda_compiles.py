@@ -1,4 +1,4 @@
-"""Tests that the CUDA kernels of swap_in, page_copy and draw compile for sm_90 with the constants that the ops pass.
+"""Tests that CUDA kernels (swap_in, page_copy, draw, collectives) compile for sm_90 with the constants of their ops.
 
 The tests need no GPU. They are skipped if there is neither `nvcc` nor cuda-core.
 """
@@ -6,6 +6,7 @@ The tests need no GPU. They are skipped if there is neither `nvcc` nor cuda-core
 import importlib.util
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ from matrix import slow_if
 from torch import Tensor
 
 from hotset.kernels import cuda_source
+from hotset.kernels.collectives import cuda_impl as collectives_cuda
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.draw import DrawRules
 from hotset.kernels.draw import cuda_impl as draw_cuda
@@ -88,6 +90,18 @@ def record_leading() -> Recorder:
     return recorder
 
 
+def record_collective(ranks: int, call: Callable[[collectives_cuda.Staging], object]) -> Recorder:
+    """Records a launch of one collective kernel. All kernels of its file are compiled."""
+    recorder = Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        call(collectives_cuda.Staging(torch.zeros(ranks), 0, torch.zeros(1, dtype=torch.int32)))
+    return recorder
+
+
+def record_sums(ranks: int, dtype: torch.dtype) -> Recorder:
+    return record_collective(ranks, lambda group: collectives_cuda.all_reduce(group, torch.zeros(8, dtype=dtype)))
+
+
 CASES = {  # (function that records a launch, bytes of registers that the kernel may spill; None: any number)
     "plan of 2048 of 8192 slots": (lambda: record_plan(2048, 8192, 10496), 0),
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1": (lambda: record_plan(2048, 4096, 10496, 1, 656), 0),
@@ -104,6 +118,11 @@ CASES = {  # (function that records a launch, bytes of registers that the kernel
     "page copy": (record_page_copy, 0),
     "draw": (record_draw, 0),
     "leading": (record_leading, 0),
+    "sums over 8 ranks in bfloat16": (lambda: record_sums(8, torch.bfloat16), 0),
+    "sums over 2 ranks in float32": (lambda: record_sums(2, torch.float32), 0),
+    "sums over 16 ranks in float64": (lambda: record_sums(16, torch.float64), None),
+    "gathers": (lambda: record_collective(8, collectives_cuda.barrier), 0),
+    "transfers": (lambda: record_collective(4, lambda group: collectives_cuda.send(group, torch.zeros(8), 1)), 0),
 }
 
 
@@ -118,8 +137,8 @@ def spilled_bytes(recorder: Recorder, folder: Path) -> int:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "spill stores" in line]
-    assert len(lines) == 1, done.stderr
-    return int(lines[0].split("bytes stack frame, ")[1].split()[0])
+    assert lines, done.stderr
+    return sum(int(line.split("bytes stack frame, ")[1].split()[0]) for line in lines)
 
 
 # The sizes of these cases lie between those of other cases, or their kernel is a part of another one.
@@ -128,6 +147,9 @@ SLOW = {
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 32",
     "copy of 1152 bytes",
     "leading",
+    "sums over 2 ranks in float32",
+    "sums over 16 ranks in float64",
+    "transfers",
 }
 
 

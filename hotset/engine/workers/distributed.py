@@ -1,21 +1,34 @@
 """Communication between workers during a step: pipeline stages, and collectives over torch.distributed."""
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import permutations
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotset.base.errors import ConfigError
 from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.messages import WorkerRank
+from hotset.engine.workers.symmetric import (
+    MAX_BYTES_BETWEEN_GPUS,
+    SymmetricCollectives,
+    allocate_inboxes,
+    allocate_staging,
+)
+from hotset.kernels.collectives import cuda_impl, reference
+from hotset.kernels.collectives.cuda_impl import MAX_RANKS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
+
+LOGGER = logging.getLogger("hotset.engine")
 
 # A rank waits at most this long for another rank within a step. A step may take any time while its layers advance, and
 # the controller ends workers that are dead, stopped or do not advance much earlier.
@@ -73,44 +86,110 @@ class Stage:
 
 
 def make_world(rank: WorkerRank, device: torch.device) -> World:
-    """Connects this worker to the others. Blocks until all of them have called it."""
-    return DistributedWorld(rank, device)
+    """Connects this worker to the others, and logs how. Blocks until all of them have called it.
+
+    | workers | collectives | between stages |
+    |---|---|---|
+    | on CPUs | gloo | gloo |
+    | several on a GPU | symmetric memory, since NCCL refuses several ranks on a GPU | symmetric memory |
+    | on different GPUs with peer access | symmetric memory up to `MAX_BYTES_BETWEEN_GPUS`, NCCL above | NCCL |
+    | on different GPUs without it | NCCL | NCCL |
+    """
+    return SymmetricWorld(rank, device) if rank.ranks_on_gpu > 1 else DistributedWorld(rank, device)
 
 
 class DistributedWorld:
-    """Implements `World` over torch.distributed: NCCL between GPUs, gloo between CPU processes."""
+    """Implements `World` over torch.distributed: gloo between CPU processes, NCCL between GPUs."""
 
     def __init__(self, rank: WorkerRank, device: torch.device) -> None:
-        """Joins the process group through the rendezvous file. Blocks until all other workers have joined.
-
-        All workers are on this machine. A file needs no port, and the connections between workers use loopback.
-        """
-        on_gpu = device.type == "cuda"
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=dist.FileStore(rank.rendezvous, rank.workers),  # type: ignore[attr-defined]
-            rank=rank.number,
-            world_size=rank.workers,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if on_gpu else None,
-        )
+        on_gpu, size = device.type == "cuda", rank.split.size
+        group = _join_group(rank, "nccl" if on_gpu else "gloo", device if on_gpu else None)
         self.abort = AbortFlag(device)
-        size = rank.split.size
-        # torch.distributed requires every process to create the groups of all stages, in the same order.
-        groups = [
-            dist.new_group(range(first, first + size), timeout=COLLECTIVE_TIMEOUT)
-            for first in range(0, rank.workers, size)
-        ]
         self.collectives: Collectives = SINGLE_RANK
+        choice = "NCCL" if on_gpu else "gloo"
         if size > 1:
-            self.collectives = DistributedCollectives(groups[rank.stage], rank.split.rank, size, device)
+            self.collectives = DistributedCollectives(group, rank.split.rank, size, device)
+            obstacle = _obstacle_to_symmetric_memory(group, device) if on_gpu else None
+            if on_gpu and obstacle is None:
+                staging = allocate_staging(group, device, self.abort, rank.ranks_on_gpu)
+                self.collectives = SymmetricCollectives(staging, self.abort, large=self.collectives)
+                choice = f"symmetric memory up to {MAX_BYTES_BETWEEN_GPUS >> 10} KiB, NCCL for larger messages"
+            elif on_gpu:
+                choice = f"NCCL, because {obstacle}"
+        _log_choice(rank, choice)
 
     def send(self, x: Tensor, to: int) -> None:
         dist.send(x.contiguous(), to)
 
     def receive(self, x: Tensor, source: int) -> None:
         dist.recv(x, source)
+
+
+class SymmetricWorld:
+    """Implements `World` for workers that share GPUs: symmetric memory for all messages, and gloo to set it up.
+
+    Without the multi-process service (MPS), the processes take turns on the GPU, and each message takes some 20 ms.
+    """
+
+    def __init__(self, rank: WorkerRank, device: torch.device) -> None:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        group, all_workers = _join_group(rank, "gloo"), dist.group.WORLD
+        assert all_workers is not None, "init_process_group makes it"
+        if (obstacle := _obstacle_to_symmetric_memory(all_workers, device)) is not None:
+            raise ConfigError(f"ranks cannot share GPUs, because {obstacle}: use one GPU for each rank")
+        self.abort = AbortFlag(device)
+        self.collectives: Collectives = SINGLE_RANK
+        if rank.split.size > 1:
+            staging = allocate_staging(group, device, self.abort, rank.ranks_on_gpu)
+            self.collectives = SymmetricCollectives(staging, self.abort)
+        if rank.stages > 1:
+            self._inboxes = allocate_inboxes(all_workers, device, self.abort, rank.ranks_on_gpu)
+        _log_choice(rank, f"symmetric memory for all messages, because {rank.ranks_on_gpu} ranks share a GPU")
+
+    def send(self, x: Tensor, to: int) -> None:
+        cuda_impl.send(self._inboxes, x.contiguous(), to)
+
+    def receive(self, x: Tensor, source: int) -> None:
+        cuda_impl.receive(self._inboxes, x, source)
+
+
+def _join_group(rank: WorkerRank, backend: str, device: torch.device | None = None) -> dist.ProcessGroup:
+    """Joins the process group through the rendezvous file. Returns the group of this worker's stage.
+
+    All workers are on this machine. A file needs no port, and the connections between workers use loopback.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(rank.rendezvous, rank.workers),  # type: ignore[attr-defined]
+        rank=rank.number,
+        world_size=rank.workers,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device,
+    )
+    size = rank.split.size
+    # torch.distributed requires every process to create the groups of all stages, in the same order.
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(range(first, first + size), timeout=COLLECTIVE_TIMEOUT) for first in range(0, rank.workers, size)
+    ]
+    return groups[rank.stage]
+
+
+def _obstacle_to_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns why the ranks of a group cannot use symmetric memory, or None if they can. All ranks get the same."""
+    if group.size() > MAX_RANKS:
+        return f"symmetric memory supports {MAX_RANKS} ranks, not {group.size()}"
+    indices: list[int] = [0] * group.size()
+    dist.all_gather_object(indices, device.index, group=group)
+    for first, second in permutations(sorted(set(indices)), 2):
+        if not torch.cuda.can_device_access_peer(first, second):
+            return f"GPU {first} has no peer access to GPU {second}"
+    return None
+
+
+def _log_choice(rank: WorkerRank, choice: str) -> None:
+    if rank.number == 0 and rank.workers > 1:
+        LOGGER.info("%d workers communicate over %s", rank.workers, choice)
 
 
 class DistributedCollectives:
@@ -126,11 +205,10 @@ class DistributedCollectives:
         if self._on_gpu:
             dist.all_reduce(x, group=self._group)
             return x
-        # Every rank adds the parts in the order of the ranks, so all get the same bits.
-        return torch.stack(self._all_gather(x)).sum(0)
+        return reference.all_reduce(self._all_gather(x))
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        return torch.cat(self._all_gather(x), dim=-1)
+        return reference.all_gather_columns(self._all_gather(x))
 
     def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
         return [self._gather_tokens(tensor) for tensor in tensors]
@@ -142,8 +220,11 @@ class DistributedCollectives:
         return torch.cat([part[:count] for part, count in zip(parts, self.tokens_per_rank, strict=True)])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        first = sum(self.tokens_per_rank[: self.rank])
-        return self.all_reduce(x)[first : first + self.tokens_per_rank[self.rank]]
+        """Sends each rank only its own tokens. The sum is in the order of the ranks, also on GPUs."""
+        own = self.tokens_per_rank[self.rank]
+        parts = x.new_empty(self.size * own, *x.shape[1:])
+        dist.all_to_all_single(parts, x.contiguous(), [own] * self.size, list(self.tokens_per_rank), group=self._group)
+        return reference.all_reduce(parts.view(self.size, own, *x.shape[1:]))
 
     def broadcast(self, x: Tensor) -> Tensor:
         x = x.contiguous()
