@@ -403,14 +403,7 @@ class EngineConfig:
                 f"--ranks-per-gpu {self.ranks_per_gpu} does not divide the number of workers, {self.workers}; use "
                 f"{' or '.join(map(str, fitting))}"
             )
-        needed = self.workers // self.ranks_per_gpu
-        if (numbers := self.gpu_numbers) is not None and len(numbers) != needed:
-            share, rest = divmod(self.workers, len(numbers))
-            shared = f", or use --ranks-per-gpu {share}" if share > self.ranks_per_gpu and not rest else ""
-            raise ConfigError(
-                f"--gpus {self.gpus} has {len(numbers)} GPUs, but {self.workers} workers with --ranks-per-gpu "
-                f"{self.ranks_per_gpu} use {needed}; name {needed}{shared}"
-            )
+        _ = self.gpu_numbers  # raises ConfigError if they are invalid
 
     def _check_role(self) -> None:
         if self.role == "both":

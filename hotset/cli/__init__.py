@@ -155,6 +155,11 @@ def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, coun
 
     if values["role"] != "both":
         raise ConfigError("--disaggregate starts workers of both roles; leave --role out")
+    if values["gpus"] is not None:
+        raise ConfigError(
+            "--disaggregate divides its workers over all visible GPUs; choose them with CUDA_VISIBLE_DEVICES, and "
+            "leave --gpus out"
+        )
     worker_counts = WorkerCounts.parse(counts)
     shared = {"handoff_secret": secrets.token_hex(16)} | config_values(EngineConfig, {**values, "role": "prefill"})
     engine_config = EngineConfig(**shared)

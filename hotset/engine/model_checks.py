@@ -29,6 +29,8 @@ def check_model(config: EngineConfig) -> ModelFiles:
     on_gpu = config.device != "cpu" and has_gpu_driver()
     if config.device not in (None, "cpu") and not on_gpu:
         raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
+    if (config.gpus is not None or config.ranks_per_gpu > 1) and not on_gpu:
+        raise ConfigError("--gpus and --ranks-per-gpu choose GPUs, but no GPU was found; leave them out")
     for endpoint in config.events_endpoints:
         check_free(endpoint.live, "--kv-events")
         if endpoint.replay is not None:

@@ -1,6 +1,7 @@
 """Decides which device each worker uses."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,36 +32,38 @@ def place_workers(config: EngineConfig) -> list[WorkerDevice]:
     Raises ConfigError, with what to do, if a GPU does not exist or cannot be used, or if there are too few. Logs a
     warning if workers share GPUs.
     """
-    numbers, shared = config.gpu_numbers, config.ranks_per_gpu
-    if numbers is None:
+    shared = config.ranks_per_gpu
+    if config.gpu_numbers is None:
         device = choose_device(config.device)
         if device.type == "cpu" and shared > 1:
             raise ConfigError(f"--ranks-per-gpu {shared} needs a GPU; leave it out to compute on the CPU")
         if device.type == "cpu" or config.workers == 1:
             return [WorkerDevice(str(device))] * config.workers
-        numbers = _first_gpus(config)
+    numbers = _gpu_numbers(config)
     for number in numbers:
         if (reason := why_no_gpu(number)) is not None:
-            raise ConfigError(
-                f"GPU {number} cannot be used: {reason}; name other GPUs with --gpus, or use --device cpu"
-            )
+            raise ConfigError(f"GPU {number} cannot be used: {reason}; name others with --gpus, or use --device cpu")
     if shared > 1:
         _warn_of_sharing(config)
     return [WorkerDevice(f"cuda:{number}", shared) for number in numbers for _ in range(shared)]
 
 
-def _first_gpus(config: EngineConfig) -> tuple[int, ...]:
-    needed, visible = config.workers // config.ranks_per_gpu, torch.cuda.device_count()
-    if needed > visible:
-        share = -(-config.workers // visible)
-        while config.workers % share:
-            share += 1
-        raise ConfigError(
-            f"{config.workers} workers with --ranks-per-gpu {config.ranks_per_gpu} need {needed} GPUs, but this "
-            f"machine has {visible}; lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, "
-            f"or use --ranks-per-gpu {share} (for tests and small models)"
-        )
-    return tuple(range(needed))
+def _gpu_numbers(config: EngineConfig) -> Sequence[int]:
+    """Returns the numbers of the GPUs that the engine uses. Raises ConfigError if there are too few or too many."""
+    workers, needed = config.workers, config.workers // config.ranks_per_gpu
+    numbers = range(torch.cuda.device_count()) if config.gpu_numbers is None else config.gpu_numbers
+    need = f"{workers} workers with --ranks-per-gpu {config.ranks_per_gpu} need {needed} GPUs, but "
+    if config.gpu_numbers is not None and len(numbers) > needed:
+        raise ConfigError(f"{need}--gpus {config.gpus} has {len(numbers)}; name {needed}")
+    if len(numbers) >= needed:
+        return numbers[:needed]
+    share = next(size for size in range(1, workers + 1) if workers % size == 0 and workers // size <= len(numbers))
+    has = f"this machine has {len(numbers)}" if config.gpus is None else f"--gpus {config.gpus} has {len(numbers)}"
+    more = "" if config.gpus is None else "name more GPUs, "
+    raise ConfigError(
+        f"{need}{has}; lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, {more}or use "
+        f"--ranks-per-gpu {share} (for tests and small models)"
+    )
 
 
 def _warn_of_sharing(config: EngineConfig) -> None:

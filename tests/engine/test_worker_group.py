@@ -1,0 +1,190 @@
+"""If a worker dies, is stopped or hangs, the others are aborted, all processes end, and the error names the cause.
+
+The processes here only wait, as kernels do: until their abort flag is set.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import cast
+
+import pytest
+import torch
+from engine.threaded import closing, split_engine
+from models.split_workers import SPECS
+from processes import pause
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import EngineStopped, StartupError
+from hotset.engine.progress import Progress
+from hotset.engine.workers import group as group_module
+from hotset.engine.workers.abort import AbortFlag
+from hotset.engine.workers.group import WorkerGroup
+from hotset.engine.workers.messages import LoadProgress, WorkerFailed, WorkerRank
+from hotset.engine.workers.worker import Inbox, Worker
+from hotset.models.split import Split
+from hotset.schedule.plan import Plan
+
+DEADLINE_S = 30.0
+STEP = 7
+Behaviour = Callable[[Connection, Progress], None]
+
+
+def wait_for_flag(flag: AbortFlag) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not flag.is_set:
+        assert time.monotonic() < deadline, "the flag was not set"
+        time.sleep(0.001)
+
+
+def wait_in_step(pipe: Connection, progress: Progress) -> None:
+    """A worker whose main thread waits for another one. Its reports say that it waits, and that it has ended."""
+    inbox, flag = Inbox(pipe, on_abort=lambda: None), AbortFlag(torch.device("cpu"))
+    inbox.set_on_abort(flag)
+    with progress.beating():
+        pipe.send(LoadProgress(0))
+        wait_for_flag(flag)
+    os._exit(0)
+
+
+def hang(pipe: Connection, progress: Progress) -> None:
+    """A worker that reads no command, and never ends by itself."""
+    with progress.beating():
+        pipe.send(LoadProgress(0))
+        time.sleep(DEADLINE_S)
+
+
+def fail(pipe: Connection, _progress: Progress) -> None:
+    pipe.send(LoadProgress(0))
+    pipe.send(WorkerFailed(StartupError("tensor x is missing")))
+    os._exit(1)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have any time to end by themselves, so that tests do not depend on the machine's speed."""
+    monkeypatch.setattr(group_module, "ABORT_SECONDS", DEADLINE_S)
+
+
+def start_group(
+    *behaviours: Behaviour, wake: Callable[[], None] = lambda: None, step_timeout: float = DEADLINE_S
+) -> WorkerGroup:
+    """Starts one process per behaviour, and waits until all of them have reached it."""
+    context, workers = get_context("fork"), len(behaviours)
+
+    def start(rank: WorkerRank, progress: Progress) -> tuple[Connection, SpawnProcess]:
+        pipe, worker_end = context.Pipe()
+        process = context.Process(target=behaviours[rank.number], args=(worker_end, progress))
+        process.start()
+        worker_end.close()
+        return pipe, cast(SpawnProcess, process)
+
+    splits = [Split(tp_rank=rank, tp_size=workers) for rank in range(workers)]
+    ranks = [WorkerRank(number, workers, 0, 1, split, "", "cpu") for number, split in enumerate(splits)]
+    config = EngineConfig(step_timeout=step_timeout)
+    group = WorkerGroup(config, ranks, start, wake, advance=lambda: None, oldest_step=lambda: STEP)
+    for number, behaviour in enumerate(behaviours):
+        if behaviour is not fail:
+            group.receive({number}, DEADLINE_S, "start-up")
+    group.serving = True
+    return group
+
+
+def exit_codes(group: WorkerGroup) -> list[int | None]:
+    """Waits until all processes have ended, without ending them."""
+    for worker in group.workers:
+        worker.process.join(DEADLINE_S)
+    return [worker.process.exitcode for worker in group.workers]
+
+
+def pid_of(group: WorkerGroup, number: int) -> int:
+    pid = group.workers[number].process.pid
+    assert pid is not None
+    return pid
+
+
+def test_if_a_worker_is_killed_the_others_are_aborted_and_end_by_themselves() -> None:
+    woken = threading.Event()
+    group = start_group(wait_in_step, wait_in_step, wait_in_step, wake=woken.set)
+    os.kill(pid_of(group, 1), signal.SIGKILL)
+    with pytest.raises(EngineStopped, match=r"^worker 1 \(stage 0 of 1, rank 1 of 3\) died \(exit code -9\)$"):
+        group.receive({0, 1, 2}, DEADLINE_S, "a step")
+    assert exit_codes(group) == [0, -9, 0], "nobody has closed the group yet"
+    assert woken.is_set()
+    with pytest.raises(EngineStopped, match=r"^worker 1 .* died"):
+        group.check()
+    group.close(DEADLINE_S)
+
+
+def test_a_stopped_worker_is_named_and_resumed_so_that_it_can_end_by_itself() -> None:
+    group = start_group(wait_in_step, wait_in_step, step_timeout=3.0)
+    pause(pid_of(group, 1))
+    message = rf"^worker 1 \(.*\) has shown no sign of life for 3 s \(--step-timeout\), in step {STEP}$"
+    with pytest.raises(EngineStopped, match=message):
+        group.receive({0, 1}, DEADLINE_S, "a step")
+    assert exit_codes(group) == [0, 0]
+    with pytest.raises(EngineStopped, match=message):
+        group.check()
+    group.close(DEADLINE_S)
+
+
+def test_a_worker_that_does_not_end_is_killed_and_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.2)
+    group = start_group(hang, fail)
+    assert exit_codes(group) == [-signal.SIGKILL, 1]
+    with pytest.raises(StartupError, match=r"^tensor x is missing$"):
+        group.check()
+    group.close(DEADLINE_S)
+
+
+def test_closing_a_group_ends_stopped_workers_even_if_their_pipes_are_full() -> None:
+    group = start_group(hang, wait_in_step)
+    pause(pid_of(group, 0))
+    worker = group.workers[0]
+    os.set_blocking(worker.pipe.fileno(), False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(worker.pipe.fileno(), bytes(1 << 16))
+    os.set_blocking(worker.pipe.fileno(), True)
+    processes = [worker.process for worker in group.workers]
+    group.abort()
+    processes[1].join(DEADLINE_S)
+    group.close(0.1)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
+    assert group.workers == []
+
+
+def test_an_abort_reaches_workers_whose_main_thread_waits_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: dict[int, AbortFlag] = {}  # by the thread of the worker
+    set_on_abort = Inbox.set_on_abort
+
+    def remember(inbox: Inbox, flag: AbortFlag) -> None:
+        flags[threading.get_ident()] = flag
+        set_on_abort(inbox, flag)
+
+    waiting = threading.Barrier(3)
+
+    def wait_for_abort(_worker: Worker, _step: object) -> None:
+        waiting.wait(DEADLINE_S)
+        flag = flags[threading.get_ident()]
+        wait_for_flag(flag)
+        flag.check()
+
+    monkeypatch.setattr(Inbox, "set_on_abort", remember)
+    monkeypatch.setattr(Worker, "_execute", wait_for_abort)
+    with closing(split_engine(SPECS["qwen3"], 5, tensor_parallel_size=2, device_kv_tokens=400, tiers="off")) as engine:
+        workers = list(engine.executor.workers)  # type: ignore[attr-defined]
+        engine.executor.submit([Plan(0, (), (), (), (), ())])
+        engine.executor.submit([Plan(1, (), (), (), (), ())])  # is never executed
+        waiting.wait(DEADLINE_S)
+        for worker in workers:
+            worker.abort()
+        for worker in workers:
+            worker.process.join(DEADLINE_S)
+            assert not worker.process.is_alive()
+            assert worker.reported_failure() is None, "an aborted worker is not the cause"
