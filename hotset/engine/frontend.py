@@ -69,6 +69,6 @@ def cache_salt_of(prompt: Prompt) -> str | None:
 
 
 def _checked_ids(ids: object) -> list[int]:
-    if not isinstance(ids, Sequence) or any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+    if not isinstance(ids, Sequence) or any(kind is bool or not issubclass(kind, int) for kind in set(map(type, ids))):
         raise RequestError("prompt_token_ids must be a list of whole numbers", param="prompt_token_ids")
     return list(ids)

@@ -16,7 +16,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import InternalError
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
-from hotset.engine.input_processor import ModelCard
+from hotset.engine.input_processor import ModelCard, all_in_vocabulary
 from hotset.engine.stores import host_store_name, landing_stores, regions, stores_in_host_memory
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import ControlChannel, HandoffAgent, HandoffStats, open_channel
@@ -243,7 +243,7 @@ class PrefillEndpoint:
         if not 0 < len(prompt) <= max_tokens:
             return f"the prompt has {len(prompt)} tokens, but this worker computes 1 to {max_tokens}"
         token_ids = (*prompt.token_ids, *prompt.stop_ids, *(prompt.params.logit_bias or ()))
-        if not all(0 <= token < vocab for token in token_ids):
+        if not all_in_vocabulary(token_ids, vocab):
             return f"the prompt has a token id outside this worker's vocabulary of {vocab}"
         if prompt.params.seed is None:
             return "the prompt has no seed; both workers need the same seed"
