@@ -5,6 +5,7 @@ without a secret: UCX over TCP does. Every process therefore checks its listenin
 """
 
 import ctypes
+import errno
 import os
 import socket
 from collections.abc import Collection, Iterator
@@ -36,18 +37,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
     Raises ConfigError if another socket listens on the port or the host is not an address of this machine. Other
     sockets with SO_REUSEADDR may still bind the port, as the router of `--disaggregate` does.
     """
-    with ExitStack() as undo:
-        try:
-            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = addresses[0]
-            listener = undo.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name
-            reason = getattr(error, "strerror", None) or str(error)
-            message = f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
-            raise ConfigError(message) from error
-        undo.pop_all()
+    try:
+        listener = _bound(host, port)
+    except OSError as error:
+        message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        raise ConfigError(message) from error
     return listener
 
 
@@ -71,6 +65,28 @@ def listening_address(bound: socket.socket) -> Address:
     """Returns the address to which a TCP socket is bound."""
     host, port = bound.getsockname()[:2]
     return Address(normalized_host(host), port)
+
+
+def reserve_port(address: Address) -> socket.socket:
+    """Reserves the port of an address, or a free port for port 0, until the returned socket is closed.
+
+    The socket does not listen. A library that sets SO_REUSEADDR can listen on the port, stop, and listen again. Other
+    programs do not get the port meanwhile, unless they ask for exactly this port with SO_REUSEADDR. Raises OSError.
+    """
+    return _bound("0.0.0.0" if address.host == "*" else address.host.strip("[]"), address.port)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError as error:  # the text cannot be a host name
+        raise OSError(errno.EINVAL, str(error)) from error
+    with ExitStack() as undo:
+        bound = undo.enter_context(socket.socket(family, kind, protocol))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        undo.pop_all()
+    return bound
 
 
 def check_listeners(process: str, *, addresses: Collection[Address] = (), interfaces: Collection[str] = ()) -> None:

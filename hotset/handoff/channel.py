@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset.base.address import Address, control_port, normalized_host
 from hotset.base.descriptors import free_descriptors
 from hotset.base.errors import BadMessage, StartupError
+from hotset.base.listeners import reserve_port
 from hotset.handoff.codec import MAX_BYTES, Codec
 from hotset.handoff.messages import (
     ChannelEvent,
@@ -84,11 +85,15 @@ class Channel:
         # messages from the queue about as fast as a connection brings them.
         self._router.rcvhwm = 0
         self._router.handshake_ivl = HANDSHAKE_MS
-        try:
-            self._router.bind(f"tcp://{control.listen.host}:{control.listen.port or '*'}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise StartupError(f"cannot listen at {bind} for control messages: {error.strerror}") from None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            try:
+                # The router stops listening for a moment if there are too many connections.
+                self._reservation = undo.enter_context(reserve_port(control.listen))
+                self._router.bind(f"tcp://{control.listen.host}:{self._reservation.getsockname()[1]}")
+            except (OSError, zmq.ZMQError) as error:
+                raise StartupError(f"cannot listen at {bind} for control messages: {error.strerror}") from None
+            undo.pop_all()
         self._endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)  # like tcp://127.0.0.1:7000
         host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
         self.listens_on = Address(normalized_host(host), int(port))
@@ -164,6 +169,7 @@ class Channel:
         self._closed = True
         self._router.disable_monitor()
         self._context.destroy(linger=int(linger_s * 1000))
+        self._reservation.close()
         self._wake_receiver.close()
         self._wake_sender.close()
 

@@ -311,6 +311,35 @@ def test_more_connections_than_the_limit_are_closed_and_peers_connect_again(
         assert caplog.text.count("connections to the control port") == 1
 
 
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "[::1]:0"])
+def test_no_other_program_gets_the_port_while_a_channel_does_not_listen(bind: str) -> None:
+    with open_channels(None, bind=bind) as [channel], socket.socket(family_of(bind)) as other:
+        address = (channel.listens_on.host.strip("[]"), channel.listens_on.port)
+        with socket.create_connection(address, WAIT_S):
+            channel._router.unbind(channel._endpoint)
+        deadline = time.monotonic() + WAIT_S
+        while accepts_connections(address):
+            assert time.monotonic() < deadline, "the channel still listens"
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind(address)
+        channel._router.bind(channel._endpoint)
+        socket.create_connection(address, WAIT_S).close()
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if address.startswith("[") else socket.AF_INET
+
+
+def accepts_connections(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, WAIT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except ConnectionResetError:  # the socket is being closed, and the next attempt is refused
+        return True
+    return True
+
+
 def test_malformed_messages_are_counted_and_logged_once_per_address(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hotset.handoff"), open_channels(None, None) as (left, right):
         with zmq_client(right) as dealer:
