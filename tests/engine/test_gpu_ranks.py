@@ -1,0 +1,343 @@
+"""Several ranks on one GPU, with CUDA graphs, compute what one process computes.
+
+The tests marked `gpu` need the multi-process service: `scripts/gpu ranks` starts it, runs them and ends it.
+"""
+
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.test_decode_graphs import DEMO
+from harness import tiny_directory
+from torch import Tensor
+
+from hotset import LLM, SamplingParams
+from hotset.engine.loading import ModelLoader
+from hotset.engine.outputs import EngineStats
+from hotset.engine.progress import Progress
+from hotset.engine.workers import group as group_module
+from hotset.engine.workers import worker as worker_module
+from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.evaluate.tasks import Question, make_questions
+from hotset.models.checkpoint.files import find_model
+from hotset.models.decoder import Decoder
+from hotset.models.tokenizer import Tokenizer
+
+SPLITS: dict[str, dict[str, int]] = {
+    "TP 2": {"tensor_parallel_size": 2},
+    "TP 4": {"tensor_parallel_size": 4},
+    "PP 2": {"pipeline_parallel_size": 2},
+    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "DP 2": {"data_parallel_size": 2},
+    "DP 4": {"data_parallel_size": 4},
+}
+TIERS = ("off", "auto", "always")
+SEATS = 8
+SMALL: dict[str, Any] = {"max_num_seqs": SEATS, "max_num_batched_tokens": 512, "max_model_len": 1536, "progress": False}
+# With this pool, long prompts are demoted and promoted, and short prompts with long answers are parked.
+POOL: dict[str, Any] = {"device_kv_tokens": 2560}
+HOST: dict[str, Any] = {"host_kv_tokens": 16384}
+LONG_ANSWERS = (24, 40, 56, 72, 88, 104)
+SHORT_QUESTIONS, SHORT_ANSWER = 8, 160
+DSA = json.loads((Path(DEMO) / "config.json").read_text()) | {"num_hidden_layers": 4}
+GQA = {
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 1,
+    "dtype": "bfloat16",
+}
+RANDOM_MODELS = {"dsa": DSA, "gqa": GQA}
+FORCING_BIAS = 100.0  # larger than any difference between logits
+# Largest mean difference of log-probabilities, as a share of their standard deviation over all tokens. Unrelated
+# log-probabilities would differ by more than 1.
+MAX_DIFFERENCE = 0.1
+FP8_LAYERS, FP8_EXPERTS = 30, 64  # half of the layers, and the experts that two of eight ranks hold
+
+
+def on_one_gpu(split: dict[str, int]) -> dict[str, Any]:
+    """Returns the settings of an engine whose workers share the first GPU."""
+    workers = 1
+    for size in split.values():
+        workers *= size
+    return {"device": "cuda", "gpus": "0", "ranks_per_gpu": workers, **split}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What an engine has answered."""
+
+    token_ids: list[list[int]]
+    stats: EngineStats
+
+
+@lru_cache
+def questions() -> tuple[list[Question], list[list[int]], list[int]]:
+    """Returns questions for the demo model, their prompts, and the number of tokens to generate for each.
+
+    The long ones come first.
+    """
+    tokenizer = Tokenizer.load(find_model(DEMO), None)
+    assert tokenizer is not None
+    encode = tokenizer.encode
+    tasks = ["lookup", "several", "chain"]
+    asked = [
+        *make_questions(tasks, 1024, len(LONG_ANSWERS), 3, lambda text: 1 + len(encode(text))),
+        *make_questions(["lookup"], 256, SHORT_QUESTIONS, 4, lambda text: 1 + len(encode(text))),
+    ]
+    prompts = [encode("<|bos|>" + question.prompt) for question in asked]
+    return asked, prompts, [len(encode(question.answer)) for question in asked]
+
+
+def answer_questions(**settings: Any) -> Answered:
+    """Answers the long questions together, then the short ones. Every replica gets all questions."""
+    _, prompts, _ = questions()
+    replicas = settings.get("data_parallel_size", 1)
+    limits = [*LONG_ANSWERS, *[SHORT_ANSWER] * SHORT_QUESTIONS]
+    found: list[list[int]] = []
+    with LLM(DEMO, **SMALL, **settings) as llm:
+        check_graphs(llm, settings)
+        for part in (slice(0, len(LONG_ANSWERS)), slice(len(LONG_ANSWERS), None)):
+            params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in limits[part]]
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts[part]]
+            outputs = llm.generate(asked * replicas, params * replicas)
+            found += [output.outputs[0].token_ids for output in outputs]
+            llm.audit()
+        return Answered(found, llm.stats())
+
+
+def check_graphs(llm: LLM, settings: dict[str, Any]) -> None:
+    """Asserts that workers on a GPU have captured their decode steps."""
+    executor = llm._engine.executor
+    if isinstance(executor, MultiprocessExecutor) and settings["device"] == "cuda":
+        assert executor._has_graphs, "the workers have captured no graphs"
+
+
+@lru_cache
+def retrieved_by_one_process(device: str) -> list[list[int]]:
+    """Returns the tokens with which one process answers each question, as many as the correct answer has."""
+    _, _, counts = questions()
+    found = answer_questions(device=device, tiers="off", device_kv_tokens=16384).token_ids
+    return [tokens[:count] for tokens, count in zip(found, counts, strict=True)]
+
+
+def record_checksums(folder: str, pipe: Connection, progress: Progress) -> None:
+    """Runs a worker process that adds up the residual stream after every layer, also in replayed graphs. When it ends,
+    it writes the checksum of each layer to a file in `folder`."""
+    load, recorded = ModelLoader.load, []
+
+    def load_and_record(loader: ModelLoader, *arguments: Any) -> Decoder:
+        decoder = load(loader, *arguments)
+        checksums = torch.zeros(decoder.spec.layers, dtype=torch.int64, device=decoder.device)
+
+        def add(layer: int, x: Tensor) -> None:
+            bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+            checksums[layer].mul_(31).add_(bits.sum(dtype=torch.int64))  # depends on the order of the steps
+
+        decoder.on_residual = add
+        recorded.append((loader._split, checksums))
+        return decoder
+
+    ModelLoader.load = load_and_record  # type: ignore[method-assign]
+    worker_module.main(pipe, progress)
+    for split, checksums in recorded:
+        path = Path(folder) / f"layer-{split.first_layer}-rank-{split.tp_rank}.json"
+        path.write_text(json.dumps(checksums.tolist()))
+
+
+def check_checksums(folder: Path, split: dict[str, int]) -> None:
+    """Asserts that the tensor parallel ranks of each stage have had the same residual streams."""
+    ranks, stages = split.get("tensor_parallel_size", 1), split.get("pipeline_parallel_size", 1)
+    of_stage: dict[str, list[list[int]]] = {}
+    for path in sorted(folder.glob("layer-*.json")):
+        of_stage.setdefault(path.name.split("-rank-")[0], []).append(json.loads(path.read_text()))
+    assert len(of_stage) == stages and all(len(of_ranks) == ranks for of_ranks in of_stage.values())
+    for name, of_ranks in of_stage.items():
+        assert any(of_ranks[0]) and all(found == of_ranks[0] for found in of_ranks), f"the ranks differ: {name}"
+
+
+@pytest.fixture
+def checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes workers record checksums of their residual streams in the returned folder."""
+    folder = tmp_path / "checksums"
+    folder.mkdir()
+    monkeypatch.setattr(group_module, "main", partial(record_checksums, str(folder)))
+    return folder
+
+
+def memory_of(tiers: str) -> dict[str, Any]:
+    return {"tiers": tiers, **POOL, **({} if tiers == "off" else HOST)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_ranks_on_one_gpu_give_the_retrieval_answers_of_one_process(split: str, tiers: str, checksums: Path) -> None:
+    asked, _, counts = questions()
+    expected = retrieved_by_one_process("cuda")
+    answered = answer_questions(**on_one_gpu(SPLITS[split]), **memory_of(tiers))
+    replicas = SPLITS[split].get("data_parallel_size", 1)
+    long = len(LONG_ANSWERS)
+    order = [*range(long)] * replicas + [*range(long, len(asked))] * replicas
+    for tokens, question in zip(answered.token_ids, order, strict=True):
+        assert tokens[: counts[question]] == expected[question], f"question {question}: {asked[question].task}"
+    stats = answered.stats
+    happened = {
+        "off": {"recomputes": stats.recomputes},
+        "auto": {"demotions": stats.demotions, "promotions": stats.promotions, "parks": stats.parks},
+        "always": {"bytes swapped": stats.bytes_swapped},
+    }
+    assert all(happened[tiers].values()), f"the pools were too large, so this test checks too little: {happened[tiers]}"
+    assert stats.device_pages_held == stats.host_pages_held == 0
+    if replicas == 1:
+        check_checksums(checksums, SPLITS[split])
+
+
+def forced_logprobs(model: str, lengths: Sequence[int], tokens: int, **settings: Any) -> list[float]:
+    """Returns the log-probabilities of answers that are forced, so that rounding never changes the context.
+
+    Prompt i has `lengths[i]` random tokens, and its answer repeats token i. Every replica gets all prompts.
+    """
+    rng = random.Random(5)
+    replicas = settings.get("data_parallel_size", 1)
+    prompts = [{"prompt_token_ids": rng.choices(range(50, 4000), k=length)} for length in lengths]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, logit_bias={10 + number: FORCING_BIAS}
+        )
+        for number in range(len(prompts))
+    ]
+    with LLM(model, load_format="dummy", progress=False, **settings) as llm:
+        check_graphs(llm, settings)
+        outputs = llm.generate(prompts * replicas, params * replicas)
+        llm.audit()
+    found: list[float] = []
+    for number, output in enumerate(outputs):
+        choice, forced = output.outputs[0], 10 + number % len(prompts)
+        assert choice.token_ids == [forced] * tokens and choice.logprobs is not None
+        found += [of_token[forced].logprob for of_token in choice.logprobs]
+    return found
+
+
+def check_logprobs(found: Sequence[float], expected: Sequence[float], what: str) -> None:
+    """Asserts that log-probabilities are those expected within rounding. Prints how far apart they are."""
+    assert len(found) % len(expected) == 0
+    repeated = [*expected] * (len(found) // len(expected))
+    spread = statistics.stdev(expected)
+    mean = statistics.mean(abs(one - other) for one, other in zip(found, repeated, strict=True)) / spread
+    print(f"{what}: the mean difference is {mean:.4f} of the standard deviation, {spread:.3f}")
+    assert mean <= MAX_DIFFERENCE, f"{what}: {mean:.4f} of the standard deviation"
+
+
+RANDOM_LENGTHS, RANDOM_TOKENS = (5, 64, 300, 700, 33, 128, 500, 900), 80
+
+
+def model_directory(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    return tiny_directory(folder, **config)
+
+
+@lru_cache
+def random_logprobs_of_one_process(model: str, folder: str, device: str) -> list[float]:
+    settings: dict[str, Any] = SMALL | {"device": device, "tiers": "off", "device_kv_tokens": 16384}
+    del settings["progress"]
+    return forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **settings)
+
+
+def check_random_model(model: str, split: dict[str, int], tiers: str, folder: str, device: dict[str, Any]) -> None:
+    expected = random_logprobs_of_one_process(model, folder, device["device"])
+    settings = {name: value for name, value in SMALL.items() if name != "progress"}
+    found = forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **settings, **device, **split, **memory_of(tiers))
+    check_logprobs(found, expected, f"{model}, {split}, tiers {tiers}")
+
+
+@pytest.fixture(scope="module")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: model_directory(folder / name, config) for name, config in RANDOM_MODELS.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("model", RANDOM_MODELS)
+def test_ranks_on_one_gpu_give_the_logits_of_one_process(
+    model: str, split: str, tiers: str, random_models: dict[str, str], checksums: Path
+) -> None:
+    if model == "gqa" and tiers == "always":
+        pytest.skip("requests of a GQA model are never tiered")
+    device = {key: value for key, value in on_one_gpu(SPLITS[split]).items() if key not in SPLITS[split]}
+    check_random_model(model, SPLITS[split], tiers, random_models[model], device)
+    if "data_parallel_size" not in SPLITS[split]:
+        check_checksums(checksums, SPLITS[split])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "split"), [("dsa", "TP 2"), ("gqa", "DP 2")])
+def test_these_checks_pass_with_processes_on_a_cpu(
+    model: str, split: str, random_models: dict[str, str], checksums: Path
+) -> None:
+    device = {"device": "cpu", "dtype": "float32"}
+    check_random_model(model, SPLITS[split], "auto", random_models[model], device)
+    if "data_parallel_size" not in SPLITS[split]:
+        check_checksums(checksums, SPLITS[split])
+
+
+def test_checks_fail_if_logits_or_residual_streams_differ(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    expected = [rng.gauss(-8, 1) for _ in range(500)]
+    check_logprobs([value + 0.01 for value in expected * 2], expected, "rounding")
+    with pytest.raises(AssertionError, match="standard deviation"):
+        check_logprobs(expected[1:] + expected[:1], expected, "other logits")
+    for rank, checksums in enumerate(([5, 6, 0, 0], [5, 7, 0, 0])):
+        (tmp_path / f"layer-0-rank-{rank}.json").write_text(json.dumps(checksums))
+    with pytest.raises(AssertionError, match="the ranks differ"):
+        check_checksums(tmp_path, {"tensor_parallel_size": 2})
+
+
+@pytest.fixture(scope="module")
+def full_size_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns a directory with the configuration of DeepSeek-V3.2 in fp8, but fewer layers and experts."""
+    path = Path(DEMO).parents[1] / "benchmarks" / "configs" / "deepseek-v3.2.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": FP8_LAYERS, "n_routed_experts": FP8_EXPERTS}
+    return model_directory(tmp_path_factory.mktemp("full_size") / "model", config)
+
+
+FP8: dict[str, Any] = {
+    "kv_dtype": "fp8",
+    "index_dtype": "fp8",
+    "tiers": "off",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024,
+    "max_model_len": 4096,
+    "device_kv_tokens": 16384,
+}
+
+
+@lru_cache
+def full_size_logprobs(folder: str, **settings: Any) -> list[float]:
+    return forced_logprobs(folder, (16, 700, 3000, 2500), 24, device="cuda", **FP8, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", ["TP 2", "DP 2"])
+def test_two_ranks_with_the_fp8_shapes_of_a_full_size_model_give_the_logits_of_one_process(
+    split: str, full_size_model: str
+) -> None:
+    expected = full_size_logprobs(full_size_model)
+    found = full_size_logprobs(full_size_model, gpus="0", ranks_per_gpu=2, **SPLITS[split])
+    check_logprobs(found, expected, f"fp8, {split}")
