@@ -3,6 +3,7 @@
 The tests marked `gpu` need the multi-process service: `scripts/gpu ranks` starts it, runs them and ends it.
 """
 
+import gc
 import json
 import random
 import statistics
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.symmetric_ranks import has_mps
 from engine.test_decode_graphs import DEMO
 from harness import tiny_directory
 from torch import Tensor
@@ -77,11 +79,16 @@ def on_one_gpu(split: dict[str, int]) -> dict[str, Any]:
     return {"device": "cuda", "gpus": "0", "ranks_per_gpu": workers, **split}
 
 
+def on_gpu(test: Any) -> Any:
+    """Marks a test that needs a GPU and the multi-process service."""
+    return pytest.mark.gpu(pytest.mark.skipif(not has_mps(), reason="needs nvidia-cuda-mps-control -d")(test))
+
+
 @dataclass(frozen=True)
 class Answered:
     """What an engine has answered."""
 
-    token_ids: list[list[int]]
+    answers: list[tuple[int, list[int]]]  # the numbers of questions, and the tokens of their answers
     stats: EngineStats
 
 
@@ -104,20 +111,30 @@ def questions() -> tuple[list[Question], list[list[int]], list[int]]:
 
 
 def answer_questions(**settings: Any) -> Answered:
-    """Answers the long questions together, then the short ones. Every replica gets all questions."""
-    _, prompts, _ = questions()
+    """Answers the long questions together, then the short ones, then the long ones again, from the prefix cache if
+    there is one. With several replicas, all questions are asked once for each."""
+    _, prompts, counts = questions()
     replicas = settings.get("data_parallel_size", 1)
-    limits = [*LONG_ANSWERS, *[SHORT_ANSWER] * SHORT_QUESTIONS]
-    found: list[list[int]] = []
+    long, short = range(len(LONG_ANSWERS)), range(len(LONG_ANSWERS), len(prompts))
+    answers: list[tuple[int, list[int]]] = []
     with LLM(DEMO, **SMALL, **settings) as llm:
         check_graphs(llm, settings)
-        for part in (slice(0, len(LONG_ANSWERS)), slice(len(LONG_ANSWERS), None)):
-            params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in limits[part]]
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts[part]]
-            outputs = llm.generate(asked * replicas, params * replicas)
-            found += [output.outputs[0].token_ids for output in outputs]
+        for part, limits in ((long, LONG_ANSWERS), (short, [SHORT_ANSWER] * len(short)), (long, counts[: len(long)])):
+            params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in limits]
+            outputs = llm.generate(copies([prompts[number] for number in part], replicas), params * replicas)
+            tokens = [output.outputs[0].token_ids for output in outputs]
+            answers += zip([*part] * replicas, tokens, strict=True)
             llm.audit()
-        return Answered(found, llm.stats())
+        return Answered(answers, llm.stats())
+
+
+def copies(prompts: Sequence[Sequence[int]], replicas: int) -> list[dict[str, Any]]:
+    """Returns every prompt once for each replica. Copies share no prefix, so that all replicas compute."""
+    return [
+        {"prompt_token_ids": list(prompt), "cache_salt": str(replica)}
+        for replica in range(replicas)
+        for prompt in prompts
+    ]
 
 
 def check_graphs(llm: LLM, settings: dict[str, Any]) -> None:
@@ -131,8 +148,8 @@ def check_graphs(llm: LLM, settings: dict[str, Any]) -> None:
 def retrieved_by_one_process(device: str) -> list[list[int]]:
     """Returns the tokens with which one process answers each question, as many as the correct answer has."""
     _, _, counts = questions()
-    found = answer_questions(device=device, tiers="off", device_kv_tokens=16384).token_ids
-    return [tokens[:count] for tokens, count in zip(found, counts, strict=True)]
+    found = answer_questions(device=device, tiers="off", device_kv_tokens=16384).answers[: len(counts)]
+    return [tokens[:count] for (_, tokens), count in zip(found, counts, strict=True)]
 
 
 def record_checksums(folder: str, pipe: Connection, progress: Progress) -> None:
@@ -183,17 +200,14 @@ def memory_of(tiers: str) -> dict[str, Any]:
     return {"tiers": tiers, **POOL, **({} if tiers == "off" else HOST)}
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_ranks_on_one_gpu_give_the_retrieval_answers_of_one_process(split: str, tiers: str, checksums: Path) -> None:
     asked, _, counts = questions()
     expected = retrieved_by_one_process("cuda")
     answered = answer_questions(**on_one_gpu(SPLITS[split]), **memory_of(tiers))
-    replicas = SPLITS[split].get("data_parallel_size", 1)
-    long = len(LONG_ANSWERS)
-    order = [*range(long)] * replicas + [*range(long, len(asked))] * replicas
-    for tokens, question in zip(answered.token_ids, order, strict=True):
+    for question, tokens in answered.answers:
         assert tokens[: counts[question]] == expected[question], f"question {question}: {asked[question].task}"
     stats = answered.stats
     happened = {
@@ -201,20 +215,23 @@ def test_ranks_on_one_gpu_give_the_retrieval_answers_of_one_process(split: str, 
         "auto": {"demotions": stats.demotions, "promotions": stats.promotions, "parks": stats.parks},
         "always": {"bytes swapped": stats.bytes_swapped},
     }
+    if tiers != "off":
+        happened[tiers]["tokens from the prefix cache"] = stats.tokens_reused
     assert all(happened[tiers].values()), f"the pools were too large, so this test checks too little: {happened[tiers]}"
     assert stats.device_pages_held == stats.host_pages_held == 0
-    if replicas == 1:
+    if "data_parallel_size" not in SPLITS[split]:
         check_checksums(checksums, SPLITS[split])
 
 
 def forced_logprobs(model: str, lengths: Sequence[int], tokens: int, **settings: Any) -> list[float]:
     """Returns the log-probabilities of answers that are forced, so that rounding never changes the context.
 
-    Prompt i has `lengths[i]` random tokens, and its answer repeats token i. Every replica gets all prompts.
+    Prompt i has `lengths[i]` random tokens, and its answer repeats token i. With several replicas, all prompts are
+    computed once for each.
     """
     rng = random.Random(5)
     replicas = settings.get("data_parallel_size", 1)
-    prompts = [{"prompt_token_ids": rng.choices(range(50, 4000), k=length)} for length in lengths]
+    prompts = [rng.choices(range(50, 4000), k=length) for length in lengths]
     params = [
         SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, logit_bias={10 + number: FORCING_BIAS}
@@ -223,7 +240,7 @@ def forced_logprobs(model: str, lengths: Sequence[int], tokens: int, **settings:
     ]
     with LLM(model, load_format="dummy", progress=False, **settings) as llm:
         check_graphs(llm, settings)
-        outputs = llm.generate(prompts * replicas, params * replicas)
+        outputs = llm.generate(copies(prompts, replicas), params * replicas)
         llm.audit()
     found: list[float] = []
     for number, output in enumerate(outputs):
@@ -271,7 +288,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: model_directory(folder / name, config) for name, config in RANDOM_MODELS.items()}
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("model", RANDOM_MODELS)
@@ -330,10 +347,13 @@ FP8: dict[str, Any] = {
 
 @lru_cache
 def full_size_logprobs(folder: str, **settings: Any) -> list[float]:
-    return forced_logprobs(folder, (16, 700, 3000, 2500), 24, device="cuda", **FP8, **settings)
+    found = forced_logprobs(folder, (16, 700, 3000, 2500), 24, device="cuda", **FP8, **settings)
+    gc.collect()
+    torch.cuda.empty_cache()  # otherwise torch keeps the memory of the weights, which the next engine needs
+    return found
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
 def test_two_ranks_with_the_fp8_shapes_of_a_full_size_model_give_the_logits_of_one_process(
     split: str, full_size_model: str
