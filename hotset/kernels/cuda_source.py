@@ -1,7 +1,7 @@
 """Compiles and launches CUDA C++ kernels without a build step.
 
-NVRTC compiles a kernel on first use, once per process, set of constants and GPU architecture. Every parameter of such
-a kernel is eight bytes wide: a pointer or a `long long`.
+NVRTC compiles a file on the first use of one of its kernels, once per process, set of constants and GPU architecture.
+Every parameter of such a kernel is eight bytes wide: a pointer or a `long long`.
 """
 
 from dataclasses import dataclass
@@ -93,5 +93,10 @@ def compile_source(source: Path, constants: dict[str, int], arch: str) -> Any:
 
 
 @cache
+def _object_code(source: Path, constants: tuple[tuple[str, int], ...], arch: str) -> Any:
+    return compile_source(source, dict(constants), arch)
+
+
+@cache
 def _compiled(source: Path, name: str, constants: tuple[tuple[str, int], ...], arch: str) -> _LoadedKernel:
-    return _LoadedKernel(compile_source(source, dict(constants), arch).get_kernel(name))
+    return _LoadedKernel(_object_code(source, constants, arch).get_kernel(name))

@@ -65,8 +65,10 @@ __device__ __forceinline__ void add_slots(const Channel &channel, unsigned round
 
 }  // namespace
 
+// The launch bounds ask for one block per multiprocessor. Otherwise the compiler leaves room for two and spills registers.
+
 // Every rank reads all slots and sums all elements. `x` may be `out`.
-extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_one_shot(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_one_shot(
     const Element *x, Element *out, i64 count,
     i64 chunk,  // elements per block and round
     u8 *const *peers, i64 rank, i64 slot_bytes, const int *abort) {
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_one_shot(
 }
 
 // Each rank sums its share of the elements, and then gathers the shares of the others. `x` may be `out`.
-extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_two_shot(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_two_shot(
     const Element *x, Element *out, i64 count, i64 chunk, u8 *const *peers, i64 rank, i64 slot_bytes,
     const int *abort) {
     Channel channel(peers, rank, slot_bytes, abort);
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_two_shot(
 }
 
 // Rank r sums and receives only the elements of its own tokens.
-extern "C" __global__ void __launch_bounds__(THREADS) reduce_scatter(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) reduce_scatter(
     const Element *x,  // [all tokens, width]: the tokens of rank 0, then those of rank 1, ...
     Element *out,      // [own tokens, width]
     i64 width,
