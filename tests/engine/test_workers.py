@@ -21,12 +21,14 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine import progress as progress_module
 from hotset.engine import runner as runner_module
 from hotset.engine.decode_graphs import SampledLogits, StepGraph
+from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.worker import Worker
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
+from hotset.tiers.commands import Load
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.shared_keys import SharedKeys
 
@@ -287,6 +289,37 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
     assert any(of_workers[0].graph.has_tiered for of_workers in replays)
     if replicas > 1:
         assert any(replay.seats == 0 for of_workers in replays for replay in of_workers), "no replica was ever idle"
+
+
+@pytest.mark.parametrize("split", ["TP 2", "DP 2"])
+def test_a_prompt_with_one_token_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
+    split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan loads the cached pages, and computes one token per request, like any decode step."""
+    log: ReplayLog = defaultdict(list)
+    submit, loading = Runner.submit, []
+
+    def recording_submit(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
+        if any(isinstance(command, Load) for command in plan.commands):
+            loading.append(graph)
+        return submit(runner, plan, graph)
+
+    monkeypatch.setattr(Runner, "submit", recording_submit)
+    monkeypatch.setattr(worker_module, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FakeGraphs, log=log))
+    spec, prefix, answers = SPECS["deepseek_v32"], [7, 5, 3, 1] * 10, []
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    sizes: dict[str, int] = {"device_kv_tokens": 400, "host_kv_tokens": 600}
+    one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
+    with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes)) as engine:
+        engine.warm_up(lambda done, total: None)
+        for last in (8, 9):
+            answers += [answer.token_ids for answer in run_all(engine, [[*prefix, last]], [params])]
+        stats, workers = engine.stats(), len(engine.executor.workers)  # type: ignore[attr-defined]
+    assert answers == [answer.token_ids for answer in run_all(one, [[*prefix, 8], [*prefix, 9]], [params] * 2)]
+    assert stats.tokens_reused == len(prefix)
+    assert loading and set(loading) == {StepGraph(1, has_tiered=False)}
+    assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
 
 
 def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names_step_and_workers(
