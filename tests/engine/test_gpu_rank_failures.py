@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_leaves_nothing_behind(how
             f"{STEP_TIMEOUT_S:g} s (--step-timeout){during}",
         }
         with pytest.raises(EngineStopped, match=re.escape(message[how])):
-            for _ in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)):
+            for _ in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=4_000, ignore_eos=True)):
                 pass
         named_at = time.monotonic()
         assert named_at - struck_at[0] < NAMED_S
