@@ -4,6 +4,10 @@ A graph is a list of kernels with fixed arguments. Everything that changes from 
 seats (`seat_of`) and positions of the tokens to compute, the page tables, the residency maps and the token ids. A batch
 is padded to the next captured size with tokens of seat EMPTY, for which kernels write nothing.
 
+Several tokens of a step can be of one seat: a short prompt is computed by a graph too, as if each of its tokens were
+decoded. Each layer writes all new keys and rows before it reads any, so each token finds those before it. Tokens of a
+seat are adjacent, in the order of their positions.
+
 The graphs of several workers contain their collectives, and what pipeline stages send each other. All workers therefore
 capture the same graphs in the same order, and replay the same graph in a step. `choose_graph` chooses it for all.
 """
@@ -27,6 +31,10 @@ from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import Residence
 
 SIZES_BELOW_EIGHT = (1, 2, 4)
+# A graph reads the index keys of a context again for each token of a prompt. 2^23 keys in fp8 take about 0.3 ms per
+# layer (H200). Launching the kernels of a layer without a graph takes longer.
+MAX_PROMPT_KEYS = 1 << 23
+PROMPT_SIZES = (16, 32, 64)  # captured even if there are fewer seats
 
 
 class RunnerModel(Protocol):
@@ -78,6 +86,11 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     return *(size for size in sizes if size < most), most
 
 
+def graph_sizes(seats: int) -> tuple[int, ...]:
+    """Returns all sizes that an engine with this number of seats captures: those of batches, and of short prompts."""
+    return *batch_sizes(seats), *(size for size in PROMPT_SIZES if size > seats)
+
+
 def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
     """Returns whether an engine captures the decode steps of this model."""
     return model.device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
@@ -90,11 +103,30 @@ def choose_graph(step: Sequence[Plan | None], seats: int) -> StepGraph | None:
     has only commands, replays the graph with padding only.
     """
     plans = [plan for plan in step if plan is not None and plan.seats]
-    if not plans or not all(plan.only_decodes for plan in plans):
+    sizes = graph_sizes(seats)
+    if not plans or not all(plan.num_tokens <= sizes[-1] and _suits_graphs(plan) for plan in plans):
         return None
-    sizes = batch_sizes(seats)
     size = sizes[bisect_left(sizes, max(plan.num_tokens for plan in plans))]
     return StepGraph(size, any(Residence.TIERED in plan.residences for plan in plans))
+
+
+def _suits_graphs(plan: Plan) -> bool:
+    """Returns whether graphs can compute this plan, and faster than without them. A tiered request has one token."""
+    if plan.prompt_ranges or Residence.STREAMED in plan.residences:
+        return False
+    of_prompts = ((start, count) for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1)
+    return sum(count * (start + count) for start, count in of_prompts) <= MAX_PROMPT_KEYS
+
+
+def columns_of_tokens(
+    seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the seat and the position of every token of the segments."""
+    if sum(counts) == len(seats):
+        return seats, starts
+    segments = list(zip(seats, starts, counts, strict=True))
+    seat_of = [seat for seat, _, count in segments for _ in range(count)]
+    return seat_of, [start + index for _, start, count in segments for index in range(count)]
 
 
 class DecodeGraphs:
@@ -114,7 +146,7 @@ class DecodeGraphs:
         """
         self._model, self._memory, self._tokens = model, memory, tokens
         self._before_capture = before_capture
-        self._sizes = batch_sizes(tokens.shape[0])
+        self._sizes = graph_sizes(tokens.shape[0])
         self._input = torch.empty(2 * self._sizes[-1], dtype=torch.int64, device=tokens.device)
         self._captured: dict[StepGraph, torch.cuda.CUDAGraph] = {}
         self._memory_pool = torch.cuda.graph_pool_handle()
@@ -132,24 +164,28 @@ class DecodeGraphs:
             self.get_or_capture(graph)
         progress(len(graphs), len(graphs))
 
-    def run(self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int]) -> SampledLogits | None:
-        """Computes the token at position `starts[i]` of `seats[i]`, for each i. Without seats, it only takes part in
-        the collectives of the step. Returns None if a later pipeline stage computes the logits."""
-        has_tiered = self._memory.prepare_step(seats, starts)
-        if len(seats) > graph.size or (has_tiered and not graph.has_tiered):
-            raise RuntimeError(f"{graph} was chosen for {len(seats)} tokens, {'some' if has_tiered else 'none'} tiered")
+    def run(
+        self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> SampledLogits | None:
+        """Computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`, for each i, and the logits of all of them.
+
+        Without seats, it only takes part in the collectives of the step. Returns None if a later pipeline stage
+        computes the logits.
+        """
+        has_tiered, tokens = self._memory.prepare_step(seats, starts), sum(counts)
+        if tokens > graph.size or (has_tiered and not graph.has_tiered):
+            raise RuntimeError(f"{graph} was chosen for {tokens} tokens, {'some' if has_tiered else 'none'} tiered")
         captured = self.get_or_capture(graph)
-        seat_of, positions = self._fill(graph.size, seats, starts)
+        seat_of, positions = self._fill(graph.size, *columns_of_tokens(seats, starts, counts))
         captured.replay()
-        tokens = len(seats)
         if self._logits is None:
             return None
         return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens])
 
-    def _fill(self, size: int, seats: Sequence[int], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _fill(self, size: int, seats: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Copies the input of a step to the device. Returns the seats and the positions of `size` tokens."""
         padding = size - len(seats)
-        host_input = torch.tensor([*seats, *[EMPTY] * padding, *starts, *[0] * padding], dtype=torch.int64)
+        host_input = torch.tensor([*seats, *[EMPTY] * padding, *positions, *[0] * padding], dtype=torch.int64)
         self._input[: 2 * size].copy_(host_input.pin_memory(), non_blocking=True)
         return self._input[:size], self._input[size : 2 * size]
 

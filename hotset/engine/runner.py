@@ -163,7 +163,7 @@ class Runner:
             self._memory.execute(command)
         if not plan.seats:
             return SubmittedStep(plan.number)
-        sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan.seats, plan.starts)
+        sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan)
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
             return SubmittedStep(plan.number)
@@ -180,12 +180,21 @@ class Runner:
     @torch.inference_mode()
     def replay_idle(self, graph: StepGraph) -> None:
         """Takes part in a step in which only other replicas have tokens, by replaying a graph with padding only."""
-        self._replay(graph, (), ())
+        self._required_graphs(graph).run(graph, (), (), ())
 
-    def _replay(self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int]) -> SampledLogits | None:
+    def _required_graphs(self, graph: StepGraph) -> DecodeGraphs:
         if self._graphs is None:
             raise RuntimeError(f"{graph} was chosen for a worker that captures no graphs")
-        return self._graphs.run(graph, seats, starts)
+        return self._graphs
+
+    def _replay(self, graph: StepGraph, plan: Plan) -> SampledLogits | None:
+        """Computes a step by replaying a graph. Returns None if a later pipeline stage computes the logits."""
+        computed = self._required_graphs(graph).run(graph, plan.seats, plan.starts, plan.counts)
+        last_tokens = None if computed is None else self._last_tokens(plan)
+        if computed is None or last_tokens is None:
+            return computed
+        logits, positions, seat_of = computed.logits, computed.positions, computed.seat_of
+        return SampledLogits(logits[last_tokens], positions[last_tokens], seat_of[last_tokens])
 
     def _sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""

@@ -15,7 +15,7 @@ from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import AssignSeat, Plan, PromptRange
 from hotset.tiers.commands import Command, Grant
-from hotset.tiers.residence import PageUse
+from hotset.tiers.residence import PageUse, Residence
 
 PROMPT_TOKENS = 32
 PLANS_IN_FLIGHT = 2  # as in an engine: the buffers of two steps are in use at a time
@@ -34,6 +34,8 @@ COSTLY_PARAMS = SamplingParams(
     logprobs=20,
     seed=0,
 )
+# The residence of no request here. It keeps short prompts from being computed by graphs, which are captured later.
+WITHOUT_GRAPH = frozenset({Residence.STREAMED})
 ALTERNATIVES = 20  # of each token of a prompt whose log-probabilities are requested
 
 
@@ -87,6 +89,7 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
         counts=(chunk,),
         sampled=(0,),
         prompt_ranges=(logprobs,) if len(logprobs) else (),
+        residences=WITHOUT_GRAPH,
     )
     short = min(2, length)
     commands = [command for seat in range(1, seats) for command in _admit(seat, budget, short, short, COSTLY_PARAMS)]
@@ -98,6 +101,7 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
         starts=(length - chunk, *[short - 1] * (seats - 1)),
         counts=(chunk, *[1] * (seats - 1)),
         sampled=range(seats),
+        residences=WITHOUT_GRAPH,
     )
 
 
@@ -114,7 +118,7 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     sizes = {*powers, *(power + 1 for power in powers), *between, *range(64, 1024, 64), most}
     for tokens in sorted(size for size in sizes if size <= most):
         for start in {0, length - tokens}:
-            yield Plan(2, [], seats=(SEAT,), starts=(start,), counts=(tokens,), sampled=(0,))
+            yield Plan(2, [], (SEAT,), (start,), (tokens,), sampled=(0,), residences=WITHOUT_GRAPH)
 
 
 def _admit(

@@ -130,12 +130,6 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
-    @property
-    def only_decodes(self) -> bool:
-        """True if every segment computes and samples one token, and none is of a streamed request."""
-        one_token_each = self.num_tokens == len(self.seats) == len(self.sampled)
-        return one_token_each and Residence.STREAMED not in self.residences
-
 
 class PlanBuilder:
     """Collects the next plan. Commands can be added at any time, also between two calls of `Scheduler.plan`."""

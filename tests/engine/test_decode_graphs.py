@@ -11,13 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.sampling import SamplingParams
-from hotset.engine.decode_graphs import StepGraph, batch_sizes, choose_graph
+from hotset.engine.decode_graphs import (
+    MAX_PROMPT_KEYS,
+    StepGraph,
+    batch_sizes,
+    choose_graph,
+    columns_of_tokens,
+    graph_sizes,
+)
 from hotset.engine.llm import LLM
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.plan import Plan
+from hotset.schedule.plan import Plan, PromptRange
 from hotset.tiers.commands import Grant
 from hotset.tiers.residence import Residence
 
@@ -39,7 +46,11 @@ def decode(tokens: int, *residences: Residence) -> Plan:
     return Plan(0, [], seats, [7] * tokens, [1] * tokens, seats, residences=frozenset(residences))
 
 
-PROMPT = Plan(0, [], (0, 1), (0, 9), (5, 1), (0, 1), residences=frozenset({Residence.RESIDENT}))
+def prompt(start: int, count: int) -> Plan:
+    """Returns a plan that computes a part of a prompt and does not sample, and decodes another request."""
+    return Plan(0, [], (0, 1), (start, 9), (count, 1), (1,), residences=frozenset({Residence.RESIDENT}))
+
+
 ONLY_COMMANDS = Plan(0, [], (), (), (), ())
 
 
@@ -55,25 +66,45 @@ def test_all_replicas_replay_the_smallest_graph_that_is_large_enough_for_each(se
         assert graph is None
         return
     most = max(len(plan.seats) for plan in plans)
-    assert graph is not None and graph.size == min(size for size in batch_sizes(seats) if size >= most)
+    assert graph is not None and graph.size == min(size for size in graph_sizes(seats) if size >= most)
     assert graph.has_tiered == any(Residence.TIERED in plan.residences for plan in plans)
 
 
 @pytest.mark.parametrize(
     "plan",
-    [PROMPT, decode(2, Residence.STREAMED), replace(decode(2), sampled=(0,))],
-    ids=["prompt", "streamed", "chunk"],
+    [
+        prompt(0, 64),
+        prompt(MAX_PROMPT_KEYS // 7 - 6, 7),
+        decode(2, Residence.STREAMED),
+        replace(prompt(0, 2), prompt_ranges=(PromptRange(0, 1, 2, 0),)),
+    ],
+    ids=["long prompt", "too many keys", "streamed", "log-probabilities of a prompt"],
 )
 @pytest.mark.parametrize("others", [(), (None,), (decode(1, Residence.RESIDENT), None)], ids=len)
 def test_no_replica_replays_a_graph_if_one_of_them_cannot(plan: Plan, others: tuple[Plan | None, ...]) -> None:
     assert choose_graph([*others, plan], 8) is None and choose_graph([plan, *others], 8) is None
 
 
-def make_prompts(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
-    """Returns a tokenizer, six questions of about a thousand tokens each, and their prompts."""
+def test_a_graph_computes_a_short_prompt() -> None:
+    assert choose_graph([prompt(0, 7)], 8) == StepGraph(8, False)
+    assert choose_graph([prompt(0, 63)], 8) == choose_graph([prompt(0, 60)], 60) == StepGraph(64, False)
+    assert choose_graph([prompt(0, 64)], 80) == StepGraph(80, False)
+    assert choose_graph([prompt(5, 2), decode(1, Residence.TIERED)], 8) == StepGraph(4, True)
+    assert choose_graph([prompt(MAX_PROMPT_KEYS // 7 - 7, 7)], 8) == StepGraph(8, False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(1, 4))))
+def test_every_token_of_a_segment_has_its_seat_and_its_position(segments: list[tuple[int, int, int]]) -> None:
+    tokens = [(seat, start + index) for seat, start, count in segments for index in range(count)]
+    columns = columns_of_tokens(*([segment[column] for segment in segments] for column in range(3)))
+    assert list(zip(*columns, strict=True)) == tokens
+
+
+def make_prompts(tasks: list[str], tokens: int = 1024) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
+    """Returns a tokenizer, six questions of about `tokens` tokens each, and their prompts."""
     tokenizer = Tokenizer.load(find_model(DEMO), None)
     assert tokenizer is not None
-    questions = make_questions(tasks, 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    questions = make_questions(tasks, tokens, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
     return (
         tokenizer,
         questions,
@@ -115,6 +146,31 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
         for question, cpu, gpu in zip(questions, on_cpu, captured, strict=True):
             count = len(tokenizer.encode(question.answer))
             assert gpu[:count] == cpu[:count], f"tiers {tiers}: {question.task}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiers", ["off", "auto"])
+def test_short_prompts_computed_by_graphs_get_the_answers_of_the_cpu(
+    tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of each prompt is computed first, so that the graph of the other half reads rows of earlier steps."""
+    submit, replayed = Runner.submit, 0
+
+    def counted(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
+        nonlocal replayed
+        replayed += graph is not None and max(plan.counts) > 1
+        return submit(runner, plan, graph)
+
+    monkeypatch.setattr(Runner, "submit", counted)
+    tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"], 256)
+    on_cpu = answers(prompts, device="cpu")
+    settings: dict[str, Any] = {"device": "cuda", "tiers": tiers, "together": False, "max_num_seqs": 160}
+    memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
+    captured = answers(prompts, max_num_batched_tokens=160, **settings, **memory)
+    assert replayed >= 2 * len(prompts)
+    for question, cpu, gpu in zip(questions, on_cpu, captured, strict=True):
+        count = len(tokenizer.encode(question.answer))
+        assert gpu[:count] == cpu[:count], f"tiers {tiers}: {question.task}"
 
 
 def model_with_shared_indexers(folder: Path) -> str:

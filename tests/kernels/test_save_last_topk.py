@@ -15,10 +15,10 @@ UNTOUCHED = 77
 def case(queries: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the saved top-k of all seats and index groups, and draws seats, some of which are EMPTY, and positions.
 
-    The tensor of positions is not contiguous.
+    Some seats have several tokens, which are adjacent. The tensor of positions is not contiguous.
     """
-    seat_of = torch.randperm(SEATS)[:queries]
-    seat_of[queries // 2 :: 3] = EMPTY
+    seat_of = torch.randperm(SEATS)[:queries].repeat_interleave(torch.randint(1, 4, (queries,)))[:queries]
+    seat_of[torch.rand(queries) < 0.2] = EMPTY
     return (
         torch.full((SEATS, GROUPS, k), UNTOUCHED, dtype=torch.int32),
         seat_of,

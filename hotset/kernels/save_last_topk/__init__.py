@@ -1,4 +1,4 @@
-"""save_last_topk: saves this step's selection for every seat in the batch."""
+"""save_last_topk: saves the selection of the last token of every seat in the batch."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from hotset.kernels.save_last_topk import reference
 
 def save_last_topk(
     last_topk: Tensor,  # [seats, k] int32, written; any strides
-    seat_of: Tensor,  # [tokens] int64, no seat twice; EMPTY: a padding token, which is not saved
+    seat_of: Tensor,  # [tokens] int64, tokens of a seat are adjacent; EMPTY: a padding token, which is not saved
     positions: Tensor,  # [tokens, k] int64, EMPTY-padded anywhere
 ) -> None:
     if positions.shape != (seat_of.shape[0], last_topk.shape[1]):

@@ -45,6 +45,7 @@ def _save_last_topk_kernel(
     token = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * block + tl.arange(0, block)
     seat = tl.load(seat_of + token)
-    inside = index < tl.where(seat == _EMPTY, 0, k)
+    following = tl.load(seat_of + token + 1, mask=token + 1 < tl.num_programs(0), other=_EMPTY)
+    inside = index < tl.where((seat == _EMPTY) | (seat == following), 0, k)
     position = tl.load(positions + token * token_stride + index * position_stride, mask=inside)
     tl.store(last_topk + seat * seat_stride + index * saved_stride, position.to(tl.int32), mask=inside)
