@@ -140,7 +140,7 @@ class HotBuffers:
             self._copy_on_device(group, RowCopies(tail_rows, swap.rows, count))
 
     def open(self, seat: int, length: int) -> None:
-        """Makes a seat tiered whose context of `length` rows is on the host, and loads the newest rows into the tail.
+        """Makes a seat tiered whose context of `length` rows is on the host. The caller loads the rows of the tail.
 
         If all other rows fit into the slots, they are loaded, so that no row is missing. Otherwise the positions in
         `last_selected` are loaded. After a streamed prefill these are the request's own; after parking or a landing
@@ -148,20 +148,19 @@ class HotBuffers:
         """
         self._tables.set_tiered(seat, True)
         self._opened_at[seat] = length
-        tail_first = self._geometry.tail_first(length)
-        positions = torch.arange(length, device=self._pool.device)
-        newest = positions[tail_first:]
-        self._load_rows(seat, newest, self._tables.tail_at(seat, newest))
+        tail_first, device = self._geometry.tail_first(length), self._pool.device
         if tail_first <= self._geometry.slots:
-            self._open_whole(seat, positions[:tail_first], length)
+            self._open_whole(seat, torch.arange(tail_first, device=device), length)
             return
+        empty = torch.full((self._geometry.slots,), EMPTY, dtype=torch.int64, device=device)
+        self._write_maps(seat, self._key_layers, empty, torch.full_like(empty, NEVER), 0, length)
+        selected = self.last_selected[seat].long()
+        selected = torch.where(selected < tail_first, selected, EMPTY)
+        seats, stamps = (torch.full((1,), number, device=device) for number in (seat, length - 1))
         for group in range(self._pool.shape.groups):
-            self._clear_maps(seat, group, length)
-            selected = self.last_selected[seat, group].long()
-            selected = torch.where(selected < tail_first, selected, EMPTY)
-            seats, stamps = (torch.full((1,), number, device=self._pool.device) for number in (seat, length - 1))
-            swap = self._plan_outside_tail(group, seats, selected[None], stamps)
-            for layer in self._pool.shape.layers_of(group):
+            first, *others = self._pool.shape.layers_of(group)
+            swap = self._plan_outside_tail(group, seats, selected[group : group + 1], stamps, copied_layer=first)
+            for layer in others:
                 self.copy(layer, swap)
 
     def demote(self, command: Demote) -> None:
@@ -173,7 +172,8 @@ class HotBuffers:
         for group in range(self._pool.shape.groups):
             # A group's rows are copied before its maps are written: the pages of the maps can hold selected rows.
             position_of, last_used = self._seed_slots(group, seat, command.first * self._geometry.page_rows, length)
-            self._write_maps(seat, group, position_of, last_used, self._geometry.slots, length)
+            layer = self._key_layers[group : group + 1]
+            self._write_maps(seat, layer, position_of, last_used, self._geometry.slots, length)
         tables.set_tiered(seat, True)
         self._opened_at[seat] = length
         tables.drop_rows(seat)
@@ -201,14 +201,9 @@ class HotBuffers:
         slots = torch.arange(self._geometry.slots, device=self._pool.device)
         filled = slots < positions.shape[0]
         position_of, last_used = torch.where(filled, slots, EMPTY), torch.where(filled, length - 1, NEVER)
-        for group in range(self._pool.shape.groups):
-            self._write_maps(seat, group, position_of, last_used, positions.shape[0], length)
-        self._load_rows(seat, positions, self._slot_rows(seat, positions))
-
-    def _load_rows(self, seat: int, positions: Tensor, device_rows: Tensor) -> None:
-        """Copies the rows at `positions` from the host to `device_rows`, in every layer."""
-        host_rows = self._tables.host_at(seat, positions)
+        self._write_maps(seat, self._key_layers, position_of, last_used, positions.shape[0], length)
         count = torch.full((1,), positions.shape[0], dtype=torch.int32, device=self._pool.device)
+        host_rows, device_rows = self._tables.host_at(seat, positions), self._slot_rows(seat, positions)
         copies = RowCopies(host_rows[None], device_rows[None], count)
         for layer in range(self._pool.shape.layers):
             copy(copies, self._host.rows[layer], self._pool.rows[layer])
@@ -242,31 +237,42 @@ class HotBuffers:
         used = kept.scatter(0, target, True)
         return held.scatter(0, target, selected)[:slots], torch.where(used, length - 1, held)[:slots]
 
-    def _plan_outside_tail(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
-        """Plans as if no position were in the tail. Lookups are not counted, because no step selected the positions."""
-        words, per_page = self._pool.words_of(group), self._geometry.words_per_page
-        return plan(positions, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)
+    def _plan_outside_tail(
+        self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor, copied_layer: int | None = None
+    ) -> SwapPlan:
+        """Plans as if no position were in the tail. Lookups are not counted, because no step selected the positions.
 
-    def _clear_maps(self, seat: int, group: int, length: int) -> None:
-        slots = torch.full((self._geometry.slots,), EMPTY, dtype=torch.int64, device=self._pool.device)
-        self._write_maps(seat, group, slots, torch.full_like(slots, NEVER), 0, length)
+        Missing rows are copied from the host in `copied_layer` only.
+        """
+        return plan(
+            positions,
+            seats,
+            stamps,
+            self._seat_tables,
+            self._pool.words_of(group),
+            self._geometry.words_per_page,
+            self._uncounted,
+            ignore_tail=True,
+            host_rows=None if copied_layer is None else self._host.rows[copied_layer],
+            device_rows=None if copied_layer is None else self._pool.rows[copied_layer],
+        )
 
     def _write_maps(
-        self, seat: int, group: int, position_of: Tensor, last_used: Tensor, occupied: int, length: int
+        self, seat: int, layers: Tensor, position_of: Tensor, last_used: Tensor, occupied: int, length: int
     ) -> None:
-        """Writes the maps of one hot buffer whose first `occupied` slots hold rows.
+        """Writes the maps of hot buffers whose first `occupied` slots hold rows: those in `layers` of the map pages.
 
         slot_of is written up to `length`. Later positions are written when their page leaves the tail.
         """
-        words, device = self._pool.words_of(group), self._pool.device
+        words, device = self._pool.words, self._pool.device
         per_page = self._geometry.words_per_page
         number = torch.arange(2 * self._geometry.slots, device=device)
         index = self._tables.maps[seat, number // per_page] * per_page + number % per_page
-        words[index] = torch.cat((position_of, last_used)).int()
+        words[layers[:, None], index] = torch.cat((position_of, last_used)).int()
         halves = words.view(torch.int16)
-        halves[self._slot_of_index(seat, torch.arange(length, device=device))] = self._empty
+        halves[layers[:, None], self._slot_of_index(seat, torch.arange(length, device=device))] = self._empty
         in_slots = torch.arange(occupied, dtype=torch.int16, device=device)
-        halves[self._slot_of_index(seat, position_of[:occupied])] = in_slots
+        halves[layers[:, None], self._slot_of_index(seat, position_of[:occupied])] = in_slots
 
     def _slot_of_index(self, seats: Tensor | int, positions: Tensor) -> Tensor:
         """Returns where slot_of of each position is stored: an index into a group's map words, viewed as int16."""
