@@ -25,6 +25,7 @@ is only on the host:
 
   computed    the prompt is computed in chunks
   resident    the prefix is copied into device pages; then the rest of the prompt is computed
+  known       the same, but only the last token of the prompt is not in the cache
   streamed    the prompt starts without device pages for its rows: each layer of the prefix passes through a workspace
   tiered      only index keys and a hot buffer come to the device; one token is computed
   decode      the step with which the comparison is made: one token of a tiered request
@@ -249,7 +250,7 @@ def measure_start(start: PrefixStart, seconds: float, clock: Clock, results: Res
     """Measures all kinds of starts, until `seconds` have passed."""
     end = clock() + seconds
     rows: dict[str, Row] = {}
-    for case in (start.computed, start.resident, start.decode, start.tiered, start.streamed):
+    for case in (start.computed, start.resident, start.known, start.decode, start.tiered, start.streamed):
         if clock() > end:
             print(f"skipped: {case.__name__}; {seconds:.0f} s have passed", flush=True)
             continue
@@ -266,6 +267,8 @@ def measure_start(start: PrefixStart, seconds: float, clock: Clock, results: Res
         speed = start.copy_speed() * 1e-9
         sooner, share = rows["resident"]["sooner than computed"], rows["resident"]["GB/s"] / speed
         bars.append(Bar("resident: first token, computed / from the prefix", sooner, 60, at_least=True))
+        if "known" in rows:
+            bars.append(Bar("known: the same", rows["known"]["sooner than computed"], 60, at_least=True))
         bars.append(Bar(f"resident: copies, of the {speed:.3g} GB/s of one large copy", share, 0.6, at_least=True))
     for name in ("tiered", "streamed"):
         if name in rows and step_ms is not None:

@@ -175,6 +175,10 @@ class PrefixStart:
         """Starts requests whose rows are copied into device pages."""
         return self._start("resident", "resident", self._rest)
 
+    def known(self) -> Row:
+        """Starts resident requests of whose prompt only the last token is computed."""
+        return self._start("known", "resident", self._rest[:1])
+
     def streamed(self) -> Row:
         """Starts requests whose rows stay on the host while the rest of the prompt is computed."""
         return self._start("streamed", "tiered", self._rest)

@@ -173,13 +173,13 @@ def test_requests_start_from_a_prefix_on_the_host_in_every_residence(options: ar
     assert not results.failed
     (table,) = results.tables.values()
     rows = {row["start"]: row for row in table}
-    assert list(rows) == ["computed", "resident", "decode", "tiered", "streamed"]
+    assert list(rows) == ["computed", "resident", "known", "decode", "tiered", "streamed"]
     resident = rows["resident"]
     token_bytes = shape.row.row_bytes * shape.layers + shape.key.row_bytes * shape.groups
     assert resident["copied MB"] == pytest.approx(SIZES.prefix * token_bytes * 1e-6)
     assert resident["GB/s"] == pytest.approx(resident["copied MB"] / resident["copy ms"])
     assert resident["same tokens of 4"] == rows["streamed"]["same tokens of 4"] == SIZES.answer
-    assert len(results.bars) == 4 and "Bars" in json.loads(options.json.read_text())["results"]
+    assert len(results.bars) == 5 and "Bars" in json.loads(options.json.read_text())["results"]
 
 
 def test_starts_without_time_are_skipped_and_one_that_fails_does_not_end_the_run(
@@ -205,7 +205,7 @@ def test_starts_without_time_are_skipped_and_one_that_fails_does_not_end_the_run
 
     results = Results(options)
     measure_start(Started(), 3.5, clock, results)  # type: ignore[arg-type]
-    assert [row["start"] for table in results.tables.values() for row in table] == ["computed", "decode"]
+    assert [row["start"] for table in results.tables.values() for row in table] == ["computed", "known"]
     printed = capsys.readouterr()
     assert results.failed and "out of memory" in printed.err
-    assert all(f"skipped: {name}" in printed.out for name in ("tiered", "streamed"))
+    assert all(f"skipped: {name}" in printed.out for name in ("decode", "tiered", "streamed"))
