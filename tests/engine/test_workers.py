@@ -20,7 +20,7 @@ from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine import progress as progress_module
 from hotset.engine import runner as runner_module
-from hotset.engine.decode_graphs import SampledLogits, StepGraph
+from hotset.engine.decode_graphs import SampledLogits, StepGraph, columns_of_tokens, graph_sizes
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.worker import Worker
@@ -229,7 +229,7 @@ def test_a_rank_that_would_sample_other_tokens_follows_rank_0() -> None:
 @dataclass(frozen=True)
 class Replay:
     graph: StepGraph
-    seats: int  # number of tokens without padding
+    tokens: int  # without padding
     tokens_per_rank: tuple[int, ...]
 
 
@@ -244,16 +244,18 @@ class FakeGraphs:
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         progress(1, 1)
 
-    def run(self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int]) -> SampledLogits | None:
+    def run(
+        self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> SampledLogits | None:
         collectives = self._model._world.collectives
-        self._log[threading.get_ident()].append(Replay(graph, len(seats), tuple(collectives.tokens_per_rank)))
+        self._log[threading.get_ident()].append(Replay(graph, sum(counts), tuple(collectives.tokens_per_rank)))
         if collectives.tokens_per_rank:  # without padding, the experts compute fewer tokens
-            tokens = collectives._exchange(torch.tensor([len(seats)]))
+            tokens = collectives._exchange(torch.tensor([sum(counts)]))
             collectives.tokens_per_rank = torch.cat(tokens).tolist()
         if not seats:
             self._model.idle_moe_step()
             return None
-        view = self._memory.view(seats, starts, [1] * len(seats))
+        view = self._memory.view(*columns_of_tokens(seats, starts, counts), [1] * sum(counts))
         positions, seat_of = view.segments.positions, view.seat_of
         hidden = self._model.forward(self._tokens[seat_of, positions], view)
         return None if hidden is None else SampledLogits(self._model.logits(hidden, None), positions, seat_of)
@@ -283,19 +285,21 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
     for of_workers in replays:
         assert len({replay.graph for replay in of_workers}) == 1, f"the workers replayed different graphs: {of_workers}"
         graph = of_workers[0].graph
-        assert graph.size in (1, 2, 4) and max(replay.seats for replay in of_workers) <= graph.size
+        most = max(replay.tokens for replay in of_workers)
+        assert graph.size == min(size for size in graph_sizes(SMALL["max_num_seqs"]) if size >= most)
         if replicas > 1:
             assert {replay.tokens_per_rank for replay in of_workers} == {(graph.size,) * replicas}
     assert any(of_workers[0].graph.has_tiered for of_workers in replays)
     if replicas > 1:
-        assert any(replay.seats == 0 for of_workers in replays for replay in of_workers), "no replica was ever idle"
+        assert any(replay.tokens == 0 for of_workers in replays for replay in of_workers), "no replica was ever idle"
 
 
+@pytest.mark.parametrize(("rest", "size"), [([9], 1), ([9, 2, 6], 4), ([9, 2, 6, 5, 4, 3, 2], 16)])
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_a_prompt_with_one_token_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
-    split: str, monkeypatch: pytest.MonkeyPatch
+def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
+    split: str, rest: list[int], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan loads the cached pages, and computes one token per request, like any decode step."""
+    """The plan loads the cached pages, and a graph computes all other tokens of the prompt."""
     log: ReplayLog = defaultdict(list)
     submit, loading = Runner.submit, []
 
@@ -313,12 +317,12 @@ def test_a_prompt_with_one_token_beyond_its_cached_prefix_replays_a_graph_on_all
     one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
     with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes)) as engine:
         engine.warm_up(lambda done, total: None)
-        for last in (8, 9):
-            answers += [answer.token_ids for answer in run_all(engine, [[*prefix, last]], [params])]
+        for prompt in ([*prefix, 8], [*prefix, *rest]):
+            answers += [answer.token_ids for answer in run_all(engine, [prompt], [params])]
         stats, workers = engine.stats(), len(engine.executor.workers)  # type: ignore[attr-defined]
-    assert answers == [answer.token_ids for answer in run_all(one, [[*prefix, 8], [*prefix, 9]], [params] * 2)]
+    assert answers == [answer.token_ids for answer in run_all(one, [[*prefix, 8], [*prefix, *rest]], [params] * 2)]
     assert stats.tokens_reused == len(prefix)
-    assert loading and set(loading) == {StepGraph(1, has_tiered=False)}
+    assert loading and set(loading) == {StepGraph(size, has_tiered=False)}
     assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
 
 
