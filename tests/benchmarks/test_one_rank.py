@@ -107,7 +107,7 @@ def test_one_run_measures_prompt_and_decode_with_every_mode_of_tiers(
     assert off["requests"] < distinct["requests"] < shared["requests"] == shared["tiered"]
     assert off["tiered"] == off["miss"] == off["host GB/s"] == 0 < shared["miss"] < 1 and shared["host GB/s"] > 0
     for row in results.serving:
-        assert row["finite"] and 0.5 < row["experts"] <= 1 and 0 < row["p50 ms"] <= row["p99 ms"]
+        assert row["finite"] and 0.5 <= row["experts"] <= 1 and 0 < row["p50 ms"] <= row["p99 ms"]
         assert row["sampling ms"] > 0
         assert row["collectives"] == 2 * MOE_LAYERS, "a gather and a sum in each MoE layer"
         assert row["tokens/s"] == pytest.approx(row["requests"] / row["step ms"] * 1e3)
