@@ -60,9 +60,26 @@ def hang(pipe: Connection, progress: Progress) -> None:
 
 
 def fail(pipe: Connection, _progress: Progress) -> None:
+    pipe.recv()  # the first command
     pipe.send(LoadProgress(0))
     pipe.send(WorkerFailed(StartupError("tensor x is missing")))
     os._exit(1)
+
+
+def fail_and_wait(pipe: Connection, progress: Progress) -> None:
+    """A worker that has failed, for example in its warm-up, and whose end waits for the others."""
+    inbox, flag = Inbox(pipe, on_abort=lambda: None), AbortFlag(torch.device("cpu"))
+    inbox.set_on_abort(flag)
+    with progress.beating():
+        pipe.send(LoadProgress(0))
+        pipe.send(WorkerFailed(StartupError("out of memory")))
+        wait_for_flag(flag)
+    os._exit(0)
+
+
+def exit_at_once(_pipe: Connection, _progress: Progress) -> None:
+    """A worker that has died before the first command is sent."""
+    os._exit(3)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +99,8 @@ def start_group(
         process = context.Process(target=behaviours[rank.number], args=(worker_end, progress))
         process.start()
         worker_end.close()
+        if behaviours[rank.number] is exit_at_once:
+            process.join(DEADLINE_S)
         return pipe, cast(SpawnProcess, process)
 
     splits = [Split(tp_rank=rank, tp_size=workers) for rank in range(workers)]
@@ -140,6 +159,26 @@ def test_a_worker_that_does_not_end_is_killed_and_not_named(monkeypatch: pytest.
     with pytest.raises(StartupError, match=r"^tensor x is missing$"):
         group.check()
     group.close(DEADLINE_S)
+
+
+def test_if_a_worker_reports_a_failure_the_others_are_aborted_before_it_has_ended() -> None:
+    group = start_group(fail_and_wait, wait_in_step)
+    with pytest.raises(StartupError, match=r"^out of memory$"):
+        group.receive({0, 1}, DEADLINE_S, "warm-up")
+    assert exit_codes(group) == [0, 0], "nobody has closed the group yet"
+    group.close(DEADLINE_S)
+
+
+def test_a_worker_that_dies_at_once_is_named() -> None:
+    with pytest.raises(EngineStopped, match=r"^worker 0 \(stage 0 of 1, rank 0 of 2\) died \(exit code 3\)$"):
+        start_group(exit_at_once, wait_in_step)
+
+
+def test_closing_a_group_aborts_a_step_that_does_not_end() -> None:
+    group = start_group(wait_in_step, wait_in_step)
+    processes = [worker.process for worker in group.workers]
+    group.close(DEADLINE_S)
+    assert [process.exitcode for process in processes] == [0, 0], "a worker was killed while it could end by itself"
 
 
 def test_closing_a_group_ends_stopped_workers_even_if_their_pipes_are_full() -> None:

@@ -70,6 +70,7 @@ def group_of(workers: int, start: StartProcess, step_timeout: float = 60.0) -> W
 
 def fail(pipe: Connection, message: str | None) -> None:
     """Ends with exit code 1, like a process that aborts. Reports a failure before, unless `message` is None."""
+    pipe.recv()  # the first command
     if message is not None:
         pipe.send(WorkerFailed(CheckpointError(message)))
     os._exit(1)

@@ -17,8 +17,9 @@ def case(queries: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Some seats have several tokens, which are adjacent. The tensor of positions is not contiguous.
     """
-    seat_of = torch.randperm(SEATS)[:queries].repeat_interleave(torch.randint(1, 4, (queries,)))[:queries]
-    seat_of[torch.rand(queries) < 0.2] = EMPTY
+    seats = torch.randperm(SEATS)[:queries]
+    seats[torch.rand(queries) < 0.2] = EMPTY
+    seat_of = seats.repeat_interleave(torch.randint(1, 4, (queries,)))[:queries]
     return (
         torch.full((SEATS, GROUPS, k), UNTOUCHED, dtype=torch.int32),
         seat_of,

@@ -67,7 +67,7 @@ class WorkerGroup:
                 progress = Progress(multiprocessing.get_context("spawn"))
                 pipe, process = start(rank, progress)
                 self.workers.append(WorkerHandle(rank, process, pipe, progress))
-                pipe.send(InitWorker(config, rank))
+                self.send(self.workers[-1], InitWorker(config, rank))
         except BaseException:
             self.close(0.0)
             raise
@@ -83,14 +83,15 @@ class WorkerGroup:
         try:
             worker.send(command, memory)
         except OSError:
-            raise self._error(worker) from None
+            raise self._failed(worker) from None
 
     def receive(self, numbers: set[int], timeout: float, task: str) -> tuple[WorkerHandle, WorkerReport]:
         """Waits for the next report of one of the workers `numbers`, and returns the worker with the report.
 
         Raises EngineStopped if any worker dies or hangs meanwhile, or if none of these workers reports or advances for
         `timeout` seconds; the message names `task`. If the report is `WorkerFailed`, raises its error, or that of the
-        worker that has caused it.
+        worker that has caused it. In all these cases all workers are aborted, because they may wait for the one that
+        has failed.
         """
         by_pipe = {worker.pipe: worker for worker in self.workers if worker.rank.number in numbers}
         by_sentinel = {worker.process.sentinel: worker for worker in self.workers}
@@ -108,12 +109,12 @@ class WorkerGroup:
                 try:
                     report: WorkerReport = source.recv()
                 except (EOFError, OSError):
-                    raise self._error(worker) from None
+                    raise self._failed(worker) from None
                 if isinstance(report, WorkerFailed):
                     worker.failure = report
-                    raise self._error(worker)
+                    raise self._failed(worker)
                 return worker, report
-        raise self._error(next(by_sentinel[source] for source in ready if isinstance(source, int)))
+        raise self._failed(next(by_sentinel[source] for source in ready if isinstance(source, int)))
 
     def abort(self) -> None:
         """Makes all workers end their steps and exit, also if they are stopped or wait for others. Does not wait."""
@@ -121,13 +122,18 @@ class WorkerGroup:
             worker.abort()
 
     def close(self, seconds: float) -> None:
-        """Stops all workers. Kills those that have not ended after `seconds`. Idempotent."""
+        """Stops all workers. Kills those that have not ended after `seconds`. Idempotent.
+
+        Those that are still busy shortly before are aborted: a worker that is killed cannot end its GPU work.
+        """
         self.serving = False
         self._closing.set()
         for worker in self.workers:
             worker.resume()
             worker.post(StopWorker())
-        for worker in _still_running(self.workers, seconds):
+        for worker in _still_running(self.workers, max(0.0, seconds - ABORT_SECONDS)):
+            worker.abort()
+        for worker in _still_running(self.workers, min(seconds, ABORT_SECONDS)):
             worker.kill()
         for worker in self.workers:
             worker.process.join(KILL_SECONDS)
@@ -155,6 +161,12 @@ class WorkerGroup:
             worker.abort()
         for worker in _still_running(workers, ABORT_SECONDS):
             worker.kill()
+
+    def _failed(self, worker: WorkerHandle) -> StartupError | EngineStopped:
+        """Aborts all workers after `worker` was found to have failed or ended, and returns the error to raise."""
+        error = self._error(worker)  # first: an aborted worker would hide one that is just dying
+        self.abort()
+        return error
 
     def _error(self, worker: WorkerHandle) -> StartupError | EngineStopped:
         """Returns the error to raise after `worker` was found to have failed or ended. It names the worker that is the

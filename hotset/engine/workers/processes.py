@@ -18,7 +18,7 @@ from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
-from hotset.engine.workers.group import StartProcess, WorkerGroup, start_process
+from hotset.engine.workers.group import ABORT_SECONDS, StartProcess, WorkerGroup, start_process
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.messages import (
     AuditReport,
@@ -50,7 +50,6 @@ from hotset.transfer.api import DeviceEvent
 
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
-STOP_IN_STEP_SECONDS = 2.0  # time for workers to end a step that was aborted; a collective on CPUs may never end
 
 
 @dataclass(slots=True)
@@ -284,7 +283,7 @@ class MultiprocessExecutor:
         self._at_exit.cancel()
         if self._in_flight:
             self._group.abort()  # a step never ends if one of its workers has died
-        stop_seconds = STOP_IN_STEP_SECONDS if self._in_flight else STOP_SECONDS
+        stop_seconds = ABORT_SECONDS if self._in_flight else STOP_SECONDS
         self._group.close(stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND)
         self._rendezvous.close()
         for shared in self._shared:

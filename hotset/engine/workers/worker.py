@@ -4,6 +4,7 @@ It makes no decisions. If the pipe to the controller closes, or if the controlle
 and exits.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -94,8 +95,8 @@ def serve(
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
     Returns True if steps were aborted.
 
-    `join_world` connects this worker to the others. `on_abort` is called from another thread after
-    `AbortSteps`, or when the pipe has closed without a `StopWorker`.
+    `join_world` connects this worker to the others. `on_abort` is called from another thread after `AbortSteps`, or
+    when the pipe has closed.
     """
     inbox = Inbox(pipe, on_abort)
     send_lock = threading.Lock()
@@ -104,21 +105,32 @@ def serve(
         with send_lock:
             pipe.send(report)
 
-    try:
-        with progress.beating():
-            _serve(inbox, send, progress, join_world)
-    except Exception as error:
-        if inbox.aborted or isinstance(error, BrokenPipeError):
-            return True  # the cause is elsewhere, and the controller knows it or is dead
+    def report_failure(error: Exception) -> None:
+        if isinstance(error, BrokenPipeError):
+            inbox.aborted = True
+        if inbox.aborted:
+            return  # the cause is elsewhere, and the controller knows it or is dead
         if isinstance(error, StartupError):
             send(WorkerFailed(error))
         else:
             send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
+
+    try:
+        with progress.beating(), contextlib.ExitStack() as cleanup:
+            try:
+                _serve(inbox, send, progress, join_world, cleanup)
+            except Exception as error:
+                report_failure(error)  # before the clean-up, which waits for steps and releases pinned memory
+    except Exception as error:
+        report_failure(error)
     return inbox.aborted
 
 
 class Inbox:
-    """The commands that the controller has sent. A thread reads them, also while a step blocks the main thread."""
+    """The commands that the controller has sent. A thread reads them, also while a step blocks the main thread.
+
+    It reads on after `StopWorker`, because a step before that command may never end.
+    """
 
     def __init__(self, pipe: Connection, on_abort: Callable[[], None]) -> None:
         self.aborted = False  # the controller has sent `AbortSteps`, or is dead
@@ -161,8 +173,6 @@ class Inbox:
                 self._on_abort()
                 return
             self._commands.put((command, memory))
-            if isinstance(command, StopWorker):
-                return
 
 
 def _serve(
@@ -170,6 +180,7 @@ def _serve(
     send: Callable[[WorkerReport], None],
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
+    cleanup: contextlib.ExitStack,
 ) -> None:
     init, _ = inbox.get()
     assert isinstance(init, InitWorker), f"the first command must be InitWorker, not {init}"
@@ -190,14 +201,12 @@ def _serve(
         return
     assert isinstance(cache, InitCache), f"the third command must be InitCache or StopWorker, not {cache}"
     worker = Worker(init, world, stage, cache, memory, send)
-    try:
-        send(CacheReady())
-        while worker.handle(command := _next_command(inbox, progress)):
-            progress.advance()
-            if isinstance(command, ExecuteStep):
-                progress.record_step(command.number)
-    finally:
-        worker.close()
+    cleanup.callback(worker.close)
+    send(CacheReady())
+    while worker.handle(command := _next_command(inbox, progress)):
+        progress.advance()
+        if isinstance(command, ExecuteStep):
+            progress.record_step(command.number)
 
 
 def _next_command(inbox: Inbox, progress: Progress) -> WorkerCommand:
