@@ -175,8 +175,8 @@ class EngineConfig:
     )
     cuda_graphs: Literal["auto", "off"] = setting(
         "auto",
-        "'auto': decode steps on a single GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs, for a "
-        "faster start or for profiling.",
+        "'auto': on GPUs in bfloat16, decode steps are captured as CUDA graphs, which also compute short prompts; "
+        "'off': no CUDA graphs, for a faster start or for profiling.",
         choices=("auto", "off"),
     )
     tensor_parallel_size: int = setting(

@@ -172,7 +172,7 @@ class DecodeGraphs:
         Without seats, it only takes part in the collectives of the step. Returns None if a later pipeline stage
         computes the logits.
         """
-        has_tiered, tokens = self._memory.prepare_step(seats, starts), sum(counts)
+        has_tiered, tokens = self._memory.prepare_step(seats, starts, counts), sum(counts)
         if tokens > graph.size or (has_tiered and not graph.has_tiered):
             raise RuntimeError(f"{graph} was chosen for {tokens} tokens, {'some' if has_tiered else 'none'} tiered")
         captured = self.get_or_capture(graph)

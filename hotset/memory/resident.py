@@ -44,7 +44,8 @@ def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int
 
 
 def make_captured_batch(seat_of: Tensor, positions: Tensor) -> Batch:
-    """Makes a batch for capture, with one token per seat: seats and positions are read from device memory at replay."""
+    """Makes a batch for capture, in which each token is a segment of its own, also if several are of one seat. Seats
+    and positions are read from device memory at replay."""
     tokens = seat_of.shape[0]
     segment_of = torch.arange(tokens, device=seat_of.device)
     return Batch((), Segments((1,) * tokens, (), positions, segment_of), seat_of)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES
 from hotset.memory.host_store import HostStore
@@ -71,14 +72,16 @@ class KvMemory:
             case Promote():
                 self._promote(command)
 
-    def prepare_step(self, seats: Sequence[int], starts: Sequence[int]) -> bool:
-        """Prepares tails for a step that computes tokens from `starts[i]` of `seats[i]` on.
+    def prepare_step(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> bool:
+        """Prepares tails for a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`.
 
         Returns whether any of the seats is tiered.
         """
         tiered = self.tables.tiered_seats
         if not tiered or tiered.isdisjoint(seats):
             return False
+        if any(count > 1 and seat in tiered for seat, count in zip(seats, counts, strict=True)):
+            raise InternalError("a tiered request computes one token per step")
         reused = self._required_hot_buffers.reused_tail_pages(seats, starts)
         if reused:
             self._required_mirror.wait()  # a tail page must be on the host before it is overwritten
@@ -87,13 +90,14 @@ class KvMemory:
 
     def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
         """Returns the view of a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`."""
-        has_tiered = self.prepare_step(seats, starts)
+        has_tiered = self.prepare_step(seats, starts, counts)
         return self._view(make_batch(seats, starts, counts, self.pool.device), has_tiered)
 
     def captured_view(self, seat_of: Tensor, positions: Tensor, has_tiered: bool) -> ResidentView:
-        """Returns the view to capture in a graph, with one token of each seat that `seat_of` contains at replay.
+        """Returns the view to capture in a graph. At replay, it computes the token at `positions[i]` of `seat_of[i]`.
 
-        The caller calls `prepare_step` before each replay. If not `has_tiered`, none of the seats may be tiered.
+        Tokens of one seat are adjacent, in the order of their positions. The caller calls `prepare_step` before each
+        replay. If not `has_tiered`, none of the seats may be tiered.
         """
         return self._view(make_captured_batch(seat_of, positions), has_tiered)
 

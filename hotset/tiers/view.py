@@ -75,9 +75,6 @@ class TieredView(ResidentView):
         for span in segments:
             seat = self._batch.seats[span.segment]
             newest.append(span.last - 1)
-            one_token = span.last - span.first == 1
-            if not one_token and seat in tables.tiered_seats:
-                raise InternalError("a tiered request computes one token per step")
             if tables.work_pages[seat]:
                 self._streamed.append(StreamedSegment(pool, tables, self._mirror, seat, span, first_row))
             first_row += span.length

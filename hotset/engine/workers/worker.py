@@ -59,7 +59,7 @@ from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import KvMemory
 
 LOGGER = logging.getLogger("hotset.engine")
-ABORTED = 0  # exit code after `AbortSteps`: this worker is not the cause
+ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure
 EXIT_SECONDS = 2.0  # time for the main thread to end its step after `AbortSteps`, or after the controller has died
 
 
@@ -70,8 +70,8 @@ def main(pipe: Connection, progress: Progress) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resume_if_parent_dies()
     log_to_stderr()
-    if serve(pipe, progress, _join_world, _exit_soon):
-        os._exit(ABORTED)  # the exit handlers of libraries may fail, or wait for other workers
+    if (exit_code := serve(pipe, progress, _join_world, _exit_soon)) is not None:
+        os._exit(exit_code)  # the exit handlers of libraries may fail, or wait for other workers
 
 
 def _exit_soon() -> None:
@@ -91,21 +91,25 @@ def serve(
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
     on_abort: Callable[[], None],
-) -> bool:
+) -> int | None:
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
-    Returns True if steps were aborted.
+
+    Returns None after `StopWorker`. Otherwise the process must end at once, with the returned exit code.
 
     `join_world` connects this worker to the others. `on_abort` is called from another thread after `AbortSteps`, or
     when the pipe has closed.
     """
     inbox = Inbox(pipe, on_abort)
     send_lock = threading.Lock()
+    exit_code: int | None = None
 
     def send(report: WorkerReport) -> None:
         with send_lock:
             pipe.send(report)
 
     def report_failure(error: Exception) -> None:
+        nonlocal exit_code
+        exit_code = FAILED
         if isinstance(error, BrokenPipeError):
             inbox.aborted = True
         if inbox.aborted:
@@ -123,7 +127,7 @@ def serve(
                 report_failure(error)  # before the clean-up, which waits for steps and releases pinned memory
     except Exception as error:
         report_failure(error)
-    return inbox.aborted
+    return ABORTED if inbox.aborted else exit_code
 
 
 class Inbox:
