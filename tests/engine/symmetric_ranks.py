@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hotset.base.devices import mps_pipe_directory
 from hotset.engine.workers.distributed import World, make_world
 from hotset.engine.workers.messages import WorkerRank
 from hotset.models.split import Split
@@ -22,7 +23,7 @@ Work = Callable[[World, WorkerRank, torch.device], Any]
 
 def has_mps() -> bool:
     """Returns whether the multi-process service runs. Without it, ranks take turns on a GPU, and tests take minutes."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
+    return (mps_pipe_directory() / "control").exists()
 
 
 def run_ranks(work: Work, device: str, size: int, stages: int = 1) -> list[Any]:

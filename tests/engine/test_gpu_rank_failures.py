@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine.symmetric_ranks import has_mps
 from processes import is_running, pause, shared_memory_of
 
 from hotset import LLM, SamplingParams
-from hotset.base.devices import mps_pipe_directory
 from hotset.base.errors import EngineStopped
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.processes import MultiprocessExecutor
@@ -27,7 +27,7 @@ NAMED_S = STEP_TIMEOUT_S + 10.0  # time from the signal to the error
 NEW_ENGINE_S = 20.0  # time from the error to the first answer of a new engine
 DEADLINE_S = 120.0
 HELD_BYTES = 64 * MIB  # differences of the free memory that do not count as held by a worker
-PROMPT_TOKENS, CHUNK_TOKENS = 12_000, 64
+PROMPT_TOKENS, CHUNK_TOKENS = 12_000, 128  # chunks of up to 64 tokens would be computed by graphs, like decode steps
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "tensor_parallel_size": 2,
@@ -42,10 +42,7 @@ SETTINGS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (mps_pipe_directory() / "control").exists(),
-        reason="ranks that share a GPU need the multi-process service; scripts/gpu ranks starts it",
-    ),
+    pytest.mark.skipif(not has_mps(), reason="needs nvidia-cuda-mps-control -d; scripts/gpu ranks starts it"),
 ]
 
 
