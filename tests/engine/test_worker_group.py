@@ -25,7 +25,7 @@ from hotset.engine.progress import Progress
 from hotset.engine.workers import group as group_module
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.group import WorkerGroup
-from hotset.engine.workers.messages import LoadProgress, WorkerFailed, WorkerRank
+from hotset.engine.workers.messages import LoadProgress, WorkerFailed, WorkerRank, WorkerReport
 from hotset.engine.workers.worker import Inbox, Worker
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan
@@ -42,12 +42,13 @@ def wait_for_flag(flag: AbortFlag) -> None:
         time.sleep(0.001)
 
 
-def wait_in_step(pipe: Connection, progress: Progress) -> None:
-    """A worker whose main thread waits for another one. Its reports say that it waits, and that it has ended."""
+def wait_in_step(pipe: Connection, progress: Progress, *reports: WorkerReport) -> None:
+    """A worker whose main thread sends reports, and then waits for another worker."""
     inbox, flag = Inbox(pipe, on_abort=lambda: None), AbortFlag(torch.device("cpu"))
     inbox.set_on_abort(flag)
     with progress.beating():
-        pipe.send(LoadProgress(0))
+        for report in (LoadProgress(0), *reports):
+            pipe.send(report)
         wait_for_flag(flag)
     os._exit(0)
 
@@ -68,13 +69,7 @@ def fail(pipe: Connection, _progress: Progress) -> None:
 
 def fail_and_wait(pipe: Connection, progress: Progress) -> None:
     """A worker that has failed, for example in its warm-up, and whose end waits for the others."""
-    inbox, flag = Inbox(pipe, on_abort=lambda: None), AbortFlag(torch.device("cpu"))
-    inbox.set_on_abort(flag)
-    with progress.beating():
-        pipe.send(LoadProgress(0))
-        pipe.send(WorkerFailed(StartupError("out of memory")))
-        wait_for_flag(flag)
-    os._exit(0)
+    wait_in_step(pipe, progress, WorkerFailed(StartupError("out of memory")))
 
 
 def exit_at_once(_pipe: Connection, _progress: Progress) -> None:
