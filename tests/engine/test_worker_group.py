@@ -169,6 +169,14 @@ def test_a_worker_that_dies_at_once_is_named() -> None:
         start_group(exit_at_once, wait_in_step)
 
 
+def test_a_worker_that_cannot_read_a_command_ends() -> None:
+    """Otherwise it would wait for ever, even after its controller has died."""
+    group = start_group(wait_in_step)
+    group.workers[0].pipe.send_bytes(b"not a pickled command")
+    assert exit_codes(group) == [0]
+    group.close(DEADLINE_S)
+
+
 def test_closing_a_group_aborts_a_step_that_does_not_end() -> None:
     group = start_group(wait_in_step, wait_in_step)
     processes = [worker.process for worker in group.workers]

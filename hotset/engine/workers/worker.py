@@ -170,7 +170,9 @@ class Inbox:
                 memory = None
                 if isinstance(command, InitCache) and command.budget.host_pages:
                     memory = SharedMemory.receive(self._pipe)
-            except (EOFError, OSError):
+            except Exception as error:
+                if not isinstance(error, EOFError | OSError):  # these mean that the controller is dead
+                    LOGGER.exception("cannot read a command; this worker ends")
                 command = AbortSteps()
             if isinstance(command, AbortSteps):
                 self._abort()

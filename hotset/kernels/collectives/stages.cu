@@ -2,9 +2,9 @@
 //
 // Compile-time constants: those of channel.cu; RANKS is the number of workers.
 //
-// The sender writes to a slot in the receiver's buffer. Block b of a send meets block b of the matching receive. Each
-// pair of workers, direction and block has two slots and four counters of chunks: the sender holds `SENT` and
-// `ACKED`, the receiver `RECEIVED` and `ARRIVED`. A sender waits only if the receiver is two chunks behind.
+// The sender writes to a slot in the receiver's buffer. Block b of a send exchanges data with block b of the matching
+// receive. Each pair of workers, direction and block has two slots and four counters of chunks: the sender holds `SENT`
+// and `ACKED`, the receiver `RECEIVED` and `ARRIVED`. A sender waits only if the receiver is two chunks behind.
 #include "channel.cu"
 
 namespace {
