@@ -3,6 +3,7 @@
 
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.shared_keys import SharedKeys
 
 SEED = 5
+DEADLINE_S = 30.0
 SPLITS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_parallel_size": 2},
     "TP 4": {"tensor_parallel_size": 4},
@@ -262,6 +264,31 @@ class FakeGraphs:
 
 
 ReplayLog = defaultdict[int, list[Replay]]  # thread of a worker -> its replays, in order
+
+
+class FailingGraphs(FakeGraphs):
+    """The last worker fails while it captures. The others wait for it, as kernels do."""
+
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
+        world, deadline = self._model._world, time.monotonic() + DEADLINE_S
+        if world._number == 1:
+            raise torch.OutOfMemoryError("no room for graphs")
+        while not world.abort.is_set:
+            assert time.monotonic() < deadline, "the wait was not ended"
+            time.sleep(0.001)
+
+
+def test_a_worker_that_fails_during_capture_is_named_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FailingGraphs, log=defaultdict(list)))
+    settings = SPLITS["TP 2"] | SMALL | {"device_kv_tokens": 96, "tiers": "off"}
+    with closing(split_engine(SPECS["qwen3"], SEED, **settings)) as engine:
+        workers = list(engine.executor.workers)  # type: ignore[attr-defined]
+        with pytest.raises(EngineStopped, match=r"^worker 1 \(.*rank 1 of 2\) failed: .*no room for graphs"):
+            engine.warm_up(lambda done, total: None)
+        for worker in workers:
+            worker.process.join(DEADLINE_S)
+            assert not worker.process.is_alive(), "nobody has closed the engine yet"
 
 
 @pytest.mark.parametrize(("model", "split"), [("deepseek_v32", "DP 2"), ("glm_moe_dsa", "PP 3, uneven")])
