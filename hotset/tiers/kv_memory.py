@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.geometry import TAIL_PAGES
 from hotset.memory.host_store import HostStore
 from hotset.memory.resident import Batch, ResidentView, make_batch, make_captured_batch
 from hotset.memory.tables import PageTables
@@ -192,9 +191,7 @@ class KvMemory:
             self._required_mirror.load_rows(seat, 0, length, self.tables.row_pages[seat])
         elif command.to is Residence.TIERED:
             self.tables.work_pages[seat] = []
-            geometry, tail = self.pool.geometry, self.tables.tail_pages[seat]
-            pages = tail * (length // geometry.page_rows // TAIL_PAGES + 1)  # page n lies in tail page n % 2
-            self._required_mirror.load_rows(seat, geometry.tail_first(length), length, pages)
+            self._required_mirror.load_tail(seat, length)
             self._required_hot_buffers.open(seat, length)
 
     def _promote(self, command: Promote) -> None:

@@ -107,6 +107,10 @@ class Mirror:
             runs = self.row_runs(TokenRange(seat, first, last), pages)
             page_copy.to_device(runs, self._pool.rows, self._host.rows)
 
+    def load_tail(self, seat: int, length: int) -> None:
+        """Copies those of the first `length` rows of a tiered context that belong in its tail from the host."""
+        self.load_rows(seat, self._pool.geometry.tail_first(length), length, self._tail_by_page(seat, length))
+
     def load_keys(self, seat: int, length: int) -> None:
         """Copies the index keys of a context from the host, except those in pages that the seat shares with others."""
         self.wait()
@@ -163,12 +167,18 @@ class Mirror:
         for token_range in ranges:
             pages: Sequence[int] = self._tables.row_pages[token_range.seat]
             if token_range.seat in self._tables.tiered_seats:
-                tail = self._tables.tail_pages[token_range.seat]
-                pages = tail * (token_range.last // page_rows // TAIL_PAGES + 1)  # page n lies in tail page n % 2
+                pages = self._tail_by_page(token_range.seat, token_range.last)
             self.reading.update(pages[token_range.first // page_rows : -(-token_range.last // page_rows)])
             runs += self._row_runs(token_range, pages, own=True)
         if runs:
             page_copy.to_host(self._runs_tensor(runs), self._pool.rows, self._host.rows)
+
+    def _tail_by_page(self, seat: int, length: int) -> Sequence[int]:
+        """Returns the device page in which each page of a tiered context lies while it is in the tail.
+
+        Page n lies in tail page n % TAIL_PAGES. The result covers `length` rows.
+        """
+        return self._tables.tail_pages[seat] * (length // self._pool.geometry.page_rows // TAIL_PAGES + 1)
 
     def _row_runs(self, token_range: TokenRange, pages: Sequence[int], own: bool = False) -> list[CopyRun]:
         """Returns the runs of a range. A run ends where pages are not consecutive on the device or on the host."""
