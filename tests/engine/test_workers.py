@@ -284,7 +284,8 @@ def test_a_worker_that_fails_during_capture_is_named_and_the_others_end(monkeypa
     settings = SPLITS["TP 2"] | SMALL | {"device_kv_tokens": 96, "tiers": "off"}
     with closing(split_engine(SPECS["qwen3"], SEED, **settings)) as engine:
         workers = list(engine.executor.workers)  # type: ignore[attr-defined]
-        with pytest.raises(EngineStopped, match=r"^worker 1 \(.*rank 1 of 2\) failed: .*no room for graphs"):
+        named = r"^worker 1 \(.*rank 1 of 2\) failed: .* \(no room for graphs\); lower --gpu-memory-utilization, "
+        with pytest.raises(EngineStopped, match=named):
             engine.warm_up(lambda done, total: None)
         for worker in workers:
             worker.process.join(DEADLINE_S)

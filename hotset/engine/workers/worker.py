@@ -112,12 +112,8 @@ def serve(
         exit_code = FAILED
         if isinstance(error, BrokenPipeError):
             inbox.aborted = True
-        if inbox.aborted:
-            return  # the cause is elsewhere, and the controller knows it or is dead
-        if isinstance(error, StartupError):
-            send(WorkerFailed(error))
-        else:
-            send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
+        if not inbox.aborted:  # otherwise the cause is elsewhere, and the controller knows it or is dead
+            send(_failure(error))
 
     try:
         with progress.beating(), contextlib.ExitStack() as cleanup:
@@ -128,6 +124,19 @@ def serve(
     except Exception as error:
         report_failure(error)
     return ABORTED if inbox.aborted else exit_code
+
+
+def _failure(error: Exception) -> WorkerFailed:
+    """Returns the report of an exception that is being handled."""
+    if isinstance(error, StartupError):
+        return WorkerFailed(error)
+    message = repr(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        message = (
+            f"the memory of its GPU is full ({str(error).partition('. ')[0]}); lower --gpu-memory-utilization, "
+            "--device-kv-gib, --device-kv-tokens, --max-num-batched-tokens or --max-num-seqs"
+        )
+    return WorkerFailed(StartupError(message), traceback.format_exc())
 
 
 class Inbox:
@@ -352,7 +361,7 @@ class Worker:
         except (BrokenPipeError, EngineStopped):
             return  # the controller is dead, or has aborted all steps
         except Exception as error:
-            self._send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
+            self._send(_failure(error))
 
     @property
     def _reports_samples(self) -> bool:
