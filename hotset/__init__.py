@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hotset.base.sampling import SamplingParams
+    from hotset.base.structure import Structure
     from hotset.engine.llm import LLM
     from hotset.models.chat_prompt import ChatOptions
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ChatOptions", "SamplingParams", "__version__"]
+__all__ = ["LLM", "ChatOptions", "SamplingParams", "Structure", "__version__"]
 
 _HOME = {
     "LLM": "hotset.engine.llm",
     "ChatOptions": "hotset.models.chat_prompt",
     "SamplingParams": "hotset.base.sampling",
+    "Structure": "hotset.base.structure",
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset.base.errors import RequestError
+from hotset.base.structure import Structure
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -48,9 +49,10 @@ class SamplingParams:
     """How the continuation of a prompt is sampled and when it ends. Invalid values raise RequestError.
 
     The parameters take effect on the logits in this order: `logit_bias`, repetition, presence and frequency penalties,
-    `min_tokens` (stop ids are excluded), temperature, `top_k`, `top_p`, `min_p`, draw. The random number of a draw
-    depends only on the seed and the token's position, so it does not change if the request is parked or handed over.
-    Reported log-probabilities, those of the prompt too, are those of the logits before any of these changes.
+    `min_tokens` (stop ids are excluded), `structure` (tokens that do not fit it are excluded), temperature, `top_k`,
+    `top_p`, `min_p`, draw. The random number of a draw depends only on the seed and the token's position, so it does
+    not change if the request is parked or handed over. Reported log-probabilities, those of the prompt too, are those
+    of the logits before any of these changes.
     """
 
     n: int = 1
@@ -72,6 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structure: Structure | None = None  # what the answer must look like; stop tokens are allowed only where it may end
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
@@ -120,6 +123,16 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check_count("logit_bias", token, 0)
             _check_number("logit_bias", bias, -100.0, 100.0)
+        if self.structure is not None:
+            self._check_structure(self.structure)
+
+    def _check_structure(self, structure: object) -> None:
+        if not isinstance(structure, Structure):
+            _refuse("structure", f"must be a Structure, got {structure!r}")
+        if self.ignore_eos:
+            _refuse("ignore_eos", "cannot be combined with a structure: the answer ends where its structure ends")
+        if self.min_tokens:
+            _refuse("min_tokens", "cannot be combined with a structure, which may end earlier; leave it out")
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """Returns these parameters with another seed, without checking the others again."""

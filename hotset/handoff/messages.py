@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage

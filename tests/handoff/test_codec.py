@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS, PromptSpec, SamplingParams
+from hotset.base.structure import Structure
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
@@ -57,7 +58,14 @@ HELLO = Hello(
     bytes(range(256)),
 )
 PARAMS = SamplingParams(
-    temperature=0.3, seed=-5, max_tokens=None, stop=("a", "ß"), stop_token_ids=(3,), logit_bias={7: -1.5}, logprobs=2
+    temperature=0.3,
+    seed=-5,
+    max_tokens=None,
+    stop=("a", "ß"),
+    stop_token_ids=(3,),
+    logit_bias={7: -1.5},
+    logprobs=2,
+    structure=Structure("choice", '["a", "ß"]'),
 )
 MESSAGES: list[Message] = [
     HELLO,
