@@ -17,8 +17,9 @@ from hotset import __version__
 from hotset.base.config import ServeConfig
 from hotset.base.errors import EngineStopped, HotsetError, RequestError
 from hotset.engine.client import EngineClient
-from hotset.serve.chat import chat_completion
+from hotset.serve.chat import chat_completion, conversation_of
 from hotset.serve.completions import completion
+from hotset.serve.conversation import encode_conversation
 from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
@@ -169,7 +170,8 @@ def _model_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         limit = service.max_text_tokens
         if body.messages:
-            tokens = (await service.encode_chat(body.messages, body, limit)).token_ids
+            conversation = conversation_of(body.messages, body)
+            tokens = (await encode_conversation(service, conversation, limit)).token_ids
         else:
             tokens = await service.encode(body.prompt or "", limit, add_special=body.add_special_tokens is not False)
         max_model_len = service.client.model.max_model_len

@@ -11,12 +11,14 @@ from starlette.responses import Response
 
 from hotset.base.errors import RequestError
 from hotset.engine.outputs import CompletionOutput, Delta
-from hotset.models.answer_parser import AnswerParser, DividedText
+from hotset.models.chat_prompt import ChatOptions
 from hotset.models.tokenizer import Tokenizer
+from hotset.serve.chunks import ChunkResponder
+from hotset.serve.conversation import Answer, AnswerReader, Conversation, encode_conversation
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import chat_logprobs, prompt_logprobs
-from hotset.serve.protocol import ChatRequest
+from hotset.serve.protocol import ChatFields, ChatMessage, ChatRequest
 from hotset.serve.responses import (
     AssistantMessage,
     ChatChoice,
@@ -42,10 +44,10 @@ class ChatFormatter:
     alternatives: int | None  # number of alternatives listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
     prompt_alternatives: int | None  # number of alternatives listed per token of the prompt; None: none at all
-    new_parser: Callable[[], AnswerParser]
+    new_reader: Callable[[], AnswerReader]
     show_reasoning: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
-    _parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of the choices that are being streamed
+    _readers: dict[int, AnswerReader] = field(default_factory=dict)  # of the choices that are being streamed
 
     def first_chunk(self, index: int) -> ChatCompletionChunk:
         choice = ChatChunkChoice(
@@ -58,20 +60,17 @@ class ChatFormatter:
         return self._chunk([choice])
 
     def chunk(self, delta: Delta) -> ChatCompletionChunk | None:
-        if delta.index not in self._parsers:
-            self._parsers[delta.index] = self.new_parser()
-        parser = self._parsers[delta.index]
-        parts = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += parser.finish()
-        text = DividedText.of(parts)
-        reasoning = text.reasoning if self.show_reasoning else ""
+        if delta.index not in self._readers:
+            self._readers[delta.index] = self.new_reader()
+        reader = self._readers[delta.index]
+        answer = Answer.of(reader.read(delta))
+        reasoning = answer.reasoning if self.show_reasoning else ""
         shows_tokens = self.alternatives is not None or self.prompt_token_ids is not None or delta.prompt_logprobs
-        if not text.content and not reasoning and delta.finish_reason is None and not shows_tokens:
+        if not answer.text and not reasoning and delta.finish_reason is None and not shows_tokens:
             return None
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=DeltaMessage(content=text.content or None, reasoning_content=reasoning or None),
+            delta=DeltaMessage(content=answer.text or None, reasoning_content=reasoning or None),
             logprobs=self._logprobs(delta),
             finish_reason=api_finish_reason(delta),
             stop_reason=delta.stop_reason,
@@ -99,12 +98,12 @@ class ChatFormatter:
         return ChatCompletion(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def _message(self, text: str) -> AssistantMessage:
-        parser = self.new_parser()
-        divided = DividedText.of([*parser.push(text), *parser.finish()])
+        reader = self.new_reader()
+        answer = Answer.of(reader.feed(text) + reader.finish())
         return AssistantMessage(
             role="assistant",
-            content=divided.content or (None if divided.reasoning else ""),
-            reasoning_content=(divided.reasoning or None) if self.show_reasoning else None,
+            content=answer.text or (None if answer.reasoning else ""),
+            reasoning_content=(answer.reasoning or None) if self.show_reasoning else None,
         )
 
     def _chunk(
@@ -147,7 +146,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prefill_at = service.prefill_at(request.headers)
-    encoding = service.encode_chat(body.messages, body, service.max_untruncated(body))
+    encoding = encode_conversation(service, conversation_of(body.messages, body), service.max_untruncated(body))
     prompt = await unless_disconnected(request.receive, encoding)
     token_ids = service.truncated(prompt.token_ids, body, max_tokens or 1)
     formatter = ChatFormatter(
@@ -158,25 +157,39 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         alternatives=alternatives,
         prompt_token_ids=token_ids if body.return_token_ids else None,
         prompt_alternatives=body.prompt_logprobs,
-        new_parser=prompt.new_parser,
+        new_reader=prompt.new_reader,
         show_reasoning=body.include_reasoning is not False,
     )
     job = GenerationJob(
         request_id=formatter.id,
         prompts=[token_ids],
-        params=params,
-        formatter=formatter,
+        params=prompt.constrained(params),
         stream=bool(body.stream),
-        stream_options=body.stream_options,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
         cache_salt=body.cache_salt,
         prefill_at=prefill_at,
     )
     try:
-        return await respond(request, service, job)
+        return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
     except RequestError as error:
         # The engine client reports errors of the field `prompt`; in this endpoint that field is `messages`.
         if error.param == "prompt":
             error.param = "messages"
         raise
+
+
+def conversation_of(messages: Sequence[ChatMessage], fields: ChatFields) -> Conversation:
+    """Returns the conversation of a request. `chat_template_kwargs` has precedence over `reasoning_effort`, for which
+    templates have several names."""
+    thinking: dict[str, Any] = {}
+    if fields.reasoning_effort is not None:
+        thinks = fields.reasoning_effort != "none"
+        thinking = {"reasoning_effort": fields.reasoning_effort, "thinking": thinks, "enable_thinking": thinks}
+    options = ChatOptions(
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=bool(fields.continue_final_message),
+        template_kwargs=thinking | (fields.chat_template_kwargs or {}),
+    )
+    turns = tuple(message.for_template() for message in messages)
+    return Conversation(turns, options, add_special_tokens=bool(fields.add_special_tokens))

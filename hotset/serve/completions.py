@@ -13,6 +13,7 @@ from hotset.base.errors import RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
+from hotset.serve.chunks import ChunkResponder
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import CompletionLogprobWriter, prompt_logprobs
@@ -146,15 +147,13 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         request_id=formatter.id,
         prompts=prompts,
         params=params,
-        formatter=formatter,
         stream=bool(body.stream),
-        stream_options=body.stream_options,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
         cache_salt=body.cache_salt,
         prefill_at=prefill_at,
     )
-    return await respond(request, service, job)
+    return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:

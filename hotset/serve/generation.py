@@ -18,36 +18,18 @@ from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import CompletionOutput, Delta
-from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
-from hotset.serve.protocol import StreamOptions
-from hotset.serve.responses import ChunkBase, PromptTokensDetails, Usage
+from hotset.serve.responses import PromptTokensDetails, Usage
 from hotset.serve.service import Load, Service
 
 T = TypeVar("T")
+Deltas = AsyncGenerator[Delta, None]
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: up to 100 MiB of JSON, which takes 10 s to format
-DONE = b"data: [DONE]\n\n"
 # These characters are valid in JSON and do not end a line of an event stream, but many clients split lines at them.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
-
-
-class ResponseFormatter(Protocol):
-    """Formats the output of one request for one endpoint. Choices are numbered over the whole response."""
-
-    def first_chunk(self, index: int) -> ChunkBase | None:
-        """Returns the chunk that opens a choice, or None if the endpoint has no such chunk."""
-
-    def chunk(self, delta: Delta) -> ChunkBase | None:
-        """Returns the chunk for one delta, or None if the delta has nothing to show."""
-
-    def usage_chunk(self, usage: Usage) -> ChunkBase:
-        """Returns the chunk that carries the usage. It is the last one, if the client asked for it."""
-
-    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
-        """Returns the whole response, for a request that is not streamed."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +39,8 @@ class GenerationJob:
     request_id: str
     prompts: Sequence[list[int]]
     params: SamplingParams
-    formatter: ResponseFormatter
     stream: bool
-    stream_options: StreamOptions | None
-    tiers: TiersChoice
+    tiers: TiersChoice = "auto"
     landing: LandingChoice = "auto"
     cache_salt: str | None = None
     prefill_at: str | None = None  # control address of the prefill worker; None: this worker computes the prompts
@@ -98,7 +78,19 @@ class GenerationJob:
         return len(self.prompts[index // self.params.n])
 
 
-async def respond(request: Request, service: Service, job: GenerationJob) -> Response:
+class Responder(Protocol):
+    """Formats the deltas of one job as the response of one endpoint."""
+
+    async def full(self, deltas: Deltas) -> Response:
+        """Reads all deltas and returns the whole response. Raises the errors of `deltas`."""
+        ...
+
+    def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a stream. An error of `deltas` becomes the last event."""
+        ...
+
+
+async def respond(request: Request, service: Service, job: GenerationJob, responder: Responder) -> Response:
     """Generates the response. An error after the first delta of a stream becomes the stream's last event. All other
     errors are raised.
 
@@ -110,7 +102,7 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
     deltas = _measured(waiting, job, service.metrics)
     marks = partial(_page_marks, request, service, job)
     if not job.stream:
-        generated = _with_marks(partial(_full_response, service, job, deltas), marks)
+        generated = _with_marks(partial(responder.full, deltas), marks)
         response, headers = await unless_disconnected(request.receive, generated)
     else:
         try:
@@ -121,7 +113,7 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
         except BaseException:
             await deltas.aclose()  # the client may have disconnected after the first delta
             raise
-        response = EventStream(_events(service, job, first, deltas), deltas)
+        response = EventStream(responder.events(_chained(first, deltas)), deltas)
     response.headers.update(headers)
     return response
 
@@ -163,7 +155,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deltas: AsyncGenerator[Delta, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
@@ -182,66 +174,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
+async def _first(deltas: Deltas) -> Delta:
     return await anext(deltas)
-
-
-async def _full_response(service: Service, job: GenerationJob, deltas: AsyncGenerator[Delta, None]) -> Response:
-    outputs = [CompletionOutput(index) for index in range(job.choices)]
-    async with aclosing(deltas):
-        async for delta in deltas:
-            outputs[delta.index].extend(delta)
-    usage = usage_of(
-        job.prompt_tokens,
-        job.cached_tokens([output.cached_tokens for output in outputs]),
-        sum(len(output.token_ids) for output in outputs),
-    )
-
-    def formatted() -> Response:
-        return json_response(job.formatter.full_response(outputs, usage))
-
-    return formatted() if job.params.prompt_logprobs is None else await service.in_text_thread(formatted)
-
-
-async def _events(
-    service: Service, job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta, None]
-) -> AsyncGenerator[bytes, None]:
-    completion_tokens, cached_tokens = [0] * job.choices, [0] * job.choices
-    cached_tokens[first.index] = first.cached_tokens
-    # As in vLLM, usage in every chunk needs both options, and is that of the chunk's choice.
-    options = job.stream_options
-    include_usage = options is not None and bool(options.include_usage)
-    in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)
-
-    def event_of_choice(index: int, chunk: ChunkBase) -> bytes:
-        if in_every_chunk:
-            chunk.usage = usage_of(job.prompt_tokens_of(index), cached_tokens[index], completion_tokens[index])
-        return event_of(chunk)
-
-    def event_of_delta(delta: Delta) -> bytes | None:
-        chunk = job.formatter.chunk(delta)
-        return None if chunk is None else event_of_choice(delta.index, chunk)
-
-    try:
-        for index in range(job.choices):
-            if (chunk := job.formatter.first_chunk(index)) is not None:
-                yield event_of_choice(index, chunk)
-        async for delta in _chained(first, deltas):
-            completion_tokens[delta.index] += len(delta.token_ids)
-            cached_tokens[delta.index] = delta.cached_tokens
-            if delta.prompt_logprobs is None:
-                event = event_of_delta(delta)
-            else:
-                event = await service.in_text_thread(partial(event_of_delta, delta))
-            if event is not None:
-                yield event
-    except Exception as error:
-        yield event_of(error_body(error))
-        return
-    if include_usage:
-        usage = usage_of(job.prompt_tokens, job.cached_tokens(cached_tokens), sum(completion_tokens))
-        yield event_of(job.formatter.usage_chunk(usage))
-    yield DONE
 
 
 def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
@@ -257,15 +191,13 @@ def event_of(body: BaseModel) -> bytes:
     return f"data: {body.model_dump_json().translate(LINE_ENDS)}\n\n".encode()
 
 
-async def _chained(first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+async def _chained(first: Delta, deltas: Deltas) -> Deltas:
     yield first
     async for delta in deltas:
         yield delta
 
 
-async def _measured(
-    deltas: AsyncGenerator[Delta, None], job: GenerationJob, metrics: Metrics
-) -> AsyncGenerator[Delta, None]:
+async def _measured(deltas: Deltas, job: GenerationJob, metrics: Metrics) -> Deltas:
     """Yields the deltas unchanged, and records their timing and the tokens of each choice."""
     began = time.monotonic()
     last: dict[int, float] = {}
@@ -287,9 +219,7 @@ async def _measured(
             yield delta
 
 
-async def _counted_as_waiting(
-    deltas: AsyncGenerator[Delta, None], tokens: int, load: Load
-) -> AsyncGenerator[Delta, None]:
+async def _counted_as_waiting(deltas: Deltas, tokens: int, load: Load) -> Deltas:
     """Yields the deltas unchanged. All prompt tokens count as waiting until the first delta of any prompt."""
     with load.waiting(tokens) as started:
         async with aclosing(deltas):
@@ -298,7 +228,7 @@ async def _counted_as_waiting(
                 yield delta
 
 
-async def _all_deltas(client: EngineClient, job: GenerationJob) -> AsyncGenerator[Delta, None]:
+async def _all_deltas(client: EngineClient, job: GenerationJob) -> Deltas:
     """Yields the deltas of all prompts as they arrive. Closing the generator aborts all prompts.
 
     `index` of a delta counts the choices of the whole response.

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from hotset import __version__
 from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, ServeConfig
 from hotset.base.errors import (
-    ContextLengthExceeded,
     EngineStopped,
     NoRoomLeft,
     QueueFull,
@@ -25,13 +24,11 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard, check_token_ids
 from hotset.engine.outputs import EngineStats
-from hotset.models.answer_parser import AnswerParser, ends_in_reasoning
-from hotset.models.chat_prompt import ChatOptions
 from hotset.models.template_process import PROCESSES
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
-from hotset.serve.protocol import ChatFields, ChatMessage, SamplingFields
+from hotset.serve.protocol import SamplingFields
 from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
 
@@ -96,14 +93,6 @@ class Load:
     async def _fetch(self, client: EngineClient) -> None:
         with suppress(EngineStopped):
             await client.stats()
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """The prompt of a conversation. `new_parser` makes a parser for one answer to it."""
-
-    token_ids: list[int]
-    new_parser: Callable[[], AnswerParser]
 
 
 @dataclass(frozen=True)
@@ -231,21 +220,6 @@ class Service:
         tokens; the default is the model's context length."""
         return await self._encode(text, add_special=add_special, max_tokens=max_tokens)
 
-    async def encode_chat(
-        self, messages: Sequence[ChatMessage], fields: ChatFields, max_tokens: int | None = None
-    ) -> ChatPrompt:
-        """Returns the prompt of a conversation. Raises like `encode`, and RequestError if the chat template fails."""
-        options = _chat_options(fields)
-        turns = [message.for_template() for message in messages]
-        text = await self._run(self.template_threads, lambda: self.tokenizer.render_chat(turns, options))
-        try:
-            ids = await self._encode(text, add_special=bool(fields.add_special_tokens), max_tokens=max_tokens)
-        except ContextLengthExceeded as error:
-            error.param = "messages"
-            raise
-        in_reasoning = ends_in_reasoning(text, turns[-1]["content"] if options.continue_final_message else "")
-        return ChatPrompt(ids, lambda: self.tokenizer.answer_parser(in_reasoning=in_reasoning))
-
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo(model_max_length=self.client.model.max_model_len, **self.tokenizer.description)
 
@@ -285,6 +259,10 @@ class Service:
             lambda: [tokenizer.decode(prompt, skip_special=skip_special) for prompt in prompts]
         )
 
+    async def in_template_thread(self, work: Callable[[], T]) -> T:
+        """Renders a chat template."""
+        return await self._run(self.template_threads, work)
+
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Does work that takes too long for the event loop."""
         return await self._run(self.text_threads, work)
@@ -302,17 +280,3 @@ class Service:
         values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None)
-
-
-def _chat_options(fields: ChatFields) -> ChatOptions:
-    """Returns the options of a rendering. `chat_template_kwargs` has precedence over `reasoning_effort`, for which
-    templates have several names."""
-    thinking: dict[str, Any] = {}
-    if fields.reasoning_effort is not None:
-        thinks = fields.reasoning_effort != "none"
-        thinking = {"reasoning_effort": fields.reasoning_effort, "thinking": thinks, "enable_thinking": thinks}
-    return ChatOptions(
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=bool(fields.continue_final_message),
-        template_kwargs=thinking | (fields.chat_template_kwargs or {}),
-    )

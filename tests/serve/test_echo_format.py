@@ -25,8 +25,9 @@ from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer, TokenizerParts
 from hotset.schedule.plan import LogprobColumns, TokenOutputs
+from hotset.serve.chunks import ChunkResponder, ResponseFormatter
 from hotset.serve.completions import CompletionFormatter, _prompts
-from hotset.serve.generation import GenerationJob, ResponseFormatter, _events, _full_response, usage_of
+from hotset.serve.generation import GenerationJob, usage_of
 from hotset.serve.protocol import CompletionRequest
 from hotset.serve.responses import CompletionChoice, Usage
 from hotset.serve.service import Service
@@ -228,20 +229,19 @@ def test_log_probabilities_of_prompts_are_formatted_outside_the_event_loop(
 ) -> None:
     tokenizer, prompt = byte_level(), [1, 2, 3]
     params = SamplingParams(seed=0, prompt_logprobs=prompt_logprobs)
-    first, *others = deltas_of(tokenizer, prompt, [5, 6], params)
     formatter = ThreadRecorder()
-    job = GenerationJob("id", [prompt], params, cast(ResponseFormatter, formatter), stream, None, "auto")
+    job = GenerationJob("id", [prompt], params, stream)
 
-    async def rest() -> AsyncGenerator[Delta, None]:
-        for delta in others if stream else (first, *others):
+    async def deltas() -> AsyncGenerator[Delta, None]:
+        for delta in deltas_of(tokenizer, prompt, [5, 6], params):
             yield delta
 
     async def respond() -> None:
-        service = service_of(tokenizer)
+        responder = ChunkResponder(service_of(tokenizer), job, cast(ResponseFormatter, formatter))
         if not stream:
-            await _full_response(service, job, rest())
+            await responder.full(deltas())
             return
-        async for _ in _events(service, job, first, rest()):
+        async for _ in responder.events(deltas()):
             pass
 
     asyncio.run(respond())

@@ -15,6 +15,7 @@ from hotset.base.config import ServeConfig
 from hotset.base.errors import QueueFull
 from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import Delta
+from hotset.serve.chunks import ChunkResponder
 from hotset.serve.generation import GenerationJob, respond
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.responses import ChunkBase, Usage
@@ -92,8 +93,9 @@ def begun(
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "POST", "headers": [(PAGE_MARKS_HEADER.encode(), b"1")]}
-    job = GenerationJob(name, [PROMPT], SamplingParams(), FakeFormatter(), stream, None, "auto")
-    return asyncio.create_task(respond(Request(scope, receive), service, job)), gone.set
+    job = GenerationJob(name, [PROMPT], SamplingParams(), stream)
+    responder = ChunkResponder(service, job, FakeFormatter())
+    return asyncio.create_task(respond(Request(scope, receive), service, job, responder)), gone.set
 
 
 @pytest.mark.parametrize("stream", [False, True])
