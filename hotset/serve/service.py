@@ -33,7 +33,7 @@ from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerS
 from hotset.serve.retry_after import Turnover
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
-CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
+CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias", "structure"})
 SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
 
 NOT_IN_FINGERPRINT = {"model", "tokenizer", "device", "role", "seed", "step_timeout"}
