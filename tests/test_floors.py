@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A file imports only from its own folder and from lower floors. Folders on the same floor do not import each other.
 FLOORS = {
     "base": 1,
+    "grammar": 2,
     "kernels": 2,
     "memory": 3,
     "transfer": 3,
@@ -32,11 +33,11 @@ FLOORS = {
     "cli": 8,
     "__main__": 9,
 }
-NO_TORCH = ("base", "bench", "kv_events", "schedule", "serve")
+NO_TORCH = ("base", "bench", "grammar", "kv_events", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
-    *("ray", "gguf", "jinja2", "transformers", "cuda"),
+    *("ray", "gguf", "jinja2", "transformers", "cuda", "llguidance"),
 ]
 # Modules that require an optional package. Other modules import them inside the functions that use them.
 REQUIRES_OPTIONAL = re.compile(

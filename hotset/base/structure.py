@@ -8,12 +8,18 @@ from hotset.base.errors import RequestError
 
 MAX_STRUCTURE_CHARACTERS = 1 << 18
 MAX_STRUCTURE_CHOICES = 4096
+MAX_MARKER_CHARACTERS = 64
 
 StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 
 def invalid_structure(message: str) -> RequestError:
-    return RequestError(message, param="structured_outputs", code="invalid_structure")
+    return RequestError(message, code="invalid_structure")
+
+
+def structure_failed(reason: str) -> RequestError:
+    """Returns the error of an answer that cannot be continued as its structure demands."""
+    return RequestError(f"the answer cannot be completed: {reason}", code="structure_failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +34,15 @@ class Structure:
     - "choice": the JSON text of a list of texts, of which the answer is one
     - "grammar": a grammar in Lark syntax as llguidance reads it (`%json {…}` stands for JSON by a schema), or in GBNF
 
+    If `after` is not empty, the structure begins after the first occurrence of this text, and what comes before is
+    free: a model that thinks first answers after "</think>".
+
     Raises RequestError for any other value.
     """
 
     kind: StructureKind
     value: str = ""
+    after: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(StructureKind):
@@ -44,8 +54,10 @@ class Structure:
             raise invalid_structure(
                 f"a structure has at most {MAX_STRUCTURE_CHARACTERS} characters, but this one has {len(self.value)}"
             )
+        if not isinstance(self.after, str) or len(self.after) > MAX_MARKER_CHARACTERS:
+            raise invalid_structure(f"`after` must be a text of at most {MAX_MARKER_CHARACTERS} characters")
         try:
-            self.value.encode()
+            (self.value + self.after).encode()
         except UnicodeEncodeError:
             raise invalid_structure(f"a structure of kind {self.kind} must not contain lone surrogates") from None
         if (self.kind == "json_object") != (not self.value):

@@ -22,6 +22,7 @@ from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel, captures_graphs
+from hotset.engine.frontend import grammar_compiler
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_dtype, use_device, whole_kv_shape
@@ -133,7 +134,15 @@ def in_process_executor(
         host = HostStore(model.kv_shape, budget.host_pages, config.page_rows, device, progress)
     memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
     graphs = captures_graphs(config, model)
-    runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, vocab, graphs=graphs)
+    runner = Runner(
+        model,
+        memory,
+        config.max_num_seqs,
+        budget.max_model_len,
+        vocab,
+        graphs=graphs,
+        compiler=grammar_compiler(config, vocab),
+    )
     return InProcessExecutor(runner, memory)
 
 

@@ -8,8 +8,9 @@ from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import CheckpointError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import ModelCard
+from hotset.grammar.compiler import GrammarCompiler
 from hotset.models.checkpoint.files import find_model
-from hotset.models.tokenizer import ChatSettings, Tokenizer
+from hotset.models.tokenizer import ChatSettings, Tokenizer, read_tokenizer_json
 
 # Text, {"prompt": text} or {"prompt_token_ids": [...]}. The last two may also have a "cache_salt".
 Prompt = str | Mapping[str, Any]
@@ -23,6 +24,10 @@ class Frontend:
 
     tokenizer: Tokenizer | None
     defaults: dict[str, Any]  # sampling parameters recommended by the model's authors
+
+    def compiler(self, vocab: int) -> GrammarCompiler:
+        """Returns a compiler for structures, which builds its tables on first use."""
+        return GrammarCompiler(lambda: None if self.tokenizer is None else self.tokenizer.to_json(), vocab)
 
     def card(self, engine_card: ModelCard) -> ModelCard:
         """Returns the engine's card, with the end-of-turn tokens of the chat template added to `eos_ids`."""
@@ -43,6 +48,11 @@ def load_frontend(config: EngineConfig) -> Frontend:
         raise CheckpointError(f"{files.path}: generation_config.json: {error}") from error
     chat = ChatSettings(config.chat_template, config.chat_template_variables, config.reasoning_parser)
     return Frontend(Tokenizer.load(files, config.tokenizer, chat), defaults)
+
+
+def grammar_compiler(config: EngineConfig, vocab: int) -> GrammarCompiler:
+    """Returns the compiler of an engine. It reads the tokenizer when the first answer has a structure."""
+    return GrammarCompiler(lambda: read_tokenizer_json(find_model(config.model), config.tokenizer), vocab)
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Sequence[int]:

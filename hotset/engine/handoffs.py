@@ -45,7 +45,7 @@ from hotset.handoff.processes import this_process
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
-from hotset.schedule.plan import PromptComputed, Reservation, RowsWritten, Withdrawal
+from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
@@ -214,6 +214,8 @@ class PrefillEndpoint:
                     self._agent.put(RowsComputed(prefill.peer, prefill.key, first, last, pages, after))
                 case PromptComputed(_, token_id, alternatives):
                     self._agent.put(FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
+                case PromptFailed(_, reason):
+                    self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=reason))
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()

@@ -113,6 +113,12 @@ class InputProcessor:
         if tiers == "resident":
             max_length = min(max_length, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
+        if params.structure is not None and not stop_ids:
+            raise RequestError(
+                "this model has no end-of-text token, with which an answer with a structure could end; give "
+                "stop_token_ids",
+                param="stop_token_ids",
+            )
         token_ids = tuple(prompt)
         first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         # Choice 0 has the seed of the request, so it equals the answer with n = 1.

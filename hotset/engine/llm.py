@@ -48,6 +48,7 @@ class LLM:
         self.defaults: dict[str, Any] = front.defaults
         self._input_processor = InputProcessor(self.card, config.seed)
         self._outputs = OutputProcessor(front.tokenizer)
+        self._compiler = front.compiler(self.card.vocab)
         self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that were not yielded yet
         self._numbers = itertools.count()
 
@@ -179,6 +180,8 @@ class LLM:
         self._check_open()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        if params.structure is not None:
+            self._compiler.check(params.structure)
         return self._input_processor.accept(
             f"llm-{next(self._numbers)}", token_ids, params, tiers, cache_salt=cache_salt_of(prompt)
         )

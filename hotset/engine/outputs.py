@@ -80,7 +80,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the id from `stop_token_ids`, that ended the choice
-    error: str = ""  # the cause, if finish_reason is 'lost' or 'no_room'
+    error: str = ""  # the cause, if finish_reason is 'lost', 'no_room' or 'structure'
     prompt_logprobs: PromptLogprobs | None = None  # in the first delta of a choice, if requested
     cached_tokens: int = 0  # tokens of the prompt whose rows were in the prefix cache; the same in all deltas
 

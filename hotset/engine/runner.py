@@ -1,7 +1,7 @@
 """The runner executes plans. It owns the model, the KV memory and the tokens of every seat, and makes no decisions."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotset.engine.constraints import UNCONSTRAINED, Constraints, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
+from hotset.grammar.compiler import GrammarCompiler
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
@@ -32,13 +34,23 @@ class SubmittedStep:
     """A plan that was submitted. On a GPU it may still be running."""
 
     def __init__(
-        self, number: int, sampled: SamplerOutput | None = None, prompts: "PromptLogprobsCopy | None" = None
+        self,
+        number: int,
+        sampled: SamplerOutput | None = None,
+        prompts: "PromptLogprobsCopy | None" = None,
+        failures: Mapping[int, str] | None = None,
     ) -> None:
         self.number = number
         self._sampled = sampled
         self._prompts = prompts
+        self._failures = failures or {}
         if sampled is not None:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
+
+    def token_id(self, index: int) -> int:
+        """Returns a sampled token. Waits until it is known, but not for later steps."""
+        self._wait_for_token_ids()
+        return int(self._token_ids[index])
 
     def result(self) -> StepResult:
         """Returns the result of this step. Waits for its sampled tokens, if any, but not for later steps, unless
@@ -53,7 +65,7 @@ class SubmittedStep:
             on_host = self._sampled.logprobs.to_host()
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
-        return StepResult(self.number, token_ids, alternatives, prompt_columns)
+        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures)
 
 
 class PromptLogprobsCopy:
@@ -106,12 +118,14 @@ class Runner:
         collectives: Collectives = SINGLE_RANK,
         barrier: Callable[[], None] = lambda: None,
         before_capture: Callable[[int], None] = lambda size: None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs;
         `before_capture(size)` is called before a step of `size` tokens is captured.
 
         `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
-        `barrier` waits for the other workers that write to the same host store.
+        `barrier` waits for the other workers that write to the same host store. `compiler` compiles the structures of
+        answers; a worker that does not sample needs none.
         """
         self._model = model
         self._memory = memory
@@ -120,6 +134,7 @@ class Runner:
         self._collectives, self._barrier = collectives, barrier
         self._vocab = vocab
         self._sampler = Sampler(seats, vocab, self._device)
+        self._constraints = Constraints(compiler, self._device)
         self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture) if graphs else None
 
     @property
@@ -173,9 +188,12 @@ class Runner:
             return SubmittedStep(plan.number, prompts=prompts)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[index] for index in plan.sampled]
         next_positions = sampled_logits.positions + 1
-        sampled = self._sample(sampled_logits.logits, seats, next_positions)
+        allowed = self._constraints.masks(seats)
+        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
-        return SubmittedStep(plan.number, sampled, prompts)
+        step = SubmittedStep(plan.number, sampled, prompts, allowed.failures)
+        self._constraints.record(seats, step)
+        return step
 
     @torch.inference_mode()
     def replay_idle(self, graph: StepGraph) -> None:
@@ -196,12 +214,14 @@ class Runner:
         logits, positions, seat_of = computed.logits, computed.positions, computed.seat_of
         return SampledLogits(logits[last_tokens], positions[last_tokens], seat_of[last_tokens])
 
-    def _sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> SamplerOutput:
+    def _sample(
+        self, logits: Tensor, seats: Sequence[int], positions: Tensor, allowed: SeatMasks = UNCONSTRAINED
+    ) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""
         if self._collectives.rank > 0:
             token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
             return SamplerOutput(self._collectives.broadcast(token_ids), None)
-        sampled = self._sampler.sample(logits, seats, positions)
+        sampled = self._sampler.sample(logits, seats, positions, allowed.masks)
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _forward(self, plan: Plan) -> SampledLogits | None:
@@ -245,6 +265,7 @@ class Runner:
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
         if self._collectives.rank == 0:
             self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
+            self._constraints.assign(seat, prompt, command.answer)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
         """Returns the index, among the step's tokens, of the last token of each sampled segment. Returns None if these

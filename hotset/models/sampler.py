@@ -13,6 +13,7 @@ from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw, draw_key
 from hotset.models.logprobs import SampledLogprobs, finite_logits, token_logprobs
 
+MASKED_AT_ONCE = 32  # requests: unpacked masks take a byte for each token of the vocabulary
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest normal float32: logits are divided by the temperature
 
 
@@ -22,6 +23,14 @@ class SamplerOutput:
 
     token_ids: Tensor  # [n] int64
     logprobs: SampledLogprobs | None  # None if no request asked for log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that may be sampled for some requests of a batch."""
+
+    requests: Tensor  # [m] int64: indices in the batch, ascending
+    bits: Tensor  # [m, words] int32: bit i % 32 of word i // 32 is set if token i is allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +129,21 @@ class Sampler:
         self._seats[seat] = None
         self._batch = None
 
-    def sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> SamplerOutput:
+    def sample(
+        self, logits: Tensor, seats: Sequence[int], positions: Tensor, masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
 
         `positions` [n] int64: the position of each new token in its context (the prompt length for the first token of
-        an answer). The token is counted if its request has penalties. NaN logits count as -inf; if all logits of a
+        an answer). The token is counted if its request has penalties. `masks` exclude tokens after all other changes of
+        the logits. NaN logits count as -inf; if all logits of a
         request are -inf, its token is 0.
         """
         batch = self._batch_of(seats)
         raw = finite_logits(logits)
         x = self._adjusted(raw, batch, positions) if batch.adjusts_logits else raw
+        if masks is not None:
+            x = _masked(raw.clone() if x is raw else x, masks)
         token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
         if batch.penalised is not None:
             self._counts.add(batch.count_rows, token_ids[batch.penalised])
@@ -207,6 +221,20 @@ class Sampler:
 
     def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return list_to_device(numbers, torch.int64, self._device)
+
+
+def _masked(x: Tensor, masks: TokenMasks) -> Tensor:
+    """Sets the logits `x` [n, vocab] of excluded tokens to -inf, in place."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+    parts = zip(masks.requests.split(MASKED_AT_ONCE), masks.bits.split(MASKED_AT_ONCE), strict=True)
+    for requests, bits in parts:
+        octets = bits.view(torch.uint8).unsqueeze(-1)  # the lowest bits come first: all our machines are little-endian
+        allowed = ((octets >> shifts) & 1).view(torch.bool).flatten(1)[:, : x.shape[1]]
+        if len(requests) == len(x):
+            x.masked_fill_(~allowed, -torch.inf)
+        else:
+            x[requests] = x[requests].masked_fill_(~allowed, -torch.inf)
+    return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Tokenizer:
         self._prefix = _missing_bos(parts)
         self._chat_format = _chat_format(parts, chat.template_kwargs)
         marked = all(backend.token_to_id(marker) is not None for marker in REASONING_MARKERS)
-        self._parses_reasoning = marked if chat.reasoning_parser == "auto" else chat.reasoning_parser == "think"
+        self.parses_reasoning = marked if chat.reasoning_parser == "auto" else chat.reasoning_parser == "think"
         self.description = _description(parts)
 
     @classmethod
@@ -88,6 +88,10 @@ class Tokenizer:
         if parts is not None and chat is not None and chat.template_file is not None:
             parts = replace(parts, chat_template=read_template(chat.template_file), source=chat.template_file)
         return None if parts is None else cls(parts, chat)
+
+    def to_json(self) -> str:
+        """Returns the tokenizer in the format of tokenizer.json."""
+        return self._backend.to_str()
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encodes `text`; `add_special` adds the tokens that the model expects around it (such as BOS).
@@ -168,7 +172,7 @@ class Tokenizer:
 
     def answer_parser(self, *, in_reasoning: bool) -> AnswerParser:
         """Returns a parser for one answer. See `ends_in_reasoning` for `in_reasoning`."""
-        return ThinkParser(in_reasoning=in_reasoning) if self._parses_reasoning else PlainParser()
+        return ThinkParser(in_reasoning=in_reasoning) if self.parses_reasoning else PlainParser()
 
     def close(self) -> None:
         """Ends the processes that render the chat template. Idempotent."""
@@ -177,6 +181,13 @@ class Tokenizer:
 
     def _piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+
+
+def read_tokenizer_json(files: ModelFiles, override: str | None) -> str | None:
+    """Returns the tokenizer of `files`, or of the directory `override`, in the format of tokenizer.json. Raises like
+    `Tokenizer.load`."""
+    parts = _parts_of(files, override)
+    return None if parts is None else parts.backend.to_str()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -8,7 +8,15 @@ an announcement until the next plan carries it.
 from dataclasses import dataclass
 
 from hotset.memory.geometry import Geometry
-from hotset.schedule.plan import Alternatives, Announcement, PromptComputed, Reservation, RowsWritten, Withdrawal
+from hotset.schedule.plan import (
+    Alternatives,
+    Announcement,
+    PromptComputed,
+    PromptFailed,
+    Reservation,
+    RowsWritten,
+    Withdrawal,
+)
 from hotset.schedule.request import Phase, Request
 from hotset.tiers.residence import PageUse
 
@@ -104,6 +112,9 @@ class Announcements:
 
     def announce_first_token(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
         self._pending.append(PromptComputed(request.request_id, token, alternatives))
+
+    def announce_failure(self, request: Request, reason: str) -> None:
+        self._pending.append(PromptFailed(request.request_id, reason))
 
     def discard(self, request: Request) -> None:
         """Removes the announcements of a request that was dropped."""

@@ -74,7 +74,15 @@ class PromptComputed:
     alternatives: Alternatives | None
 
 
-Announcement = RowsWritten | PromptComputed
+@dataclass(frozen=True, slots=True)
+class PromptFailed:
+    """Announces that no token can be sampled after a prompt computed for a peer."""
+
+    request_id: str
+    reason: str
+
+
+Announcement = RowsWritten | PromptComputed | PromptFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,8 @@ class StepResult:
     token_ids: Sequence[int]  # aligned with the plan's `sampled`
     alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, if requested
     prompt_logprobs: Sequence[LogprobColumns] = ()  # aligned with the plan's `prompt_ranges`
+    # By index into `token_ids`: why an answer cannot be continued as its structure demands. Its token has no meaning.
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from hotset.tiers.residence import Holding
 
 NEVER = 1 << 62  # more rows than any request has
 
-FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
+FinishReason = Literal["stop", "length", "abort", "lost", "no_room", "structure"]
 
 
 class Phase(Enum):

@@ -274,9 +274,12 @@ class Scheduler:
             request = requests[segment]
             if request.phase is Phase.ENDING:
                 continue  # the request ended while this plan was in flight
-            alternatives = result.alternatives.get(index)
+            alternatives, failure = result.alternatives.get(index), result.failures.get(index)
             if request.for_peer:
-                self._hand_off(request, token, alternatives)
+                self._hand_off(request, token, alternatives, failure)
+                continue
+            if failure is not None:
+                self._end(request, "structure", failure)
                 continue
             if request.prompt_only:
                 self._end(request, "length")
@@ -394,12 +397,18 @@ class Scheduler:
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")
 
-    def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
-        """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent."""
+    def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None) -> None:
+        """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent.
+
+        After a `failure` there is no first token, and the peer is told why.
+        """
         self._next_plan.commands += self._ledger.park(request.holding, request.num_scheduled)
         self._queues.stop(request, Phase.HANDOFF)
         self._announcements.announce_rows(request, whole=True)
-        self._announcements.announce_first_token(request, token, alternatives)
+        if failure is None:
+            self._announcements.announce_first_token(request, token, alternatives)
+        else:
+            self._announcements.announce_failure(request, failure)
         self.counters.handed_off += 1
 
     def _landing(self, request_id: str, attempt: int) -> Request | None:

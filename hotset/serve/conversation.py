@@ -12,7 +12,7 @@ from typing import Literal
 from hotset.base.errors import ContextLengthExceeded
 from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import Delta
-from hotset.models.answer_parser import AnswerParser, ends_in_reasoning
+from hotset.models.answer_parser import REASONING_END, AnswerParser, ends_in_reasoning
 from hotset.models.chat_prompt import ChatOptions, Message
 from hotset.serve.generation import Deltas, GenerationJob, usage_of
 from hotset.serve.responses import Usage
@@ -58,10 +58,14 @@ class ConversationPrompt:
 
     token_ids: list[int]
     new_reader: Callable[[], "AnswerReader"]
+    begins_in_reasoning: bool = False  # the answer begins with reasoning, which ends with REASONING_END
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Returns `params` with the constraint that the tool choice puts on the answer."""
-        return params
+        """Returns `params` with the constraint that the tool choice puts on the answer. A structure begins after the
+        reasoning."""
+        if params.structure is None or not self.begins_in_reasoning:
+            return params
+        return replace(params, structure=replace(params.structure, after=REASONING_END))
 
 
 class AnswerReader:
@@ -138,7 +142,11 @@ async def encode_conversation(
         error.param = "messages"
         raise
     in_reasoning = ends_in_reasoning(text, messages[-1]["content"] if options.continue_final_message else "")
-    return ConversationPrompt(ids, lambda: AnswerReader(tokenizer.answer_parser(in_reasoning=in_reasoning)))
+    return ConversationPrompt(
+        ids,
+        lambda: AnswerReader(tokenizer.answer_parser(in_reasoning=in_reasoning)),
+        begins_in_reasoning=in_reasoning and tokenizer.parses_reasoning,
+    )
 
 
 async def events_of(deltas: Deltas, job: GenerationJob, reader: AnswerReader) -> AsyncGenerator[AnswerEvent, None]:

@@ -84,7 +84,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 _NO_TOOLS = "tool calls are not implemented; describe the tools in a message"
-_NO_GRAMMAR = "constrained output is not implemented; describe the format in a message"
+_USE_STRUCTURED_OUTPUTS = "use structured_outputs"
 _TEXT_ONLY = "the model reads and writes text only"
 _NO_BEAMS = "beam search is not implemented; use n and temperature"
 _TEMPLATE_KWARGS = "set it in chat_template_kwargs, or use reasoning_effort"
@@ -102,7 +102,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "tool_choice": Unsupported(_NO_TOOLS, ("none", "auto")),
     "functions": Unsupported(_NO_TOOLS, ([],)),
     "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
-    "response_format": Unsupported(_NO_GRAMMAR, ({"type": "text"},)),
     "modalities": Unsupported(_TEXT_ONLY, (["text"],)),
     "audio": Unsupported(_TEXT_ONLY),
     "prediction": Unsupported("predicted output is not implemented; leave it out, the answer is the same"),
@@ -139,17 +138,16 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "routed_experts_start_len": Unsupported(_NO_EXTRAS, (0,)),
     "no_stop_trim": Unsupported("use include_stop_str_in_output", (False,)),
     "stop_regex": Unsupported("use stop"),
-    "structured_outputs": Unsupported(_NO_GRAMMAR),
-    "guided_json": Unsupported(_NO_GRAMMAR),
-    "guided_regex": Unsupported(_NO_GRAMMAR),
-    "guided_choice": Unsupported(_NO_GRAMMAR),
-    "guided_grammar": Unsupported(_NO_GRAMMAR),
-    "guided_decoding_backend": Unsupported(_NO_GRAMMAR),
-    "guided_whitespace_pattern": Unsupported(_NO_GRAMMAR),
-    "json_schema": Unsupported(_NO_GRAMMAR),
-    "regex": Unsupported(_NO_GRAMMAR),
-    "ebnf": Unsupported(_NO_GRAMMAR),
-    "grammar": Unsupported(_NO_GRAMMAR, ("",)),
+    "guided_json": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "guided_regex": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "guided_choice": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "guided_grammar": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "guided_decoding_backend": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "guided_whitespace_pattern": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "json_schema": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "regex": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "ebnf": Unsupported(_USE_STRUCTURED_OUTPUTS),
+    "grammar": Unsupported(_USE_STRUCTURED_OUTPUTS, ("",)),
     "repetition_detection": Unsupported("use repetition_penalty"),
     "thinking_token_budget": Unsupported(_USE_MAX_TOKENS),
     "truncation_side": Unsupported("the beginning of a prompt is cut; cut its end yourself", ("left",)),

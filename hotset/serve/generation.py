@@ -143,6 +143,7 @@ def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "lengt
     assert piece.finish_reason != "abort", "_pump raises EngineStopped for this reason"
     assert piece.finish_reason != "lost", "the engine client raises HandoffLost for this reason"
     assert piece.finish_reason != "no_room", "the engine client raises NoRoomLeft for this reason"
+    assert piece.finish_reason != "structure", "the engine client raises RequestError for this reason"
     return piece.finish_reason
 
 

@@ -40,6 +40,7 @@ from hotset.serve.fields import (
     implemented_fields,
     unsupported_message,
 )
+from hotset.serve.structured_output import ResponseFormat, StructuredOutputs
 
 REQUEST_ID_HEADER = "x-request-id"
 # Union tags appear in the location of a validation error; this prefix distinguishes them from field names.
@@ -310,6 +311,10 @@ class SamplingFields(RequestBody):
     )
     cache_salt: CacheSalt | None = Field(
         None, description="Only requests with the same salt reuse each other's prefixes."
+    )
+    response_format: ResponseFormat | None = Field(None, description="Make the answer JSON, of a schema or of any.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Give the answer a structure. The answer ends where its structure ends."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Ignored without stream: true.")

@@ -31,6 +31,7 @@ from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
 from hotset.serve.protocol import SamplingFields
 from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
+from hotset.serve.structured_output import structure_of
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias", "structure"})
@@ -278,5 +279,8 @@ class Service:
             raise RequestError(message, param="max_tokens", code="invalid_value")
         values: dict[str, Any] = dict(self.client.defaults)
         values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
+        structure = structure_of(body.response_format, body.structured_outputs)
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None)
+        return SamplingParams(
+            **values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None, structure=structure
+        )

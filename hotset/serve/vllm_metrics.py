@@ -80,7 +80,8 @@ VLLM_METRICS = (
         TOKEN_BUCKETS,
     ),
 )
-FINISHED_REASONS = {"lost": "error", "no_room": "error"}  # our finish reasons that vLLM calls otherwise
+# Our finish reasons that vLLM calls otherwise
+FINISHED_REASONS = {"lost": "error", "no_room": "error", "structure": "error"}
 
 
 def vllm_metrics(families: Iterable[Metric], model_name: str) -> Iterator[Metric]:

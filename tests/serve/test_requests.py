@@ -115,7 +115,7 @@ def test_the_requests_that_other_tests_make_invalid_are_valid(http: httpx.Client
 INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     # Fields that would change the answer and are not implemented are rejected by name; test_fields.py tests the others.
     *[(CHAT, {field: value}, "unsupported_field", field) for field, value in [
-        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("audio", {}),
+        ("tools", [{"type": "function"}]), ("audio", {}),
         ("tool_choice", "required"), ("best_of", 2), ("unheard_of", 1), ("temprature", 1), ("prompt", "a"),
     ]],
     *[(TEXT, {field: value}, "unsupported_field", field) for field, value in [
@@ -125,6 +125,22 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     ("/tokenize", {"promt": "a"}, "unsupported_field", "promt"),
     ("/detokenize", {"token": [1]}, "unsupported_field", "token"),
     (CHAT, {"stream": True, "stream_options": {"x": 1}}, "unsupported_field", "stream_options.x"),
+    # Structures.
+    (CHAT, {"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "invalid_value", "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+     "invalid_structure", None),
+    (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+     "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"structural_tag": "a"}}, "unsupported_field", "structured_outputs.structural_tag"),
+    (TEXT, {"structured_outputs": {"regex": "(?=a)b"}}, "invalid_structure", None),
+    (TEXT, {"structured_outputs": {"regex": "[^\\s\\S]"}}, "invalid_structure", None),
+    (TEXT, {"structured_outputs": {"grammar": 'start: "a" start'}}, "invalid_structure", None),
+    (TEXT, {"structured_outputs": {"json": '{"multipleOf": 999983}'}}, "invalid_structure", None),
+    (TEXT, {"structured_outputs": {"json": "{"}}, "invalid_structure", None),
+    (TEXT, {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "invalid_value", "ignore_eos"),
     # Conversations.
     (CHAT, {"messages": []}, "invalid_value", "messages"),
     (CHAT, {"messages": "hello"}, "invalid_value", "messages"),
@@ -197,7 +213,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
             "reasoning_effort": "low", "verbosity": "low", "safety_identifier": "x", "prompt_cache_key": "x"}),
     (CHAT, {"tools": [], "tool_choice": "none", "functions": None, "function_call": None, "modalities": ["text"],
-            "response_format": {"type": "text"}, "audio": None, "prediction": None, "web_search_options": None}),
+            "response_format": {"type": "text"}, "audio": None, "prediction": None, "web_search_options": None,
+            "structured_outputs": None}),
     (CHAT, dict.fromkeys(["temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "logprobs", "unheard_of",
                           "top_logprobs", "stream_options", "max_completion_tokens"])),
     (CHAT, {"max_tokens": 2, "max_completion_tokens": 2, "top_logprobs": 0, "logprobs": False}),

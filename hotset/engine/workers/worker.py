@@ -23,6 +23,7 @@ from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.decode_graphs import StepGraph, captures_graphs
+from hotset.engine.frontend import grammar_compiler
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
@@ -295,6 +296,7 @@ class Worker:
             collectives=world.collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
             barrier=world.collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
+            compiler=grammar_compiler(config, stage.vocab) if self._reports_samples else None,
         )
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
