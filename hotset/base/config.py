@@ -443,6 +443,14 @@ class ServeConfig:
     served_model_name: str | None = setting(
         None, "Model name that clients send. Default: the name of the model's directory or file."
     )
+    tool_format: Literal["auto", "deepseek_v32", "glm", "llama3", "qwen3", "qwen3_coder", "none"] = setting(
+        "auto",
+        "How the model writes tool calls. 'qwen3': JSON between <tool_call> and </tool_call>, also Hermes; "
+        "'qwen3_coder': <function=…> within these; 'glm': <arg_key> and <arg_value> within these; 'deepseek_v32': "
+        "<｜DSML｜invoke …>; 'llama3': JSON, also after <|python_tag|>; 'none': tools are refused; 'auto': the format "
+        "that the chat template shows, else that of 'qwen3', with the tools described in the system message.",
+        choices=("auto", "deepseek_v32", "glm", "llama3", "qwen3", "qwen3_coder", "none"),
+    )
     cors_origin: str | None = setting(
         None, "Origin whose pages may call the server from a browser, or '*' for any. Default: none."
     )

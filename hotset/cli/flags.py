@@ -49,7 +49,7 @@ BASICS = (
 )
 PANELS: Panels = {
     "Model": ("tokenizer", "dtype", "weight_dtype", "load_format", "pack_weights", "seed"),
-    "Chat": CHAT_SETTINGS,
+    "Chat": (*CHAT_SETTINGS, "tool_format"),
     "KV cache": (
         "tiers",
         "gpu_memory_utilization",

@@ -13,6 +13,12 @@ Channel = Literal["reasoning", "content"]
 REASONING_START = "<think>"
 REASONING_END = "</think>"
 REASONING_MARKERS = (REASONING_START, REASONING_END)
+# Tokens with which models write tool calls. Parsers of calls need them in the text of an answer.
+TOOL_MARKERS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("｜DSML｜", "<|python_tag|>"),
+)
+SHOWN_MARKERS = frozenset(REASONING_MARKERS + TOOL_MARKERS)
 MAX_LEADING_SPACES = 16  # white space before a <think> that begins an answer
 
 
@@ -24,7 +30,7 @@ class TextPart:
     text: str
 
 
-AnswerPart = TextPart  # a parser of tool calls will add its own kinds of parts
+AnswerPart = TextPart
 
 
 class AnswerParser(Protocol):

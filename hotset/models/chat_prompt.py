@@ -28,6 +28,7 @@ class ChatOptions:
     add_generation_prompt: bool | None = None  # None: True, unless the last message is continued
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template, like enable_thinking
+    tools: tuple[Mapping[str, Any], ...] = ()  # as in the API: {"type": "function", "function": {...}}
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
@@ -85,7 +86,7 @@ class ChatFormat:
         variables = {
             **self._defaults,
             **options.template_kwargs,
-            "tools": None,
+            "tools": list(options.tools) or None,
             "documents": None,
             "add_generation_prompt": options.opens_message,
         }

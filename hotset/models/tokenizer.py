@@ -11,7 +11,7 @@ import tokenizers
 
 from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
 from hotset.base.units import MIB
-from hotset.models.answer_parser import REASONING_MARKERS, AnswerParser, PlainParser, ThinkParser
+from hotset.models.answer_parser import REASONING_MARKERS, SHOWN_MARKERS, AnswerParser, PlainParser, ThinkParser
 from hotset.models.chat_formats import built_in_template, read_template
 from hotset.models.chat_prompt import SPECIAL_TOKEN_NAMES, ChatFormat, ChatOptions, Message
 from hotset.models.checkpoint.files import ModelFiles, find_tokenizer
@@ -64,15 +64,22 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        # The markers of reasoning are never hidden, because answers are divided at them.
+        # Markers of reasoning and of tool calls are never hidden, because answers are divided at them.
         self.special_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in added.items() if token.special and token.content not in REASONING_MARKERS
+            token_id for token_id, token in added.items() if token.special and token.content not in SHOWN_MARKERS
         )
         self.chat_stop_ids: tuple[int, ...] = parts.chat_stop_ids
         self._byte_level = _is_byte_level(backend)
         self._prefix = _missing_bos(parts)
         self._chat_format = _chat_format(parts, chat.template_kwargs)
         marked = all(backend.token_to_id(marker) is not None for marker in REASONING_MARKERS)
+        # Grammars must name these tokens by their ids: the library does not find them in texts.
+        self.grammar_ids: Mapping[str, int] = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+        self.chat_template = parts.chat_template
         self.parses_reasoning = marked if chat.reasoning_parser == "auto" else chat.reasoning_parser == "think"
         self.description = _description(parts)
 

@@ -14,7 +14,14 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.chat_prompt import ChatOptions
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.chunks import ChunkResponder
-from hotset.serve.conversation import Answer, AnswerReader, Conversation, encode_conversation
+from hotset.serve.conversation import (
+    Answer,
+    AnswerPiece,
+    AnswerReader,
+    Conversation,
+    ReasoningPiece,
+    encode_conversation,
+)
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import chat_logprobs, prompt_logprobs
@@ -28,9 +35,15 @@ from hotset.serve.responses import (
     ChatLogprobs,
     DeltaMessage,
     FormattedPromptLogprobs,
+    FunctionCall,
+    FunctionCallDelta,
+    MessageToolCall,
+    ToolCallDelta,
     Usage,
 )
 from hotset.serve.service import Service
+from hotset.serve.tools.calls import CallArguments, CallBegins, TextPiece
+from hotset.serve.tools.fields import tool_use_of
 
 
 @dataclass(frozen=True)
@@ -63,16 +76,22 @@ class ChatFormatter:
         if delta.index not in self._readers:
             self._readers[delta.index] = self.new_reader()
         reader = self._readers[delta.index]
-        answer = Answer.of(reader.read(delta))
-        reasoning = answer.reasoning if self.show_reasoning else ""
+        pieces = reader.read(delta)
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
+        message = DeltaMessage(
+            content=text or None,
+            reasoning_content=(reasoning or None) if self.show_reasoning else None,
+            tool_calls=_call_deltas(pieces) or None,
+        )
         shows_tokens = self.alternatives is not None or self.prompt_token_ids is not None or delta.prompt_logprobs
-        if not answer.text and not reasoning and delta.finish_reason is None and not shows_tokens:
+        if message == DeltaMessage() and delta.finish_reason is None and not shows_tokens:
             return None
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=DeltaMessage(content=answer.text or None, reasoning_content=reasoning or None),
+            delta=message,
             logprobs=self._logprobs(delta),
-            finish_reason=api_finish_reason(delta),
+            finish_reason=reader.finish_reason(api_finish_reason(delta)),
             stop_reason=delta.stop_reason,
             token_ids=self._token_ids(delta),
         )
@@ -82,28 +101,31 @@ class ChatFormatter:
         return self._chunk([], usage)
 
     def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=output.index,
-                message=self._message(output.text),
-                logprobs=self._logprobs(output),
-                finish_reason=api_finish_reason(output),
-                stop_reason=output.stop_reason,
-                prompt_token_ids=self.prompt_token_ids,
-                token_ids=self._token_ids(output),
-            )
-            for output in outputs
-        ]
+        choices = [self._choice(output) for output in outputs]
         prompt_logprobs = self._prompt_logprobs(outputs[0])
         return ChatCompletion(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
-    def _message(self, text: str) -> AssistantMessage:
+    def _choice(self, output: CompletionOutput) -> ChatChoice:
         reader = self.new_reader()
-        answer = Answer.of(reader.feed(text) + reader.finish())
-        return AssistantMessage(
+        answer = Answer.of(reader.feed(output.text) + reader.finish())
+        calls = [
+            MessageToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in answer.calls
+        ]
+        message = AssistantMessage(
             role="assistant",
-            content=answer.text or (None if answer.reasoning else ""),
+            content=answer.text or (None if answer.reasoning or calls else ""),
             reasoning_content=(answer.reasoning or None) if self.show_reasoning else None,
+            tool_calls=calls or None,
+        )
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            logprobs=self._logprobs(output),
+            finish_reason=reader.finish_reason(api_finish_reason(output)),
+            stop_reason=output.stop_reason,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=self._token_ids(output),
         )
 
     def _chunk(
@@ -138,6 +160,21 @@ class ChatFormatter:
         return chat_logprobs(self.tokenizer, piece.token_ids, piece.logprobs or (), self.alternatives)
 
 
+def _call_deltas(pieces: Sequence[AnswerPiece]) -> list[ToolCallDelta]:
+    """Returns at most one delta for each call: clients merge the deltas of a call over chunks."""
+    deltas: dict[int, ToolCallDelta] = {}
+    for piece in pieces:
+        if isinstance(piece, CallBegins):
+            function = FunctionCallDelta(name=piece.name, arguments="")
+            deltas[piece.index] = ToolCallDelta(index=piece.index, id=piece.id, type="function", function=function)
+        elif isinstance(piece, CallArguments):
+            delta = deltas.setdefault(
+                piece.index, ToolCallDelta(index=piece.index, function=FunctionCallDelta(arguments=""))
+            )
+            delta.function.arguments += piece.text
+    return list(deltas.values())
+
+
 async def chat_completion(request: Request, service: Service, body: ChatRequest) -> Response:
     """Answers a conversation. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
     service.check_model(body.model)
@@ -146,7 +183,9 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prefill_at = service.prefill_at(request.headers)
-    encoding = encode_conversation(service, conversation_of(body.messages, body), service.max_untruncated(body))
+    encoding = encode_conversation(
+        service, conversation_of(body.messages, body, body.parallel_tool_calls), service.max_untruncated(body)
+    )
     prompt = await unless_disconnected(request.receive, encoding)
     token_ids = service.truncated(prompt.token_ids, body, max_tokens or 1)
     formatter = ChatFormatter(
@@ -179,9 +218,13 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         raise
 
 
-def conversation_of(messages: Sequence[ChatMessage], fields: ChatFields) -> Conversation:
-    """Returns the conversation of a request. `chat_template_kwargs` has precedence over `reasoning_effort`, for which
-    templates have several names."""
+def conversation_of(
+    messages: Sequence[ChatMessage], fields: ChatFields, parallel_tool_calls: bool | None = None
+) -> Conversation:
+    """Returns the conversation of a request. Raises RequestError if its tools are not usable.
+
+    `chat_template_kwargs` has precedence over `reasoning_effort`, for which templates have several names.
+    """
     thinking: dict[str, Any] = {}
     if fields.reasoning_effort is not None:
         thinks = fields.reasoning_effort != "none"
@@ -192,4 +235,5 @@ def conversation_of(messages: Sequence[ChatMessage], fields: ChatFields) -> Conv
         template_kwargs=thinking | (fields.chat_template_kwargs or {}),
     )
     turns = tuple(message.for_template() for message in messages)
-    return Conversation(turns, options, add_special_tokens=bool(fields.add_special_tokens))
+    tool_use = tool_use_of(fields.tools, fields.tool_choice, parallel_tool_calls)
+    return Conversation(turns, options, tool_use, add_special_tokens=bool(fields.add_special_tokens))

@@ -4,20 +4,25 @@ An endpoint makes a `Conversation`, encodes it, and calls `generation.respond` w
 reads the deltas through `events_of`, or through one `AnswerReader` per choice.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, overload
 
-from hotset.base.errors import ContextLengthExceeded
+from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.base.structure import Structure
 from hotset.engine.outputs import Delta
-from hotset.models.answer_parser import REASONING_END, AnswerParser, ends_in_reasoning
+from hotset.models.answer_parser import REASONING_END, AnswerParser, AnswerPart, ends_in_reasoning
 from hotset.models.chat_prompt import ChatOptions, Message
+from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import Deltas, GenerationJob, usage_of
 from hotset.serve.responses import Usage
 from hotset.serve.service import Service
 from hotset.serve.tools.calls import CallArguments, CallBegins, Piece, TextPiece, ToolCall, ToolUse
+from hotset.serve.tools.formats import ToolFormat, format_for, takes_tools
+from hotset.serve.tools.parsing import StreamParser
+from hotset.serve.tools.plain_template import plain_messages
 
 AnswerFinish = Literal["stop", "length", "tool_calls"]
 
@@ -59,42 +64,69 @@ class ConversationPrompt:
     token_ids: list[int]
     new_reader: Callable[[], "AnswerReader"]
     begins_in_reasoning: bool = False  # the answer begins with reasoning, which ends with REASONING_END
+    structure: Structure | None = None  # of an answer that must be a call
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Returns `params` with the constraint that the tool choice puts on the answer. A structure begins after the
-        reasoning."""
-        if params.structure is None or not self.begins_in_reasoning:
-            return params
-        return replace(params, structure=replace(params.structure, after=REASONING_END))
+        """Returns `params` with the structure that the tool choice demands. A structure begins after the reasoning.
+
+        Raises RequestError if the request demands another structure.
+        """
+        if self.structure is not None and params.structure is not None:
+            message = "tool_choice demands a call, and the request also gives the answer a structure; send one of them"
+            raise RequestError(message, param="tool_choice", code="invalid_value")
+        structure = self.structure or params.structure
+        if structure is not None and self.begins_in_reasoning:
+            structure = replace(structure, after=REASONING_END)
+        return params if structure is None else replace(params, structure=structure)
 
 
 class AnswerReader:
     """Reads the text of one answer, in any pieces. Nothing that may be half of a marker is returned as text."""
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self, parser: AnswerParser, calls: StreamParser | None = None, *, parallel: bool = True) -> None:
         self._parser = parser
+        self._calls = calls
+        self._parallel = parallel
         self.has_calls = False
 
     def feed(self, text: str) -> list[AnswerPiece]:
         """Returns the pieces that `text` completes."""
-        return [
-            ReasoningPiece(part.text) if part.channel == "reasoning" else TextPiece(part.text)
-            for part in self._parser.push(text)
-        ]
+        return self._pieces(self._parser.push(text))
 
     def finish(self) -> list[AnswerPiece]:
         """Ends the text and returns the pieces that were held back."""
-        return [
-            ReasoningPiece(part.text) if part.channel == "reasoning" else TextPiece(part.text)
-            for part in self._parser.finish()
-        ]
+        pieces = self._pieces(self._parser.finish())
+        return pieces if self._calls is None else pieces + self._kept(self._calls.finish())
+
+    def _pieces(self, parts: Iterable[AnswerPart]) -> list[AnswerPiece]:
+        pieces: list[AnswerPiece] = []
+        for part in parts:
+            if part.channel == "reasoning":
+                pieces.append(ReasoningPiece(part.text))
+            elif self._calls is None:
+                pieces.append(TextPiece(part.text))
+            else:
+                pieces += self._kept(self._calls.feed(part.text))
+        return pieces
+
+    def _kept(self, pieces: Iterable[Piece]) -> list[AnswerPiece]:
+        """Drops all calls after the first if the client wants only one."""
+        kept = [piece for piece in pieces if self._parallel or isinstance(piece, TextPiece) or piece.index == 0]
+        self.has_calls = self.has_calls or any(isinstance(piece, CallBegins) for piece in kept)
+        return list(kept)
 
     def read(self, delta: Delta) -> list[AnswerPiece]:
         """Returns the pieces that a delta completes, and all that are left if it is the last one."""
         pieces = self.feed(delta.text)
         return pieces if delta.finish_reason is None else pieces + self.finish()
 
-    def finish_reason(self, reason: Literal["stop", "length"]) -> AnswerFinish:
+    @overload
+    def finish_reason(self, reason: Literal["stop", "length"]) -> AnswerFinish: ...
+
+    @overload
+    def finish_reason(self, reason: Literal["stop", "length"] | None) -> AnswerFinish | None: ...
+
+    def finish_reason(self, reason: Literal["stop", "length"] | None) -> AnswerFinish | None:
         """Returns the reason that clients get: an answer with calls that ended by itself ends with these calls."""
         return "tool_calls" if self.has_calls and reason == "stop" else reason
 
@@ -133,8 +165,12 @@ async def encode_conversation(
 ) -> ConversationPrompt:
     """Returns the prompt of a conversation. Raises RequestError if the chat template fails, and ContextLengthExceeded
     for a long prompt with more than `max_tokens` tokens; the default is the model's context length."""
-    tokenizer, options = service.tokenizer, conversation.options
-    messages = conversation.messages
+    tokenizer, options, use = service.tokenizer, conversation.options, conversation.tool_use
+    messages: Sequence[Message] = conversation.messages
+    tool_format = _tool_format(service, tokenizer, use)
+    if use.tools and not takes_tools(tokenizer.chat_template or ""):
+        messages = plain_messages(messages, use.offered)
+    options = replace(options, tools=tuple(tool.for_template() for tool in use.offered))
     text = await service.in_template_thread(lambda: tokenizer.render_chat(messages, options))
     try:
         ids = await service.encode(text, max_tokens, add_special=conversation.add_special_tokens)
@@ -142,11 +178,29 @@ async def encode_conversation(
         error.param = "messages"
         raise
     in_reasoning = ends_in_reasoning(text, messages[-1]["content"] if options.continue_final_message else "")
+
+    def new_reader() -> AnswerReader:
+        parser = tokenizer.answer_parser(in_reasoning=in_reasoning)
+        calls = None if tool_format is None else tool_format.parser(use.tools)
+        return AnswerReader(parser, calls, parallel=use.parallel)
+
     return ConversationPrompt(
-        ids,
-        lambda: AnswerReader(tokenizer.answer_parser(in_reasoning=in_reasoning)),
+        token_ids=ids,
+        new_reader=new_reader,
         begins_in_reasoning=in_reasoning and tokenizer.parses_reasoning,
+        structure=tool_format.structure(use, tokenizer.grammar_ids) if tool_format and use.must_call else None,
     )
+
+
+def _tool_format(service: Service, tokenizer: Tokenizer, use: ToolUse) -> ToolFormat | None:
+    """Returns the format of calls in the answer, or None if it has none. Raises RequestError if tools are refused."""
+    if not use.offered:
+        return None
+    tool_format = format_for(tokenizer.chat_template, service.config.tool_format)
+    if tool_format is None:
+        message = "this server refuses tools (--tool-format none); leave them out, or set tool_choice to none"
+        raise RequestError(message, param="tools", code="unsupported_field")
+    return tool_format
 
 
 async def events_of(deltas: Deltas, job: GenerationJob, reader: AnswerReader) -> AsyncGenerator[AnswerEvent, None]:

@@ -83,7 +83,6 @@ def _same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-_NO_TOOLS = "tool calls are not implemented; describe the tools in a message"
 _USE_STRUCTURED_OUTPUTS = "use structured_outputs"
 _TEXT_ONLY = "the model reads and writes text only"
 _NO_BEAMS = "beam search is not implemented; use n and temperature"
@@ -98,10 +97,10 @@ _USE_ROUTER = "send the request to a router (hotset router), which arranges hand
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     # OpenAI
-    "tools": Unsupported(_NO_TOOLS, ([],)),
-    "tool_choice": Unsupported(_NO_TOOLS, ("none", "auto")),
-    "functions": Unsupported(_NO_TOOLS, ([],)),
-    "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
+    "tools": Unsupported(_IN_CHAT, ([],)),
+    "tool_choice": Unsupported(_IN_CHAT, ("none", "auto")),
+    "functions": Unsupported("use tools", ([],)),
+    "function_call": Unsupported("use tool_choice", ("none", "auto")),
     "modalities": Unsupported(_TEXT_ONLY, (["text"],)),
     "audio": Unsupported(_TEXT_ONLY),
     "prediction": Unsupported("predicted output is not implemented; leave it out, the answer is the same"),

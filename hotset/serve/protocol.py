@@ -41,6 +41,7 @@ from hotset.serve.fields import (
     unsupported_message,
 )
 from hotset.serve.structured_output import ResponseFormat, StructuredOutputs
+from hotset.serve.tools.fields import ToolChoiceField, Tools
 
 REQUEST_ID_HEADER = "x-request-id"
 # Union tags appear in the location of a validation error; this prefix distinguishes them from field names.
@@ -340,6 +341,10 @@ class ChatFields(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, like enable_thinking."
     )
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
+    tool_choice: ToolChoiceField | None = Field(
+        None, description="'none' hides the tools, 'required' or a named tool makes the answer a call. Default: 'auto'."
+    )
     reasoning_effort: Annotated[Text, Field(max_length=MAX_SHOWN_CHARACTERS)] | None = Field(
         None, description="'none' turns thinking off, any other value turns it on, in models that can do both."
     )
@@ -347,6 +352,7 @@ class ChatFields(RequestBody):
 
 class ChatRequest(SamplingFields, ChatFields):
     messages: Messages
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer has at most one call.")
     include_reasoning: bool | None = Field(None, description="false leaves reasoning_content out of the answer.")
     max_completion_tokens: int | None = Field(
         None, ge=1, description="Same as max_tokens, which it replaces in the OpenAI API."

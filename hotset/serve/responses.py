@@ -80,16 +80,28 @@ class Choice(BaseModel):
     """The fields of a choice in both endpoints, streamed or not."""
 
     index: int
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None = _omitted_if_none()
     prompt_token_ids: list[int] | None = _omitted_if_none()
     token_ids: list[int] | None = _omitted_if_none()
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str  # the JSON text of an object
+
+
+class MessageToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: str | None  # None if the answer ended within its reasoning
+    content: str | None  # None if the answer ended within its reasoning, or has only calls
     reasoning_content: str | None = _omitted_if_none()
+    tool_calls: list[MessageToolCall] | None = _omitted_if_none()
 
 
 class ChatChoice(Choice):
@@ -97,10 +109,25 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
+class FunctionCallDelta(BaseModel):
+    name: str | None = _omitted_if_none()
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """New text of a call. Its first delta has the id, the type and the name."""
+
+    index: int
+    id: str | None = _omitted_if_none()
+    type: Literal["function"] | None = _omitted_if_none()
+    function: FunctionCallDelta
+
+
 class DeltaMessage(BaseModel):
     role: Literal["assistant"] | None = _omitted_if_none()
     content: str | None = _omitted_if_none()
     reasoning_content: str | None = _omitted_if_none()
+    tool_calls: list[ToolCallDelta] | None = _omitted_if_none()
 
 
 class ChatChunkChoice(Choice):

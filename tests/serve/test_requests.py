@@ -115,8 +115,8 @@ def test_the_requests_that_other_tests_make_invalid_are_valid(http: httpx.Client
 INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     # Fields that would change the answer and are not implemented are rejected by name; test_fields.py tests the others.
     *[(CHAT, {field: value}, "unsupported_field", field) for field, value in [
-        ("tools", [{"type": "function"}]), ("audio", {}),
-        ("tool_choice", "required"), ("best_of", 2), ("unheard_of", 1), ("temprature", 1), ("prompt", "a"),
+        ("functions", [{"name": "a"}]), ("audio", {}),
+        ("function_call", {"name": "a"}), ("best_of", 2), ("unheard_of", 1), ("temprature", 1), ("prompt", "a"),
     ]],
     *[(TEXT, {field: value}, "unsupported_field", field) for field, value in [
         ("suffix", "!"), ("use_beam_search", True), ("guided_json", {}), ("messages", MESSAGES), ("n" * 9000, 1),

@@ -1,0 +1,102 @@
+"""The fields of OpenAI's chat completions that concern tools."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
+
+from hotset.serve.tools.calls import MAX_TOOLS, TOOL_NAME, NamedTool, ToolChoice, ToolSpec, ToolUse
+
+MAX_SHOWN_CHARACTERS = 64  # of a value that an error repeats
+
+
+# What the API's document says about the schema of arguments.
+PARAMETERS: JsonDict = {
+    "properties": {
+        "type": {"const": "object"},
+        "properties": {"type": "object", "additionalProperties": {"type": "object"}},
+        "required": {"type": "array", "items": {"type": "string"}},
+    }
+}
+
+
+class ToolModel(BaseModel):
+    """The base of tools and choices. Keys that no model reads are ignored."""
+
+    model_config = ConfigDict(
+        extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": True}
+    )
+
+
+def _is_function(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "function":
+        message = "is '{given}', but only tools of type 'function' are supported"
+        raise PydanticCustomError("tool_type", message, {"given": kind[:MAX_SHOWN_CHARACTERS]})
+    return kind
+
+
+ToolType = Annotated[Literal["function"], BeforeValidator(_is_function)]
+
+
+class Function(ToolModel):
+    name: str = Field(json_schema_extra={"pattern": f"^{TOOL_NAME.pattern}$"})
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS)] | None = Field(
+        None, description="JSON schema of the arguments."
+    )
+    strict: bool | None = Field(
+        None, description="Arguments always follow the schema if tool_choice requires a call; otherwise a hint."
+    )
+
+
+class FunctionTool(ToolModel):
+    """A function that the model may call."""
+
+    type: ToolType
+    function: Function
+
+    @property
+    def spec(self) -> ToolSpec:
+        function = self.function
+        return ToolSpec(function.name, function.description, function.parameters, bool(function.strict))
+
+
+class FunctionName(ToolModel):
+    name: str
+
+
+class FunctionChoice(ToolModel):
+    """The answer must be a call of this function."""
+
+    type: ToolType
+    function: FunctionName
+
+
+def _choice_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "|mode"
+    return "|function" if isinstance(value, dict) else None
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoiceField = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("|mode")] | Annotated[FunctionChoice, Tag("|function")],
+    Discriminator(
+        _choice_form,
+        custom_error_type="form",
+        custom_error_message="must be 'none', 'auto', 'required', or an object that names a function",
+    ),
+]
+
+
+def tool_use_of(
+    tools: Sequence[FunctionTool] | None,
+    choice: Literal["none", "auto", "required"] | FunctionChoice | None,
+    parallel: bool | None,
+) -> ToolUse:
+    """Returns the tools of a request. Raises RequestError if one of them is not usable, or not the choice."""
+    specs = tuple(tool.spec for tool in tools or ())
+    chosen: ToolChoice = NamedTool(choice.function.name) if isinstance(choice, FunctionChoice) else choice or "auto"
+    return ToolUse(specs, chosen, parallel is not False)

@@ -1,0 +1,93 @@
+"""The formats in which models write calls, and the choice of one for a model."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hotset.base.structure import Structure
+from hotset.serve.tools.calls import ToolSpec, ToolUse
+from hotset.serve.tools.grammars import (
+    DEEPSEEK_CALLS,
+    GLM_CALLS,
+    QWEN_CODER_CALLS,
+    CallWriter,
+    calls_structure,
+    llama3_calls,
+    qwen3_calls,
+)
+from hotset.serve.tools.json_calls import LlamaParser, read_json_call
+from hotset.serve.tools.markup_calls import DEEPSEEK, DSML, GLM, QWEN_CODER, Markup
+from hotset.serve.tools.parsing import BlockParser, StreamParser, new_call_id
+
+ParserMaker = Callable[[Sequence[ToolSpec], Callable[[], str]], StreamParser]
+USES_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls. `sign` in a chat template shows that the template is written for this format."""
+
+    name: str
+    sign: str
+    new_parser: ParserMaker
+    write_calls: CallWriter
+
+    def parser(self, tools: Sequence[ToolSpec], new_id: Callable[[], str] = new_call_id) -> StreamParser:
+        """Returns a parser for one answer."""
+        return self.new_parser(tools, new_id)
+
+    def structure(self, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
+        """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool."""
+        return calls_structure(self.write_calls, use, special_ids)
+
+
+def _markup_parser(opener: str, closer: str, markup: Markup) -> ParserMaker:
+    def new_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> StreamParser:
+        by_name = {tool.name: tool for tool in tools}
+        return BlockParser(opener, closer, lambda body: markup.read(body, by_name), new_id)
+
+    return new_parser
+
+
+def _qwen3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> StreamParser:
+    return BlockParser("<tool_call>", "</tool_call>", read_json_call, new_id)
+
+
+def _llama3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> StreamParser:
+    return LlamaParser([tool.name for tool in tools], new_id)
+
+
+DEEPSEEK_V32 = ToolFormat(
+    "deepseek_v32",
+    DSML,
+    _markup_parser(f"<{DSML}function_calls>", f"</{DSML}function_calls>", DEEPSEEK),
+    DEEPSEEK_CALLS,
+)
+QWEN3 = ToolFormat("qwen3", "<tool_call>", _qwen3_parser, qwen3_calls)
+# In the order in which templates are searched for their signs: a sign can also be in templates of earlier formats.
+FORMATS = (
+    DEEPSEEK_V32,
+    ToolFormat("glm", "<arg_key>", _markup_parser("<tool_call>", "</tool_call>", GLM), GLM_CALLS),
+    ToolFormat(
+        "qwen3_coder", "<function=", _markup_parser("<tool_call>", "</tool_call>", QWEN_CODER), QWEN_CODER_CALLS
+    ),
+    QWEN3,
+    ToolFormat("llama3", '"parameters"', _llama3_parser, llama3_calls),
+)
+DEFAULT = QWEN3  # of templates that do not show a format
+
+
+def format_for(chat_template: str | None, setting: str) -> ToolFormat | None:
+    """Returns the format of a model. `setting` is the name of one, "none", or "auto": the chat template decides, which
+    comes with the model or, for models without one, is the built-in one of its architecture."""
+    if setting == "none":
+        return None
+    if setting != "auto":
+        return next(tool_format for tool_format in FORMATS if tool_format.name == setting)
+    shown = (tool_format for tool_format in FORMATS if tool_format.sign in (chat_template or ""))
+    return next(shown, DEFAULT)
+
+
+def takes_tools(chat_template: str) -> bool:
+    """Returns whether a chat template describes tools to the model."""
+    return USES_TOOLS.search(chat_template) is not None
