@@ -112,7 +112,7 @@ class Answer:
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
 
 
-def make_engine(model: RunnerModel, spec: ModelSpec, **settings: Any) -> Engine:
+def make_engine(model: RunnerModel, spec: ModelSpec, /, **settings: Any) -> Engine:
     """Returns an engine around a loaded decoder. `settings` are fields of EngineConfig."""
     config = EngineConfig(**settings)
     budget = kv_budget(config, model.kv_shape, spec.context, CPU)

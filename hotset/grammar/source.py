@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 from hotset.base.structure import Structure, invalid_structure
 
@@ -24,6 +24,7 @@ JSON_OPTIONS: Any = {
 }
 MAX_GAP = 16  # characters of white space between `Structure.after` and the structure
 ANY_OBJECT = {"type": "object"}
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 EMBEDDED_SCHEMA = re.compile(r"%json\s*(?=\{)")
 MAX_COST = 2_000_000  # about 0.5 s (one core of a server, 2026)
 MAX_DEPTH = 100  # of nested JSON
@@ -66,8 +67,9 @@ def _grammar_of(structure: Structure) -> str:
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structure.choices)
             return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
         case "grammar":
+            syntax: Literal["gbnf", "lark"] = "gbnf" if GBNF_RULE.search(structure.value) else "lark"
             try:
-                return str(grammar_from("grammar", _with_options(structure.value)))
+                return str(grammar_from(syntax, _with_options(structure.value)))
             except ValueError as error:
                 raise invalid_structure(str(error)) from None
 

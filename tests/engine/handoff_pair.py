@@ -326,6 +326,7 @@ class Pair:
 @contextmanager
 def pair(
     model: str,
+    /,
     transfer: str,
     page_rows: tuple[int, int],
     decode_settings: dict[str, Any] | None = None,

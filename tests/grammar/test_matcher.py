@@ -1,0 +1,212 @@
+"""Matchers against oracles: every answer that a random walk of allowed tokens ends satisfies its structure."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structures import END, SMALL_STRUCTURES, SchemaGenerator, of_schema, satisfies, small_tokenizer
+
+from hotset.base.errors import RequestError
+from hotset.base.structure import Structure
+from hotset.grammar import compiler as compiler_module
+from hotset.grammar.compiler import GrammarCompiler
+from hotset.grammar.matcher import Matcher, StructureFailed
+
+VOCAB = 64  # three logits have no token
+STOPS = frozenset({END})
+TOKENIZER = small_tokenizer()
+
+
+@cache
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER.to_str, VOCAB)
+
+
+@cache
+def token_text(token: int) -> str:
+    return TOKENIZER.decode([token], skip_special_tokens=False)
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    bits = matcher.masks.empty(2)
+    matcher.fill(bits, 1)
+    assert not bits[0].any(), "a mask was written to another row"
+    tokens = np.flatnonzero(np.unpackbits(bits[1].view(np.uint8), bitorder="little"))
+    assert not len(tokens) or tokens.max() < 61, "a token that does not exist is allowed"
+    return [int(token) for token in tokens]
+
+
+def walk(matcher: Matcher, choose: Callable[[list[int]], int], most: int = 3000) -> str:
+    """Accepts allowed tokens until a stop token. Returns the text."""
+    text = ""
+    for _ in range(most):
+        tokens = allowed(matcher)
+        assert (END in tokens) == matcher.may_end
+        token = choose(tokens)
+        matcher.accept(token)
+        if token == END:
+            assert matcher.finished and allowed(matcher) == [END]
+            return text
+        text += token_text(token)
+    raise AssertionError(f"no end after {most} tokens: {text[-200:]!r}")
+
+
+@pytest.mark.parametrize("structure", SMALL_STRUCTURES, ids=lambda structure: structure.kind)
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=15, deadline=None)
+def test_random_answers_satisfy_their_structure(structure: Structure, seed: int) -> None:
+    text = walk(grammars().matcher(structure, STOPS), random.Random(seed).choice)
+    assert satisfies(structure, text)
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=25, deadline=None)
+def test_random_answers_satisfy_random_schemas(seed: int) -> None:
+    rng = random.Random(seed)
+    # Enumerations and constants contain letters that the small vocabulary lacks.
+    schema = SchemaGenerator(rng).schema()
+    if not set(json.dumps(schema)) <= set('abcdef0123456789{}[]":, -.typolngmixLhr'):
+        schema = {"type": "array", "items": {"type": "string", "maxLength": rng.randint(0, 9)}, "maxItems": 3}
+    text = walk(grammars().matcher(of_schema(schema), STOPS), rng.choice)
+    assert satisfies(of_schema(schema), text), (schema, text)
+
+
+def test_the_mask_of_a_choice_has_exactly_the_tokens_that_begin_or_continue_one() -> None:
+    choices = ["ab12", "abc", "12", "ab1234"]
+    pending = [""]
+    while pending:
+        text = pending.pop()
+        matcher = grammars().matcher(Structure("choice", json.dumps(choices)), STOPS)
+        for letter in text:
+            matcher.accept(TOKENIZER.token_to_id(letter))
+        begins = [t for t in range(61) if t != END and any(c.startswith(text + token_text(t)) for c in choices)]
+        assert allowed(matcher) == sorted([*begins, *([END] if text in choices else [])])
+        pending += [text + token_text(token) for token in begins]
+
+
+@given(seed=st.integers(0, 1 << 30), taken_back=st.integers(0, 12))
+@settings(max_examples=20, deadline=None)
+def test_a_rollback_restores_the_masks_of_earlier_tokens(seed: int, taken_back: int) -> None:
+    rng = random.Random(seed)
+    matcher = grammars().matcher(rng.choice(SMALL_STRUCTURES), STOPS)
+    masks, tokens = [], []
+    for _ in range(12):
+        masks.append(allowed(matcher))
+        tokens.append(rng.choice(masks[-1]))  # from the first stop token on, only stop tokens
+        matcher.accept(tokens[-1])
+    matcher.rollback(taken_back)
+    for mask, token in zip(masks[12 - taken_back :], tokens[12 - taken_back :], strict=True):
+        assert allowed(matcher) == mask
+        matcher.accept(token)
+
+
+def test_a_token_that_does_not_fit_is_refused() -> None:
+    matcher = grammars().matcher(Structure("regex", "[0-9]+"), STOPS)
+    with pytest.raises(StructureFailed, match="fits it"):
+        matcher.accept(TOKENIZER.token_to_id("c"))
+
+
+def test_a_stop_token_that_is_text_is_allowed_only_at_the_end() -> None:
+    stop = TOKENIZER.token_to_id("12")
+    matcher = grammars().matcher(Structure("regex", "a[12]*"), frozenset({stop}))
+    assert stop not in allowed(matcher)
+    matcher.accept(TOKENIZER.token_to_id("a"))
+    assert stop in allowed(matcher)
+    matcher.accept(stop)
+    assert matcher.finished
+
+
+@pytest.mark.parametrize("after", ["abc", "<end>"])  # as text, and as a special token
+def test_a_structure_can_begin_after_a_marker(after: str) -> None:
+    matcher = grammars().matcher(Structure("regex", "[0-9]{2}", after), frozenset({9}))
+    for piece in ["d", "true", *(["a", "b", "c"] if after == "abc" else ["<end>"]), "Ċ", "1"]:
+        token = TOKENIZER.token_to_id(piece)
+        assert token in allowed(matcher) and not matcher.may_end, piece
+        matcher.accept(token)
+    assert TOKENIZER.token_to_id("a") not in allowed(matcher)
+    matcher.accept(TOKENIZER.token_to_id("2"))
+    assert matcher.may_end
+
+
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        (Structure("regex", "(?=a)b"), "cannot be compiled: .*look-around"),
+        (Structure("regex", r"[^\s\S]"), "matches no answer"),
+        (Structure("grammar", 'start: "a" start'), "matches no answer: it begins with a fixed text"),
+        (Structure("grammar", 'first: "a"'), "cannot be compiled: no start rule"),
+        (Structure("grammar", 'start: %json {"type"'), "after %json"),
+        (of_schema({"type": "strin"}), "Invalid type"),
+        (of_schema({"not": {"type": "string"}}), "Unimplemented"),
+        (of_schema({"x-guidance": {"lenient": True}, "not": {"type": "string"}}), "Unimplemented"),
+        (of_schema({"$ref": "http://127.0.0.1:9/schema"}), "cannot be compiled"),
+        (of_schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+    ],
+)
+def test_a_structure_that_cannot_be_compiled_is_refused_with_the_reason(structure: Structure, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        grammars().check(structure)
+    assert caught.value.code == "invalid_structure"
+
+
+NESTED: dict[str, object] = {"type": "string"}
+for _ in range(150):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+@pytest.mark.parametrize(
+    ("bomb", "reason"),
+    [
+        (of_schema({"type": "integer", "multipleOf": 999_983}), "its cost is"),
+        (of_schema({"anyOf": [{"type": "number", "multipleOf": 0.09973 + n / 1e5} for n in range(50)]}), "its cost is"),
+        (of_schema({"type": "object", "properties": {f"p{n}": {} for n in range(5000)}}), "its cost is"),
+        (Structure("grammar", 'start: %json {"multipleOf": 99991} %json {"multipleOf": 99989}'), "its cost is"),
+        (of_schema(NESTED), "more than 100 levels"),
+        (of_schema({"allOf": [{"anyOf": [{"properties": {f"p{n}": {"const": m}}} for m in "ab"]} for n in range(20)]}),
+         "cannot be compiled"),
+    ],
+)  # fmt: skip
+def test_a_grammar_bomb_is_refused(bomb: Structure, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        grammars().check(bomb)
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_own_answer_only() -> None:
+    bomb = Structure("regex", "((a{1,1000}){1,1000}){1,1000}")
+    matcher = grammars().matcher(bomb, STOPS)
+    with pytest.raises(StructureFailed, match="too complex"):
+        walk(matcher, lambda tokens: tokens[0] if tokens[0] != END else tokens[1])
+    assert allowed(grammars().matcher(Structure("choice", '["12"]'), STOPS))
+
+
+def test_only_the_grammars_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_COMPILED", 2)
+    compiled: list[Structure] = []
+    compiler = GrammarCompiler(TOKENIZER.to_str, VOCAB)
+    compile_one = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda structure: (compiled.append(structure), compile_one(structure))[1])
+    first, second, third = (Structure("regex", pattern) for pattern in ("a", "b", "c"))
+    for structure in (first, second, first, third, first, second):
+        compiler.matcher(structure, STOPS)
+    assert compiled == [first, second, third, second]
+    compiler.forget(second)
+    compiler.matcher(second, STOPS)
+    assert compiled[-1] == second and len(compiled) == 5
+
+
+def test_without_the_package_a_structure_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match="pip install 'llguidance"):
+        GrammarCompiler(TOKENIZER.to_str, VOCAB).check(SMALL_STRUCTURES[0])
+
+
+def test_a_model_without_a_tokenizer_has_no_structures() -> None:
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        GrammarCompiler(lambda: None, VOCAB).check(SMALL_STRUCTURES[0])
