@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,18 @@ PIECES = [
 
 
 def small_tokenizer() -> tokenizers.Tokenizer:
-    """Returns a byte-level tokenizer of 61 tokens. Token END ends an answer."""
-    pieces = [*PIECES[:END], "<end>", *PIECES[END:]]
-    assert len(pieces) == len(set(pieces)) == 61
+    """Returns a byte-level tokenizer of 61 tokens. Token END ends an answer. Most letters have no token."""
+    return _tokenizer(PIECES)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """Returns a byte-level tokenizer with a token for each byte and the longer tokens of the small one."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return _tokenizer([*letters, *(piece for piece in PIECES if len(piece) > 1)])
+
+
+def _tokenizer(others: Sequence[str]) -> tokenizers.Tokenizer:
+    pieces = [*others[:END], "<end>", *others[END:]]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
