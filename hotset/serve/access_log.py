@@ -25,8 +25,8 @@ MAX_ERROR_BYTES = 1 << 16  # a longer body is not one of our errors
 QUIET_PATHS = frozenset(
     {"/handoff", "/health", "/ping"}
 )  # success is logged at DEBUG level, because these paths are polled
-# The start of an event that ends a stream with an error. Text inside an event cannot contain it: JSON escapes quotes.
-ERROR_EVENT = b'data: {"error":'
+# The starts of events that end a stream with an error. Text inside an event cannot contain them: JSON escapes quotes.
+ERROR_EVENT = re.compile(rb'data: (?={"error":|{"type":"error"|{"type":"response.failed")')
 LINES_PER_SECOND = 10  # of errors with the same status
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -86,8 +86,8 @@ class AccessLog:
                 status = message["status"]
             elif status is not None and status >= 400:
                 error_body += body[: MAX_ERROR_BYTES - len(error_body)]
-            elif ERROR_EVENT in body:
-                error_body = body[body.index(ERROR_EVENT) + len(b"data: ") :]
+            elif (failed := ERROR_EVENT.search(body)) is not None:
+                error_body = body[failed.end() :]
             await send(message)
 
         try:
@@ -124,9 +124,10 @@ def _reason(body: bytes) -> str:
     text = body.decode("utf-8", "replace")
     try:
         # A stream's error event may be followed by further bytes.
-        error: Any = json.JSONDecoder().raw_decode(text)[0]["error"]
-        message, param = str(error["message"]), error["param"]
-    except (ValueError, KeyError, TypeError, RecursionError):  # not written by Hotset
+        parsed: Any = json.JSONDecoder().raw_decode(text)[0]
+        error = parsed.get("response", parsed)["error"]  # a failed response contains its error
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not written by Hotset
         message, param = text, None
     field = "" if param is None else f" (field {_printable(str(param))})"
     return f": {_printable(message)}{field}" if message else ""

@@ -24,6 +24,9 @@ from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
+from hotset.serve.messages_api.answer import MessageObject, MessagesError, MessageStreamEvent, TokenCount
+from hotset.serve.messages_api.endpoint import count_tokens, create_message
+from hotset.serve.messages_api.request import CountTokensRequest, MessagesRequest
 from hotset.serve.middleware import middleware_of
 from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hotset.serve.responses import (
@@ -41,10 +44,15 @@ from hotset.serve.responses import (
     Version,
     WorkerState,
 )
+from hotset.serve.responses_api.answer import ResponseObject, ResponseStreamEvent
+from hotset.serve.responses_api.endpoint import create_response
+from hotset.serve.responses_api.request import ResponsesRequest
 from hotset.serve.service import Service
 
 Responses = dict[int | str, dict[str, Any]]
 
+# The events of streams, which no route returns as its body.
+STREAMED = (ChatCompletionChunk, CompletionChunk, ResponseStreamEvent, MessageStreamEvent)
 METRICS_WAIT_SECONDS = 5.0  # time to wait for new statistics; a scraper usually waits 10 s
 SCHEMAS = "#/components/schemas/"
 DESCRIPTIONS = {
@@ -113,7 +121,7 @@ class _Api(FastAPI):
             schemas.pop("HTTPValidationError", None)
             schemas.pop("ValidationError", None)
             _, chunk_schemas = models_json_schema(
-                [(ChatCompletionChunk, "serialization"), (CompletionChunk, "serialization")],
+                [(event, "serialization") for event in STREAMED],
                 ref_template=SCHEMAS + "{model}",
             )
             document["components"]["schemas"] = chunk_schemas["$defs"] | schemas
@@ -133,6 +141,23 @@ def _completion_routes(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         """Creates the next message of a conversation."""
         return await chat_completion(request, service, body)
+
+    @routes.post("/v1/responses", responses=_full_or_stream(ResponseObject, ResponseStreamEvent) | errors)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Creates the next items of a conversation, in the shape of OpenAI's Responses API. Nothing is stored."""
+        return await create_response(request, service, body)
+
+    messages_errors = {status: {**entry, "model": MessagesError} for status, entry in errors.items()}
+
+    @routes.post("/v1/messages", responses=_full_or_stream(MessageObject, MessageStreamEvent) | messages_errors)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        """Creates the next message of a conversation, in the shape of Anthropic's Messages API."""
+        return await create_message(request, service, body)
+
+    @routes.post("/v1/messages/count_tokens", responses=_full(TokenCount) | messages_errors)
+    async def message_tokens(body: CountTokensRequest) -> Response:
+        """Counts the tokens of the prompt that the same request to /v1/messages would have."""
+        return await count_tokens(service, body)
 
     @routes.post("/v1/completions", responses=_full_or_stream(Completion, CompletionChunk) | errors)
     async def create_completion(request: Request, body: CompletionRequest) -> Response:

@@ -1,7 +1,8 @@
 """The one table of request fields that Hotset does not implement but clients send.
 
-The bodies in `protocol.py` declare the fields that Hotset implements. This table holds the others: those of the OpenAI
-API, all of vLLM and SGLang (as of August 2026), and some of llama.cpp, Ollama and OpenRouter. For every field:
+The bodies in `protocol.py`, `responses_api` and `messages_api` declare the fields that Hotset implements. This table
+holds the others: those of the OpenAI API and of Anthropic's messages, all of vLLM and SGLang (as of August 2026), and
+some of llama.cpp, Ollama and OpenRouter. For every field:
 
 - null means that the field was not sent, also for a field that nobody knows;
 - a hint, which cannot change the answer, is ignored;
@@ -36,6 +37,13 @@ IGNORED: Mapping[str, str] = {
     "parallel_tool_calls": "matters only with tools",
     "reasoning_effort": "matters only in /v1/chat/completions",
     "verbosity": "a hint for the length of the answer",
+    "max_tool_calls": "limits the tools that a server runs, and this one runs none",
+    "client_metadata": "labels the request (Codex)",
+    # Anthropic
+    "cache_control": "the prefix cache needs no marks",
+    "diagnostics": "a hint for debugging",
+    "user_profile_id": "names the end user",
+    "workspace_id": "names the workspace",
     # vLLM and SGLang
     "priority": "requests are served in the order of their arrival",
     "request_id": "send the header x-request-id instead",
@@ -109,6 +117,19 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "suffix": Unsupported(
         "infilling is not implemented; write the model's own infilling tokens into the prompt", ("",)
     ),
+    "previous_response_id": Unsupported("nothing is stored; send the earlier items in input"),
+    "conversation": Unsupported("nothing is stored; send the earlier items in input"),
+    "background": Unsupported("nothing is stored, so a response could not be fetched later; use stream", (False,)),
+    "truncation": Unsupported("a conversation is never cut; leave out old items yourself", ("disabled",)),
+    "prompt": Unsupported("/v1/completions has it; other endpoints have messages, or input"),
+    "context_management": Unsupported("conversations are not edited; leave out old items yourself", ([],)),
+    "image": Unsupported(_TEXT_ONLY, ({},)),
+    "access_programs": Unsupported("there are no such programs; leave it out", ({},)),
+    # Anthropic
+    "container": Unsupported("the server runs no tools"),
+    "mcp_servers": Unsupported("the server runs no tools; connect to them yourself and send their tools", ([],)),
+    "inference_geo": Unsupported("the server computes where it runs"),
+    "speed": Unsupported("there is one speed", ("standard",)),
     # vLLM and SGLang
     "echo": Unsupported("/v1/completions has it", (False,)),
     "use_beam_search": Unsupported(_NO_BEAMS, (False,)),
@@ -179,7 +200,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "num_predict": Unsupported(_USE_MAX_TOKENS),
     "max_completion_tokens": Unsupported(_USE_MAX_TOKENS),
     "min_new_tokens": Unsupported("use min_tokens", (0,)),
-    "top_logprobs": Unsupported("in this endpoint, logprobs is the number of alternatives", (0,)),
+    "top_logprobs": Unsupported("/v1/chat/completions has it, and /v1/completions has logprobs", (0,)),
     "repeat_penalty": Unsupported("use repetition_penalty", (1.0,)),
     "rep_pen": Unsupported("use repetition_penalty", (1.0,)),
     "do_sample": Unsupported("use temperature 0", (True,)),
@@ -189,7 +210,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "until": Unsupported("use stop", ([],)),
     "options": Unsupported("send its members as fields of their own", ({},)),
     "models": Unsupported(_ONE_MODEL, ([],)),
-    "input": Unsupported("use messages in /v1/chat/completions, or prompt in /v1/completions"),
+    "input": Unsupported("/v1/responses has it; other endpoints have messages, or prompt"),
     "inputs": Unsupported("use prompt"),
     "images": Unsupported(_TEXT_ONLY, ([],)),
     "image_data": Unsupported(_TEXT_ONLY, ([],)),

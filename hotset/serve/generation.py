@@ -188,8 +188,10 @@ def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> 
     )
 
 
-def event_of(body: BaseModel) -> bytes:
-    return f"data: {body.model_dump_json().translate(LINE_ENDS)}\n\n".encode()
+def event_of(body: BaseModel, name: str | None = None) -> bytes:
+    """Returns one event of a stream. Some APIs name their events."""
+    line = "" if name is None else f"event: {name}\n"
+    return f"{line}data: {body.model_dump_json().translate(LINE_ENDS)}\n\n".encode()
 
 
 async def _chained(first: Delta, deltas: Deltas) -> Deltas:

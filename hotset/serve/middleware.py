@@ -15,6 +15,7 @@ from hotset.base.errors import AmbiguousLength, BodyTooLarge, NotAllowed, QueueF
 from hotset.base.units import MIB
 from hotset.serve.access_log import REQUEST_ID, AccessLog, HttpMetrics
 from hotset.serve.errors import error_response
+from hotset.serve.messages_api.errors import MessagesErrors
 from hotset.serve.protocol import REQUEST_ID_HEADER
 from hotset.serve.retry_after import Turnover
 
@@ -47,6 +48,7 @@ def middleware_of(config: HttpConfig, metrics: HttpMetrics) -> list[Middleware]:
     """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
     layers = [
         Middleware(RequestId),
+        Middleware(MessagesErrors),
         Middleware(AccessLog, metrics=metrics),
         Middleware(UnambiguousLength),
         Middleware(CanonicalRequest),

@@ -69,7 +69,7 @@ def _prompt_form(value: Any) -> str | None:
     return "|id_lists" if isinstance(first, list) else "|ids"
 
 
-def _one_of(choose: Any, forms: str) -> Discriminator:
+def one_of(choose: Any, forms: str) -> Discriminator:
     return Discriminator(choose, custom_error_type="form", custom_error_message=f"must be {forms}")
 
 
@@ -89,12 +89,12 @@ Prompt = Annotated[
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("|texts")]
     | Annotated[TokenIds, Tag("|ids")]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("|id_lists")],
-    _one_of(_prompt_form, "a string, a list of strings, a list of token ids, or a list of such lists"),
+    one_of(_prompt_form, "a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     Annotated[StopText, Tag("|text")] | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Tag("|list")],
-    _one_of(_text_or_list, "a string or a list of strings"),
+    one_of(_text_or_list, "a string or a list of strings"),
 ]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS), BeforeValidator(check_cache_salt)]
@@ -182,11 +182,11 @@ def _part_form(value: Any) -> str | None:
 
 Part = Annotated[
     Annotated[TextPart, Tag("|text")] | Annotated[RefusalPart, Tag("|refusal")],
-    _one_of(_part_form, "an object with type and text"),
+    one_of(_part_form, "an object with type and text"),
 ]
 Content = Annotated[
     Annotated[Text, Tag("|text")] | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("|list")],
-    _one_of(_text_or_list, "a string or a list of text parts"),
+    one_of(_text_or_list, "a string or a list of text parts"),
 ]
 
 

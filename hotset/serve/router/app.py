@@ -33,6 +33,9 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
     routes = [
         Route("/v1/chat/completions", relay.generate, methods=["POST"]),
         Route("/v1/completions", relay.generate, methods=["POST"]),
+        Route("/v1/responses", relay.generate, methods=["POST"]),
+        Route("/v1/messages", relay.generate, methods=["POST"]),
+        Route("/v1/messages/count_tokens", relay.forward, methods=["POST"]),
         Route("/v1/models", relay.forward, methods=["GET"]),
         Route("/v1/models/{model_id:path}", relay.forward, methods=["GET"]),
         Route("/tokenize", relay.forward, methods=["POST"]),

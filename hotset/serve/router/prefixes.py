@@ -25,7 +25,14 @@ MAX_PREFIXES = 1 << 17  # about 50 MB; a prompt of 128k tokens has 145 of them
 MAX_HOLDERS = 8  # workers of each role that are remembered for one prefix
 SHARED_ENDS = 32  # a beginning that so many prompts exceed by less than one step belongs to many sessions
 CACHE_KEY_TOKENS = 1024  # the worth of a worker that served the same prompt_cache_key
-PROMPT_FIELDS = {"/v1/chat/completions": b'"messages"', "/v1/completions": b'"prompt"'}
+PROMPT_FIELDS = {
+    "/v1/chat/completions": b'"messages"',
+    "/v1/completions": b'"prompt"',
+    "/v1/responses": b'"input"',
+    "/v1/messages": b'"messages"',
+}
+# The field that names the session. In /v1/messages it is metadata.user_id, which Claude Code makes of user and session.
+SESSION_FIELDS = {"/v1/messages": b'"user_id"'}
 STRING_VALUE = re.compile(rb'\s*:\s*"((?:[^"\\]|\\.){1,1024})"', re.DOTALL)
 
 
@@ -62,7 +69,7 @@ class PromptPrefixes:
     def of(cls, path: str, body: bytes) -> "PromptPrefixes":
         """Hashes a body that was sent to `path`. Returns no hashes if it is short or has no prompt."""
         salt = _string_field(body, b'"cache_salt"') or b""
-        key = _string_field(body, b'"prompt_cache_key"')
+        key = _string_field(body, SESSION_FIELDS.get(path, b'"prompt_cache_key"'))
         cache_key = None if key is None else _hash(b"key", salt, key).digest()[:DIGEST_BYTES]
         # Inside of strings, JSON escapes quotes. What is found here is therefore a name or a whole string.
         start = body.find(PROMPT_FIELDS[path]) if path in PROMPT_FIELDS else -1

@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 from hotset.base.errors import DeadlineExceeded, EngineStopped, HotsetError, NoWorkers, WorkerLost
 from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
+from hotset.serve.messages_api.errors import error_event as messages_error_event
+from hotset.serve.messages_api.errors import is_messages_path
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, parse_page_marks
 from hotset.serve.prefill_header import prefill_headers
 from hotset.serve.router.config import RouterConfig
@@ -234,11 +236,11 @@ class RelayedStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "disconnected"
         try:
-            outcome = await unless_disconnected(receive, self._send_all(send))
+            outcome = await unless_disconnected(receive, self._send_all(send, scope["path"]))
         finally:
             self._on_end(outcome)
 
-    async def _send_all(self, send: Send) -> str:
+    async def _send_all(self, send: Send, path: str) -> str:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         pending, piece = b"", self._stream.first
         while piece:
@@ -251,11 +253,18 @@ class RelayedStream(Response):
                 async with asyncio.timeout(self._idle_timeout_seconds):
                     piece = await self._stream.response.content.readany()
             except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-                event = f"data: {error_body(self._interruption()).model_dump_json()}".encode() + EVENT_END
+                event = _error_event(self._interruption(), path)
                 await send({"type": "http.response.body", "body": event, "more_body": False})
                 return "interrupted"
         await send({"type": "http.response.body", "body": pending, "more_body": False})
         return "completed"
+
+
+def _error_event(error: HotsetError, path: str) -> bytes:
+    """Returns the event with which a stream ends early, in the shape of the API to which the path belongs."""
+    if is_messages_path(path):
+        return messages_error_event(error)
+    return f"data: {error_body(error).model_dump_json()}".encode() + EVENT_END
 
 
 def _full_response(full: FullResponse, extra_headers: RawHeaders = ()) -> Response:
