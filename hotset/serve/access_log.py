@@ -126,7 +126,7 @@ def _reason(body: bytes) -> str:
         # A stream's error event may be followed by further bytes.
         parsed: Any = json.JSONDecoder().raw_decode(text)[0]
         error = parsed.get("response", parsed)["error"]  # a failed response contains its error
-        message, param = str(error["message"]), error.get("param")
+        message, param = str(error["message"]), error.get("details", error).get("param")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not written by Hotset
         message, param = text, None
     field = "" if param is None else f" (field {_printable(str(param))})"

@@ -130,6 +130,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "mcp_servers": Unsupported("the server runs no tools; connect to them yourself and send their tools", ([],)),
     "inference_geo": Unsupported("the server computes where it runs"),
     "speed": Unsupported("there is one speed", ("standard",)),
+    "compaction": Unsupported("conversations are not summarized; ask the model for a summary"),
+    "fallbacks": Unsupported("a server has one model", ([],)),
+    "fallback_credit_token": Unsupported("a server has one model"),
     # vLLM and SGLang
     "echo": Unsupported("/v1/completions has it", (False,)),
     "use_beam_search": Unsupported(_NO_BEAMS, (False,)),

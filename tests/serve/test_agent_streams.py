@@ -242,7 +242,7 @@ def test_an_error_in_the_middle_is_the_last_event() -> None:
     *_, last = asyncio.run(streamed(message, deltas_of(2, error=error)))
     assert last == {
         "type": "error",
-        "error": {"type": "api_error", "message": "the engine died", "code": "engine_stopped"},
+        "error": {"type": "api_error", "message": "the engine died", "details": {"error_code": "engine_stopped"}},
     }
     response = ResponsesResponder(JOB, reader_of(pieces), {}, UNANSWERED)
     *_, last = asyncio.run(streamed(response, deltas_of(2, error=error)))

@@ -95,6 +95,26 @@ def test_seeded_choices_and_logprobs_equal_those_of_one_server(
     assert tokens[0] == tokens[1] and len(tokens[0]) == 4
 
 
+def test_responses_and_messages_equal_those_of_one_server(
+    colocated: RunningServer, disaggregated: RunningServer
+) -> None:
+    (prefill,) = workers_of(disaggregated, "prefill")
+    handed_off = metrics_of(prefill)["hotset_prompts_handed_off_total"]
+    question = "Which of these is true? " * 9
+    for path, fields in (
+        ("/v1/responses", {"input": question, "max_output_tokens": 6}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": question + "Why?"}], "max_tokens": 6}),
+    ):
+        body = {"temperature": 0, "model": "demo-dsa", **fields}
+        answers = [plain_http.post(server.url + path, json=body, timeout=120) for server in (colocated, disaggregated)]
+        one, both = (answer.raise_for_status().json() for answer in answers)
+        text = (
+            (lambda answer: answer["content"]) if "content" in one else (lambda answer: answer["output"][0]["content"])
+        )
+        assert text(one) == text(both) and text(one)[0]["text"]
+    assert metrics_of(prefill)["hotset_prompts_handed_off_total"] == handed_off + 2
+
+
 def test_log_probabilities_of_a_prompt_equal_those_of_one_server(
     colocated: RunningServer, disaggregated: RunningServer
 ) -> None:

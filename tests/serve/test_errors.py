@@ -12,10 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hotset.base import errors
 from hotset.serve.access_log import AccessLog
 from hotset.serve.errors import ERROR_KINDS, error_body, error_kind
+from hotset.serve.messages_api.errors import ERROR_TYPES, MessagesErrors
 from hotset.serve.metrics import Metrics
 
 
-def sent_by(app: ASGIApp) -> list[Message]:
+def sent_by(app: ASGIApp, path: str = "/x") -> list[Message]:
     """Returns the messages that `app` sends to a client through the outermost middleware."""
     sent: list[Message] = []
 
@@ -25,8 +26,9 @@ def sent_by(app: ASGIApp) -> list[Message]:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/x", "raw_path": b"/x", "headers": []}
-    asyncio.run(AccessLog(app, Metrics())(scope, receive, send))
+    headers = [(b"x-request-id", b"r1")]
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "raw_path": b"/x", "headers": headers}
+    asyncio.run(MessagesErrors(AccessLog(app, Metrics()))(scope, receive, send))
     return sent
 
 
@@ -39,6 +41,52 @@ def test_an_unexpected_error_is_logged_and_hidden_from_the_client(caplog: pytest
     assert json.loads(body["body"])["error"]["code"] == "internal_error"
     assert b"secret" not in body["body"]
     assert "the secret is 42" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ERROR_KINDS)
+def test_every_error_has_the_shape_of_anthropic_on_the_paths_of_messages(kind: type[Exception]) -> None:
+    if not issubclass(kind, Exception):
+        kind = RuntimeError
+
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise kind("the reason")
+
+    start, message = sent_by(broken, "/v1/messages")
+    body = json.loads(message["body"])
+    assert (body["type"], body["request_id"], dict(start["headers"])[b"request-id"]) == ("error", "r1", b"r1")
+    expected = ERROR_TYPES.get(start["status"], "api_error" if start["status"] >= 500 else "invalid_request_error")
+    assert body["error"]["type"] == expected and body["error"]["message"] and body["error"]["details"]["error_code"]
+    assert dict(start["headers"])[b"content-length"] == str(len(message["body"])).encode()
+    assert json.loads(sent_by(broken)[1]["body"]).keys() == {"error"}, "other paths have the shape of OpenAI"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"error": 3}', b'{"type": "error", "error": {}}', b""])
+def test_an_error_body_that_is_not_ours_is_sent_as_it_is(body: bytes) -> None:
+    async def odd(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 502, "headers": []})
+        await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": body[3:]})
+
+    _, message = sent_by(odd, "/v1/messages/count_tokens")
+    assert message["body"] == body
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"error":{"message":"it broke","param":null}}',
+        b'event: error\ndata: {"type":"error","error":{"type":"t","message":"it broke","details":{}}}',
+        b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{"message":"it broke"}}}',
+    ],
+)
+def test_an_error_that_ends_a_stream_is_logged_in_every_api(event: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def fails_late(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": event + b"\n\n", "more_body": True})
+
+    with caplog.at_level(logging.INFO, "hotset.serve"):
+        sent_by(fails_late)
+    assert caplog.text.rstrip().endswith("r1: it broke")
 
 
 def test_an_error_after_the_status_line_sends_no_second_status_line(caplog: pytest.LogCaptureFixture) -> None:

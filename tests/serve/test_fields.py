@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from hotset.base.errors import UnsupportedField
 from hotset.serve.fields import IGNORED, LIST, UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, Unsupported, implemented_fields
+from hotset.serve.messages_api.request import MessagesRequest
 from hotset.serve.protocol import (
     ChatMessage,
     ChatRequest,
@@ -21,6 +22,7 @@ from hotset.serve.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
+from hotset.serve.responses_api.request import ResponsesRequest
 
 API = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 BODIES = {ChatRequest: chat_params, CompletionRequest: text_params}
@@ -131,6 +133,14 @@ def test_the_document_has_the_rows_of_the_table() -> None:
     ):
         _, _, rest = document.partition(heading)
         assert rest.partition("\n\n")[0].splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "page"), [(ResponsesRequest, "responses"), (MessagesRequest, "messages")], ids=["responses", "messages"]
+)
+def test_the_pages_of_agents_name_every_implemented_field(body: type[BaseModel], page: str) -> None:
+    missing = set(body.model_fields) - set(re.findall(r"`(\w+)", (API.parent / f"{page}.md").read_text()))
+    assert not missing, f"describe {missing} in docs/{page}.md"
 
 
 @pytest.mark.parametrize("body", [*BODIES, TokenizeRequest, DetokenizeRequest, StreamOptions, ChatMessage])

@@ -128,6 +128,8 @@ def test_without_the_right_key_health_and_metrics_are_accessible_and_the_api_is_
             for answer in (stranger.post(TEXT, json=body), stranger.get("/v1/models"), stranger.post("/tokenize")):
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
+            refused = stranger.post("/v1/messages", json={})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
             assert stranger.get("/health").status_code == stranger.get("/metrics").status_code == 200
         with plain_http.Client(base_url=http.base_url, headers={"x-api-key": f"{API_KEY}x"}) as stranger:
             assert error_of(stranger.get("/v1/models/"), 401)["code"] == "invalid_api_key"
@@ -142,6 +144,8 @@ def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(ht
     assert error_of(http.post(TEXT, content=body, headers=JSON), 413)["code"] == "request_too_large"
     chunks = (body[start : start + 1000] for start in range(0, len(body), 1000))
     assert error_of(http.post(TEXT, content=chunks, headers=JSON), 413)["code"] == "request_too_large"
+    refused = http.post("/v1/messages", content=body, headers=JSON)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (413, "request_too_large")
     assert http.get("/health").status_code == 200, "the connection must remain usable"
 
 
@@ -232,6 +236,9 @@ def test_one_request_more_than_the_limit_gets_429_until_another_ends(server: Run
     with ExitStack() as streams:
         running = [start_long_answer(http, streams) for _ in range(CONCURRENCY)]
         assert_rejected(http.post(TEXT, json=SHORT), "in progress")
+        refused = http.post("/v1/messages", json={})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) > 0
         assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
         assert http.get("/v1/models").status_code == http.get("/health").status_code == 200
         running.clear()

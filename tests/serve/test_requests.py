@@ -62,7 +62,10 @@ BOUNDED = settings(
     max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 GENERATING = (CHAT, TEXT)
-POSTS = (*GENERATING, "/tokenize", "/detokenize")
+AGENTS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+POSTS = (*GENERATING, *AGENTS, "/tokenize", "/detokenize")
+# Messages take long to generate. The slow test has more of them.
+EXAMPLES = {"/tokenize": 10, "/v1/responses": 10, "/v1/messages": 8, "/v1/messages/count_tokens": 3}
 GETS = (
     "/v1/models",
     "/v1/models/{model_id}",
@@ -614,6 +617,8 @@ def make_acceptable(path: str, body: Any) -> None:
         body["model"] = "tiny"
     if "tokens" in body:
         body["tokens"] = in_vocabulary(body["tokens"])
+    if path in AGENTS:
+        make_agent_acceptable(path, body)
     if path == "/tokenize" and (body.get("prompt") is None) == (body.get("messages") is None):
         body.update(prompt="text", messages=None)
     if path not in GENERATING:
@@ -633,8 +638,22 @@ def make_acceptable(path: str, body: Any) -> None:
     }
 
 
+def make_agent_acceptable(path: str, body: Any) -> None:
+    """Shortens the answer, and drops what random values can hardly make acceptable: schemas, and the tools to which
+    other fields refer."""
+    for name, (low, high) in SAMPLING_RANGES.items():
+        if body.get(name) is not None:
+            body[name] = min(max(body[name], low), high)
+    for name in ("tools", "tool_choice", "text", "output_config", "chat_template_kwargs"):
+        body.pop(name, None)
+    if path != "/v1/messages/count_tokens":
+        body["max_tokens" if path == "/v1/messages" else "max_output_tokens"] = 2
+
+
 def keep_short(path: str, body: Any) -> None:
     """Limits the length of the answer, in case an invalid body is accepted by mistake."""
+    if path == "/v1/responses" and isinstance(body, dict):
+        body.setdefault("max_output_tokens", 2)
     if path in GENERATING and isinstance(body, dict) and body.get("max_completion_tokens") is None:
         body.setdefault("max_tokens", 2)
 
@@ -646,9 +665,21 @@ def test_every_documented_operation_is_tested(schema: BaseSchema) -> None:
 
 @pytest.mark.parametrize("path", [*POSTS, *GETS])
 def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) -> None:
+    examples = EXAMPLES.get(path, BOUNDED.max_examples) if path in AGENTS else BOUNDED.max_examples
+    check_valid_requests(schema, path, examples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", AGENTS)
+def test_many_requests_of_agents_get_documented_answers(schema: BaseSchema, path: str) -> None:
+    check_valid_requests(schema, path, 100)
+    check_invalid_requests(schema, path, 100)
+
+
+def check_valid_requests(schema: BaseSchema, path: str, examples: int) -> None:
     statuses = []
 
-    @BOUNDED
+    @settings(BOUNDED, max_examples=examples)
     @given(case=schema[path]["POST" if path in POSTS else "GET"].as_strategy())
     def answer_is_documented(case: Case) -> None:
         if path in POSTS:
@@ -666,8 +697,11 @@ def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) ->
 
 @pytest.mark.parametrize("path", POSTS)
 def test_requests_that_violate_the_document_are_rejected(schema: BaseSchema, path: str) -> None:
-    # Messages take long to generate, and those of /tokenize are those of a chat.
-    @settings(BOUNDED, max_examples=10 if path == "/tokenize" else BOUNDED.max_examples)
+    check_invalid_requests(schema, path, EXAMPLES.get(path, BOUNDED.max_examples))
+
+
+def check_invalid_requests(schema: BaseSchema, path: str, examples: int) -> None:
+    @settings(BOUNDED, max_examples=examples)
     @given(case=schema[path]["POST"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def is_rejected(case: Case) -> None:
         keep_short(path, case.body)

@@ -11,13 +11,17 @@ def _omitted_if_none() -> Any:
     return Field(None, exclude_if=lambda value: value is None)
 
 
-class MessagesErrorDetail(BaseModel):
-    """An error. Clients of this API read type and message; code and param are those of the other endpoints."""
+class MessagesErrorDetails(BaseModel):
+    """The code and the field of an error, as in the errors of other endpoints."""
 
+    error_code: str | None
+    param: str | None = _omitted_if_none()
+
+
+class MessagesErrorDetail(BaseModel):
     type: str
     message: str
-    code: str | None = _omitted_if_none()
-    param: str | None = _omitted_if_none()
+    details: MessagesErrorDetails
 
 
 class MessagesError(BaseModel):

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.serve.errors import error_body, error_kind
-from hotset.serve.messages_api.answer import MessagesError, MessagesErrorDetail
+from hotset.serve.messages_api.answer import MessagesError, MessagesErrorDetail, MessagesErrorDetails
 from hotset.serve.protocol import REQUEST_ID_HEADER
 
 MESSAGES_PATH = "/v1/messages"
@@ -81,5 +81,6 @@ def _converted_body(body: bytes, status: int, request_id: str) -> bytes:
 
 def _converted(detail: dict[str, Any], status: int, request_id: str | None) -> MessagesError:
     kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = MessagesErrorDetail(type=kind, message=detail["message"], code=detail["code"], param=detail["param"])
+    details = MessagesErrorDetails(error_code=detail["code"], param=detail["param"])
+    error = MessagesErrorDetail(type=kind, message=detail["message"], details=details)
     return MessagesError(error=error, request_id=request_id)

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from hotset.base.errors import RequestError
 from hotset.base.sampling import MAX_STOP_STRINGS
 from hotset.base.structure import Structure
 from hotset.models.chat_prompt import ChatOptions
@@ -164,6 +165,15 @@ class ContextManagement(LenientModel):
     edits: Annotated[list[ContextEdit], Blocks] | None = None
 
 
+def _no_thread(thread: Any) -> None:
+    """Refuses threads with the code after which Anthropic's client goes on without them."""
+    raise RequestError(
+        "thread is not supported, because nothing is stored; send the whole conversation in messages",
+        param="thread",
+        code="thread_unsupported_request",
+    )
+
+
 class CountTokensRequest(AgentFields):
     """The body of POST /v1/messages/count_tokens: all fields of a request that can change its prompt."""
 
@@ -226,6 +236,7 @@ class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, description="The answer also ends where the context ends.")
+    thread: Annotated[None, BeforeValidator(_no_thread)] = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
 

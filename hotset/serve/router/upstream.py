@@ -161,7 +161,8 @@ def _checked_for_failure(response: FullResponse) -> FullResponse | FailedAttempt
         return response
     try:
         error = json.loads(response.body)["error"]
-        code, message = error["code"], str(error["message"])
+        # On the paths of messages, errors have the shape of Anthropic.
+        code, message = error["details"]["error_code"] if "details" in error else error["code"], str(error["message"])
     except (ValueError, KeyError, TypeError):
         return response
     if code == HandoffLost.code:

@@ -64,8 +64,8 @@ class Router:
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         return plain_http.post(f"{self.url}{path}", json={"prompt": "x", **body}, timeout=30)
 
-    def stream(self, **body: Any) -> "AbstractContextManager[httpx.Response]":
-        return plain_http.stream("POST", f"{self.url}/v1/completions", json={"stream": True, **body}, timeout=30)
+    def stream(self, path: str = "/v1/completions", **body: Any) -> "AbstractContextManager[httpx.Response]":
+        return plain_http.stream("POST", f"{self.url}{path}", json={"stream": True, **body}, timeout=30)
 
     def workers(self, **headers: str) -> dict[str, dict[str, Any]]:
         answer = plain_http.get(f"{self.url}/workers", headers=headers, timeout=10).json()

@@ -59,7 +59,8 @@ class Stub:
 
     def app(self) -> Starlette:
         gets = {"/handoff": self.handoff, "/seen": self.report, "/v1/models": self.models}
-        posts = {"/behave": self.behave, "/v1/completions": self.complete, "/tokenize": self.complete}
+        answered = ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize")
+        posts = {"/behave": self.behave, **dict.fromkeys(answered, self.complete)}
         routes = [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
         return Starlette(routes=[*routes, *(Route(path, answer, methods=["POST"]) for path, answer in posts.items())])
 

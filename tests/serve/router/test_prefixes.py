@@ -68,6 +68,20 @@ def test_a_conversation_that_goes_on_keeps_its_hashes() -> None:
         assert common(first, second) == sum(length <= 5000 for length in HASHED_LENGTHS)
 
 
+def test_the_session_of_an_agent_is_known_by_its_prompt_and_by_its_name() -> None:
+    messages = [{"role": "user", "content": TEXT[:5000]}]
+    for path, field, session in (
+        ("/v1/responses", "input", {"prompt_cache_key": "s1"}),
+        ("/v1/messages", "messages", {"metadata": {"user_id": "s1"}}),
+    ):
+        first, second = (
+            PromptPrefixes.of(path, json.dumps({"model": "m", field: prompt, "tools": [], **session}).encode())
+            for prompt in (messages, [*messages, {"role": "assistant", "content": "yes"}])
+        )
+        assert common(first, second) == sum(length <= 5000 for length in HASHED_LENGTHS)
+        assert first.cache_key == second.cache_key is not None
+
+
 def test_a_salt_separates_prompts_and_keys_wherever_it_is_in_the_body() -> None:
     plain, one, other = (prompt_of(TEXT, **fields) for fields in ({}, {"cache_salt": "1"}, {"cache_salt": "2"}))
     first = PromptPrefixes.of("/v1/completions", json.dumps({"cache_salt": "1", "prompt": TEXT}).encode())

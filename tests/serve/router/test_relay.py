@@ -202,7 +202,11 @@ def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(cluster: Cluste
     assert error_code_of(last.removeprefix("data: ")) == "worker_lost"
     assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     assert wait_until(lambda: ": the worker was lost in the middle" in router.log())
-    assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
+    with router.stream("/v1/messages") as stream:
+        *_, name, last = [line for line in stream.iter_lines() if line]
+    assert name == "event: error" and json.loads(last.removeprefix("data: "))["type"] == "error"
+    assert wait_until(lambda: router.log().count(": the worker was lost in the middle") == 2)
+    assert router.metric("hotset_router_requests_total", outcome="interrupted") == 2
     assert router.metric("hotset_router_requests_total", outcome="failed") == 1
 
 
@@ -224,10 +228,33 @@ def test_the_router_is_as_lenient_as_a_worker(router: Router, idle_workers: list
     assert answer.headers.get_list("x-request-id") == [seen["headers"]["x-request-id"]] != ["two words"]
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_requests_of_agents_are_relayed_like_completions(router: Router, idle_workers: list[Stub], path: str) -> None:
+    idle_workers[2].behave(behaviour="lost-once")
+    idle_workers[3].behave(behaviour="lost-once")
+    answer = router.post(f"{path}?beta=true")
+    assert answer.status_code == 200 and len(prefills_of(idle_workers)) == 3
+    (request_id,) = {request["headers"]["x-request-id"] for request in requests_of(idle_workers)}
+    assert answer.headers.get("request-id") == (request_id if path == "/v1/messages" else None)
+
+
+def test_errors_of_messages_have_the_shape_of_anthropic(router: Router, idle_workers: list[Stub]) -> None:
+    for stub in idle_workers[2:]:
+        stub.behave(behaviour="lost")
+    answer = router.post("/v1/messages")
+    assert answer.status_code == 503 and answer.headers.get_list("retry-after") == ["1"]
+    body = answer.json()
+    assert body["type"] == "error" and body["request_id"] == answer.headers["request-id"]
+    assert body["error"] == {"type": "api_error", "message": "prefill_lost", "details": {"error_code": "prefill_lost"}}
+    unknown = router.post("/v1/messages/batches").json()
+    assert (unknown["type"], unknown["error"]["type"]) == ("error", "not_found_error")
+
+
 def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list[Stub]) -> None:
     listed = plain_http.get(f"{router.url}/v1/models", headers={"Authorization": "Bearer k"}, timeout=10).json()
     assert listed["data"][0]["id"] == "stub"
     assert router.post("/tokenize").status_code == 200
+    assert router.post("/v1/messages/count_tokens").status_code == 200
     for request in requests_of(idle_workers):
         assert "x-hotset-prefill" not in request["headers"], "these requests need no prefill"
 

@@ -1,0 +1,273 @@
+"""The packages `openai` and `anthropic` hold conversations with tools, on a server of a scripted model."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import plain_http
+import pytest
+from running_server import RunningServer, serving
+from scripted_model import write_scripted_model
+
+SCRIPTS = {
+    "weather": ["Let me look.", "\n<tool", "_call>", '\n{"name": "get_', 'weather", "argu', 'ments": {"city": "Par',
+                'is"}}', "\n</tool_call>"],
+    "cities": ["<tool_call>", '{"name": "get_weather", "arguments": {"city": "Oslo"}}', "</tool_call>\n<tool_call>",
+               '{"name": "get_weather", "arguments": {"city": "Rome"}}', "\n\n</tool_call>"],
+    "patch": ["<tool_call> ", '{"name": "edit__patch", "arguments": {"input": "*** Begin', '\\n+é"}}', " </tool_call>"],
+    "ponder": ["<think>", "Hm, ", "let me see.", "</think>", "I think so."],
+    "result": ["It is ", "18 degrees", " in Paris."],
+    "other": ["Hello", ", world", ". The end", "."* 3],
+}  # fmt: skip
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ASK = "What is the weather in Paris?"
+MODEL = "scripted"
+FUNCTION: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
+TOOL: Any = {"name": "get_weather", "description": "The weather of a city.", "input_schema": WEATHER}
+NOT_COMPARED = ("id", "call_id", "parsed", "parsed_arguments", "parsed_output", "stop_details")
+PATCH: Any = {"type": "namespace", "name": "edit", "description": "", "tools": [{"type": "custom", "name": "patch"}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("agents")
+    with serving(folder, write_scripted_model(folder / MODEL, SCRIPTS), "--device", "cpu") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def openai_client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with plain_http.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+def respond(client: openai.OpenAI, asked: Any = ASK, **fields: Any) -> Any:
+    return client.responses.create(model=MODEL, input=asked, **fields)
+
+
+def message(client: anthropic.Anthropic, asked: Any = ASK, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return client.messages.create(**{"model": MODEL, "max_tokens": 100, "messages": messages, **fields})
+
+
+def streamed_message(client: anthropic.Anthropic, asked: str, **fields: Any) -> Any:
+    messages: Any = [{"role": "user", "content": asked}]
+    with client.messages.stream(model=MODEL, max_tokens=100, messages=messages, **fields) as stream:
+        return stream.get_final_message()
+
+
+def without_ids(value: Any) -> Any:
+    """Returns JSON without ids, which differ from request to request, and without what clients add to a stream."""
+    if isinstance(value, list):
+        return [without_ids(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_ids(item) for name, item in value.items() if name not in NOT_COMPARED}
+    return value
+
+
+def test_a_response_is_the_same_whole_and_streamed(openai_client: openai.OpenAI) -> None:
+    whole = respond(openai_client, "Hi", instructions="Be kind.", temperature=0, metadata={"a": "b"}, store=True)
+    assert (whole.output_text, whole.status, whole.model) == ("Hello, world. The end...", "completed", MODEL)
+    assert (whole.instructions, whole.metadata, whole.store) == ("Be kind.", {"a": "b"}, False)
+    assert whole.usage.output_tokens == 5 and whole.usage.total_tokens == whole.usage.input_tokens + 5
+    with openai_client.responses.stream(model=MODEL, input="Hi", instructions="Be kind.", temperature=0) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert without_ids(final.to_dict()["output"]) == without_ids(whole.to_dict()["output"])
+    assert final.usage == whole.usage
+
+
+def test_a_response_that_reaches_its_limit_is_incomplete(openai_client: openai.OpenAI) -> None:
+    short = respond(openai_client, "Hi", max_output_tokens=2)
+    assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (short.output_text, short.output[-1].status) == ("Hello, world", "incomplete")
+    *_, last = respond(openai_client, "Hi", max_output_tokens=2, stream=True)
+    assert last.type == "response.incomplete"
+
+
+def test_an_agent_of_responses_calls_a_tool_and_answers_with_its_result(openai_client: openai.OpenAI) -> None:
+    first = respond(openai_client, tools=[FUNCTION])
+    call = first.output[-1]
+    assert (first.output_text.strip(), call.type, call.name) == ("Let me look.", "function_call", "get_weather")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    *_, last = events = list(respond(openai_client, tools=[FUNCTION], stream=True))
+    assert without_ids(last.response.to_dict()["output"]) == without_ids(first.to_dict()["output"])
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
+    items = [{"role": "user", "content": ASK}, *first.output, result]
+    second = respond(openai_client, items, tools=[FUNCTION])
+    assert second.output_text == "It is 18 degrees in Paris."
+    assert second.usage.input_tokens_details.cached_tokens > 0, "the turn before is in the prefix cache"
+
+
+def test_parallel_calls_and_custom_tools_are_items_of_their_own(openai_client: openai.OpenAI) -> None:
+    both = respond(openai_client, "Which cities?", tools=[FUNCTION]).output
+    assert [json.loads(call.arguments)["city"] for call in both if call.type == "function_call"] == ["Oslo", "Rome"]
+    assert len({call.call_id for call in both if call.type == "function_call"}) == 2
+    (call,) = [item for item in respond(openai_client, "Please patch", tools=[PATCH]).output if item.type != "message"]
+    assert (call.type, call.namespace, call.name) == ("custom_tool_call", "edit", "patch")
+    assert call.input == "*** Begin\n+é"
+    events = list(respond(openai_client, "Please patch", tools=[PATCH], stream=True))
+    assert [event.input for event in events if event.type == "response.custom_tool_call_input.done"] == [call.input]
+
+
+def test_reasoning_is_an_item_and_can_be_sent_back(openai_client: openai.OpenAI) -> None:
+    first = respond(openai_client, "Please ponder", reasoning={"effort": "low"})
+    reasoning, text = first.output
+    assert (reasoning.content[0].text, text.content[0].text) == ("Hm, let me see.", "I think so.")
+    events = list(respond(openai_client, "Please ponder", stream=True))
+    assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == "Hm, let me see."
+    again = respond(openai_client, [{"role": "user", "content": "Please ponder"}, *first.output, *first.output])
+    assert again.output_text == "Hello, world. The end..."
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0]"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
+        ({"input": "a" * 70_000}, "input"),
+    ],
+)
+def test_what_a_response_cannot_do_is_refused_by_name(
+    openai_client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        openai_client.responses.create(**{"model": MODEL, "input": ASK, **fields})
+    assert refused.value.param == param
+
+
+def test_a_message_is_the_same_whole_and_streamed(claude: anthropic.Anthropic) -> None:
+    whole = message(claude, "Hi", system="Be kind.", metadata={"user_id": "me"})
+    assert ([block.text for block in whole.content], whole.stop_reason) == (["Hello, world. The end..."], "end_turn")
+    final = streamed_message(claude, "Hi", system="Be kind.", metadata={"user_id": "me"})
+    assert without_ids(final.to_dict()) == without_ids(whole.to_dict())
+    count = claude.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "Hi"}], system="Be kind.")
+    assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    assert whole._request_id
+
+
+def test_an_agent_of_messages_calls_a_tool_and_answers_with_its_result(claude: anthropic.Anthropic) -> None:
+    first = message(claude, tools=[TOOL])
+    text, call = first.content
+    assert (text.text.strip(), first.stop_reason) == ("Let me look.", "tool_use")
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Paris"})
+    final = streamed_message(claude, ASK, tools=[TOOL])
+    assert without_ids(final.to_dict()["content"]) == without_ids(first.to_dict()["content"])
+    assert final.stop_reason == "tool_use"
+    result = [{"type": "tool_result", "tool_use_id": call.id, "content": "18 degrees"}]
+    turns = [
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": result},
+    ]
+    second = message(claude, turns, tools=[TOOL])
+    assert (second.content[0].text, second.stop_reason) == ("It is 18 degrees in Paris.", "end_turn")
+    assert second.usage.cache_read_input_tokens > 0, "the turn before is in the prefix cache"
+
+
+def test_the_anthropic_tool_runner_runs_the_tool(claude: anthropic.Anthropic) -> None:
+    asked = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Returns the weather of a city.
+
+        Args:
+            city: The city.
+        """
+        asked.append(city)
+        return "18 degrees"
+
+    runner = claude.beta.messages.tool_runner(
+        model=MODEL, max_tokens=100, tools=[get_weather], messages=[{"role": "user", "content": ASK}]
+    )
+    *_, last = runner
+    assert asked == ["Paris"] and last.content[0].text == "It is 18 degrees in Paris."
+
+
+def test_thoughts_are_blocks_if_they_are_asked_for(claude: anthropic.Anthropic) -> None:
+    budget: Any = {"type": "enabled", "budget_tokens": 1024}
+    thought, text = message(claude, "Please ponder", thinking=budget).content
+    assert (thought.type, thought.thinking, text.text) == ("thinking", "Hm, let me see.", "I think so.")
+    final = streamed_message(claude, "Please ponder", thinking=budget)
+    assert final.content[0].thinking == "Hm, let me see."
+    (only,) = message(claude, "Please ponder").content
+    assert only.text == "I think so."
+
+
+def test_a_message_says_why_it_ended(claude: anthropic.Anthropic) -> None:
+    stopped = message(claude, "Hi", stop_sequences=["The", "x"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "The")
+    assert stopped.content[0].text == "Hello, world. "
+    assert message(claude, "Hi", max_tokens=2).stop_reason == "max_tokens"
+    assert message(claude, "Hi", max_tokens=1 << 20).stop_reason == "end_turn", "the context limits the answer, too"
+
+
+def test_a_line_that_differs_in_every_request_does_not_hide_the_prefix(claude: anthropic.Anthropic) -> None:
+    kind = {"type": "text", "text": "Be kind. " * 40}
+    for hashed in ("abcde", "fghij"):
+        billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={hashed};"}
+        answer = message(claude, "Hi", system=[billing, kind])
+    assert answer.usage.cache_read_input_tokens >= 256
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"model": "claude"}, anthropic.NotFoundError, "model"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "tools[0].type"),
+        ({"container": "a"}, anthropic.BadRequestError, "container"),
+    ],
+)
+def test_errors_of_messages_have_the_shape_of_anthropic(
+    claude: anthropic.Anthropic, fields: dict[str, Any], error: type[anthropic.APIStatusError], param: str
+) -> None:
+    with pytest.raises(error) as refused:
+        message(claude, "Hi", **fields)
+    body: Any = refused.value.body
+    assert body["type"] == "error" and body["request_id"] == refused.value.request_id
+    assert body["error"]["type"] in ("invalid_request_error", "not_found_error")
+    assert body["error"]["details"]["param"] == param and param in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "kind"),
+    [
+        ("POST", "/v1/messages", b"{", 400, "invalid_request_error"),
+        ("POST", "/v1/messages", b"{}", 400, "invalid_request_error"),
+        ("GET", "/v1/messages", b"", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", b"{}", 404, "not_found_error"),
+        ("POST", "/v1/messages/count_tokens/", b'{"messages": []}', 400, "invalid_request_error"),
+    ],
+)
+def test_every_error_on_the_paths_of_messages_has_the_shape_of_anthropic(
+    http: httpx.Client, method: str, path: str, body: bytes, status: int, kind: str
+) -> None:
+    answer = http.request(method, path, content=body)
+    assert answer.status_code == status
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
+    assert int(answer.headers["content-length"]) == len(answer.content)
