@@ -646,6 +646,12 @@ def make_agent_acceptable(path: str, body: Any) -> None:
             body[name] = min(max(body[name], low), high)
     for name in ("tools", "tool_choice", "text", "output_config", "chat_template_kwargs"):
         body.pop(name, None)
+    for message in body.get("messages") or []:
+        if isinstance(message["content"], list):
+            blocks = ("text", "tool_use", "thinking") if message["role"] == "assistant" else ("text", "tool_result")
+            message["content"] = [block for block in message["content"] if block["type"] in blocks]
+    if "messages" in body:
+        body["messages"].append({"role": "user", "content": "text"})
     if path != "/v1/messages/count_tokens":
         body["max_tokens" if path == "/v1/messages" else "max_output_tokens"] = 2
 
