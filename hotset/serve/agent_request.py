@@ -1,8 +1,8 @@
 """What `/v1/responses` and `/v1/messages` share: fields of requests, and the way from a request to its response."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -19,10 +19,9 @@ from hotset.serve.generation import GenerationJob, Responder, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.protocol import CacheSalt, RequestBody, SamplingFields
 from hotset.serve.service import Service
-from hotset.serve.tools.calls import NamedTool, ToolChoice, ToolSpec, ToolUse
+from hotset.serve.tools.calls import TOOL_NAME
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
-MAX_TOOLS = 1024
 
 
 def _is_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -35,28 +34,7 @@ def _is_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_is_json)]
-ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
-
-
-def tool_use_of(tools: Sequence[ToolSpec], choice: ToolChoice, *, parallel: bool) -> ToolUse:
-    """Returns the tools of a request. Raises RequestError if two have the same name, or if none can be chosen."""
-    names = [tool.name for tool in tools]
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise RequestError(f"tools has two tools with the name {twice!r}", param="tools", code="invalid_value")
-    if isinstance(choice, NamedTool) and choice.name not in names:
-        message = f"tool_choice names {choice.name!r}, which is not one of the {len(names)} tools"
-        raise RequestError(message, param="tool_choice", code="invalid_value")
-    if choice == "required" and not names:
-        message = "tool_choice requires a call, but the request has no tools"
-        raise RequestError(message, param="tool_choice", code="invalid_value")
-    return ToolUse(tuple(tools), choice, parallel)
-
-
-def thinking_kwargs(effort: str) -> dict[str, Any]:
-    """Returns the variables, under all their names, with which chat templates turn thinking on or off."""
-    thinks = effort != "none"
-    return {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
+ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
 class AgentFields(RequestBody):
@@ -83,13 +61,23 @@ class AgentFields(RequestBody):
     )
 
 
+@contextmanager
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Changes the field that a RequestError names: the chat template and the engine client name those of other
+    endpoints."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = fields.get(error.param or "", error.param)
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class AgentTurn:
-    """One validated request: what is generated, and how the endpoint names the field of its conversation."""
+    """One validated request: what is generated."""
 
     id: str  # of the response
     conversation: Conversation
-    prompt_field: str
     max_tokens: int | None
     stops_at_context: bool = False  # a larger max_tokens than the context has room for is not an error
     stop: tuple[str, ...] = ()
@@ -112,24 +100,18 @@ async def answer(
     params = replace(params, stop=turn.stop or params.stop, structure=turn.structure)
     service.check_open()
     prefill_at = service.prefill_at(request.headers)
-    try:
-        prompt = await unless_disconnected(request.receive, encode_conversation(service, turn.conversation))
-        if turn.stops_at_context and turn.max_tokens is not None:
-            room = max(1, service.client.model.max_model_len - len(prompt.token_ids))
-            params = replace(params, max_tokens=min(turn.max_tokens, room))
-        job = GenerationJob(
-            request_id=turn.id,
-            prompts=[prompt.token_ids],
-            params=prompt.constrained(params),
-            stream=bool(body.stream),
-            tiers=body.tiers or "auto",
-            landing=body.landing or "auto",
-            cache_salt=body.cache_salt,
-            prefill_at=prefill_at,
-        )
-        return await respond(request, service, job, new_responder(job, prompt.new_reader()))
-    except RequestError as error:
-        # The chat template and the engine client name the fields of other endpoints.
-        if error.param in ("prompt", "messages"):
-            error.param = turn.prompt_field
-        raise
+    prompt = await unless_disconnected(request.receive, encode_conversation(service, turn.conversation))
+    if turn.stops_at_context and turn.max_tokens is not None:
+        room = max(1, service.client.model.max_model_len - len(prompt.token_ids))
+        params = replace(params, max_tokens=min(turn.max_tokens, room))
+    job = GenerationJob(
+        request_id=turn.id,
+        prompts=[prompt.token_ids],
+        params=prompt.constrained(params),
+        stream=bool(body.stream),
+        tiers=body.tiers or "auto",
+        landing=body.landing or "auto",
+        cache_salt=body.cache_salt,
+        prefill_at=prefill_at,
+    )
+    return await respond(request, service, job, new_responder(job, prompt.new_reader()))

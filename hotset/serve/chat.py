@@ -21,6 +21,7 @@ from hotset.serve.conversation import (
     Conversation,
     ReasoningPiece,
     encode_conversation,
+    thinking_kwargs,
 )
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
@@ -225,10 +226,7 @@ def conversation_of(
 
     `chat_template_kwargs` has precedence over `reasoning_effort`, for which templates have several names.
     """
-    thinking: dict[str, Any] = {}
-    if fields.reasoning_effort is not None:
-        thinks = fields.reasoning_effort != "none"
-        thinking = {"reasoning_effort": fields.reasoning_effort, "thinking": thinks, "enable_thinking": thinks}
+    thinking = {} if fields.reasoning_effort is None else thinking_kwargs(fields.reasoning_effort)
     options = ChatOptions(
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=bool(fields.continue_final_message),

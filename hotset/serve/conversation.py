@@ -7,7 +7,7 @@ reads the deltas through `events_of`, or through one `AnswerReader` per choice.
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
@@ -158,6 +158,12 @@ class CollectedAnswer:
 
     answer: Answer
     finished: Finished
+
+
+def thinking_kwargs(effort: str) -> dict[str, Any]:
+    """Returns the variables, under all their names, with which chat templates turn thinking on or off."""
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
 
 
 async def encode_conversation(

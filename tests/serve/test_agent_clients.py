@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
 import openai
 import plain_http
+import pydantic
 import pytest
 from running_server import RunningServer, serving
 from scripted_model import write_scripted_model
@@ -17,7 +18,7 @@ SCRIPTS = {
                 'is"}}', "\n</tool_call>"],
     "cities": ["<tool_call>", '{"name": "get_weather", "arguments": {"city": "Oslo"}}', "</tool_call>\n<tool_call>",
                '{"name": "get_weather", "arguments": {"city": "Rome"}}', "\n\n</tool_call>"],
-    "patch": ["<tool_call> ", '{"name": "edit__patch", "arguments": {"input": "*** Begin', '\\n+é"}}', " </tool_call>"],
+    "patch": ["<tool_call> ", '{"name": "edit__patch", "arguments": {"input": "* ', 'Begin\\n+new"}}', "</tool_call> "],
     "ponder": ["<think>", "Hm, ", "let me see.", "</think>", "I think so."],
     "result": ["It is ", "18 degrees", " in Paris."],
     "other": ["Hello", ", world", ". The end", "."* 3],
@@ -124,9 +125,44 @@ def test_parallel_calls_and_custom_tools_are_items_of_their_own(openai_client: o
     assert len({call.call_id for call in both if call.type == "function_call"}) == 2
     (call,) = [item for item in respond(openai_client, "Please patch", tools=[PATCH]).output if item.type != "message"]
     assert (call.type, call.namespace, call.name) == ("custom_tool_call", "edit", "patch")
-    assert call.input == "*** Begin\n+é"
+    assert call.input == "* Begin\n+new"
     events = list(respond(openai_client, "Please patch", tools=[PATCH], stream=True))
     assert [event.input for event in events if event.type == "response.custom_tool_call_input.done"] == [call.input]
+
+
+class Verdict(pydantic.BaseModel):
+    answer: Literal["yes", "no"]
+    sure: bool
+
+
+def test_answers_are_parsed_by_their_schema(openai_client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    parsed = openai_client.responses.parse(model=MODEL, input="Hi", text_format=Verdict, max_output_tokens=200)
+    assert isinstance(parsed.output_parsed, Verdict)
+    message = claude.messages.parse(
+        model=MODEL, max_tokens=200, messages=[{"role": "user", "content": "Hi"}], output_format=Verdict
+    )
+    assert isinstance(message.parsed_output, Verdict)
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(openai_client, text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}})
+    assert refused.value.code == "invalid_structure"
+    with pytest.raises(anthropic.BadRequestError, match="schema"):
+        message_format: Any = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
+        claude.messages.create(
+            model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}], output_config=message_format
+        )
+
+
+def test_a_required_call_follows_its_schema(openai_client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    schema = Verdict.model_json_schema()
+    function: Any = {"type": "function", "name": "judge", "parameters": schema, "strict": True}
+    called = respond(openai_client, "Hi", tools=[FUNCTION, function], tool_choice={"type": "function", "name": "judge"})
+    (call,) = called.output
+    assert call.name == "judge" and Verdict.model_validate_json(call.arguments)
+    tool: Any = {"name": "judge", "input_schema": schema}
+    forced = message(claude, "Hi", tools=[TOOL, tool], tool_choice={"type": "tool", "name": "judge"})
+    (use,) = forced.content
+    assert (use.name, forced.stop_reason) == ("judge", "tool_use") and Verdict.model_validate(use.input)
+    assert {block.type for block in message(claude, tools=[TOOL], tool_choice={"type": "none"}).content} == {"text"}
 
 
 def test_reasoning_is_an_item_and_can_be_sent_back(openai_client: openai.OpenAI) -> None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotset.serve.agent_request import AgentTurn, answer
+from hotset.serve.agent_request import AgentTurn, answer, naming
 from hotset.serve.blocks import AnswerBlocks, Block, BlockChange
 from hotset.serve.conversation import (
     AnswerPiece,
@@ -44,23 +44,25 @@ from hotset.serve.messages_api.errors import error_event
 from hotset.serve.messages_api.request import CountTokensRequest, MessagesRequest
 from hotset.serve.service import Service
 
+FIELDS = {"prompt": "messages"}
+
 
 async def create_message(request: Request, service: Service, body: MessagesRequest) -> Response:
     """Answers a conversation. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
-    turn = AgentTurn(
-        id=f"msg_{uuid.uuid4().hex}",
-        conversation=body.conversation(),
-        prompt_field="messages",
-        max_tokens=body.max_tokens,
-        stops_at_context=True,
-        stop=tuple(body.stop_sequences or ()),
-        structure=body.structure(),
-    )
 
     def new_responder(job: GenerationJob, reader: AnswerReader) -> MessagesResponder:
         return MessagesResponder(job, reader, service.model_name, body.max_tokens, body.shows_thinking)
 
-    return await answer(request, service, body, turn, new_responder)
+    with naming(FIELDS):
+        turn = AgentTurn(
+            id=f"msg_{uuid.uuid4().hex}",
+            conversation=body.conversation(),
+            max_tokens=body.max_tokens,
+            stops_at_context=True,
+            stop=tuple(body.stop_sequences or ()),
+            structure=body.structure(),
+        )
+        return await answer(request, service, body, turn, new_responder)
 
 
 async def count_tokens(service: Service, body: CountTokensRequest) -> Response:

@@ -11,8 +11,8 @@ from hotset.base.errors import RequestError
 from hotset.base.sampling import MAX_STOP_STRINGS
 from hotset.base.structure import Structure
 from hotset.models.chat_prompt import ChatOptions
-from hotset.serve.agent_request import MAX_TOOLS, AgentFields, JsonObject, ToolName, thinking_kwargs, tool_use_of
-from hotset.serve.conversation import Conversation
+from hotset.serve.agent_request import AgentFields, JsonObject, ToolName
+from hotset.serve.conversation import Conversation, thinking_kwargs
 from hotset.serve.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -22,7 +22,7 @@ from hotset.serve.protocol import (
     Text,
     one_of,
 )
-from hotset.serve.tools.calls import NamedTool, ToolChoice, ToolSpec, ToolUse
+from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolChoice, ToolSpec, ToolUse
 
 # Claude Code puts this line, which differs in every request, before its system prompt. With it, no two prompts would
 # begin alike, and the prefix cache would be useless.
@@ -218,9 +218,9 @@ class CountTokensRequest(AgentFields):
 
     def _tool_use(self) -> ToolUse:
         tools, choice = self.tools or (), self.tool_choice
-        specs = [ToolSpec(tool.name, tool.description, tool.input_schema, bool(tool.strict)) for tool in tools]
+        specs = (ToolSpec(tool.name, tool.description, tool.input_schema, bool(tool.strict)) for tool in tools)
         parallel = choice is None or not choice.disable_parallel_tool_use
-        return tool_use_of(specs, "auto" if choice is None else choice.choice, parallel=parallel)
+        return ToolUse(tuple(specs), "auto" if choice is None else choice.choice, parallel)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if system := _joined(self.system or "", without=BILLING_LINE):

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hotset.models.chat_prompt import ChatOptions
-from hotset.serve.agent_request import AgentTurn, answer, thinking_kwargs
+from hotset.serve.agent_request import AgentTurn, answer, naming
 from hotset.serve.blocks import AnswerBlocks, Block, BlockChange
-from hotset.serve.conversation import AnswerReader, Conversation, Finished, events_of
+from hotset.serve.conversation import AnswerReader, Conversation, Finished, events_of, thinking_kwargs
 from hotset.serve.errors import error_body
 from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response
 from hotset.serve.responses import Usage
@@ -44,8 +44,16 @@ from hotset.serve.service import Service
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
+FIELDS = {"prompt": "input", "messages": "input"}
+
+
 async def create_response(request: Request, service: Service, body: ResponsesRequest) -> Response:
     """Answers a request. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
+    with naming(FIELDS):
+        return await _create_response(request, service, body)
+
+
+async def _create_response(request: Request, service: Service, body: ResponsesRequest) -> Response:
     tools = declared_tools(body.tools or ())
     effort = None if body.reasoning is None else body.reasoning.effort
     kwargs = ({} if effort is None else thinking_kwargs(effort)) | (body.chat_template_kwargs or {})
@@ -58,7 +66,6 @@ async def create_response(request: Request, service: Service, body: ResponsesReq
     turn = AgentTurn(
         id=f"resp_{uuid.uuid4().hex}",
         conversation=conversation,
-        prompt_field="input",
         max_tokens=body.max_output_tokens,
         structure=None if text_format is None else text_format.structure(),
     )

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, Tag
 
 from hotset.base.errors import RequestError
-from hotset.serve.agent_request import MAX_TOOLS, JsonObject, ToolName, tool_use_of
+from hotset.serve.agent_request import JsonObject, ToolName
 from hotset.serve.protocol import LenientModel, Text, one_of
-from hotset.serve.tools.calls import NamedTool, ToolSpec, ToolUse
+from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolSpec, ToolUse
 
 # Tools that OpenAI's own servers run. Clients like Codex declare them in every request: the model does not see them.
 NotOffered = Literal["web_search", "web_search_preview", "image_generation"]
@@ -146,16 +146,16 @@ def _declared(tool: FunctionTool | CustomTool, name: str, namespace: str | None)
 
 def tool_use(declared: dict[str, DeclaredTool], choice: Any, *, parallel: bool) -> ToolUse:
     """Returns the tools of a request and the choice among them. Raises RequestError if it names no tool."""
-    specs = [tool.spec for tool in declared.values()]
+    specs = tuple(tool.spec for tool in declared.values())
     if isinstance(choice, ChosenTool):
-        return tool_use_of(specs, NamedTool(flat_name(choice.name, choice.namespace)), parallel=parallel)
+        return ToolUse(specs, NamedTool(flat_name(choice.name, choice.namespace)), parallel)
     if isinstance(choice, AllowedTools):
         allowed = [flat_name(tool.name, tool.namespace) for tool in choice.tools]
         if (unknown := next((name for name in allowed if name not in declared), None)) is not None:
             message = f"tool_choice allows {unknown!r}, which is not one of the {len(declared)} tools"
             raise RequestError(message, param="tool_choice", code="invalid_value")
-        return tool_use_of([declared[name].spec for name in dict.fromkeys(allowed)], choice.mode, parallel=parallel)
-    return tool_use_of(specs, choice, parallel=parallel)
+        return ToolUse(tuple(declared[name].spec for name in dict.fromkeys(allowed)), choice.mode, parallel)
+    return ToolUse(specs, choice, parallel)
 
 
 def custom_input(arguments: str) -> str:

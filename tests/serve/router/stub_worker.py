@@ -97,7 +97,7 @@ class Stub:
             case "full":
                 return refusal(503, "no_room_left")
             case "stopped":
-                return refusal(503, "engine_stopped")
+                return refusal(503, "engine_stopped", anthropic=request.url.path.startswith("/v1/messages"))
             case "moved":
                 return RedirectResponse(self.target + request.url.path)
             case "busy":
@@ -168,7 +168,10 @@ def event(name: str, number: int) -> bytes:
     return f'data: {{"text":  "é{number}", "from": "{name}"}}\n\n'.encode()
 
 
-def refusal(status: int, code: str, headers: dict[str, str] | None = None) -> Response:
+def refusal(status: int, code: str, headers: dict[str, str] | None = None, *, anthropic: bool = False) -> Response:
+    if anthropic:
+        error = {"type": "api_error", "message": code, "details": {"error_code": code}}
+        return JSONResponse({"type": "error", "error": error, "request_id": "r"}, status, headers)
     return JSONResponse({"error": {"message": code, "type": "t", "param": None, "code": code}}, status, headers)
 
 

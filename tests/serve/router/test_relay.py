@@ -238,6 +238,12 @@ def test_requests_of_agents_are_relayed_like_completions(router: Router, idle_wo
     assert answer.headers.get("request-id") == (request_id if path == "/v1/messages" else None)
 
 
+def test_a_worker_that_answers_messages_with_an_error_is_replaced(router: Router, idle_workers: list[Stub]) -> None:
+    idle_workers[2].behave(behaviour="stopped")
+    assert [router.post("/v1/messages").headers["x-worker"] for _ in range(2)] == ["d2"] * 2
+    assert idle_workers[2].bodies(), "the worker that cannot answer must have been tried first"
+
+
 def test_errors_of_messages_have_the_shape_of_anthropic(router: Router, idle_workers: list[Stub]) -> None:
     for stub in idle_workers[2:]:
         stub.behave(behaviour="lost")
