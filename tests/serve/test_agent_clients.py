@@ -28,6 +28,7 @@ ASK = "What is the weather in Paris?"
 MODEL = "scripted"
 FUNCTION: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
 TOOL: Any = {"name": "get_weather", "description": "The weather of a city.", "input_schema": WEATHER}
+GREEDY = {"temperature": 0}
 NOT_COMPARED = ("id", "call_id", "parsed", "parsed_arguments", "parsed_output", "stop_details")
 PATCH: Any = {"type": "namespace", "name": "edit", "description": "", "tools": [{"type": "custom", "name": "patch"}]}
 
@@ -131,35 +132,38 @@ def test_parallel_calls_and_custom_tools_are_items_of_their_own(openai_client: o
 
 
 class Verdict(pydantic.BaseModel):
+    """An answer of few tokens: the scripted model knows nothing of schemas."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
     answer: Literal["yes", "no"]
     sure: bool
 
 
 def test_answers_are_parsed_by_their_schema(openai_client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    parsed = openai_client.responses.parse(model=MODEL, input="Hi", text_format=Verdict, max_output_tokens=200)
+    parsed = openai_client.responses.parse(model=MODEL, input="Hi", text_format=Verdict, temperature=0)
     assert isinstance(parsed.output_parsed, Verdict)
-    message = claude.messages.parse(
-        model=MODEL, max_tokens=200, messages=[{"role": "user", "content": "Hi"}], output_format=Verdict
+    asked: Any = [{"role": "user", "content": "Hi"}]
+    answer = claude.messages.parse(
+        model=MODEL, max_tokens=200, messages=asked, output_format=Verdict, extra_body=GREEDY
     )
-    assert isinstance(message.parsed_output, Verdict)
+    assert isinstance(answer.parsed_output, Verdict)
     with pytest.raises(openai.BadRequestError) as refused:
         respond(openai_client, text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}})
     assert refused.value.code == "invalid_structure"
     with pytest.raises(anthropic.BadRequestError, match="schema"):
-        message_format: Any = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
-        claude.messages.create(
-            model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}], output_config=message_format
-        )
+        message(claude, output_config={"format": {"type": "json_schema", "schema": {"type": "nothing"}}})
 
 
 def test_a_required_call_follows_its_schema(openai_client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     schema = Verdict.model_json_schema()
     function: Any = {"type": "function", "name": "judge", "parameters": schema, "strict": True}
-    called = respond(openai_client, "Hi", tools=[FUNCTION, function], tool_choice={"type": "function", "name": "judge"})
+    named = {"type": "function", "name": "judge"}
+    called = respond(openai_client, "Hi", tools=[FUNCTION, function], tool_choice=named, temperature=0)
     (call,) = called.output
     assert call.name == "judge" and Verdict.model_validate_json(call.arguments)
     tool: Any = {"name": "judge", "input_schema": schema}
-    forced = message(claude, "Hi", tools=[TOOL, tool], tool_choice={"type": "tool", "name": "judge"})
+    chosen = {"type": "tool", "name": "judge"}
+    forced = message(claude, "Hi", tools=[TOOL, tool], tool_choice=chosen, extra_body=GREEDY)
     (use,) = forced.content
     assert (use.name, forced.stop_reason) == ("judge", "tool_use") and Verdict.model_validate(use.input)
     assert {block.type for block in message(claude, tools=[TOOL], tool_choice={"type": "none"}).content} == {"text"}
