@@ -1,29 +1,20 @@
 """Chat completions of a model that thinks: prompts, reasoning and answers, with an engine that plays back answers."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
-import tokenizers
-from harness import tiny_directory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from running_server import error_of
+from scripted_engine import ScriptedClient, byte_tokenizer
 from starlette.applications import Starlette
 
 from hotset.base.config import ServeConfig
-from hotset.base.sampling import SamplingParams
-from hotset.engine.input_processor import InputProcessor, ModelCard
-from hotset.engine.output_processor import OutputProcessor
-from hotset.engine.outputs import Delta
-from hotset.models.checkpoint.files import find_model
-from hotset.models.tokenizer import ChatSettings, Tokenizer
-from hotset.schedule.plan import TokenOutputs
 from hotset.serve.app import create_app
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
@@ -37,59 +28,11 @@ PROMPT = "<bos>user: 1 + 1?<end>assistant: "
 ANSWER = "I add.</think>2"
 
 
-class ScriptedClient:
-    """An engine client that answers every request with the next tokens of a script, and records the prompts."""
-
-    role, control, waiting, newest_stats, defaults = "both", None, 0, None, {}
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        (end,) = tokenizer.encode("<end>", add_special=False)
-        self.model = ModelCard("scripted", "llama", 4096, 512, (end,), True, 4096, "cpu", "float32")
-        self.answers: list[list[int]] = []  # the tokens of each choice
-        self.prompts: list[list[int]] = []
-
-    def say(self, *answers: str) -> None:
-        self.answers = [self.tokenizer.encode(answer, add_special=False) for answer in answers]
-
-    def check(self) -> None: ...
-
-    async def generate(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, **options: Any
-    ) -> AsyncGenerator[Delta, None]:
-        self.prompts.append(list(prompt))
-        choices = InputProcessor(self.model, seed=0).accept(request_id, prompt, params)
-        outputs = OutputProcessor(self.tokenizer)
-        outputs.add(choices)
-        for position in range(max(map(len, self.answers))):
-            for choice, answer in zip(choices, self.answers, strict=True):
-                if position >= len(answer):
-                    continue
-                token = answer[position]
-                step = TokenOutputs()
-                step.add(choice.request_id, token, None if params.logprobs is None else {token: (-0.5, 1)})
-                if token in self.model.eos_ids:
-                    step.finished[choice.request_id] = "stop"
-                elif position + 1 == len(answer):
-                    step.finished[choice.request_id] = "length"
-                for _, delta in outputs.process(step)[0]:
-                    yield delta
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedClient]:
     """An engine whose tokenizer has the 256 bytes, BOS, an end token, and special tokens that mark reasoning."""
     directory = tmp_path_factory.mktemp("thinking")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<bos>", "<end>", "<think>", "</think>"])
-    backend.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<bos>", "eos_token": "<end>", "add_bos_token": True, "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(find_model(tiny_directory(directory)), None, ChatSettings())
-    assert tokenizer is not None
+    tokenizer = byte_tokenizer(directory, TEMPLATE, ["<think>", "</think>"])
     with closing(tokenizer):
         yield ScriptedClient(tokenizer)
 

@@ -114,6 +114,9 @@ class MarkupGrammar:
             _joined(
                 writer.literal(self.begin.format(name=tool.name)),
                 *(self._argument(writer, tool, key) for key in _keys(tool)),
+                f"{writer.literal(self.newline)}?"
+                if self.newline
+                else "",  # a call without arguments has an empty line
                 writer.literal(self.end),
             )
             for tool in tools

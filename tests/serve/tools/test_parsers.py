@@ -24,12 +24,12 @@ def dsml(calls: Iterable[tuple[str, Arguments]]) -> str:
     text = "<｜DSML｜function_calls>\n"
     for name, arguments in calls:
         text += f'<｜DSML｜invoke name="{name}">\n'
-        for key, value in arguments.items():
-            is_text = isinstance(value, str)
-            shown = value if is_text else json.dumps(value, ensure_ascii=False)
-            flag = "true" if is_text else "false"
-            text += f'<｜DSML｜parameter name="{key}" string="{flag}">{shown}</｜DSML｜parameter>\n'
-        text += "</｜DSML｜invoke>\n"
+        lines = [
+            f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{shown(value)}'
+            "</｜DSML｜parameter>"
+            for key, value in arguments.items()
+        ]
+        text += "\n".join(lines) + "\n</｜DSML｜invoke>\n"
     return text + "</｜DSML｜function_calls>"
 
 
@@ -127,7 +127,7 @@ cuts = st.lists(st.integers(0, 10**6), max_size=8)
 
 
 @every_format
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(before=plain, calls=calls, after=plain, cuts=cuts)
 def test_calls_between_texts_are_found(
     tool_format: ToolFormat, before: str, calls: list[tuple[str, Arguments]], after: str, cuts: list[int]
@@ -147,7 +147,7 @@ def answers(draw: st.DrawFn, name: str) -> str:
 
 
 @every_format
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), cuts=cuts)
 def test_a_streamed_answer_equals_the_whole_one_and_shows_no_half_marker(
     tool_format: ToolFormat, data: st.DataObject, cuts: list[int]
@@ -169,7 +169,7 @@ def test_a_streamed_answer_equals_the_whole_one_and_shows_no_half_marker(
 
 
 @every_format
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_nothing_of_an_answer_is_lost(tool_format: ToolFormat, data: st.DataObject) -> None:
     text = data.draw(answers(tool_format.name))
@@ -286,6 +286,6 @@ def test_arguments_can_be_encoded_although_the_model_wrote_half_a_surrogate_pair
 @every_format
 def test_an_answer_of_many_markers_takes_linear_time(tool_format: ToolFormat) -> None:
     opener, closer = OPENERS.get(tool_format.name, "<tool_call>"), CLOSERS.get(tool_format.name, "</tool_call>")
-    for text in (opener * 3000, (opener + '"') * 3000, opener + '"' + closer * 3000, (opener + closer) * 3000):
+    for text in (opener * 1500, (opener + '"') * 1500, opener + '"' + closer * 1500, (opener + closer) * 1500):
         assert parsed(tool_format, [text]) == [text]
         assert parsed(tool_format, [text[start : start + 9] for start in range(0, len(text), 9)]) == [text]
