@@ -41,6 +41,21 @@ def streamed(model: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def called(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    function = {"name": "forecast", "description": "Returns the weather of a city", "parameters": parameters}
+    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    tools["_skip_mcp_handler"] = True  # it needs a package that LiteLLM does not install
+    question = {"role": "user", "content": "Will it rain in Rome?"}
+    choice = litellm.completion(model, [question], **tools, **options, parallel_tool_calls=False).choices[0]
+    (call,) = choice.message.tool_calls
+    return {
+        "finish_reason": choice.finish_reason,
+        "name": call.function.name,
+        "arguments": call.function.arguments,
+    }
+
+
 def continued(model: str, options: dict[str, Any]) -> dict[str, str]:
     whole = litellm.text_completion(model=model, prompt=PROMPT, **options).choices[0].text
     chunks = litellm.text_completion(model=model, prompt=PROMPT, stream=True, **options)
@@ -57,6 +72,7 @@ def main() -> None:
         "second": ask(f"openai/{name}", turns, options).content,
         "hosted_vllm": asyncio.run(ask_asynchronously(f"hosted_vllm/{name}", turns, options)).content,
         "streamed": streamed(f"openai/{name}", options),
+        "called": called(f"openai/{name}", options | {"max_tokens": 64}),
         "continued": continued(f"text-completion-openai/{name}", options | {"max_tokens": 3}),
     }
     print(json.dumps(answers))

@@ -24,6 +24,12 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 NEXT_QUESTION = "And of Italy?"
 PROMPT = "The capital of France is"
+FORECAST: dict[str, Any] = {
+    "name": "forecast",
+    "description": "Returns the weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]},
+}
+TOOLS: list[Any] = [{"type": "function", "function": FORECAST}, {"type": "function", "function": {"name": "now"}}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 DEADLINE = 240.0
 
@@ -112,6 +118,29 @@ def test_openai_replays_the_first_answer_in_the_second_turn(client: openai.OpenA
     assert "Rome" in ask(client, messages=messages).choices[0].message.content
 
 
+def test_openai_must_call_a_tool_and_sends_back_its_result(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "Will it rain in Rome?"}
+    named = {"type": "function", "function": {"name": "forecast"}}
+    options: dict[str, Any] = {"messages": [question], "tools": TOOLS, "tool_choice": named, "max_tokens": 64}
+    choice = ask(client, **options, parallel_tool_calls=False).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "forecast"
+    assert json.loads(call.function.arguments).get("city") in ("Paris", "Rome")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+    answered = ask(client, messages=[question, choice.message, result], tools=TOOLS, tool_choice="none").choices[0]
+    assert answered.message.content and answered.message.tool_calls is None
+
+
+def test_openai_gets_required_calls_streamed(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 256, "stream": True}
+    chunks = list(ask(client, **options, temperature=1, seed=1, parallel_tool_calls=False))
+    parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or ()]
+    assert parts[0].id is not None and parts[0].function.name in ("forecast", "now")
+    json.loads("".join(part.function.arguments for part in parts))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
 def test_openai_lists_and_finds_the_model(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [EMBEDDED]
     assert client.models.retrieve(EMBEDDED).model_extra["max_model_len"] == 8192
@@ -134,10 +163,24 @@ def test_litellm_gets_the_same_text_streamed_as_in_one_response(litellm_output: 
     assert 3 < answers["streamed"]["completion_tokens"] <= answers["streamed"]["chunks"]
 
 
+def test_litellm_must_call_a_tool(litellm_output: str) -> None:
+    called = answers_in(litellm_output)["called"]
+    assert called["finish_reason"] == "tool_calls" and called["name"] == "forecast"
+    assert json.loads(called["arguments"])["city"] in ("Paris", "Rome")
+
+
 def test_litellm_continues_a_prompt(litellm_output: str) -> None:
     continued = answers_in(litellm_output)["continued"]
     assert continued["whole"].startswith(" Paris")
     assert continued["streamed"] == continued["whole"]
+
+
+def test_langchain_must_call_a_tool(chat_model: ChatOpenAI) -> None:
+    bound = chat_model.bind_tools([FORECAST], tool_choice="any", parallel_tool_calls=False)
+    message = bound.invoke("Will it rain in Rome?", max_tokens=64)
+    (call,) = message.tool_calls
+    assert call["name"] == "forecast" and call["args"]["city"] in ("Paris", "Rome")
+    assert message.invalid_tool_calls == [] and message.response_metadata["finish_reason"] == "tool_calls"
 
 
 def test_langchain_replays_the_first_answer_in_the_second_turn(
