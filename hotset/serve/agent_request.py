@@ -114,4 +114,5 @@ async def answer(
         cache_salt=body.cache_salt,
         prefill_at=prefill_at,
     )
-    return await respond(request, service, job, new_responder(job, prompt.new_reader()))
+    with prompt.naming_tools():
+        return await respond(request, service, job, new_responder(job, prompt.new_reader()))

@@ -211,7 +211,8 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         prefill_at=prefill_at,
     )
     try:
-        return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
+        with prompt.naming_tools():
+            return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
     except RequestError as error:
         # The engine client reports errors of the field `prompt`; in this endpoint that field is `messages`.
         if error.param == "prompt":

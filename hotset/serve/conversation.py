@@ -4,8 +4,8 @@ An endpoint makes a `Conversation`, encodes it, and calls `generation.respond` w
 reads the deltas through `events_of`, or through one `AnswerReader` per choice.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
@@ -78,6 +78,16 @@ class ConversationPrompt:
         if structure is not None and self.begins_in_reasoning:
             structure = replace(structure, after=REASONING_END)
         return params if structure is None else replace(params, structure=structure)
+
+    @contextmanager
+    def naming_tools(self) -> Iterator[None]:
+        """Makes an error of the structure an error of the field `tools`, if the tools demand the structure."""
+        try:
+            yield
+        except RequestError as error:
+            if self.structure is not None and error.code == "invalid_structure":
+                error.param = "tools"
+            raise
 
 
 class AnswerReader:
@@ -194,8 +204,16 @@ async def encode_conversation(
         token_ids=ids,
         new_reader=new_reader,
         begins_in_reasoning=in_reasoning and tokenizer.parses_reasoning,
-        structure=tool_format.structure(use, tokenizer.grammar_ids) if tool_format and use.must_call else None,
+        structure=_structure(tool_format, use, tokenizer) if tool_format and use.must_call else None,
     )
+
+
+def _structure(tool_format: ToolFormat, use: ToolUse, tokenizer: Tokenizer) -> Structure:
+    try:
+        return tool_format.structure(use, tokenizer.grammar_ids)
+    except RequestError as error:
+        error.param = "tools"  # the structure is too large, or a parameter has an unusable name
+        raise
 
 
 def _tool_format(service: Service, tokenizer: Tokenizer, use: ToolUse) -> ToolFormat | None:

@@ -132,6 +132,15 @@ def test_openai_must_call_a_tool_and_sends_back_its_result(client: openai.OpenAI
     assert answered.message.content and answered.message.tool_calls is None
 
 
+def test_a_required_tool_whose_schema_cannot_be_compiled_is_refused(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}}
+    tools = [{"type": "function", "function": {"name": "forecast", "parameters": schema}}]
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled") as refused:
+        ask(client, tools=tools, tool_choice="required")
+    body: Any = refused.value.body
+    assert body["param"] == "tools"
+
+
 def test_openai_gets_required_calls_streamed(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 256, "stream": True}
     chunks = list(ask(client, **options, temperature=1, seed=1, parallel_tool_calls=False))

@@ -20,10 +20,12 @@ from starlette.applications import Starlette
 from test_parsers import OPENERS, WRITERS
 
 from hotset.base.config import ServeConfig
-from hotset.models.answer_parser import TOOL_MARKERS
+from hotset.base.sampling import SamplingParams
+from hotset.models.answer_parser import TOOL_MARKERS, PlainParser
 from hotset.models.chat_formats import built_in_template
 from hotset.serve.app import create_app
-from hotset.serve.tools.calls import MAX_TOOL_CHARACTERS, MAX_TOOLS
+from hotset.serve.conversation import AnswerReader, ConversationPrompt
+from hotset.serve.tools.calls import MAX_TOOL_CHARACTERS, MAX_TOOLS, ToolSpec, ToolUse
 from hotset.serve.tools.formats import FORMATS, format_for
 
 LOOP = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -255,6 +257,13 @@ def test_a_required_call_is_constrained(engines: Any, choice: Any) -> None:
     assert ("weather" in structure.value) == (choice == "required")
     ask(engine, "No.", tool_choice="auto")
     assert engine.params[-1].structure is None
+
+
+def test_a_required_call_may_follow_reasoning_that_the_prompt_opens() -> None:
+    structure = FORMATS[0].structure(ToolUse((ToolSpec("now"),), "required"), {})
+    prompt = ConversationPrompt([], lambda: AnswerReader(PlainParser()), begins_in_reasoning=True, structure=structure)
+    constrained = prompt.constrained(SamplingParams()).structure
+    assert constrained is not None and (constrained.value, constrained.after) == (structure.value, "</think>")
 
 
 def function(**fields: Any) -> list[Any]:
