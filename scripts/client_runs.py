@@ -281,6 +281,7 @@ class Client:
     version: str
     requirements: tuple[str, ...]
     runs: tuple[Run, ...]
+    is_node_program: bool = False  # installed with npm, and run with a scripted model
 
 
 def save_tokenizer(folder: Path) -> None:

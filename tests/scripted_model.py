@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 END = "<|end|>"
-# Messages are rendered as they are. The last one chooses the script: the result of a tool, or the first name of a
-# script that is in its text.
+# Messages are rendered as they are. The last one of the user or of a tool chooses the script: the result of a tool, or
+# the first name of a script that is in the text.
 TEMPLATE = """
 {%- if tools %}{% for tool in tools %}tool {{ tool | tojson }}\\n{% endfor %}{% endif -%}
 {%- for message in messages -%}
@@ -24,7 +24,7 @@ TEMPLATE = """
 {%- for call in message.tool_calls or [] %} <tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
 {{ '<|end|>' }}
 {%- endfor -%}
-{%- set last = messages[-1] -%}
+{%- set last = messages | selectattr('role', 'in', ['user', 'tool']) | list | last -%}
 {%- set chosen = namespace(name='result' if last.role == 'tool' else '') -%}
 {%- for name in NAMES -%}
 {%- if not chosen.name and name in last.content %}{% set chosen.name = name %}{% endif -%}
@@ -77,7 +77,7 @@ def _config(vocab: int, eos: int) -> dict[str, object]:
         "num_key_value_heads": 1,
         "head_dim": 16,
         "vocab_size": vocab,
-        "max_position_embeddings": 65536,
+        "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "rope_theta": 10000.0,

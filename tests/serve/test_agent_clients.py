@@ -38,6 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("agents")
     with serving(folder, write_scripted_model(folder / MODEL, SCRIPTS), "--device", "cpu") as server:
         yield server
+        assert "Warning" not in server.log() and "Traceback" not in server.log()
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_reasoning_is_an_item_and_can_be_sent_back(openai_client: openai.OpenAI)
         ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0]"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
-        ({"input": "a" * 70_000}, "input"),
+        ({"input": "a" * 140_000}, "input"),
     ],
 )
 def test_what_a_response_cannot_do_is_refused_by_name(
@@ -271,6 +272,9 @@ def test_a_line_that_differs_in_every_request_does_not_hide_the_prefix(claude: a
         billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={hashed};"}
         answer = message(claude, "Hi", system=[billing, kind])
     assert answer.usage.cache_read_input_tokens >= 256
+    asked: Any = [{"role": "user", "content": "Hi"}]
+    count = claude.messages.count_tokens(model=MODEL, messages=asked, system=[billing, kind])
+    assert count.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,13 @@ def test_functions_custom_tools_and_namespaces_are_functions_for_the_model() -> 
     assert custom_input('{"input": 3}') == '{"input": 3}' and custom_input("half {") == "half {"
 
 
+def test_a_response_repeats_tools_and_choices_as_they_were_sent() -> None:
+    tools = [FUNCTION, {"type": "namespace", "name": "eyes", "tools": [FUNCTION]}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
+    sent = responses(tools=tools, tool_choice=choice).model_dump(exclude_none=True, include={"tools", "tool_choice"})
+    assert sent == {"tools": tools, "tool_choice": choice}
+
+
 @pytest.mark.parametrize(
     ("choice", "expected", "offered"),
     [

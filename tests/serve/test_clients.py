@@ -229,7 +229,7 @@ def test_the_requests_of_a_benchmark_tool_are_answered(server: RunningServer, to
 
 def test_the_document_names_the_versions_that_the_script_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    runs = importlib.import_module("client_runs")
+    clients = importlib.import_module("client_runs").CLIENTS | importlib.import_module("agent_runs").AGENTS
     rows = [line.split(" | ") for line in (ROOT / "docs" / "clients.md").read_text().splitlines() if line[:2] == "| "]
     named = {(row[0].removeprefix("| "), row[1]) for row in rows}
-    assert {(name, client.version) for name, client in runs.CLIENTS.items()} <= named
+    assert {(name, client.version) for name, client in clients.items()} <= named

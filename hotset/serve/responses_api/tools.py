@@ -42,8 +42,13 @@ class HostedTool(LenientModel):
     type: NotOffered
 
 
+def _type_of(value: Any) -> Any:
+    """Returns the type of an object that a client sent, before or after its validation."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def _tool_form(tool: Any) -> str | None:
-    kind = tool.get("type") if isinstance(tool, dict) else None
+    kind = _type_of(tool)
     if not isinstance(kind, str):
         return None
     if kind in ("function", "custom", "namespace"):
@@ -90,7 +95,7 @@ class AllowedTools(LenientModel):
 def _choice_form(choice: Any) -> str | None:
     if isinstance(choice, str):
         return "|mode"
-    kind = choice.get("type") if isinstance(choice, dict) else None
+    kind = _type_of(choice)
     return "|tool" if kind in ("function", "custom") else "|allowed" if kind == "allowed_tools" else None
 
 
