@@ -176,7 +176,9 @@ def test_reasoning_is_an_item_and_can_be_sent_back(openai_client: openai.OpenAI)
     assert (reasoning.content[0].text, text.content[0].text) == ("Hm, let me see.", "I think so.")
     events = list(respond(openai_client, "Please ponder", stream=True))
     assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == "Hm, let me see."
-    again = respond(openai_client, [{"role": "user", "content": "Please ponder"}, *first.output, *first.output])
+    again = respond(
+        openai_client, [{"role": "user", "content": "Please ponder"}, *first.output, {"role": "user", "content": "Hi"}]
+    )
     assert again.output_text == "Hello, world. The end..."
 
 
