@@ -103,7 +103,7 @@ def test_responses_and_messages_equal_those_of_one_server(
     question = "Which of these is true? " * 9
     for path, fields in (
         ("/v1/responses", {"input": question, "max_output_tokens": 6}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": question + "Why?"}], "max_tokens": 6}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Why? " + question}], "max_tokens": 6}),
     ):
         body = {"temperature": 0, "model": "demo-dsa", **fields}
         answers = [plain_http.post(server.url + path, json=body, timeout=120) for server in (colocated, disaggregated)]
