@@ -11,18 +11,23 @@ others, "accept" is the median time to accept a token. The second walk with a co
 "bomb" is the time of a schema whose automaton is large: nested optional properties and long bounded repetitions.
 """
 
+import gc
 import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import tokenizers
 from report import make_parser, report
 
 from hotset.base.config import EngineConfig
 from hotset.engine.frontend import load_frontend
+from hotset.models.tokenizer import BYTE_OF
 
 SIZES = (49_152, 129_280, 154_880)
 SCHEMA = {
@@ -53,22 +58,24 @@ BOMB = {
 }
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary in the forms that the libraries take, its end token, and the tokens of ANSWER."""
+
+    tokenizer_json: str
+    tokens: list[bytes]
+    end: int
+    answer: list[int]
+
+
 class Llguidance:
-    def __init__(self, tokens: list[bytes], eos: int) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
         import llguidance.numpy
 
-        class Vocabulary:
-            eos_token_id, bos_token_id, special_token_ids = eos, None, [eos]
-
-            def __call__(self, text: bytes) -> list[int]:
-                raise NotImplementedError
-
-        vocabulary: Any = Vocabulary()
-        vocabulary.tokens = tokens
         self._library, self._fill = llguidance, llguidance.numpy.fill_next_token_bitmask
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eos)
-        self._bits = llguidance.numpy.allocate_token_bitmask(1, len(tokens))
+        self._tokenizer = llguidance.LLTokenizer(vocabulary.tokenizer_json, eos_token=vocabulary.end)
+        self._bits = llguidance.numpy.allocate_token_bitmask(1, len(vocabulary.tokens))
 
     def compile(self, schema: Any) -> Any:
         grammar = self._library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -88,10 +95,11 @@ class Llguidance:
 
 
 class Xgrammar:
-    def __init__(self, tokens: list[bytes], eos: int) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
 
         self._library = xgrammar
+        tokens, eos = vocabulary.tokens, vocabulary.end
         info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[eos])
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._bits = xgrammar.allocate_token_bitmask(1, len(tokens))
@@ -109,24 +117,34 @@ class Xgrammar:
         return bool(matcher.accept_token(token))
 
 
-LIBRARIES: dict[str, Callable[[list[bytes], int], Any]] = {"llguidance": Llguidance, "xgrammar": Xgrammar}
+LIBRARIES: dict[str, Callable[[Vocabulary], Any]] = {"llguidance": Llguidance, "xgrammar": Xgrammar}
 
 
-def vocabulary(size: int) -> tuple[list[bytes], int, list[int]]:
-    """Returns the bytes of all tokens, the end of text, and the tokens of ANSWER."""
+def vocabulary(size: int) -> Vocabulary:
     tokenizer = load_frontend(EngineConfig()).tokenizer
     assert tokenizer is not None
-    tokens = [tokenizer.token_bytes(token) for token in range(SIZES[0])]
-    tokens += [tokens[300 + number % 20_000] + tokens[400 + number // 3] for number in range(size - len(tokens))]
-    return tokens, tokenizer.chat_stop_ids[0], tokenizer.encode(ANSWER, add_special=False)
+    described = json.loads(tokenizer.to_json())
+    pieces: dict[str, int] = described["model"]["vocab"]
+    texts = list(pieces)
+    pairs = (texts[300 + number % 20_000] + texts[400 + number // 3] for number in range(10 * size))
+    for pair in pairs:
+        if len(pieces) == size:
+            break
+        pieces.setdefault(pair, len(pieces))
+    tokenizer_json = json.dumps(described)
+    extended = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokens = [bytes(BYTE_OF.get(letter, 0) for letter in extended.id_to_token(token) or "") for token in range(size)]
+    answer = tokenizer.encode(ANSWER, add_special=False)
+    return Vocabulary(tokenizer_json, tokens, tokenizer.chat_stop_ids[0], answer)
 
 
 def measure(name: str, size: int) -> dict[str, float | str]:
-    tokens, eos, answer = vocabulary(size)
+    words = vocabulary(size)
+    answer = words.answer
     __import__("torch"), __import__(name)
     before = _mib()
     started = time.perf_counter()
-    library = LIBRARIES[name](tokens, eos)
+    library = LIBRARIES[name](words)
     row: dict[str, float | str] = {"library": name, "vocabulary": size, "table s": time.perf_counter() - started}
     row["table MiB"] = _mib() - before
     started = time.perf_counter()
@@ -155,7 +173,10 @@ def measure(name: str, size: int) -> dict[str, float | str]:
 
 
 def _mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Returns the memory of this process."""
+    gc.collect()
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * resource.getpagesize() / (1 << 20)
 
 
 def main() -> None:
@@ -171,7 +192,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--case", name, str(size)]
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
             rows.append(json.loads(done.stdout))
-    report("grammars", rows, arguments)
+    report("libraries for structured output", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,11 @@ class Constraints:
         self._seats: dict[int, _Seat] = {}
         self._thread: ThreadPoolExecutor | None = None  # compiles while the prompt is computed
 
+    def warm_up(self) -> None:
+        """Prepares the compiler, so that the first structure does not delay a step."""
+        if self._compiler is not None:
+            self._compiler.warm_up()
+
     def assign(self, seat: int, prompt: PromptSpec, answer: Sequence[int]) -> None:
         """Gives a seat the structure of a request, if it has one, with the answer so far."""
         self._seats.pop(seat, None)

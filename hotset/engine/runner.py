@@ -149,6 +149,7 @@ class Runner:
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
         self._memory.warm_up()
+        self._constraints.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 

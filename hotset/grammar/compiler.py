@@ -1,5 +1,6 @@
 """Compiles structures for one vocabulary, and keeps the compiled grammars that were used last."""
 
+import contextlib
 import importlib.util
 import threading
 from collections import OrderedDict
@@ -53,6 +54,11 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(structure)
             return Matcher(compiled.deep_copy(), self._masks, stop_ids)
+
+    def warm_up(self) -> None:
+        """Builds the tables for the vocabulary, which can take a second, if the package and a tokenizer are there."""
+        with self._lock, contextlib.suppress(RequestError):
+            self._library_tokenizer()
 
     def check(self, structure: Structure) -> None:
         """Compiles a structure. Raises like `matcher`."""

@@ -143,7 +143,7 @@ class Sampler:
         raw = finite_logits(logits)
         x = self._adjusted(raw, batch, positions) if batch.adjusts_logits else raw
         if masks is not None:
-            x = _masked(raw.clone() if x is raw else x, masks)
+            x = _masked(x, masks, in_place=x is not raw)
         token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
         if batch.penalised is not None:
             self._counts.add(batch.count_rows, token_ids[batch.penalised])
@@ -223,8 +223,9 @@ class Sampler:
         return list_to_device(numbers, torch.int64, self._device)
 
 
-def _masked(x: Tensor, masks: TokenMasks) -> Tensor:
-    """Sets the logits `x` [n, vocab] of excluded tokens to -inf, in place."""
+def _masked(x: Tensor, masks: TokenMasks, *, in_place: bool) -> Tensor:
+    """Returns the logits `x` [n, vocab] with -inf for excluded tokens."""
+    x = x if in_place else x.clone()
     shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
     parts = zip(masks.requests.split(MASKED_AT_ONCE), masks.bits.split(MASKED_AT_ONCE), strict=True)
     for requests, bits in parts:

@@ -213,8 +213,10 @@ def test_without_the_package_a_structure_is_refused_with_the_command_that_instal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiler_module.importlib.util, "find_spec", lambda name: None)
+    compiler = GrammarCompiler(TOKENIZER.to_str, VOCAB)
+    compiler.warm_up()  # an engine starts without the package
     with pytest.raises(RequestError, match="pip install 'llguidance"):
-        GrammarCompiler(TOKENIZER.to_str, VOCAB).check(SMALL_STRUCTURES[0])
+        compiler.check(SMALL_STRUCTURES[0])
 
 
 def test_a_model_without_a_tokenizer_has_no_structures() -> None:

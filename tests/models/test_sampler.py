@@ -14,7 +14,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw_key
 from hotset.kernels.draw.random_numbers import uniforms
 from hotset.kernels.draw.reference import SHORTLIST_TOKENS, _choose, draw, leading
-from hotset.models.sampler import Sampler, SamplerOutput
+from hotset.models.sampler import Sampler, SamplerOutput, TokenMasks
 from tests.models import sampling_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -395,3 +395,36 @@ def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: in
         on_host, computed = found.logprobs.to_host().computed, expected.logprobs.computed
         torch.testing.assert_close(on_host.logprobs, computed.logprobs)
         assert torch.equal(on_host.top_ids, computed.top_ids)
+
+
+@pytest.mark.parametrize(("n", "constrained"), [(3, [1]), (2, [0, 1]), (70, list(range(0, 70, 2)))])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks_exclude_tokens_of_their_own_requests_and_leave_log_probabilities_raw(
+    n: int, constrained: list[int], temperature: float
+) -> None:
+    vocab, generator = 45, torch.Generator().manual_seed(n)
+    logits = torch.randn(n, vocab, generator=generator)
+    before = logits.clone()
+    allowed = torch.rand(n, vocab, generator=generator) < 0.3
+    allowed[torch.arange(n), torch.arange(n) % vocab] = True
+    bits = torch.zeros(len(constrained), 2, dtype=torch.int64)
+    for row, request in enumerate(constrained):
+        for token in allowed[request].nonzero().flatten().tolist():
+            bits[row, token // 32] |= 1 << token % 32
+    masks = TokenMasks(torch.tensor(constrained), bits.to(torch.int32))
+    params = [SamplingParams(temperature=temperature, seed=number, logprobs=2) for number in range(n)]
+    requests = [Request(one, [1, 2], 2) for one in params]
+    output = seated(requests, vocab).sample(logits, range(n), positions_of(requests), masks)
+    expected = logits.clone()
+    for request in constrained:
+        expected[request] = torch.where(allowed[request], logits[request], -torch.inf)
+    by_oracle = sample_all(requests, expected)
+    assert output.token_ids.tolist() == by_oracle.token_ids.tolist()
+    assert torch.equal(logits, before)
+    assert output.logprobs is not None
+    raw = torch.log_softmax(logits, -1)
+    on_host = output.logprobs.to_host()
+    for request, token in enumerate(output.token_ids.tolist()):
+        alternatives = on_host.of(request)
+        assert alternatives is not None
+        assert alternatives[token][0] == pytest.approx(float(raw[request, token]), abs=1e-4)
