@@ -25,7 +25,7 @@ class Person(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=130)
-    pets: list[Pet] = Field(max_length=2)
+    pets: list[Pet] = Field(max_length=1)
 
 
 @pytest.fixture(scope="module")
