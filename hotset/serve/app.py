@@ -270,6 +270,8 @@ def _full(body: type[BaseModel]) -> Responses:
 def _full_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
     """Documents the two forms of a response: one JSON object, or with `stream: true` a stream of chunks."""
     description = f"A {chunk.__name__}, an ErrorResponse that ends the stream early, or [DONE] at the end."
+    if "event" in chunk.model_fields:  # other APIs name their events, and end and fail with events of their own
+        description = f"One of the events of {chunk.__name__}."
     data = {"type": "string", "description": description}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {200: {"model": body, "content": {"text/event-stream": {"schema": event}}}}
