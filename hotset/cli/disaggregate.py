@@ -35,6 +35,9 @@ from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS
 
+# For a health check of a worker by the router. All processes share this machine, which can be busy, and the death of a
+# worker is noticed without the router.
+WORKER_HEALTH_TIMEOUT_SECONDS = 10.0
 ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready before it starts
 EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
 POLL_SECONDS = 0.1  # interval between checks whether a child has ended
@@ -234,7 +237,9 @@ def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share:
 def router_arguments(serve: ServeConfig, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
     """Returns the command line of the router, which listens on the address that the user chose."""
     workers = ["--prefill", *prefill, "--decode", *decode]
-    return ["router", *workers, "--host", serve.host, "--port", str(serve.port), *_flags(serve, ROUTER_SETTINGS)]
+    address = ["--host", serve.host, "--port", str(serve.port)]
+    health = ["--health-timeout-seconds", f"{WORKER_HEALTH_TIMEOUT_SECONDS:g}"]
+    return ["router", *workers, *address, *health, *_flags(serve, ROUTER_SETTINGS)]
 
 
 def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[str]:

@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
-from hotset.base.errors import ContextLengthExceeded, RequestError
+from hotset.base.errors import ContextLengthExceeded, InternalError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.base.structure import Structure
 from hotset.engine.outputs import Delta
@@ -236,7 +236,8 @@ async def events_of(deltas: Deltas, job: GenerationJob, reader: AnswerReader) ->
             for piece in reader.read(delta):
                 yield piece
             if delta.finish_reason is not None:
-                assert delta.finish_reason in ("stop", "length"), "other reasons are raised as errors"
+                if delta.finish_reason not in ("stop", "length"):
+                    raise InternalError(f"an answer ended by {delta.finish_reason!r}, which must be raised as an error")
                 usage = usage_of(job.prompt_tokens, delta.cached_tokens, tokens)
                 yield Finished(reader.finish_reason(delta.finish_reason), usage, delta.stop_reason)
 
