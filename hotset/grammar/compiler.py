@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from hotset.base.errors import RequestError
+from hotset.base.errors import CheckpointError, RequestError
 from hotset.base.structure import Structure, invalid_structure
 from hotset.grammar.matcher import MaskShape, Matcher, StructureFailed
 from hotset.grammar.source import library_grammar
@@ -56,8 +56,11 @@ class GrammarCompiler:
             return Matcher(compiled.deep_copy(), self._masks, stop_ids)
 
     def warm_up(self) -> None:
-        """Builds the tables for the vocabulary, which can take a second, if the package and a tokenizer are there."""
-        with self._lock, contextlib.suppress(RequestError):
+        """Builds the tables for the vocabulary, which can take a second, if the package and a tokenizer are there.
+
+        A model that a program built itself has no files, and so no tokenizer.
+        """
+        with self._lock, contextlib.suppress(RequestError, CheckpointError):
             self._library_tokenizer()
 
     def check(self, structure: Structure) -> None:
