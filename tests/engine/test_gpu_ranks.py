@@ -44,7 +44,7 @@ SPLITS: dict[str, dict[str, int]] = {
 TIERS = ("off", "auto", "always")
 SEATS = 8
 SMALL: dict[str, Any] = {"max_num_seqs": SEATS, "max_num_batched_tokens": 512, "max_model_len": 1536, "progress": False}
-# With this pool, long prompts are demoted and promoted, and short prompts with long answers are parked.
+# This pool is so small that requests with long prompts are demoted and promoted, and those with long answers parked.
 POOL: dict[str, Any] = {"device_kv_tokens": 2560}
 HOST: dict[str, Any] = {"host_kv_tokens": 16384}
 LONG_ANSWERS = (24, 40, 56, 72, 88, 104)
