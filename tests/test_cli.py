@@ -20,9 +20,10 @@ from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
 from hotset import LLM, SamplingParams, __version__
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import ContextLengthExceeded
 from hotset.base.host_memory import HostMemory
+from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli import app, machine, main
 from hotset.cli.flags import BASICS, CHAT_SETTINGS, PANELS, SERVER_ONLY_SETTINGS, config_values

@@ -1,5 +1,5 @@
-"""Configuration. The fields of `EngineConfig` are keywords of `LLM` and command-line flags. The fields of `ServeConfig`
-are command-line flags only."""
+"""Configuration of engines, and what is read from the environment. The fields of `EngineConfig` are keywords of `LLM`
+and command-line flags."""
 
 import json
 import os
@@ -22,16 +22,6 @@ MODEL_HELP = (
     "Model directory, .gguf file, name of a model that is in the Hugging Face cache, or 'embedded' for the small "
     "built-in chat model."
 )
-# Settings that servers and routers share.
-MIN_CONNECTIONS = 8
-MAX_CONNECTIONS_HELP = (
-    "Maximum number of open connections. At the limit, a new connection replaces the one that has been idle for "
-    "longest. Lowered at start-up if the limit of open files is too low."
-)
-RECEIVE_TIMEOUT_HELP = (
-    "Time for a client to send the headers of a request, and again for its body, in seconds; then 408."
-)
-SEND_TIMEOUT_HELP = "Time for a client that reads nothing of its response, in seconds; then the connection is closed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,57 +417,6 @@ class EngineConfig:
 # The settings that only prefill and decode workers have.
 HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
 EVENT_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.name.startswith("kv_events"))
-
-
-@dataclass(frozen=True, slots=True)
-class ServeConfig:
-    """The settings of the HTTP server."""
-
-    host: str = setting("127.0.0.1", "Address to listen on. Use 0.0.0.0 to accept connections from other machines.")
-    port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
-    api_key: str | None = setting(
-        None,
-        "Bearer token for /v1, /tokenize and /detokenize. Other users of this machine can see the flag; prefer "
-        "--api-key-file or the environment variable HOTSET_API_KEY. Default: no key is required.",
-    )
-    served_model_name: str | None = setting(
-        None, "Model name that clients send. Default: the name of the model's directory or file."
-    )
-    tool_format: Literal["auto", "deepseek_v32", "glm", "llama3", "qwen3", "qwen3_coder", "none"] = setting(
-        "auto",
-        "How the model writes tool calls. 'qwen3': JSON between <tool_call> and </tool_call>, also Hermes; "
-        "'qwen3_coder': <function=…> within these; 'glm': <arg_key> and <arg_value> within these; 'deepseek_v32': "
-        "<｜DSML｜invoke …>; 'llama3': JSON, also after <|python_tag|>; 'none': tools are refused; 'auto': the format "
-        "that the chat template shows, else that of 'qwen3', with the tools described in the system message.",
-        choices=("auto", "deepseek_v32", "glm", "llama3", "qwen3", "qwen3_coder", "none"),
-    )
-    cors_origin: str | None = setting(
-        None, "Origin whose pages may call the server from a browser, or '*' for any. Default: none."
-    )
-    max_body_mib: float = setting(
-        8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
-    )
-    max_queue: int = setting(
-        1024,
-        "Maximum number of choices that wait for their first token; further requests are answered with 429.",
-        positive=True,
-    )
-    max_concurrency: int = setting(
-        4096,
-        "Maximum number of completion requests in progress; further ones are answered with 429.",
-        positive=True,
-    )
-    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, minimum=MIN_CONNECTIONS)
-    receive_timeout_seconds: float = setting(60.0, RECEIVE_TIMEOUT_HELP, positive=True)
-    send_timeout_seconds: float = setting(60.0, SEND_TIMEOUT_HELP, positive=True)
-    drain_seconds: float = setting(
-        30.0, "Time for running requests to finish after SIGTERM, in seconds.", positive=True
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        if self.api_key == "":
-            raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
 
 
 def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset import __version__
-from hotset.base.config import EMBEDDED, MODEL_HELP, EngineConfig, ServeConfig
+from hotset.base.config import EMBEDDED, MODEL_HELP, EngineConfig
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.listeners import bound_socket, listening_address
 from hotset.base.sampling import SamplingParams
+from hotset.base.serve_config import ServeConfig
 from hotset.cli import evaluation
 from hotset.cli.benchmark import add_bench
 from hotset.cli.flags import (

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import url_of
 from hotset.base.logs import log_to_stderr
+from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB

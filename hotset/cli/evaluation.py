@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.base.status_line import StatusLine, TaskProgress
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags

@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, ServeConfig, environment_defaults
+from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, environment_defaults
 from hotset.base.errors import ConfigError
+from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name, nearest
 from hotset.bench.config import BenchConfig
 from hotset.serve.router.config import RouterConfig

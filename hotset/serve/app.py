@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from hotset import __version__
-from hotset.base.config import ServeConfig
 from hotset.base.errors import EngineStopped, HotsetError, RequestError
+from hotset.base.serve_config import ServeConfig
 from hotset.engine.client import EngineClient
 from hotset.serve.chat import chat_completion, conversation_of
 from hotset.serve.completions import completion

@@ -21,9 +21,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from hotset.base.config import MIN_CONNECTIONS, ServeConfig
 from hotset.base.descriptors import descriptor_limit, free_descriptors, raise_descriptor_limit
 from hotset.base.errors import ConfigError, RequestTimeout
+from hotset.base.serve_config import MIN_CONNECTIONS, ServeConfig
 from hotset.serve.access_log import ErrorLines
 from hotset.serve.errors import error_body
 from hotset.serve.router.config import RouterConfig

@@ -6,10 +6,11 @@ import logging
 import socket
 import sys
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import bound_socket, url_of
 from hotset.base.logs import log_to_stderr
+from hotset.base.serve_config import ServeConfig
 from hotset.base.status_line import StatusLine
 from hotset.engine.client import EngineClient
 from hotset.engine.process import EngineProcess

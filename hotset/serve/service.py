@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from hotset import __version__
-from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, ServeConfig
+from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig
 from hotset.base.errors import (
     EngineStopped,
     NoRoomLeft,
@@ -21,6 +21,7 @@ from hotset.base.errors import (
     WrongRole,
 )
 from hotset.base.sampling import SamplingParams
+from hotset.base.serve_config import ServeConfig
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard, check_token_ids
 from hotset.engine.outputs import EngineStats

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 
 

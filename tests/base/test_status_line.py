@@ -16,8 +16,9 @@ from pseudo_terminal import run_on_terminal, screen
 
 from hotset import LLM
 from hotset.base import status_line
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.base.serve_config import ServeConfig
 from hotset.base.status_line import LOG_SECONDS, ShowProgress, StatusLine, TaskProgress, show_counts
 from hotset.serve.server import run as run_server
 

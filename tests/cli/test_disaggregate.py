@@ -14,8 +14,9 @@ import pytest
 import typer
 from harness import tiny_directory
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.serve_config import ServeConfig
 from hotset.base.units import GIB
 from hotset.cli import app, disaggregate, main
 from hotset.cli.disaggregate import router_arguments, stop_seconds, worker_arguments

@@ -14,7 +14,7 @@ from running_server import error_of
 from scripted_engine import ScriptedClient, byte_tokenizer
 from starlette.applications import Starlette
 
-from hotset.base.config import ServeConfig
+from hotset.base.serve_config import ServeConfig
 from hotset.serve.app import create_app
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"

@@ -17,9 +17,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import Receive, Scope, Send
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import bound_socket
+from hotset.base.serve_config import ServeConfig
 from hotset.serve import connections
 from hotset.serve.access_log import AccessLog
 from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors

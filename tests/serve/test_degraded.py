@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotset.base.config import ServeConfig
 from hotset.base.errors import NoRoomLeft
+from hotset.base.serve_config import ServeConfig
 from hotset.engine.outputs import EngineStats
 from hotset.serve.service import Service
 

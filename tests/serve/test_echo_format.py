@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from hotset.base.config import ServeConfig
 from hotset.base.errors import ContextLengthExceeded
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.base.serve_config import ServeConfig
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import Choice
 from hotset.engine.output_processor import OutputProcessor

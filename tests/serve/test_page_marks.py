@@ -11,9 +11,9 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from hotset.base.config import ServeConfig
 from hotset.base.errors import QueueFull
 from hotset.base.sampling import SamplingParams
+from hotset.base.serve_config import ServeConfig
 from hotset.engine.outputs import Delta
 from hotset.serve.chunks import ChunkResponder
 from hotset.serve.generation import GenerationJob, respond

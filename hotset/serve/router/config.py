@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hotset.base.address import MIN_SECRET_CHARACTERS
-from hotset.base.config import MAX_CONNECTIONS_HELP, MIN_CONNECTIONS, RECEIVE_TIMEOUT_HELP, SEND_TIMEOUT_HELP
 from hotset.base.errors import ConfigError
+from hotset.base.serve_config import MAX_CONNECTIONS_HELP, MIN_CONNECTIONS, RECEIVE_TIMEOUT_HELP, SEND_TIMEOUT_HELP
 from hotset.base.settings import check_settings, setting
 
 MAX_URL_CHARACTERS = 512

@@ -19,8 +19,8 @@ from scripted_engine import ScriptedClient, byte_tokenizer
 from starlette.applications import Starlette
 from test_parsers import OPENERS, WRITERS
 
-from hotset.base.config import ServeConfig
 from hotset.base.sampling import SamplingParams
+from hotset.base.serve_config import ServeConfig
 from hotset.models.answer_parser import TOOL_MARKERS, PlainParser
 from hotset.models.chat_formats import built_in_template
 from hotset.serve.app import create_app
