@@ -220,15 +220,6 @@ class EngineClient:
         finally:
             self._stats.pop(number, None)
 
-    async def recent_stats(self, seconds: float) -> ReceivedStats | None:
-        """Waits up to `seconds` for new statistics, and returns the newest ones, or None if none have ever arrived.
-
-        Raises EngineStopped like `stats`.
-        """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.stats(), seconds)
-        return self.newest_stats
-
     async def close(self, drain_seconds: float) -> None:
         """Accepts no more requests, waits for open requests, then for open handoffs, and stops the process.
 
@@ -302,7 +293,9 @@ class EngineClient:
 
     def _handle(self, report: EngineReport) -> None:
         match report:
-            case OutputsReport(outputs):
+            case OutputsReport(outputs, stats):
+                if stats is not None:
+                    self._record_stats(stats)
                 deltas, stopped = self._outputs.process(outputs)
                 if stopped:
                     self._outbox.put(AbortRequests(stopped, "stop"))
@@ -310,10 +303,13 @@ class EngineClient:
                 for request_id, delta in deltas:
                     self._inboxes[request_id].put_nowait(delta)
             case StatsReport(number, stats):
-                self.newest_stats = ReceivedStats(stats, time.monotonic())
+                self._record_stats(stats)
                 answer = self._stats.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(stats)
+
+    def _record_stats(self, stats: EngineStats) -> None:
+        self.newest_stats = ReceivedStats(stats, time.monotonic())
 
     def _fail(self, error: EngineStopped) -> None:
         """Ends every open request and every pending call of `stats` with `error`."""

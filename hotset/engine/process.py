@@ -2,9 +2,10 @@
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineStarting` while it
 loads the model, `EngineReady` or `EngineFailed`, then `OutputsReport` and `StatsReport`, and `EngineEnding` if a step
-fails. If the parent dies, the pipe
-closes and the child stops. If the child dies, the parent fails its open requests. The child counts its progress in
-shared memory (see `progress.py`), so the parent also notices a child that is stopped or hangs.
+fails. Statistics travel with outputs, a few times per second and when the engine becomes idle, so the parent has recent
+ones without waiting for a step. If the parent dies, the pipe closes and the child stops. If the child dies, the parent
+fails its open requests. The child counts its progress in shared memory (see `progress.py`), so the parent also notices
+a child that is stopped or hangs.
 
 Importing this module does not import torch. A parent can therefore start the child first, and import its own modules
 while the child loads the model.
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("hotset.engine")
 AUDIT_AFTER_IDLE_S = 1.0
+STATS_SECONDS = 0.25  # interval between reports of statistics while there is work
 SHOW_SECONDS = 0.1  # minimum time between two reports of the progress of one task
 EXIT_SECONDS = 1.0  # time between the end of the child's pipe and its exit code
 PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers
@@ -102,11 +104,16 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class OutputsReport:
+    """The outputs of a step, which may be empty, and the statistics after it if they are due."""
+
     outputs: TokenOutputs
+    stats: EngineStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StatsReport:
+    """Answers `GetStats`."""
+
     number: int
     stats: EngineStats
 
@@ -308,6 +315,7 @@ def _run(
     engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]", progress: Progress
 ) -> StopEngine:
     """Runs steps until it receives `StopEngine`. Returns that command."""
+    stats_due_at = 0.0
     while True:
         command = _next_command(engine, inbox, progress)
         while command is not None:
@@ -319,8 +327,11 @@ def _run(
         outputs = engine.step()
         progress.advance()
         progress.record_step(engine.steps, engine.open_requests)
-        if outputs:
-            pipe.send(OutputsReport(outputs))
+        stats, now = None, time.monotonic()
+        if engine.idle or now >= stats_due_at:
+            stats, stats_due_at = engine.stats(), 0.0 if engine.idle else now + STATS_SECONDS
+        if outputs or stats is not None:
+            pipe.send(OutputsReport(outputs, stats))
 
 
 def _next_command(

@@ -1,5 +1,6 @@
 """The FastAPI application: routes, their OpenAPI documentation, and the middleware around them."""
 
+import asyncio
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 # The events of streams, which no route returns as its body.
 STREAMED = (ChatCompletionChunk, CompletionChunk, ResponseStreamEvent, MessageStreamEvent)
-METRICS_WAIT_SECONDS = 5.0  # time to wait for new statistics; a scraper usually waits 10 s
+IDLE_ENGINE_SECONDS = 2.0  # time for an engine without requests to report statistics
 SCHEMAS = "#/components/schemas/"
 DESCRIPTIONS = {
     400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
@@ -248,10 +249,12 @@ def _status_routes(service: Service) -> APIRouter:
 
     @routes.get("/metrics", response_class=Response, responses=text | _errors(500))
     async def metrics() -> Response:
-        """Returns Prometheus metrics of the server and the engine."""
+        """Returns Prometheus metrics of the server, and the newest ones that the engine has reported. Never waits for
+        a step."""
         client = service.client
-        with suppress(EngineStopped):  # `alive` is False then
-            await client.recent_stats(METRICS_WAIT_SECONDS)
+        if client.newest_stats is None or client.progress.open_requests == 0:
+            with suppress(EngineStopped, TimeoutError):  # `alive` is False after EngineStopped
+                await asyncio.wait_for(client.stats(), IDLE_ENGINE_SECONDS)
         seconds_without_progress = client.seconds_without_progress if client.alive else None
         text = service.metrics.render(client.newest_stats, seconds_without_progress, service.model_name)
         return Response(text, media_type=CONTENT_TYPE_LATEST)

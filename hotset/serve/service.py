@@ -87,7 +87,7 @@ class Load:
 
     def stats(self, client: EngineClient) -> EngineStats:
         """Returns the statistics that were received last, and requests new ones in the background, unless the engine
-        has not answered the previous request yet."""
+        has not answered the previous request yet. While requests run, the engine also reports them by itself."""
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._fetch(client))
         return EngineStats() if client.newest_stats is None else client.newest_stats.stats

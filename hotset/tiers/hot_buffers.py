@@ -7,14 +7,14 @@ than those of all later steps. When a request is demoted, a row in a slot that i
 used when it was written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
-from hotset.kernels.device_copies import list_to_device
+from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.kernels.save_last_topk import save_last_topk
 from hotset.kernels.swap_in import MAX_SLOTS, RowCopies, SeatTables, SwapPlan, copy, plan
 from hotset.memory.device_pool import DevicePool
@@ -62,6 +62,12 @@ class HotBuffers:
         for k in {min(self._geometry.page_rows, self._geometry.slots), self._geometry.topk}:
             swap = self._plan_outside_tail(0, padding, torch.full((1, k), EMPTY, device=self._pool.device), padding)
             self._copy_on_device(0, swap.copies)
+
+    def copy_counts(self) -> tuple[Tensor, Callable[[], None]]:
+        """Starts a copy of `counts` to the host. Returns it, and a function that waits for it, but not for later
+        steps."""
+        on_gpu = self.counts.device.type == "cuda"
+        return to_host_async(self.counts if on_gpu else self.counts.clone())
 
     def save_last_topk(self, group: int, seats: Tensor, positions: Tensor) -> None:
         """Keeps `positions` [seats, k] as the last selection of `seats`."""

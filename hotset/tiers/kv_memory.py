@@ -1,13 +1,13 @@
 """One worker's KV memory: it executes the ledger's commands on tensors and makes each step's view."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
-from hotset.memory.device_pool import DevicePool
+from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.resident import Batch, ResidentView, make_batch, make_captured_batch
 from hotset.memory.tables import PageTables
@@ -28,6 +28,33 @@ class Traffic:
     bytes_swapped: int  # copied from host to slots because of these misses, in all layers
 
 
+NO_TRAFFIC = Traffic(rows_mirrored=0, lookups={}, misses={}, bytes_swapped=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCopy:
+    """The traffic as of one step, whose counts are on their way from the device to the host."""
+
+    rows_mirrored: int
+    shape: KvShape
+    counts: Tensor  # [groups, 2] int64: lookups and misses; no groups if no request can be tiered
+    wait: Callable[[], None]  # waits until `counts` has arrived, but not for later steps
+
+    def result(self) -> Traffic:
+        """Waits for the counts. If the step has been committed, they have arrived."""
+        self.wait()
+        counts: list[list[int]] = self.counts.tolist()
+        layers, row_bytes = self.shape.key_layers, self.shape.row.row_bytes
+        return Traffic(
+            rows_mirrored=self.rows_mirrored,
+            lookups={layers[group]: looked_up for group, (looked_up, _) in enumerate(counts)},
+            misses={layers[group]: missed for group, (_, missed) in enumerate(counts)},
+            bytes_swapped=sum(
+                missed * row_bytes * len(self.shape.layers_of(group)) for group, (_, missed) in enumerate(counts)
+            ),
+        )
+
+
 class KvMemory:
     """Owns one worker's device pool, host store, page tables and hot buffers. It makes no decisions.
 
@@ -43,6 +70,8 @@ class KvMemory:
         self.hot_buffers: HotBuffers | None = None
         if host is not None and pool.geometry.slots:
             self.hot_buffers = HotBuffers(pool, host, self.tables, seats)
+        self._counts_changed = True  # since the last copy of the counts
+        self._counts_copy: tuple[Tensor, Callable[[], None]] = torch.empty(0, 2, dtype=torch.int64), lambda: None
 
     def warm_up(self) -> None:
         """Compiles the kernels of mirror and hot buffers before the first request. Changes no rows, keys or maps."""
@@ -85,6 +114,7 @@ class KvMemory:
         if reused:
             self._required_mirror.wait()  # a tail page must be on the host before it is overwritten
             self._required_hot_buffers.move_tail_to_slots(reused)
+        self._counts_changed = True
         return True
 
     def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
@@ -120,19 +150,17 @@ class KvMemory:
         """
         return None if self._mirror is None else self._mirror.mirrored_event()
 
-    def traffic(self) -> Traffic:
-        """Returns the totals since start. Some are counted on the device, so this call waits for the device."""
-        shape = self.pool.shape
-        counts = [] if self.hot_buffers is None else self.hot_buffers.counts.tolist()
-        row_bytes = shape.row.row_bytes
-        return Traffic(
-            rows_mirrored=0 if self._mirror is None else self._mirror.rows_mirrored,
-            lookups={shape.key_layers[group]: looked_up for group, (looked_up, _) in enumerate(counts)},
-            misses={shape.key_layers[group]: missed for group, (_, missed) in enumerate(counts)},
-            bytes_swapped=sum(
-                missed * row_bytes * len(shape.layers_of(group)) for group, (_, missed) in enumerate(counts)
-            ),
-        )
+    def copy_traffic(self) -> TrafficCopy:
+        """Starts a copy of the totals since start, including the step that was submitted last. Does not wait for it.
+
+        Lookups and misses are counted on the device. They are copied only if a tiered request was in a step since the
+        last copy.
+        """
+        if self.hot_buffers is not None and self._counts_changed:
+            self._counts_copy = self.hot_buffers.copy_counts()
+            self._counts_changed = False
+        rows_mirrored = 0 if self._mirror is None else self._mirror.rows_mirrored
+        return TrafficCopy(rows_mirrored, self.pool.shape, *self._counts_copy)
 
     def close(self) -> None:
         if self.host is not None:

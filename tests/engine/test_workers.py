@@ -22,6 +22,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine import progress as progress_module
 from hotset.engine import runner as runner_module
 from hotset.engine.decode_graphs import SampledLogits, StepGraph, columns_of_tokens, graph_sizes
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.worker import Worker
@@ -377,6 +378,28 @@ def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names
             workers.submit([Plan(1, (), (), (), (), ())]).results()
         assert advanced.is_set(), "the controller must show progress while it waits for its workers"
         release.set()
+
+
+def test_statistics_do_not_wait_for_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, execute = threading.Event(), Worker._execute
+
+    def execute_or_hang(worker: Worker, step: Any) -> None:
+        if step.number == 2:
+            assert release.wait(DEADLINE_S), "statistics wait for the step"
+        execute(worker, step)
+
+    monkeypatch.setattr(Worker, "_execute", execute_or_hang)
+    settings = SMALL | {"device_kv_tokens": 96, "host_kv_tokens": 600, "tiers": "always"}
+    with closing(split_engine(SPECS["glm_moe_dsa"], SEED, pipeline_parallel_size=2, **settings)) as engine:
+        for number, (prompt, params) in enumerate(zip(*requests(), strict=True)):
+            engine.add(*InputProcessor(engine.card, seed=0).accept(str(number), prompt, params))
+        engine.step()  # commits step 1; step 2 is in flight
+        stats = engine.stats()
+        assert stats.steps == 1 and stats.running and not release.is_set()
+        release.set()
+        while not engine.idle:
+            engine.step()
+        assert sum(engine.stats().slot_lookups.values()) > 0
 
 
 def test_a_request_goes_to_the_replica_with_the_fewest_tokens() -> None:

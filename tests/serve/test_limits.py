@@ -5,7 +5,9 @@ These tests are in one file because they share one server.
 """
 
 import json
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,8 +23,10 @@ import openai
 import plain_http
 import pytest
 from idle_connections import DESCRIPTORS, exchange, health_seconds, many_idle_connections
+from processes import pause
 from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
 
+from hotset.serve.app import IDLE_ENGINE_SECONDS
 from hotset.serve.retry_after import MAX_RETRY_AFTER_SECONDS
 
 CHAT = "/v1/chat/completions"
@@ -348,4 +352,25 @@ def test_disconnecting_while_queued_frees_the_place_in_the_queue(server: Running
             wait_for_count(server, "hotset_requests_waiting", 1)
         assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == 0) == 0
         assert server.gauge("hotset_requests_running") == SEATS, "the running request must continue"
+        del running
+
+
+def test_metrics_do_not_wait_for_a_running_step(server: RunningServer, http: httpx.Client) -> None:
+    before = server.gauge("hotset_tokens_generated_total")
+    with ExitStack() as streams:
+        running = start_long_answer(http, streams)
+        tokens = server.wait_for_gauge("hotset_tokens_generated_total", lambda count: count > before + 1)
+        assert tokens > before + 1, "the engine must report statistics while it works"
+        engine = server.engine_pid()
+        pause(engine)  # its step now takes long
+        try:
+            server.gauge("hotset_steps_total")  # reports that were on their way have arrived
+            began = time.monotonic()
+            stopped_at = [server.gauge("hotset_tokens_generated_total") for _ in range(2)]
+            assert time.monotonic() - began < IDLE_ENGINE_SECONDS / 2, "a scrape waited for the engine"
+            assert stopped_at[0] == stopped_at[1] >= tokens
+            assert server.gauge("hotset_engine_up") == 1
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert server.wait_for_gauge("hotset_tokens_generated_total", lambda count: count > stopped_at[0]) > tokens
         del running

@@ -199,14 +199,14 @@ def test_defect_08_contexts_that_end_at_any_row_of_a_page_park_and_resume_byte_f
     bench = Bench(60, 40, tiers=tiers)
     request = bench.add("r", 21, 24)
     bench.run(until=lambda: request.num_scheduled == length and bench.settled)
-    mirrored = bench.memory.traffic().rows_mirrored
+    mirrored = bench.memory.copy_traffic().rows_mirrored
     assert mirrored == length // 4 * 4, "every full page must have been copied exactly once"
     bench.scheduler._preemptor.change_residence(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     filled = (length + 1) // 4 * 4 - length // 4 * 4  # a partly flushed page is copied again as a whole when it is full
     expected = mirrored + length % 4 + filled
-    assert bench.memory.traffic().rows_mirrored == expected, "parking must copy only the rows of the last page"
+    assert bench.memory.copy_traffic().rows_mirrored == expected, "parking must copy only the rows of the last page"
     bench.finish()
 
 

@@ -584,7 +584,7 @@ class TiersMachine(RandomMachine):
         assert not any(self.held_pages()), "pages stay in the cache for ever"
         self.audit()
         self.audit_maps()
-        traffic, slots = self.kv_memory.traffic(), self.slots
+        traffic, slots = self.kv_memory.copy_traffic().result(), self.slots
         if self.ledger.tiers:
             assert [[*traffic.lookups.values()], [*traffic.misses.values()]] == [slots.lookups, slots.misses]
         SEEN["misses"] += sum(slots.misses)

@@ -9,7 +9,7 @@ from hotset.engine.runner import Runner, SubmittedStep
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
-from hotset.tiers.kv_memory import KvMemory, Traffic
+from hotset.tiers.kv_memory import NO_TRAFFIC, KvMemory, Traffic, TrafficCopy
 from hotset.transfer.api import DeviceEvent
 
 Step = Sequence[Plan | None]  # one plan per replica; None for a replica that computes nothing in this step
@@ -69,7 +69,8 @@ class Executor(Protocol):
         """The device pool if it belongs to this process, else None."""
 
     def traffic(self) -> Traffic:
-        """Returns the traffic between host and device since start, over all workers."""
+        """Returns the traffic between host and device, over all workers, from the start to the last step whose results
+        were returned. Does not wait for steps."""
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         """Asserts that the maps of all hot buffers are consistent.
@@ -86,11 +87,13 @@ class Executor(Protocol):
 
 
 class _SubmittedInProcess:
-    def __init__(self, submitted: SubmittedStep) -> None:
-        self._submitted = submitted
+    def __init__(self, executor: "InProcessExecutor", submitted: SubmittedStep, traffic: TrafficCopy) -> None:
+        self._executor, self._submitted, self._traffic = executor, submitted, traffic
 
     def results(self) -> Sequence[StepResult]:
-        return (self._submitted.result(),)
+        result = self._submitted.result()
+        self._executor.newest_traffic = self._traffic
+        return (result,)
 
 
 class InProcessExecutor:
@@ -98,6 +101,7 @@ class InProcessExecutor:
 
     def __init__(self, runner: Runner, memory: KvMemory) -> None:
         self.runner, self.memory = runner, memory
+        self.newest_traffic: TrafficCopy | None = None  # as of the last step whose results were returned
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         self.runner.warm_up(progress)
@@ -109,7 +113,8 @@ class InProcessExecutor:
         (plan,) = step
         assert plan is not None, "an engine with one replica submits no step without a plan"
         graph = choose_graph(step, self.runner.seats) if self.runner.has_graphs else None
-        return _SubmittedInProcess(self.runner.submit(plan, graph))
+        submitted = self.runner.submit(plan, graph)
+        return _SubmittedInProcess(self, submitted, self.memory.copy_traffic())
 
     def mirrored_event(self) -> DeviceEvent | None:
         return self.memory.mirrored_event()
@@ -122,7 +127,7 @@ class InProcessExecutor:
         return self.memory.pool
 
     def traffic(self) -> Traffic:
-        return self.memory.traffic()
+        return NO_TRAFFIC if self.newest_traffic is None else self.newest_traffic.result()
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         self.memory.audit(tiered[0])

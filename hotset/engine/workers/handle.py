@@ -14,6 +14,7 @@ from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers.messages import AbortSteps, StopWorker, WorkerCommand, WorkerFailed, WorkerRank, WorkerReport
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.device_pool import KvShape
+from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 
 POST_SECONDS = 0.5  # time for another thread to finish the command that it is sending to the same worker
 
@@ -32,6 +33,7 @@ class WorkerHandle:
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
     free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
     bytes_read: int = 0
+    traffic: Traffic = NO_TRAFFIC  # as of the last step that it has reported
     failure: WorkerFailed | None = None  # the failure that the controller has read
     _sending: threading.Lock = field(default_factory=threading.Lock)
 

@@ -135,16 +135,7 @@ class StepDone:
 
     number: int
     result: StepResult | None  # set by one worker of each replica (see `Worker._reports_samples`); None from the others
-
-
-@dataclass(frozen=True, slots=True)
-class GetTraffic:
-    """Requests a `TrafficReport`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficReport:
-    traffic: Traffic
+    traffic: Traffic  # of this worker since start, including this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +162,7 @@ class StopWorker:
     """Commands a worker to release its memory and exit."""
 
 
-WorkerCommand = (
-    InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | GetTraffic | RunAudit | AbortSteps | StopWorker
-)
+WorkerCommand = InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | RunAudit | AbortSteps | StopWorker
 WorkerReport = (
-    Planned
-    | LoadProgress
-    | Loaded
-    | CacheReady
-    | WarmUpProgress
-    | WarmedUp
-    | WorkerFailed
-    | StepDone
-    | TrafficReport
-    | AuditReport
+    Planned | LoadProgress | Loaded | CacheReady | WarmUpProgress | WarmedUp | WorkerFailed | StepDone | AuditReport
 )

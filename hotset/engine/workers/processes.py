@@ -24,7 +24,6 @@ from hotset.engine.workers.messages import (
     AuditReport,
     CacheReady,
     ExecuteStep,
-    GetTraffic,
     InitCache,
     Loaded,
     LoadProgress,
@@ -32,7 +31,6 @@ from hotset.engine.workers.messages import (
     Planned,
     RunAudit,
     StepDone,
-    TrafficReport,
     WarmedUp,
     WarmUp,
     WarmUpProgress,
@@ -255,8 +253,7 @@ class MultiprocessExecutor:
 
     def traffic(self) -> Traffic:
         """Returns the total traffic of all workers. Rows and lookups that several workers share are counted once."""
-        self._drain()
-        reports = [(worker.rank, self._request(worker, GetTraffic(), TrafficReport).traffic) for worker in self.workers]
+        reports = [(worker.rank, worker.traffic) for worker in self.workers]
         lookups: dict[int, int] = {}
         misses: dict[int, int] = {}
         rows_mirrored = 0
@@ -326,6 +323,7 @@ class MultiprocessExecutor:
             raise _unexpected(worker, report)
         state = next(state for state in self._in_flight if state.number == report.number)
         state.missing.discard(worker.rank.number)
+        worker.traffic = report.traffic
         if report.result is not None:
             state.results[worker.rank.replica] = report.result
         while self._in_flight and not self._in_flight[0].missing:

@@ -34,7 +34,6 @@ from hotset.engine.workers.messages import (
     AuditReport,
     CacheReady,
     ExecuteStep,
-    GetTraffic,
     InitCache,
     InitWorker,
     Loaded,
@@ -44,7 +43,6 @@ from hotset.engine.workers.messages import (
     RunAudit,
     StepDone,
     StopWorker,
-    TrafficReport,
     WarmedUp,
     WarmUp,
     WarmUpProgress,
@@ -57,7 +55,7 @@ from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.models.collectives import SINGLE_RANK
-from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.kv_memory import KvMemory, TrafficCopy
 
 LOGGER = logging.getLogger("hotset.engine")
 ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure
@@ -255,6 +253,7 @@ class _Submission:
     submitted: SubmittedStep | None  # None if the worker's replica had no plan
     executed: torch.cuda.Event | None  # occurs when the step has been computed; None on a CPU
     mirrored: torch.cuda.Event | None  # occurs when all its copies to the host are done; None: they are done
+    traffic: TrafficCopy
 
 
 class Worker:
@@ -311,8 +310,6 @@ class Worker:
                 self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
                 self._abort.check()
                 self._send(WarmedUp(self._runner.has_graphs))
-            case GetTraffic():
-                self._send(TrafficReport(self._memory.traffic()))
             case RunAudit(tiered):
                 self._send(AuditReport(self._find_flaw(tiered)))
             case StopWorker():
@@ -332,9 +329,9 @@ class Worker:
         submitted = None if step.plan is None else self._runner.submit(step.plan, step.graph)
         if any(step.tokens_per_rank) and (step.plan is None or not step.plan.seats):
             self._take_part_idle(step.graph)
-        self._submitted.put(
-            _Submission(step.number, submitted, _recorded_event(self._stage.device), self._memory.mirrored_event())
-        )
+        traffic = self._memory.copy_traffic()  # before `executed`, so that the reporter need not wait for it
+        executed, mirrored = _recorded_event(self._stage.device), self._memory.mirrored_event()
+        self._submitted.put(_Submission(step.number, submitted, executed, mirrored, traffic))
 
     def _set_tokens(self, tokens_per_rank: Sequence[int]) -> None:
         if self._rank.split.dp_size > 1:
@@ -359,7 +356,7 @@ class Worker:
                     if event is not None:
                         event.synchronize()
                 self._abort.check()
-                self._send(StepDone(step.number, result if self._reports_samples else None))
+                self._send(StepDone(step.number, result if self._reports_samples else None, step.traffic.result()))
         except (BrokenPipeError, EngineStopped):
             return  # the controller is dead, or has aborted all steps
         except Exception as error:
