@@ -15,6 +15,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # These files run first, in this order. If a slow file started last, the other workers would be idle at the end.
 SLOW_FILES = (
     "serve/test_disaggregated.py",
+    "serve/test_role_splits.py",
     "serve/test_clients.py",
     "serve/test_openai_client.py",
     "handoff/test_agent_processes.py",

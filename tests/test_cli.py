@@ -67,7 +67,7 @@ def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
 def test_every_setting_is_a_flag_and_every_flag_is_a_setting_or_an_option_of_the_command() -> None:
     sampling = {"--max-tokens", "--temperature", "--top-p"}
     server_only = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
-    serve_only = {"--disaggregate", "--api-key-file"}
+    serve_only = {"--disaggregate", "--prefill-args", "--decode-args", "--api-key-file"}
     assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | serve_only
     assert flags_of("router") == fields_as_flags(RouterConfig) | {"--api-key-file"}
     chat_only = {f"--{flag_name(name)}" for name in CHAT_SETTINGS}

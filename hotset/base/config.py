@@ -364,7 +364,7 @@ class EngineConfig:
             )
         if self.data_parallel_size > 1 and self.role == "prefill":
             raise ConfigError(
-                "--role prefill does not support --data-parallel-size; start several prefill workers instead"
+                "--role prefill does not support --data-parallel-size; start several prefill engines instead, like 2P1D"
             )
         if (counts := self.stage_layers) is not None and len(counts) != stages:
             raise ConfigError(

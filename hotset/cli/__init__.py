@@ -4,6 +4,7 @@ import importlib.util
 import json
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,7 +115,8 @@ def hotset(
     "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key-file key.txt[/bold]  serves a checkpoint to other "
     "machines\n\n"
     "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  uses random weights, to test a configuration\n\n"
-    "[bold]hotset serve /models/GLM-5.1 --disaggregate 1P1D[/bold]  runs prefill and decode in separate processes",
+    "[bold]hotset serve /models/GLM-5.1 --disaggregate 1P1D --prefill-args '--tensor-parallel-size 4' --decode-args "
+    "'--data-parallel-size 4'[/bold]  runs prefill and decode in separate engines, on 8 GPUs",
 )
 @with_flags(EngineConfig, ServeConfig, without=("model",))
 def serve(
@@ -122,9 +124,22 @@ def serve(
     disaggregate: Annotated[
         str | None,
         typer.Option(
-            help="Start separate prefill and decode workers and a router on this machine. '2P1D' starts two prefill "
-            "workers and one decode worker. Default: one process does both.",
+            help="Start separate prefill and decode engines and a router on this machine. '2P1D' starts two prefill "
+            "engines and one decode engine. Default: one engine does both.",
         ),
+    ] = None,
+    prefill_args: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FLAGS",
+            help="Flags of the prefill engines, like '--tensor-parallel-size 4'. They replace flags that all engines "
+            "share. Give it once for all prefill engines, or once for each.",
+            show_default=False,
+        ),
+    ] = None,
+    decode_args: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FLAGS", help="Flags of the decode engines, likewise.", show_default=False),
     ] = None,
     api_key_file: ApiKeyFile = None,
     **values: Any,
@@ -134,7 +149,10 @@ def serve(
     serve_config = ServeConfig(**config_values(ServeConfig, values))
     values["model"] = model
     if disaggregate is not None:
-        raise typer.Exit(_serve_disaggregated(values, serve_config, disaggregate))
+        role_args = prefill_args or (), decode_args or ()
+        raise typer.Exit(_serve_disaggregated(values, serve_config, disaggregate, *role_args))
+    if prefill_args or decode_args:
+        raise ConfigError("--prefill-args and --decode-args are for --disaggregate; add it, or leave them out")
     engine_config = EngineConfig(**config_values(EngineConfig, values))
     with _check_and_bind(engine_config, serve_config) as listener:
         from hotset.engine.process import EngineProcess
@@ -149,26 +167,22 @@ def serve(
         raise typer.Exit(run(engine_config, serve_config, process, listener))
 
 
-def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, counts: str) -> int:
-    import secrets
+def _serve_disaggregated(
+    values: dict[str, Any],
+    serve_config: ServeConfig,
+    counts: str,
+    prefill_args: Sequence[str],
+    decode_args: Sequence[str],
+) -> int:
+    from hotset.cli.roles import EngineCounts, check_engines, role_engines
 
-    from hotset.cli.shares import WorkerCounts, check_worker_ports
-
-    if values["role"] != "both":
-        raise ConfigError("--disaggregate starts workers of both roles; leave --role out")
-    if values["gpus"] is not None:
-        raise ConfigError(
-            "--disaggregate divides its workers over all visible GPUs; choose them with CUDA_VISIBLE_DEVICES, and "
-            "leave --gpus out"
-        )
-    worker_counts = WorkerCounts.parse(counts)
-    shared = {"handoff_secret": secrets.token_hex(16)} | config_values(EngineConfig, {**values, "role": "prefill"})
-    engine_config = EngineConfig(**shared)
-    check_worker_ports(engine_config)
-    with _check_and_bind(engine_config, serve_config) as listener:
+    engines = role_engines(EngineCounts.parse(counts), values, prefill_args, decode_args)
+    _check_serve_packages("server")
+    check_engines(engines)
+    with bound_socket(serve_config.host, serve_config.port) as listener:
         from hotset.cli.disaggregate import run
 
-        return run(engine_config, serve_config, worker_counts, listener)
+        return run(engines, serve_config, listener)
 
 
 def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> socket.socket:

@@ -1,8 +1,10 @@
-"""`hotset serve MODEL --disaggregate 1P1D`: starts prefill workers, decode workers and a router on this machine."""
+"""`hotset serve MODEL --disaggregate 1P1D`: starts prefill engines, decode engines and a router on this
+machine."""
 
 import asyncio
 import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -22,15 +24,8 @@ from hotset.base.settings import flag_name
 from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
 from hotset.cli.child_process import ChildProcess
-from hotset.cli.shares import (
-    FreeMemory,
-    MemoryShare,
-    WorkerCounts,
-    bytes_besides_kv,
-    divide_memory,
-    measure_free_memory,
-    sizes_given,
-)
+from hotset.cli.roles import RoleEngine
+from hotset.cli.shares import place_engines
 from hotset.cli.terminal import print_note
 from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
@@ -54,19 +49,17 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without
 T = TypeVar("T")
 
 
-def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, reserved: socket.socket) -> int:
+def run(engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.socket) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
     The code is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
-    `engine` has the settings that all workers share, including the handoff secret; its role is ignored. `reserved` is a
-    socket that is bound to the router's address, so that no other program takes the port while the models load.
+    `reserved` is a socket that is bound to the router's address, so that no other program takes the port while the
+    models load.
     """
     log_to_stderr()
     try:
         bound = replace(serve, port=reserved.getsockname()[1])
-        free = FreeMemory(0) if engine.device == "cpu" and sizes_given(engine) else measure_free_memory(engine)
-        shares = divide_memory(engine, free, counts.total, bytes_besides_kv(engine) if free.gpus else 0)
-        return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(reserved)))
+        return asyncio.run(_Deployment(place_engines(engines), bound).run(url_of(reserved)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -75,21 +68,17 @@ def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, reserved
 
 
 class _Deployment:
-    """The workers and their router, as child processes. If one of them ends or no longer answers, all are stopped."""
+    """The engines and their router, as child processes. If one of them ends or no longer answers, all are stopped."""
 
-    def __init__(
-        self, engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, shares: Sequence[MemoryShare]
-    ) -> None:
-        self._engine = engine
+    def __init__(self, engines: Sequence[RoleEngine], serve: ServeConfig) -> None:
+        self._engines = engines
         self._serve = serve
-        self._counts = counts
-        self._shares = shares
         self._urls: dict[str, str] = {}  # by the name of the child
         self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
         self._stop = asyncio.Event()  # a signal was received
         self._stop_now = asyncio.Event()  # children must not finish their drain
         self._status: StatusLine | None = None  # while this object waits for children
-        secrets = {"HOTSET_API_KEY": serve.api_key, "HOTSET_HANDOFF_SECRET": engine.handoff_secret}
+        secrets = {"HOTSET_API_KEY": serve.api_key, "HOTSET_HANDOFF_SECRET": engines[0].config.handoff_secret}
         self._secrets = {name: value for name, value in secrets.items() if value is not None}
 
     async def run(self, url: str) -> int:
@@ -99,12 +88,15 @@ class _Deployment:
             name = await self._unless_stopped(self._start(url))
             if name is None:
                 return EXIT_INTERRUPTED
-            workers = f"{self._counts.prefill} prefill and {self._counts.decode} decode workers"
-            print(f"Hotset serves {name} at {url} ({workers})", flush=True)
+            prefill, decode = self._count("prefill"), self._count("decode")
+            print(f"Hotset serves {name} at {url} ({prefill} prefill and {decode} decode workers)", flush=True)
             await self._unless_stopped(self._watch_answers())
             return 0
         finally:
             await self._end()
+
+    def _count(self, role: str) -> int:
+        return sum(engine.config.role == role for engine in self._engines)
 
     def _on_signal(self) -> None:
         """Starts a drain at the first signal, and stops at once at the second."""
@@ -113,15 +105,18 @@ class _Deployment:
     async def _start(self, url: str) -> str:
         """Starts all processes and waits until the router has found every worker. Returns the model's name."""
         began = time.monotonic()
-        for (role, name), share in zip(self._counts.names, self._shares, strict=True):
-            arguments = worker_arguments(self._engine, self._serve, role, share)
-            self._children[role].append(await ChildProcess.start(name, arguments, self._secrets, self._print))
+        for engine in self._engines:
+            arguments = worker_arguments(engine.config, self._serve)
+            self._print(f"{engine.name} starts: hotset {shlex.join(arguments)}")
+            child = await ChildProcess.start(engine.name, arguments, self._secrets, self._print)
+            self._children[engine.config.role].append(child)
         workers = [*self._children["prefill"], *self._children["decode"]]
         with self._waiting_for(", ".join(child.name for child in workers)):
             lines = await asyncio.gather(*(self._ready(child, began) for child in workers))
         urls = [line.rpartition(" at ")[2].partition(" ")[0] for line in lines]
         self._urls = dict(zip((child.name for child in workers), urls, strict=True)) | {"router": url}
-        arguments = router_arguments(self._serve, urls[: self._counts.prefill], urls[self._counts.prefill :])
+        prefill = self._count("prefill")
+        arguments = router_arguments(self._serve, urls[:prefill], urls[prefill:])
         router = await ChildProcess.start("router", arguments, self._secrets, self._print)
         self._children["router"].append(router)
         with self._waiting_for("router"):
@@ -150,7 +145,7 @@ class _Deployment:
             self._status.print(line)
 
     async def _wait_until_healthy(self, url: str) -> None:
-        expected = {"prefill": self._counts.prefill, "decode": self._counts.decode}
+        expected = {role: self._count(role) for role in ("prefill", "decode")}
         deadline = time.monotonic() + ROUTER_HEALTH_TIMEOUT_SECONDS
         while True:
             health = await asyncio.to_thread(_health, url)
@@ -163,15 +158,17 @@ class _Deployment:
 
     async def _watch_answers(self) -> None:
         """Raises StartupError if a child has not answered for `step_timeout`. Never returns."""
-        await asyncio.gather(*(self._watch_child(name, url) for name, url in self._urls.items()))
+        limits = {engine.name: engine.config.step_timeout for engine in self._engines}
+        limits["router"] = max(limits.values())
+        await asyncio.gather(*(self._watch_child(name, url, limits[name]) for name, url in self._urls.items()))
 
-    async def _watch_child(self, name: str, url: str) -> None:
+    async def _watch_child(self, name: str, url: str, step_timeout: float) -> None:
         silence = StallTimer(max_poll_seconds=2 * (HEALTH_POLL_SECONDS + HEALTH_TIMEOUT_SECONDS))
         answers = 0
-        while silence.seconds(answers) <= self._engine.step_timeout:
+        while silence.seconds(answers) <= step_timeout:
             answers += await asyncio.to_thread(_answers, url)
             await asyncio.sleep(HEALTH_POLL_SECONDS)
-        raise StartupError(f"{name} has not answered for {self._engine.step_timeout:g} s (--step-timeout)")
+        raise StartupError(f"{name} has not answered for {step_timeout:g} s (--step-timeout)")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of `work`, or None if a signal came first. Raises StartupError if a child ended first."""
@@ -206,33 +203,24 @@ class _Deployment:
             print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
         else:
             self._stop_now.set()
-        seconds = self._serve.drain_seconds + stop_seconds(self._engine, self._shares)
+        seconds = self._serve.drain_seconds + stop_seconds([engine.config for engine in self._engines])
         for group in self._children.values():
             await asyncio.gather(*(child.stop(seconds, self._stop_now) for child in group))
 
 
-def stop_seconds(engine: EngineConfig, shares: Sequence[MemoryShare]) -> float:
-    """Returns the time limit for a worker to free its memory and exit after its drain."""
-    sizes_gib = [share.host_kv_gib or engine.host_kv_gib for share in shares]
+def stop_seconds(configs: Sequence[EngineConfig]) -> float:
+    """Returns the time limit for an engine to free its memory and exit after its drain."""
     # If the size of a host store is not given in GiB, the machine's memory is the upper bound.
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    host_bytes = max(ram_bytes if gib is None else int(gib * GIB) for gib in sizes_gib)
+    host_bytes = max(ram_bytes if c.host_kv_gib is None else int(c.host_kv_gib * GIB) for c in configs)
     return closing_seconds(host_bytes, with_endpoint=True) + STOP_SECONDS + EXIT_SECONDS
 
 
-def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: MemoryShare) -> list[str]:
-    """Returns the command line of one worker, which listens on a free loopback port."""
-    sized_engine = replace(
-        engine,
-        device=share.device or engine.device,
-        device_kv_gib=share.device_kv_gib or engine.device_kv_gib,
-        host_kv_gib=share.host_kv_gib or engine.host_kv_gib,
-    )
-    shared = [
-        setting.name for setting in fields(EngineConfig) if setting.name not in ("model", "role", *SECRET_SETTINGS)
-    ]
-    role_and_address = ["serve", engine.model, "--role", role, "--host", "127.0.0.1", "--port", "0"]
-    return [*role_and_address, *_flags(sized_engine, shared), *_flags(serve, WORKER_SETTINGS)]
+def worker_arguments(config: EngineConfig, serve: ServeConfig) -> list[str]:
+    """Returns the command line of one engine, which listens on a free loopback port."""
+    names = [setting.name for setting in fields(EngineConfig) if setting.name not in ("model", *SECRET_SETTINGS)]
+    address = ["--host", "127.0.0.1", "--port", "0"]
+    return ["serve", config.model, *address, *_flags(config, names), *_flags(serve, WORKER_SETTINGS)]
 
 
 def router_arguments(serve: ServeConfig, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:

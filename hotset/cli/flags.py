@@ -195,6 +195,32 @@ def with_key_of_file(values: dict[str, Any], file: Path | None) -> dict[str, Any
     return {**values, "api_key": key}
 
 
+def given_flags(words: Sequence[str], *config_types: ConfigType) -> dict[str, Any]:
+    """Parses flags of the configurations, and returns those that were given, by the names of their fields.
+
+    Raises ConfigError if the words are not flags with valid values.
+    """
+
+    def receive(**values: Any) -> None:
+        pass
+
+    parser = typer.Typer(add_completion=False, context_settings={"help_option_names": []})
+    parser.command()(with_flags(*config_types)(receive))
+    command: Any = typer.main.get_command(parser)
+    context = command.make_context("", [], resilient_parsing=True)
+    try:
+        context = command.make_context("", list(words))
+    except Exception as error:
+        if getattr(error, "exit_code", None) != EXIT_USAGE:
+            raise
+        raise ConfigError(_usage_message(error, words, command, context)) from None
+    return {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name).name == "COMMANDLINE"
+    }
+
+
 class CliCommand(TyperCommand):
     """A command that answers a wrong command line in plain text, with the nearest existing flag."""
 
@@ -245,13 +271,17 @@ def _usage_errors_printed(command: Any, ctx: Any, args: Sequence[str]) -> Iterat
     except Exception as error:
         if getattr(error, "exit_code", None) != EXIT_USAGE or type(error).__name__ in ("Exit", "NoArgsIsHelpError"):
             raise
-        usage: Any = error
-        message: str = usage.format_message()
-        if hasattr(error, "possibilities"):  # only the error for an unknown flag has this attribute
-            message = _unknown_flag(usage.option_name, typed_words, command, ctx)
-        print("error:", " ".join(message.split()), file=sys.stderr)
+        print("error:", _usage_message(error, typed_words, command, ctx), file=sys.stderr)
         print(f"{ctx.get_usage()}\nTry '{ctx.command_path} --help' for help.", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from None
+
+
+def _usage_message(error: Any, typed_words: Sequence[str], command: Any, ctx: Any) -> str:
+    """Returns the message of click's error for a wrong command line, on one line."""
+    message: str = error.format_message()
+    if hasattr(error, "possibilities"):  # only the error for an unknown flag has this attribute
+        message = _unknown_flag(error.option_name, typed_words, command, ctx)
+    return " ".join(message.split())
 
 
 def _unknown_flag(name: str, typed_words: Sequence[str], command: Any, ctx: Any) -> str:

@@ -1,59 +1,25 @@
-"""The workers of `--disaggregate`: how many there are, and how they divide the memory of the machine if the
-configuration does not set the sizes of their pools."""
+"""How the engines of `--disaggregate` divide the GPUs and the memory of this machine."""
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
-from hotset.base.settings import flag_name
 from hotset.base.units import GIB, show_bytes
-from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name
+from hotset.cli.roles import RoleEngine
+from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name, model_splits
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import find_model
-from hotset.models.split import WHOLE_MODEL
 from hotset.models.weight_sizes import worker_weight_bytes
 
-MAX_WORKERS = 64
-CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the remaining 0.6
-MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pool
+CPU_DEVICE_SHARE = 0.4  # the device pools' share of an engine's KV memory; the host store gets the remaining 0.6
+MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pools
 SIZES = ("device_kv_gib", "device_kv_tokens", "host_kv_gib", "host_kv_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCounts:
-    """The number of workers of each role."""
-
-    prefill: int
-    decode: int
-
-    @classmethod
-    def parse(cls, text: str) -> "WorkerCounts":
-        """Parses a text like "2P1D". Raises ConfigError for any other text, for a role without workers, and for more
-        than MAX_WORKERS workers in total."""
-        match = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
-        counts = None if match is None else cls(int(match[1]), int(match[2]))
-        if counts is None or not (counts.prefill and counts.decode and counts.total <= MAX_WORKERS):
-            raise ConfigError(
-                f"--disaggregate takes the numbers of prefill and decode workers, like 1P1D or 2P1D, got {text!r}; "
-                f"the limit is {MAX_WORKERS} workers in total"
-            )
-        return counts
-
-    @property
-    def total(self) -> int:
-        return self.prefill + self.decode
-
-    @property
-    def names(self) -> list[tuple[str, str]]:
-        """The role and the name of each worker, like ("prefill", "prefill 1")."""
-        numbered = [("prefill", n) for n in range(self.prefill)] + [("decode", n) for n in range(self.decode)]
-        return [(role, f"{role} {number + 1}") for role, number in numbered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +30,12 @@ class FreeMemory:
     gpus: tuple[DeviceMemory, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryShare:
-    """The device and pool sizes of one worker. None means that the engine's configuration is not changed."""
-
-    device: str | None = None
-    device_kv_gib: float | None = None
-    host_kv_gib: float | None = None
-
-
-def check_worker_ports(engine: EngineConfig) -> None:
-    """Rejects fixed ports of workers, which several workers cannot share."""
-    for name in ("control", "advertise", "kv_events", "kv_events_replay"):
-        address = getattr(engine, name)
-        if address is not None and not address.endswith(":0"):
-            raise ConfigError(f"--disaggregate gives each worker its own ports; use port 0 in --{flag_name(name)}")
+def place_engines(engines: Sequence[RoleEngine]) -> list[RoleEngine]:
+    """Returns the engines with their GPUs and with their shares of this machine's memory."""
+    if all(engine.config.device == "cpu" and sizes_given(engine.config) for engine in engines):
+        return list(engines)
+    free = measure_free_memory()
+    return divide_memory(divide_gpus(engines, len(free.gpus)), free)
 
 
 def sizes_given(config: EngineConfig) -> bool:
@@ -86,75 +43,160 @@ def sizes_given(config: EngineConfig) -> bool:
     return any(getattr(config, size) is not None for size in SIZES) or config.tiers == "off"
 
 
-def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, needed_bytes: int) -> list[MemoryShare]:
-    """Returns one share per worker. Spreads workers evenly over the GPUs, unless `config` names one device.
+def divide_gpus(engines: Sequence[RoleEngine], gpus: int) -> list[RoleEngine]:
+    """Returns the engines with the GPUs of each in `config.gpus`, on a machine with `gpus` GPUs.
 
-    On a GPU, each worker needs `needed_bytes` besides its KV (`bytes_besides_kv`). Raises ConfigError if workers
-    without given pool sizes do not fit on their GPU.
+    An engine that names its GPUs keeps them. The others get the GPUs that are left, in order. If these are too few,
+    engines that need only one GPU each share them. Engines with `--device cpu` or `cuda:N` are not changed. Raises
+    ConfigError if there are too few GPUs, or if two engines name the same one.
     """
-    own_gpu = config.device in (None, "cuda") and bool(free.gpus)
-    devices = [f"cuda:{number % len(free.gpus)}" if own_gpu else config.device for number in range(workers)]
-    if sizes_given(config):
-        return [MemoryShare(device=device) for device in devices]
-    if not free.gpus:
-        share = 2 * cpu_pool_bytes(free.host) / workers  # all workers together take as much memory as one engine would
-        device_gib, host_gib = _gib(share * CPU_DEVICE_SHARE), _gib(share * (1 - CPU_DEVICE_SHARE))
-        return [MemoryShare(device, device_gib, host_gib) for device in devices]
-    host = host_store_bytes(free.host) / workers
-    return [
-        MemoryShare(device, _gib(_pool_on_gpu(config, device, devices, free, host, needed_bytes)), _gib(host))
-        for device in devices
-    ]
+    unplaced = [engine for engine in engines if gpus and engine.config.device in (None, "cuda")]
+    owners = _owners(unplaced, gpus)
+    left = [number for number in range(gpus) if number not in owners]
+    unplaced = [engine for engine in unplaced if engine.config.gpus is None]
+    needed = [_num_gpus(engine) for engine in unplaced]
+    if sum(needed) > len(left) and (max(needed) > 1 or not left):
+        raise ConfigError(_too_few_gpus(unplaced, len(left), named=len(owners)))
+    in_turn = cycle(left)
+    placed = []
+    for engine in engines:
+        if engine in unplaced:
+            numbers = ",".join(str(number) for number in islice(in_turn, _num_gpus(engine)))
+            engine = replace(engine, config=replace(engine.config, gpus=numbers))
+        placed.append(engine)
+    return placed
 
 
-def measure_free_memory(config: EngineConfig) -> FreeMemory:
+def _num_gpus(engine: RoleEngine) -> int:
+    return engine.config.workers // engine.config.ranks_per_gpu
+
+
+def _owners(engines: Sequence[RoleEngine], gpus: int) -> dict[int, str]:
+    """Returns the name of the engine that names each GPU. Raises ConfigError if an engine names a GPU that does not
+    exist, more or fewer GPUs than it needs, or a GPU of another engine."""
+    owners: dict[int, str] = {}
+    for engine in engines:
+        numbers = engine.config.gpu_numbers
+        if numbers is None:
+            continue
+        if len(numbers) != _num_gpus(engine):
+            raise ConfigError(
+                f"{engine.name} has {engine.config.workers} ranks, {engine.config.ranks_per_gpu} on each GPU, but "
+                f"--gpus {engine.config.gpus} has {len(numbers)}; name {_num_gpus(engine)}"
+            )
+        for number in numbers:
+            if number >= gpus:
+                raise ConfigError(
+                    f"{engine.name}: GPU {number} of --gpus {engine.config.gpus} does not exist: this machine has "
+                    f"{gpus}, numbered from 0"
+                )
+            if number in owners:
+                raise ConfigError(
+                    f"GPU {number} is named by {owners[number]} and by {engine.name}; give each engine GPUs of its "
+                    "own, or leave --gpus out"
+                )
+            owners[number] = engine.name
+    return owners
+
+
+def _too_few_gpus(engines: Sequence[RoleEngine], left: int, named: int) -> str:
+    needs = ", ".join(f"{engine.name} needs {_num_gpus(engine)}" for engine in engines)
+    beside = f"only {left} are left beside the {named} that --gpus names" if named else f"this machine has {left}"
+    largest = max(engine.config.workers for engine in engines)
+    sharing = f", or put all ranks of an engine on one GPU (--ranks-per-gpu {largest}), for tests and small models"
+    return f"too few GPUs: {needs}, but {beside}; use smaller splits{sharing if left and largest > 1 else ''}"
+
+
+def divide_memory(engines: Sequence[RoleEngine], free: FreeMemory) -> list[RoleEngine]:
+    """Returns the engines with the sizes of their KV pools, unless their configurations set a size.
+
+    An engine that has its GPUs for itself measures the size of its device pool when it starts. Raises ConfigError if
+    engines do not fit on a GPU that they share.
+    """
+    ranks_on_gpu = _ranks_on_gpus(engines)
+    unsized = [engine for engine in engines if not sizes_given(engine.config)]
+    given = sum(int((engine.config.host_kv_gib or 0) * GIB) for engine in engines)
+    sized = []
+    for engine in engines:
+        config = engine.config
+        if engine not in unsized:
+            sized.append(engine)
+        elif free.gpus and config.device != "cpu":
+            host = host_store_bytes(max(0, free.host - given)) / len(unsized)
+            device_gib = None
+            if any(ranks_on_gpu[number] > config.ranks_per_gpu for number in _gpus_of(config)):
+                device_gib = _gib(_shared_pool(engine, ranks_on_gpu, free, host))
+            sized.append(_with_sizes(engine, device_gib, _gib(host)))
+        else:  # all engines together take as much memory as one engine would
+            share = 2 * cpu_pool_bytes(free.host) / len(engines)
+            device_gib = _gib(share * CPU_DEVICE_SHARE / config.workers)  # this size is that of one rank
+            sized.append(_with_sizes(engine, device_gib, _gib(share * (1 - CPU_DEVICE_SHARE))))
+    return sized
+
+
+def _with_sizes(engine: RoleEngine, device_kv_gib: float | None, host_kv_gib: float) -> RoleEngine:
+    return replace(engine, config=replace(engine.config, device_kv_gib=device_kv_gib, host_kv_gib=host_kv_gib))
+
+
+def _gpus_of(config: EngineConfig) -> tuple[int, ...]:
+    """Returns the numbers of the GPUs that an engine uses. None on a CPU."""
+    if config.gpu_numbers is not None:
+        return config.gpu_numbers
+    return () if config.device in (None, "cpu") else (int(config.device.partition(":")[2] or 0),)
+
+
+def _ranks_on_gpus(engines: Sequence[RoleEngine]) -> Mapping[int, int]:
+    """Returns how many ranks of all engines there are on each GPU."""
+    ranks: dict[int, int] = {}
+    for engine in engines:
+        for number in _gpus_of(engine.config):
+            ranks[number] = ranks.get(number, 0) + engine.config.ranks_per_gpu
+    return ranks
+
+
+def _shared_pool(engine: RoleEngine, ranks_on_gpu: Mapping[int, int], free: FreeMemory, host: float) -> float:
+    """Returns the size of the device pool of each rank of an engine that shares GPUs with others, in bytes.
+
+    The ranks on one GPU divide the share of its memory that --gpu-memory-utilization allows. The host store of `host`
+    bytes limits the pools too.
+    """
+    config, needed = engine.config, bytes_besides_kv(engine.config)
+    available = host / MIN_HOST_TO_DEVICE / config.workers
+    for number in _gpus_of(config):
+        if number >= len(free.gpus):
+            raise ConfigError(f"--device {config.device} does not exist: this machine has {len(free.gpus)} GPUs")
+        gpu, ranks = free.gpus[number], ranks_on_gpu[number]
+        usable = usable_gpu_bytes(gpu.total, gpu.free, config.gpu_memory_utilization)
+        if usable / ranks <= needed:
+            raise ConfigError(
+                f"the {ranks} ranks of all engines on GPU {number} do not fit: each of {engine.name} needs "
+                f"{show_bytes(needed)} besides its KV, but they may use {show_bytes(usable)} together; use more GPUs "
+                "or fewer ranks, or raise --gpu-memory-utilization"
+            )
+        available = min(available, usable / ranks - needed)
+    return available
+
+
+def measure_free_memory() -> FreeMemory:
     """Measures this machine's free memory in another process, because this one must not import torch."""
     command = [sys.executable, "-m", "hotset", "info", "--json"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise StartupError(f"free memory cannot be measured: {result.stderr.strip()[-200:]}; set --device-kv-gib")
     machine = json.loads(result.stdout)
-    gpus = (
-        ()
-        if config.device == "cpu"
-        else tuple(DeviceMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in machine["gpus"])
-    )
+    gpus = tuple(DeviceMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in machine["gpus"])
     return FreeMemory(machine["free_ram_bytes"], gpus)
 
 
 def bytes_besides_kv(config: EngineConfig) -> int:
-    """Returns the GPU memory that one worker needs for weights and steps."""
+    """Returns the GPU memory that the largest rank of an engine needs for weights and steps."""
     spec = find_model(config.model, config.weight_dtype).spec
     dtype_bytes = DTYPE_BYTES[dtype_name(config.dtype, spec, "cuda")]
     context = context_length(config, spec.context)
-    steps = step_bytes(spec, WHOLE_MODEL, config, context, dtype_bytes)
-    return worker_weight_bytes(spec, WHOLE_MODEL, dtype_bytes) + steps
-
-
-def _pool_on_gpu(
-    config: EngineConfig,
-    device: str | None,
-    devices: Sequence[str | None],
-    free: FreeMemory,
-    host: float,
-    needed_bytes: int,
-) -> float:
-    """Returns the size of one worker's device pool, in bytes. The worker's host store limits it.
-
-    Workers on one GPU divide the share of its memory that --gpu-memory-utilization allows.
-    """
-    number, workers = int((device or "").partition(":")[2] or 0), devices.count(device)
-    if number >= len(free.gpus):
-        raise ConfigError(f"--device {device} does not exist: this machine has {len(free.gpus)} GPUs")
-    gpu = free.gpus[number]
-    usable = usable_gpu_bytes(gpu.total, gpu.free, config.gpu_memory_utilization)
-    available = usable / workers - needed_bytes
-    if available <= 0:
-        raise ConfigError(
-            f"{workers} workers do not fit on {device}: each needs {show_bytes(needed_bytes)} besides its KV, but they "
-            f"may use {show_bytes(usable)} together; use fewer, or raise --gpu-memory-utilization"
-        )
-    return min(available, host / MIN_HOST_TO_DEVICE)
+    return max(
+        worker_weight_bytes(spec, split, dtype_bytes) + step_bytes(spec, split, config, context, dtype_bytes)
+        for split in model_splits(config, spec)
+    )
 
 
 def _gib(size: float) -> float:

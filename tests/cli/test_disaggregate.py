@@ -1,4 +1,4 @@
-"""`--disaggregate` and `hotset router`: parsing, rejected settings, the command lines of child processes, and a child
+"""`--disaggregate` and `hotset router`: rejected settings, the command lines of child processes, and a child
 that does not answer."""
 
 import asyncio
@@ -21,7 +21,7 @@ from hotset.base.units import GIB
 from hotset.cli import app, disaggregate, main
 from hotset.cli.disaggregate import router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import config_values
-from hotset.cli.shares import MemoryShare, WorkerCounts
+from hotset.cli.roles import RoleEngine
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.router.config import RouterConfig
 
@@ -37,22 +37,10 @@ def parsed(arguments: list[str]) -> dict[str, object]:
     return dict(command.make_context(name, options).params)
 
 
-def test_worker_counts_are_parsed() -> None:
-    assert WorkerCounts.parse("2p1D") == WorkerCounts(2, 1)
-    names = [name for _, name in WorkerCounts(2, 1).names]
-    assert names == ["prefill 1", "prefill 2", "decode 1"]
-
-
-@pytest.mark.parametrize("text", ["", "1P", "0P1D", "1P0D", "1D1P", "-1P1D", "1P1D1", "99P99D", "٣P1D"])
-def test_invalid_worker_counts_are_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="like 1P1D"):
-        WorkerCounts.parse(text)
-
-
-def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None:
-    engine = EngineConfig(
+def test_worker_arguments_contain_the_settings_of_the_engine() -> None:
+    config = EngineConfig(
         model="m",
-        role="prefill",
+        role="decode",
         page_rows=16,
         seed=3,
         handoff_secret=SECRET,
@@ -61,21 +49,25 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
         pack_weights=False,
         transfer="mooncake",
         transfer_interface="lo",
+        data_parallel_size=2,
+        gpus="1,3",
+        device_kv_gib=2.5,
+        host_kv_gib=4.0,
     )
     serve = ServeConfig(host="0.0.0.0", port=80, api_key="k3y", max_queue=7, served_model_name="name")
-    arguments = worker_arguments(engine, serve, "decode", MemoryShare("cuda:1", 2.5, 4.0))
+    arguments = worker_arguments(config, serve)
     assert not {SECRET, "k3y"} & set(arguments), "every user of the machine can read a process's arguments"
     received = parsed(arguments)
-    expected = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
+    expected = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "gpus": "1,3"}
     expected |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
     expected |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake", "transfer_interface": "lo"}
-    expected |= {"prefix_cache": False, "pack_weights": False}
+    expected |= {"prefix_cache": False, "pack_weights": False, "data_parallel_size": 2}
     assert {name: received[name] for name in expected} == expected
 
 
 def test_workers_publish_kv_events_only_if_the_user_asks_for_them() -> None:
     def events(**settings: Any) -> tuple[object, object]:
-        received = parsed(worker_arguments(EngineConfig(**settings), ServeConfig(), "decode", MemoryShare()))
+        received = parsed(worker_arguments(EngineConfig(**settings), ServeConfig()))
         return received["kv_events"], received["kv_events_replay"]
 
     assert events() == (None, None)
@@ -83,16 +75,12 @@ def test_workers_publish_kv_events_only_if_the_user_asks_for_them() -> None:
 
 
 def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
-    def engine_seconds(
-        gib: float,
-    ) -> float:
+    def engine_seconds(gib: float) -> float:
         """Returns the time after the drain until the HTTP process of a worker kills its engine process."""
         return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
-    limit = stop_seconds(EngineConfig(), [MemoryShare(host_kv_gib=1.0), MemoryShare(host_kv_gib=64.0)])
-    assert limit > engine_seconds(64.0)
-    assert stop_seconds(EngineConfig(host_kv_gib=100.0), [MemoryShare()]) > engine_seconds(100.0)
-    assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [MemoryShare()]) > engine_seconds(1.0), (
+    assert stop_seconds([EngineConfig(host_kv_gib=1.0), EngineConfig(host_kv_gib=64.0)]) > engine_seconds(64.0)
+    assert stop_seconds([EngineConfig(host_kv_tokens=1 << 20)]) > engine_seconds(1.0), (
         "the size of the host store in bytes is unknown, so the limit must suffice for the whole memory of the machine"
     )
 
@@ -110,12 +98,13 @@ class Unavailable(BaseHTTPRequestHandler):
 def test_a_child_that_does_not_answer_ends_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disaggregate, "HEALTH_POLL_SECONDS", 0.1)
     monkeypatch.setattr(disaggregate, "HEALTH_TIMEOUT_SECONDS", 0.3)
-    engine = EngineConfig(role="decode", step_timeout=1.0)
+    engine = RoleEngine("decode 1", EngineConfig(role="decode", step_timeout=1.0))
 
     async def watch(url: str) -> None:
-        deployment = disaggregate._Deployment(engine, ServeConfig(), WorkerCounts(1, 1), [])
+        deployment = disaggregate._Deployment([engine], ServeConfig())
+        deployment._urls = {"decode 1": url}
         async with asyncio.timeout(60):
-            await deployment._watch_child("decode 1", url)
+            await deployment._watch_answers()
 
     message = r"^decode 1 has not answered for 1 s \(--step-timeout\)$"
     # Linux accepts connections to this socket, as it does for a process that is stopped.
