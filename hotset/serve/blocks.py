@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hotset.serve.conversation import AnswerPiece, ReasoningPiece
-from hotset.serve.tools.calls import CallArguments, CallBegins, TextPiece
+from hotset.serve.tools.calls import CallArguments, CallBegins, CallBreaks, CallEnds, TextPiece
 
 
 @dataclass(slots=True)
 class Block:
-    """One block. `text` grows until the block ends. `call` is set if the text is the arguments of a call."""
+    """One block. `text` grows until the block ends. `call` is set if the text is the arguments of a call, and
+    `is_broken` if this call is malformed or cut off: its arguments are not JSON."""
 
     index: int
     kind: Literal["reasoning", "text", "call"]
     call: CallBegins | None = None
     text: str = ""
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,12 @@ class AnswerBlocks:
             if isinstance(piece, CallBegins):
                 yield from self.end()
                 yield self._begin(Block(len(self.blocks), "call", piece))
+            elif isinstance(piece, CallEnds):
+                yield from self.end()
+            elif isinstance(piece, CallBreaks):
+                self.blocks[-1].is_broken = True
+                yield from self.end()
+                yield from self.push([TextPiece(piece.unsent)])
             elif piece.text:
                 if not self._continues(piece):
                     assert not isinstance(piece, CallArguments), "the arguments of a call follow its beginning"

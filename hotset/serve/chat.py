@@ -43,7 +43,7 @@ from hotset.serve.responses import (
     Usage,
 )
 from hotset.serve.service import Service
-from hotset.serve.tools.calls import CallArguments, CallBegins, TextPiece
+from hotset.serve.tools.calls import CallArguments, CallBegins, CallBreaks, TextPiece
 from hotset.serve.tools.fields import tool_use_of
 
 
@@ -78,7 +78,7 @@ class ChatFormatter:
             self._readers[delta.index] = self.new_reader()
         reader = self._readers[delta.index]
         pieces = reader.read(delta)
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        text = "".join(_shown_text(piece) for piece in pieces)
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
         message = DeltaMessage(
             content=text or None,
@@ -159,6 +159,11 @@ class ChatFormatter:
         if self.alternatives is None:
             return None
         return chat_logprobs(self.tokenizer, piece.token_ids, piece.logprobs or (), self.alternatives)
+
+
+def _shown_text(piece: AnswerPiece) -> str:
+    """Returns the content that a stream shows. Of a broken call, the client has the arguments that were sent."""
+    return piece.text if isinstance(piece, TextPiece) else piece.unsent if isinstance(piece, CallBreaks) else ""
 
 
 def _call_deltas(pieces: Sequence[AnswerPiece]) -> list[ToolCallDelta]:

@@ -19,9 +19,19 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import Deltas, GenerationJob, usage_of
 from hotset.serve.responses import Usage
 from hotset.serve.service import Service
-from hotset.serve.tools.calls import CallArguments, CallBegins, Piece, TextPiece, ToolCall, ToolUse
+from hotset.serve.tools.calls import (
+    CallArguments,
+    CallBegins,
+    CallBreaks,
+    CallEnds,
+    Piece,
+    TextPiece,
+    ToolCall,
+    ToolUse,
+    without_broken_calls,
+)
 from hotset.serve.tools.formats import ToolFormat, format_for, takes_tools
-from hotset.serve.tools.parsing import StreamParser
+from hotset.serve.tools.parsing import CallParser
 from hotset.serve.tools.plain_template import plain_messages
 
 AnswerFinish = Literal["stop", "length", "tool_calls"]
@@ -93,11 +103,12 @@ class ConversationPrompt:
 class AnswerReader:
     """Reads the text of one answer, in any pieces. Nothing that may be half of a marker is returned as text."""
 
-    def __init__(self, parser: AnswerParser, calls: StreamParser | None = None, *, parallel: bool = True) -> None:
+    def __init__(self, parser: AnswerParser, calls: CallParser | None = None, *, parallel: bool = True) -> None:
         self._parser = parser
         self._calls = calls
         self._parallel = parallel
-        self.has_calls = False
+        self._dropped: int | None = None  # the index of a call that is left out
+        self.has_calls = False  # complete ones
 
     def feed(self, text: str) -> list[AnswerPiece]:
         """Returns the pieces that `text` completes."""
@@ -120,10 +131,17 @@ class AnswerReader:
         return pieces
 
     def _kept(self, pieces: Iterable[Piece]) -> list[AnswerPiece]:
-        """Drops all calls after the first if the client wants only one."""
-        kept = [piece for piece in pieces if self._parallel or isinstance(piece, TextPiece) or piece.index == 0]
-        self.has_calls = self.has_calls or any(isinstance(piece, CallBegins) for piece in kept)
-        return list(kept)
+        """Drops all calls after the first complete one if the client wants only one."""
+        kept: list[AnswerPiece] = []
+        for piece in pieces:
+            if isinstance(piece, CallBegins) and self.has_calls and not self._parallel:
+                self._dropped = piece.index
+            if isinstance(piece, TextPiece) or piece.index != self._dropped:
+                kept.append(piece)
+            elif isinstance(piece, CallBreaks):
+                kept.append(TextPiece(piece.source))
+            self.has_calls = self.has_calls or isinstance(piece, CallEnds)
+        return kept
 
     def read(self, delta: Delta) -> list[AnswerPiece]:
         """Returns the pieces that a delta completes, and all that are left if it is the last one."""
@@ -150,7 +168,9 @@ class Answer:
     calls: tuple[ToolCall, ...]
 
     @classmethod
-    def of(cls, pieces: list[AnswerPiece]) -> "Answer":
+    def of(cls, pieces: Iterable[AnswerPiece]) -> "Answer":
+        """Collects the pieces of a whole answer. A broken call is text."""
+        pieces = without_broken_calls(pieces)
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
         text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
         calls: list[ToolCall] = []
@@ -160,14 +180,6 @@ class Answer:
             elif isinstance(piece, CallArguments):
                 calls[piece.index] = replace(calls[piece.index], arguments=calls[piece.index].arguments + piece.text)
         return cls(reasoning, text, tuple(calls))
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedAnswer:
-    """A whole answer, and how it ended."""
-
-    answer: Answer
-    finished: Finished
 
 
 def thinking_kwargs(effort: str) -> dict[str, Any]:
@@ -242,8 +254,8 @@ async def events_of(deltas: Deltas, job: GenerationJob, reader: AnswerReader) ->
                 yield Finished(reader.finish_reason(delta.finish_reason), usage, delta.stop_reason)
 
 
-async def collected(events: AsyncIterator[AnswerEvent]) -> CollectedAnswer:
-    """Returns the whole answer. Raises the errors of `events`."""
+async def collected(events: AsyncIterator[AnswerEvent]) -> tuple[list[AnswerPiece], Finished]:
+    """Returns the pieces of a whole answer, in which broken calls are text, and how it ended."""
     pieces: list[AnswerPiece] = []
     finished: Finished | None = None
     async for event in events:
@@ -252,4 +264,4 @@ async def collected(events: AsyncIterator[AnswerEvent]) -> CollectedAnswer:
         else:
             pieces.append(event)
     assert finished is not None, "events_of ends with Finished"
-    return CollectedAnswer(Answer.of(pieces), finished)
+    return without_broken_calls(pieces), finished

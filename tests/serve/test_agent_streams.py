@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.errors import EngineStopped
@@ -18,7 +18,7 @@ from hotset.serve.messages_api.endpoint import MessagesResponder
 from hotset.serve.responses_api.answer import ResponseObject
 from hotset.serve.responses_api.endpoint import ResponsesResponder
 from hotset.serve.responses_api.tools import DeclaredTool
-from hotset.serve.tools.calls import CallArguments, CallBegins, TextPiece, ToolSpec
+from hotset.serve.tools.calls import CallArguments, CallBegins, CallBreaks, CallEnds, TextPiece, ToolSpec
 
 JOB = GenerationJob("resp_0", [[1] * 9], SamplingParams(), stream=True)
 CUSTOM = DeclaredTool(ToolSpec("eyes__patch"), "patch", "eyes", is_custom=True)
@@ -46,7 +46,7 @@ class PieceReader:
 
     def __init__(self, pieces: list[list[AnswerPiece]]) -> None:
         self._pieces = iter(pieces)
-        self._has_calls = any(isinstance(piece, CallBegins) for each in pieces for piece in each)
+        self._has_calls = any(isinstance(piece, CallEnds) for each in pieces for piece in each)
 
     def read(self, delta: Delta) -> list[AnswerPiece]:
         return next(self._pieces)
@@ -75,6 +75,7 @@ def answers(draw: st.DrawFn) -> list[list[AnswerPiece]]:
             size = draw(st.integers(1, len(rest)))
             pieces.append(CallArguments(index, rest[:size]))
             rest = rest[size:]
+        pieces.append(CallEnds(index))
         index += 1
     deltas: list[list[AnswerPiece]] = [[]]
     for piece in pieces:
@@ -137,6 +138,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {**message, **events[-2]["delta"], "usage": events[-2]["usage"]}
 
 
+@settings(deadline=None)
 @given(answers(), st.booleans(), st.sampled_from(["stop", "length"]))
 def test_the_events_of_a_message_add_up_to_the_whole_message(
     pieces: list[list[AnswerPiece]], shows_thinking: bool, reason: str
@@ -193,6 +195,7 @@ def output_of(events: list[dict[str, Any]]) -> list[Any]:
     return items
 
 
+@settings(deadline=None)
 @given(answers(), st.sampled_from(["stop", "length"]))
 def test_the_events_of_a_response_add_up_to_the_whole_response(pieces: list[list[AnswerPiece]], reason: str) -> None:
     async def both() -> tuple[Any, Any]:
@@ -227,12 +230,63 @@ def test_a_message_says_why_it_ended(reason: str, stop: str | None, asked: int, 
     assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
-def test_a_call_that_was_cut_off_is_shown_as_text() -> None:
-    pieces: list[list[AnswerPiece]] = [[CallBegins(0, "a", "delete"), CallArguments(0, '{"path": "/tm')]]
-    responder = MessagesResponder(JOB, reader_of(pieces), "m", 1, shows_thinking=False)
-    message = asyncio.run(whole(responder, deltas_of(1, "length")))
-    assert message["content"] == [{"type": "text", "text": '{"path": "/tm', "citations": None}]
+# A call that a value breaks, one that is complete, and one that is cut off.
+BROKEN: list[list[AnswerPiece]] = [
+    [CallBegins(0, "call_0", "look"), CallArguments(0, '{"a": n')],
+    [CallBreaks(0, '<tool_call>{"name": "look", "arguments": {"a": n', ""), TextPiece("an}}")],
+    [CallBegins(1, "call_1", "look"), CallArguments(1, '{"a": 1'), CallArguments(1, "}"), CallEnds(1)],
+    [CallBegins(2, "call_2", "look"), CallArguments(2, '{"a": 2')],
+    [CallBreaks(2, '<tool_call>{"name": "look", "arguments": {"a": 2}}</', "}}</")],
+]
+SOURCES = [f'<tool_call>{{"name": "look", "arguments": {{"a": {rest}' for rest in ("nan}}", "2}}</")]
+
+
+def test_a_call_that_breaks_is_shown_as_text_in_a_message() -> None:
+    responder = MessagesResponder(JOB, reader_of(BROKEN), "m", 5, shows_thinking=False)
+    message = asyncio.run(whole(responder, deltas_of(5, "length")))
+    call = {"type": "tool_use", "id": "call_1", "name": "look", "input": {"a": 1}}
+    texts = [{"type": "text", "text": source, "citations": None} for source in SOURCES]
+    assert message["content"] == [texts[0], call, texts[1]], "no client runs a call with half of its arguments"
     assert message["stop_reason"] == "max_tokens"
+
+
+def test_the_events_of_a_message_show_what_a_call_had_before_it_breaks() -> None:
+    responder = MessagesResponder(JOB, reader_of(BROKEN), "m", 5, shows_thinking=False)
+    events = asyncio.run(streamed(responder, deltas_of(5, "stop")))
+    blocks: list[list[str]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append([event["content_block"]["type"], ""])
+        if event["type"] == "content_block_delta":
+            blocks[event["index"]][1] += event["delta"].get("partial_json") or event["delta"].get("text")
+    assert blocks == [
+        ["tool_use", '{"a": n'],
+        ["text", "an}}"],
+        ["tool_use", '{"a": 1}'],
+        ["tool_use", '{"a": 2'],
+        ["text", "}}</"],
+    ]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use", "one call is complete"
+
+
+def test_a_call_that_breaks_is_incomplete_in_the_events_of_a_response_and_text_in_a_whole_one() -> None:
+    def responder() -> ResponsesResponder:
+        return ResponsesResponder(JOB, reader_of(BROKEN), {}, UNANSWERED)
+
+    events = asyncio.run(streamed(responder(), deltas_of(5, "stop")))
+    items = output_of(events)
+    assert items == events[-1]["response"]["output"]
+    assert [(item["type"], item["status"], item.get("arguments")) for item in items] == [
+        ("function_call", "incomplete", '{"a": n'),
+        ("message", "completed", None),
+        ("function_call", "completed", '{"a": 1}'),
+        ("function_call", "incomplete", '{"a": 2'),
+        ("message", "completed", None),
+    ]
+    response = asyncio.run(whole(responder(), deltas_of(5, "length")))
+    shown = [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in response["output"]]
+    assert shown == [SOURCES[0], '{"a": 1}', SOURCES[1]]
+    assert [item["status"] for item in response["output"]] == ["completed", "completed", "incomplete"]
 
 
 def test_an_error_in_the_middle_is_the_last_event() -> None:

@@ -16,6 +16,7 @@ from hotset.serve.conversation import (
     AnswerReader,
     Finished,
     ReasoningPiece,
+    collected,
     encode_conversation,
     events_of,
 )
@@ -85,11 +86,12 @@ class MessagesResponder:
     cached_tokens: int = 0
 
     async def full(self, deltas: Deltas) -> Response:
-        async for event in events_of(self._watched(deltas), self.job, self.reader):
-            if isinstance(event, Finished):
-                return json_response(self._message(event))
-            list(self._changes(event))
-        raise AssertionError("events_of ends with Finished")
+        pieces, finished = await collected(events_of(self._watched(deltas), self.job, self.reader))
+        for piece in pieces:
+            list(self._changes(piece))
+        message = self._message(finished)
+        message.content = [_content(block) for block in self.blocks.blocks]
+        return json_response(message)
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         has_begun = False
@@ -124,12 +126,11 @@ class MessagesResponder:
             yield from self.blocks.push([piece])
 
     def _message(self, finished: Finished | None) -> MessageObject:
-        """Returns the message, without content unless it has ended."""
-        ended = finished is not None
+        """Returns the message without its content."""
         message = MessageObject(
             id=self.job.request_id,
             model=self.model,
-            content=[_content(block) for block in self.blocks.blocks] if ended else [],
+            content=[],
             usage=MessageUsage(
                 input_tokens=self.job.prompt_tokens - self.cached_tokens,
                 cache_read_input_tokens=self.cached_tokens,
@@ -149,17 +150,11 @@ class MessagesResponder:
 
 
 def _content(block: Block) -> ContentBlock:
-    """Returns a whole block. Arguments that were cut off are no JSON object: they are shown as text, so that no client
-    runs a call with half of its arguments."""
+    """Returns a block of a whole answer, in which no call is broken."""
     if block.kind == "reasoning":
         return ThinkingContent(thinking=block.text)
     if block.call is not None:
-        try:
-            arguments = json.loads(block.text or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if isinstance(arguments, dict):
-            return ToolUseContent(id=block.call.id, name=block.call.name, input=arguments)
+        return ToolUseContent(id=block.call.id, name=block.call.name, input=json.loads(block.text))
     return TextContent(text=block.text)
 
 

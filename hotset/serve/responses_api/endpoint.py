@@ -12,7 +12,7 @@ from starlette.responses import Response
 from hotset.models.chat_prompt import ChatOptions
 from hotset.serve.agent_request import AgentTurn, answer, naming
 from hotset.serve.blocks import AnswerBlocks, Block, BlockChange
-from hotset.serve.conversation import AnswerReader, Conversation, Finished, events_of, thinking_kwargs
+from hotset.serve.conversation import AnswerReader, Conversation, Finished, collected, events_of, thinking_kwargs
 from hotset.serve.errors import error_body
 from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response
 from hotset.serve.responses import Usage
@@ -87,13 +87,8 @@ class ResponsesResponder:
     blocks: AnswerBlocks = field(default_factory=AnswerBlocks)
 
     async def full(self, deltas: Deltas) -> Response:
-        finished: Finished | None = None
-        async for event in events_of(deltas, self.job, self.reader):
-            if isinstance(event, Finished):
-                finished = event
-            else:
-                list(self.blocks.push([event]))
-        assert finished is not None, "events_of ends with Finished"
+        pieces, finished = await collected(events_of(deltas, self.job, self.reader))
+        list(self.blocks.push(pieces))
         return json_response(self._answered(finished))
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
@@ -129,7 +124,7 @@ class ResponsesResponder:
     def _answered(self, finished: Finished) -> ResponseObject:
         """Returns the whole response."""
         output = [self._item(block, "completed") for block in self.blocks.blocks]
-        if output:
+        if output and self.blocks.blocks[-1].call is None:
             output[-1].status = _last_status(finished)
         incomplete = finished.reason == "length"
         return self.unanswered.model_copy(
@@ -147,6 +142,7 @@ class ResponsesResponder:
     def _item(self, block: Block, status: ItemStatus, *, is_new: bool = False) -> OutputItem:
         """Returns a block as an item of the output, without its text if it is new."""
         item_id, text = self._item_id(block), "" if is_new else block.text
+        status = "incomplete" if block.is_broken else status
         if block.kind == "text":
             return MessageItem(id=item_id, status=status, content=[] if is_new else [OutputText(text=text)])
         if block.kind == "reasoning":

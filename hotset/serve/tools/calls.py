@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from hotset.base.errors import RequestError
 
@@ -12,6 +12,7 @@ MAX_TOOLS = 1024
 MAX_TOOL_CHARACTERS = 1 << 20  # of all tools of a request as JSON
 MAX_SCHEMA_DEPTH = 64
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # no format needs to escape such a name
+PieceT = TypeVar("PieceT")
 SCHEMA_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 
 
@@ -181,10 +182,47 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """New text of the arguments of a call. All texts of a call together are a JSON object."""
+    """New text of the arguments of a call. All texts of a call that ends are a JSON object."""
 
     index: int
     text: str
 
 
-Piece = TextPiece | CallBegins | CallArguments
+@dataclass(frozen=True, slots=True)
+class CallEnds:
+    """A call is complete and valid."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallBreaks:
+    """A call that has begun is malformed, or the answer ends within it. Its arguments so far are not JSON.
+
+    `source` is the call as the model wrote it, up to the first character that does not fit. `unsent` is the end of
+    `source` that is not in the arguments.
+    """
+
+    index: int
+    source: str
+    unsent: str
+
+
+Piece = TextPiece | CallBegins | CallArguments | CallEnds | CallBreaks
+
+
+def without_broken_calls(pieces: Iterable[PieceT | Piece]) -> list[PieceT | Piece]:
+    """Returns the pieces of a whole answer with the sources of broken calls as text in place of these calls."""
+    kept: list[PieceT | Piece] = []
+    index, start = 0, 0  # of the call that was begun last
+    for piece in pieces:
+        if isinstance(piece, CallBreaks):
+            kept[start:] = [TextPiece(piece.source)]
+            continue
+        if isinstance(piece, CallBegins):
+            start = len(kept)
+        if isinstance(piece, CallBegins | CallArguments | CallEnds):
+            piece = replace(piece, index=index)
+        index += isinstance(piece, CallEnds)
+        kept.append(piece)
+    return kept

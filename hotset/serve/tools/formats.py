@@ -15,11 +15,11 @@ from hotset.serve.tools.grammars import (
     llama3_calls,
     qwen3_calls,
 )
-from hotset.serve.tools.json_calls import LlamaParser, read_json_call
-from hotset.serve.tools.markup_calls import DEEPSEEK, DSML, GLM, QWEN_CODER, Markup
-from hotset.serve.tools.parsing import BlockParser, StreamParser, new_call_id
+from hotset.serve.tools.json_calls import PYTHON_TAG, read_llama_calls, read_qwen3_call
+from hotset.serve.tools.markup_calls import DSML, Tools, deepseek_reader, glm_reader, qwen_coder_reader
+from hotset.serve.tools.parsing import CallParser, CallReader, new_call_id
 
-ParserMaker = Callable[[Sequence[ToolSpec], Callable[[], str]], StreamParser]
+ParserMaker = Callable[[Sequence[ToolSpec], Callable[[], str]], CallParser]
 USES_TOOLS = re.compile(r"\btools\b")
 
 
@@ -32,7 +32,7 @@ class ToolFormat:
     new_parser: ParserMaker
     write_calls: CallWriter
 
-    def parser(self, tools: Sequence[ToolSpec], new_id: Callable[[], str] = new_call_id) -> StreamParser:
+    def parser(self, tools: Sequence[ToolSpec], new_id: Callable[[], str] = new_call_id) -> CallParser:
         """Returns a parser for one answer."""
         return self.new_parser(tools, new_id)
 
@@ -41,36 +41,31 @@ class ToolFormat:
         return calls_structure(self.write_calls, use, special_ids)
 
 
-def _markup_parser(opener: str, closer: str, markup: Markup) -> ParserMaker:
-    def new_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> StreamParser:
+def _markup_parser(opener: str, reader_of: Callable[[Tools], CallReader]) -> ParserMaker:
+    def new_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> CallParser:
         by_name = {tool.name: tool for tool in tools}
-        return BlockParser(opener, closer, lambda body: markup.read(body, by_name), new_id)
+        return CallParser(opener, reader_of(by_name), by_name, new_id)
 
     return new_parser
 
 
-def _qwen3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> StreamParser:
-    return BlockParser("<tool_call>", "</tool_call>", read_json_call, new_id)
+def _qwen3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> CallParser:
+    return CallParser("<tool_call>", read_qwen3_call, [tool.name for tool in tools], new_id)
 
 
-def _llama3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> StreamParser:
-    return LlamaParser([tool.name for tool in tools], new_id)
+def _llama3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> CallParser:
+    return CallParser(PYTHON_TAG, read_llama_calls, [tool.name for tool in tools], new_id, at_start=True)
 
 
 DEEPSEEK_V32 = ToolFormat(
-    "deepseek_v32",
-    DSML,
-    _markup_parser(f"<{DSML}function_calls>", f"</{DSML}function_calls>", DEEPSEEK),
-    DEEPSEEK_CALLS,
+    "deepseek_v32", DSML, _markup_parser(f"<{DSML}function_calls>", deepseek_reader), DEEPSEEK_CALLS
 )
 QWEN3 = ToolFormat("qwen3", "<tool_call>", _qwen3_parser, qwen3_calls)
 # In the order in which templates are searched for their signs: a sign can also be in templates of earlier formats.
 FORMATS = (
     DEEPSEEK_V32,
-    ToolFormat("glm", "<arg_key>", _markup_parser("<tool_call>", "</tool_call>", GLM), GLM_CALLS),
-    ToolFormat(
-        "qwen3_coder", "<function=", _markup_parser("<tool_call>", "</tool_call>", QWEN_CODER), QWEN_CODER_CALLS
-    ),
+    ToolFormat("glm", "<arg_key>", _markup_parser("<tool_call>", glm_reader), GLM_CALLS),
+    ToolFormat("qwen3_coder", "<function=", _markup_parser("<tool_call>", qwen_coder_reader), QWEN_CODER_CALLS),
     QWEN3,
     ToolFormat("llama3", '"parameters"', _llama3_parser, llama3_calls),
 )

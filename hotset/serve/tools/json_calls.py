@@ -1,140 +1,121 @@
 """Calls that a model writes as JSON objects: those of Qwen3 and of Llama 3."""
 
-import re
-from collections.abc import Callable, Collection
-from typing import Any
+import json
 
-from hotset.serve.tools.calls import Piece
-from hotset.serve.tools.parsing import Malformed, ParsedCall, PieceWriter, Unfinished, overlap, strict_json
+from hotset.serve.tools.json_reader import read_key, read_value, skip_space
+from hotset.serve.tools.parsing import CallWriter, Malformed, Reading, Source, json_text, strict_json
 
+TOOL_CALL = "<tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-STRUCTURAL = re.compile(r'[{}\[\]"\\]')
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-# A call without a marker is an object whose first key is one of these.
-BARE_BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"arguments"')
-LEAD = re.compile(r"[\s;]*(<\|python_tag\|>)?\s*")  # what precedes a call
+ARGUMENTS = ("arguments", "parameters")
+BARE_KEYS = frozenset({"name", "type", *ARGUMENTS})  # a call without a marker begins with one of these
 
 
-def read_json_call(body: str) -> list[ParsedCall]:
-    """Reads the one call between the markers of Qwen3."""
-    try:
-        return [call_of(strict_json(body))]
-    except (ValueError, RecursionError):
-        # A quotation mark that is left over opens a string that the closing marker belongs to.
-        raise (Unfinished if '"' in STRING.sub("", body) else Malformed) from None
+def read_qwen3_call(source: Source, writer: CallWriter) -> Reading[None]:
+    """Reads one call between the markers of Qwen3."""
+    yield from source.expect(TOOL_CALL)
+    yield from skip_space(source)
+    call = JsonCall(source, writer)
+    yield from call.read()
+    yield from skip_space(source)
+    yield from source.expect("</tool_call>")
+    call.end()
 
 
-def call_of(value: Any) -> ParsedCall:
-    """Returns the call that a JSON value describes. Raises Malformed if it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise Malformed
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as a text, as it is in the API
-        try:
-            arguments = strict_json(arguments)
-        except (ValueError, RecursionError):
-            raise Malformed from None
-    if not isinstance(arguments, dict):
-        raise Malformed
-    return ParsedCall(value["name"], arguments)
+def read_llama_calls(source: Source, writer: CallWriter) -> Reading[None]:
+    """Reads calls of Llama 3, which are separated by semicolons. They follow <|python_tag|>, or the answer begins with
+    them. Without the marker, an object is a call only if it names one of the tools."""
+    is_marked = False
+    while True:
+        yield from source.skip()
+        while (yield from source.peek()) == ";":
+            source.at += 1
+            yield from source.skip()
+        if (yield from source.peek()) == "<":
+            yield from source.expect(PYTHON_TAG)
+            yield from source.skip()
+            is_marked = True
+        call = JsonCall(source, writer, is_bare=not is_marked)
+        yield from call.read()
+        call.end()
 
 
-class ObjectScanner:
-    """Finds the end of a JSON object in a text that grows. The text begins with {."""
+class JsonCall:
+    """Reads one object with a name and arguments. The arguments are written while they grow if the name precedes them.
+    If a key is there twice, its first value counts."""
 
-    def __init__(self) -> None:
-        self._position = 0
-        self._depth = 0
-        self._in_string = False
+    def __init__(self, source: Source, writer: CallWriter, *, is_bare: bool = False) -> None:
+        self._source = source
+        self._writer = writer
+        self._is_bare = is_bare
+        self._values: dict[str, str] = {}  # by their keys, as JSON
+        self._written_to: int | None = None  # the position up to which arguments were written
 
-    def end(self, text: str) -> int | None:
-        """Returns the position after the object, or None if the text ends before it."""
-        while (found := STRUCTURAL.search(text, self._position)) is not None:
-            self._position = found.end()
-            character = found[0]
-            if character == '"':
-                self._in_string = not self._in_string
-            elif self._in_string:
-                self._position += character == "\\"  # the next character is escaped
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return self._position
-        self._position = max(self._position, len(text))
-        return None
-
-
-class LlamaParser:
-    """Parses answers of Llama 3: calls are JSON objects, separated by semicolons. They follow <|python_tag|>, or the
-    answer begins with them. Without the marker, an object is a call only if it names one of the tools."""
-
-    def __init__(self, names: Collection[str], new_id: Callable[[], str]) -> None:
-        self._names = frozenset(names)
-        self._pieces = PieceWriter(new_id)
-        self._held = ""
-        self._in_calls = True  # `_held` may begin with a call, after LEAD
-        self._marked = False
-        self._scanner = ObjectScanner()
-
-    def feed(self, text: str) -> list[Piece]:
-        self._held += text
-        return self._advance(final=False)
-
-    def finish(self) -> list[Piece]:
-        pieces = self._advance(final=True) + self._pieces.text(self._held)
-        self._held = ""
-        return pieces + self._pieces.finish()
-
-    def _advance(self, *, final: bool) -> list[Piece]:
-        pieces: list[Piece] = []
-        while self._held and (self._read_call(pieces) if self._in_calls else self._read_text(pieces, final=final)):
-            pass
-        return pieces
-
-    def _read_text(self, pieces: list[Piece], *, final: bool) -> bool:
-        """Returns whether a marker was found, which begins a call."""
-        start = self._held.find(PYTHON_TAG)
-        certain = start if start >= 0 else len(self._held) - (0 if final else overlap(self._held, PYTHON_TAG))
-        self._show(pieces, certain)
-        self._in_calls = start >= 0
-        return self._in_calls
-
-    def _read_call(self, pieces: list[Piece]) -> bool:
-        """Reads one call, or finds that there is none. Returns False if that needs more text."""
-        lead = LEAD.match(self._held)
-        assert lead is not None, "it matches the empty text"
-        rest = self._held[lead.end() :]
-        marked = self._marked or lead[1] is not None
-        if PYTHON_TAG.startswith(rest):
-            return False
-        if not rest.startswith("{") or not (marked or _may_be_bare(rest)):
-            self._show(pieces, lead.end())
-            self._in_calls = self._marked = False
-            return True
-        end = self._scanner.end(rest)
-        if end is None:
-            return False
-        self._scanner = ObjectScanner()
-        try:
-            call = call_of(strict_json(rest[:end]))
-            if not marked and call.name not in self._names:
+    def read(self) -> Reading[None]:
+        """Reads the object. Raises Malformed if it is not JSON, or describes no call."""
+        source = self._source
+        yield from source.expect("{")
+        yield from skip_space(source)
+        while (yield from source.peek()) != "}" or self._values:
+            start = source.at
+            yield from read_key(source)
+            key = json.loads(source.text[start : source.text.rindex('"', start, source.at) + 1])
+            if self._is_bare and not self._values and key not in BARE_KEYS:
                 raise Malformed
-        except (Malformed, ValueError, RecursionError):
-            self._show(pieces, lead.end() + end)
-            self._in_calls = self._marked = False
+            yield from self._read_member(key)
+            yield from skip_space(source)
+            if (yield from source.expect(",", "}")) == "}":
+                break
+            yield from skip_space(source)
+        self._check_name()
+
+    def _read_member(self, key: str) -> Reading[None]:
+        source, start = self._source, self._source.at
+        first = yield from source.peek()
+        if key in ARGUMENTS and first == "{" and "name" in self._values and self._written_to is None:
+            self._writer.begin(self._check_name())
+            self._written_to = start
+            try:
+                for _ in read_value(source):
+                    self._write(source.at)
+                    yield
+            except Malformed:
+                self._write(source.at)
+                raise
+            self._write(source.at - 1)  # the last brace comes with the end of the call
         else:
-            pieces += self._pieces.call(call)
-            self._held, self._marked = rest[end:], marked
-        return True
+            yield from read_value(source)
+        self._values.setdefault(key, source.text[start : source.at])
+        if key == "name":
+            self._check_name()
 
-    def _show(self, pieces: list[Piece], characters: int) -> None:
-        pieces += self._pieces.text(self._held[:characters])
-        self._held = self._held[characters:]
+    def _write(self, end: int) -> None:
+        assert self._written_to is not None, "the arguments have begun"
+        self._writer.arguments(self._source.text[self._written_to : end], end)
+        self._written_to = end
 
+    def _check_name(self) -> str:
+        """Returns the name. Raises Malformed if it is none, or if a call without a marker names no tool."""
+        name = json.loads(self._values.get("name", "null"))
+        if not isinstance(name, str) or (self._is_bare and name not in self._writer.names):
+            raise Malformed
+        return name
 
-def _may_be_bare(text: str) -> bool:
-    """Returns whether a call without a marker may begin with `text`."""
-    begun = "".join(text[:64].split())
-    return any(begun.startswith(beginning) or beginning.startswith(begun) for beginning in BARE_BEGINNINGS)
+    def end(self) -> None:
+        """Ends the call after its closing marker."""
+        if self._written_to is not None:
+            self._writer.end("}")
+        else:
+            self._writer.begin(self._check_name())
+            self._writer.end(self._whole_arguments())
+
+    def _whole_arguments(self) -> str:
+        text = next((self._values[key] for key in ARGUMENTS if key in self._values), "{}")
+        if text.startswith('"'):  # some models write the object as a text, as it is in the API
+            try:
+                text = json_text(strict_json(json.loads(text)))
+            except (ValueError, RecursionError):
+                raise Malformed from None
+        if not text.startswith("{"):
+            raise Malformed
+        return text

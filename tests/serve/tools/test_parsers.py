@@ -3,13 +3,23 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotset.serve.tools.calls import CallArguments, CallBegins, Piece, TextPiece, ToolSpec
+from hotset.serve.tools.calls import (
+    CallArguments,
+    CallBegins,
+    CallBreaks,
+    CallEnds,
+    Piece,
+    TextPiece,
+    ToolSpec,
+    without_broken_calls,
+)
 from hotset.serve.tools.formats import FORMATS, ToolFormat
 
 Arguments = dict[str, Any]
@@ -76,34 +86,64 @@ WRITERS: dict[str, Callable[[Iterable[tuple[str, Arguments]]], str]] = {
 }
 OPENERS = {"deepseek_v32": "<｜DSML｜function_calls>", "llama3": "<|python_tag|>"}
 CLOSERS = {"deepseek_v32": "</｜DSML｜function_calls>", "llama3": "}"}
+ENDS = {"deepseek_v32": "</｜DSML｜invoke>", "qwen3_coder": "</function>"}  # of a call, if a block has several
 every_format = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda each: each.name)
 
 
-def items_of(pieces: Iterable[Piece]) -> list[Item]:
-    """Returns the texts, each as long as possible, and the calls, in order."""
-    items: list[Item] = []
-    names: list[str] = []
+@dataclass
+class SeenCall:
+    """A call as a client sees it that adds up the pieces of a stream."""
+
+    name: str
+    arguments: str = ""
+    end: CallEnds | CallBreaks | None = None
+
+
+def seen(pieces: Iterable[Piece]) -> list[str | SeenCall]:
+    """Adds up the texts, each as long as possible, and the calls, in order."""
+    items: list[str | SeenCall] = []
+    count = 0
     for piece in pieces:
-        match piece:
-            case TextPiece(text):
-                assert text, "an empty piece"
-                if items and isinstance(items[-1], str):
-                    items[-1] += text
-                else:
-                    items.append(text)
-            case CallBegins(index, call_id, name):
-                assert index == len(names) and call_id == f"id-{index}"
-                names.append(name)
-            case CallArguments(index, text):
-                assert index == len(names) - 1, "a call begins before its arguments"
-                items.append((names[index], json.loads(text)))
+        last = items[-1] if items else None
+        if isinstance(piece, TextPiece):
+            assert piece.text, "an empty piece"
+            if isinstance(last, str):
+                items[-1] = last + piece.text
+            else:
+                items.append(piece.text)
+            continue
+        if isinstance(piece, CallBegins):
+            assert piece.index == count and piece.id == f"id-{count}"
+            assert not isinstance(last, SeenCall) or last.end is not None, "one call at a time"
+            items.append(SeenCall(piece.name))
+            count += 1
+            continue
+        assert isinstance(last, SeenCall) and last.end is None and piece.index == count - 1
+        if isinstance(piece, CallArguments):
+            assert piece.text, "an empty piece"
+            last.arguments += piece.text
+        else:
+            last.end = piece
     return items
 
 
-def parsed(tool_format: ToolFormat, chunks: Iterable[str]) -> list[Item]:
+def streamed(tool_format: ToolFormat, chunks: Iterable[str]) -> list[Piece]:
     numbers = itertools.count()
     parser = tool_format.parser(TOOLS, lambda: f"id-{next(numbers)}")
-    return items_of([piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish())
+    return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish()
+
+
+def parsed(tool_format: ToolFormat, chunks: Iterable[str]) -> list[Item]:
+    """Returns the whole answer, in which broken calls are text."""
+    numbers = itertools.count()
+    pieces: list[Piece] = []
+    for piece in without_broken_calls(streamed(tool_format, chunks)):
+        pieces.append(replace(piece, id=f"id-{next(numbers)}") if isinstance(piece, CallBegins) else piece)
+    items: list[Item] = []
+    for item in seen(pieces):
+        assert isinstance(item, str) or isinstance(item.end, CallEnds)
+        items.append(item if isinstance(item, str) else (item.name, json.loads(item.arguments)))
+    return items
 
 
 def chunks_of(text: str, cuts: Iterable[int]) -> list[str]:
@@ -164,10 +204,13 @@ def test_a_streamed_answer_equals_the_whole_one_and_shows_no_half_marker(
     tool_format: ToolFormat, data: st.DataObject, cuts: list[int]
 ) -> None:
     text = data.draw(answers(tool_format.name))
-    whole = parsed(tool_format, [text])
-    assert parsed(tool_format, chunks_of(text, cuts)) == whole
-    assert parsed(tool_format, list(text)) == whole
-    assert_nothing_is_lost(text, whole)
+    at_once = seen(streamed(tool_format, [text]))
+    assert seen(streamed(tool_format, chunks_of(text, cuts))) == at_once
+    assert seen(streamed(tool_format, list(text))) == at_once
+    assert_nothing_is_lost(text, parsed(tool_format, [text]))
+    for call in at_once:
+        if isinstance(call, SeenCall):
+            assert_json_if_complete(call, tool_format.name in ("qwen3", "llama3"))
     opener = OPENERS.get(tool_format.name, "<tool_call>")
     parser = tool_format.parser(TOOLS)
     shown = 0
@@ -180,11 +223,84 @@ def test_a_streamed_answer_equals_the_whole_one_and_shows_no_half_marker(
         assert shown <= length - half, f"{opener[:half]} may be half a marker and is shown"
 
 
+def assert_json_if_complete(call: SeenCall, writes_json: bool) -> None:
+    assert call.name in ("weather", "now") or isinstance(call.end, CallEnds), "unknown tools are not streamed"
+    if isinstance(call.end, CallEnds):
+        assert isinstance(json.loads(call.arguments), dict)
+        return
+    assert call.end is not None and call.arguments.startswith("{")
+    assert call.end.source.endswith(call.end.unsent)
+    if writes_json:
+        assert call.end.source.endswith(call.arguments + call.end.unsent), "the client has seen every character"
+    with pytest.raises(ValueError):
+        json.loads(call.arguments)
+
+
+@every_format
+@settings(max_examples=6, deadline=None)
+@given(arguments=values)
+def test_a_call_that_is_cut_off_anywhere_is_text_and_never_json(tool_format: ToolFormat, arguments: Arguments) -> None:
+    text = WRITERS[tool_format.name]([("weather", arguments)])
+    [whole] = seen(streamed(tool_format, [text]))
+    assert isinstance(whole, SeenCall)
+    for length in range(1, len(text)):
+        if tool_format.name in ENDS and ENDS[tool_format.name] in text[:length]:
+            assert parsed(tool_format, [text[:length]]) == [("weather", arguments)], "only the block is cut off"
+            continue
+        assert parsed(tool_format, [text[:length]]) == [text[:length]]
+        for call in seen(streamed(tool_format, [text[:length]])):
+            if isinstance(call, SeenCall):
+                assert_json_if_complete(call, tool_format.name in ("qwen3", "llama3"))
+                assert whole.arguments.startswith(call.arguments)
+
+
+@every_format
+def test_a_text_is_streamed_while_it_is_written(tool_format: ToolFormat) -> None:
+    city = "".join(f'{number} é "<a>\\ ' for number in range(100))
+    text = WRITERS[tool_format.name]([("weather", {"city": city})])
+    parser = tool_format.parser(TOOLS)
+    arguments, most_behind = "", 0
+    for length, character in enumerate(text, 1):
+        arguments += "".join(piece.text for piece in parser.feed(character) if isinstance(piece, CallArguments))
+        if length <= (value_end := text.rindex("99 é") + 4):
+            read, sent = text[:length].count("é"), arguments.count("é")
+            most_behind = max(most_behind, read - sent)
+            assert length < value_end or sent >= 99
+    assert most_behind <= 1
+
+
+def test_a_call_of_an_unknown_tool_is_returned_when_it_is_complete() -> None:
+    for tool_format in FORMATS:
+        text = WRITERS[tool_format.name]([("later", {"a": "b"})])
+        parser = tool_format.parser(TOOLS)
+        before = [piece for character in text[:-25] for piece in parser.feed(character)]
+        assert not before
+        assert [type(piece) for piece in parser.feed(text[-25:])] == [CallBegins, CallArguments, CallEnds]
+
+
+def test_broken_calls_between_others_are_text_in_a_whole_answer() -> None:
+    broken = '<tool_call>{"name": "now", "arguments": {"a": nan}}</tool_call>'
+    calls = WRITERS["qwen3"]([("now", {})])
+    text = f"a {broken} {calls} {broken}{calls} b"
+    items = seen(streamed(BY_NAME["qwen3"], list(text)))
+    assert [item if isinstance(item, str) else item.arguments for item in items] == [
+        "a",
+        '{"a": n',
+        "an}}</tool_call>",
+        "{}",
+        '{"a": n',
+        "an}}</tool_call>",
+        "{}",
+        " b",
+    ]
+    assert parsed(BY_NAME["qwen3"], list(text)) == [f"a {broken}", ("now", {}), f" {broken}", ("now", {}), " b"]
+
+
 MALFORMED = {
     "deepseek_v32": [
         "<｜DSML｜function_calls></｜DSML｜function_calls>",
         '<｜DSML｜function_calls><｜DSML｜invoke name="now"></｜DSML｜function_calls>',
-        '<｜DSML｜function_calls><｜DSML｜invoke name="now"></｜DSML｜invoke>',
+        '<｜DSML｜function_calls><｜DSML｜invoke name="now">',
         '<｜DSML｜function_calls><｜DSML｜invoke name="a b"></｜DSML｜invoke></｜DSML｜function_calls>',
         '<｜DSML｜function_calls><｜DSML｜invoke name="now"><｜DSML｜parameter name="a" string="false">{'
         "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
@@ -230,8 +346,9 @@ MALFORMED = {
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
 def test_a_malformed_call_is_text(name: str, text: str) -> None:
     for around in ("", " ", "See: ") if name != "llama3" else ("",):
-        for chunks in ([around + text + around], list(around + text + around)):
-            assert parsed(BY_NAME[name], chunks) == [around + text + around]
+        at_once, in_letters = [around + text + around], list(around + text + around)
+        assert parsed(BY_NAME[name], at_once) == parsed(BY_NAME[name], in_letters) == at_once
+        assert seen(streamed(BY_NAME[name], at_once)) == seen(streamed(BY_NAME[name], in_letters))
 
 
 @every_format
@@ -240,6 +357,16 @@ def test_a_call_after_a_malformed_one_is_found(tool_format: ToolFormat) -> None:
     call = ("weather", {"city": "Genève", "days": 2})
     items = parsed(tool_format, list(f"{opener}x {WRITERS[tool_format.name]([call])} end"))
     assert items == [f"{opener}x", call, " end"]
+
+
+@every_format
+def test_a_call_within_the_values_of_a_malformed_one_is_found(tool_format: ToolFormat) -> None:
+    """The value of the first call never ends, so it contains the second call."""
+    first = WRITERS[tool_format.name]([("weather", {"city": "Gen"})])
+    second = WRITERS[tool_format.name]([("now", {})])
+    text = first[: first.index("Gen") + 3] + second
+    items = parsed(tool_format, list(text))
+    assert items == [first[: first.index("Gen") + 3], ("now", {})]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "qwen3_coder", "qwen3"])
@@ -275,8 +402,13 @@ def test_llama_calls_without_a_marker_are_found_at_the_beginning_only() -> None:
 
 def test_arguments_can_be_encoded_although_the_model_wrote_half_a_surrogate_pair() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"a": "\\ud800é"}}</tool_call>'
-    pieces = BY_NAME["qwen3"].parser(TOOLS).feed(text)
-    assert [piece.text.encode() for piece in pieces if isinstance(piece, CallArguments)] == [b'{"a": "\\ud800\\u00e9"}']
+    as_text = '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\\\ud800é\\"}"}</tool_call>'
+    element = '<tool_call>now<arg_key>any</arg_key><arg_value>["\\ud800é"]</arg_value></tool_call>'
+    for name, answer in (("qwen3", text), ("qwen3", as_text), ("glm", element)):
+        arguments = "".join(
+            piece.text for piece in streamed(BY_NAME[name], [answer]) if isinstance(piece, CallArguments)
+        )
+        assert arguments.encode() and "\ud800é" in json.dumps(json.loads(arguments), ensure_ascii=False)
 
 
 @every_format

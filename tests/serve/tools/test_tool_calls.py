@@ -234,6 +234,37 @@ def test_a_call_that_the_limit_cuts_off_is_text(engines: Any) -> None:
     assert choice.message.content.strip() == WRITERS["qwen3"](CALLS[1:])[:-3], "what was written is not lost"
 
 
+def test_a_streamed_call_that_the_limit_cuts_off_has_arguments_that_are_not_json(engines: Any) -> None:
+    engine, written = engines("qwen3"), WRITERS["qwen3"](CALLS[:1])
+    engine.say(written[:-14])  # the arguments are there, the end of the call is not
+    body: dict[str, Any] = {"model": "scripted", "messages": QUESTION, "tools": TOOLS, "stream": True}
+
+    async def chunks(client: openai.AsyncOpenAI) -> list[Any]:
+        return [chunk.choices[0] async for chunk in await client.chat.completions.create(**body)]
+
+    choices = talk(engine, chunks)
+    parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
+    arguments = "".join(part.function.arguments for part in parts)
+    assert parts[0].function.name == "weather" and len(parts) > 10, "it was streamed"
+    assert arguments + "}" == json.dumps(CALLS[0][1], ensure_ascii=False)
+    assert "".join(choice.delta.content or "" for choice in choices) == "}", "the rest is text"
+    assert choices[-1].finish_reason == "length"
+
+
+def test_one_call_at_a_time_is_the_first_that_is_complete(engines: Any) -> None:
+    broken = '<tool_call>{"name": "now", "arguments": {"a": nan}}</tool_call>'
+    good = WRITERS["qwen3"](CALLS[:1])
+    answer = f"{broken}{good}{broken}{good}"
+    message = ask(engines("qwen3"), answer, parallel_tool_calls=False).choices[0].message
+    assert calls_of(message) == CALLS[:1] and message.content == broken + broken
+    chunks = stream(engines("qwen3"), answer, parallel_tool_calls=False)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert [part.function.name for part in parts if part.id] == ["now", "weather"]
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert content == "an}}</tool_call>" + broken
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
 def test_a_template_without_tools_describes_them_in_the_system_message(engines: Any) -> None:
     engine = engines("none")
     first = ask(engine, WRITERS["qwen3"](CALLS[:1])).choices[0].message
