@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 from decode_load import abort_all, prefill, timed_steps
-from one_rank_limits import Rates, link_bytes, link_seconds, prefill_products, step_bytes
+from one_rank_limits import Rates, link_bytes, link_seconds, step_bytes
 from one_rank_model import (
     FP8_KV,
     CollectiveCall,
@@ -32,6 +32,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import Split
+from hotset.plan.products import prefill_products
 
 Row = dict[str, Any]
 
@@ -282,7 +283,7 @@ def measure_prefill(rank: Rank, tokens: int, chunk: int, rates: Rates, *, profil
     seconds = compute(tokens)
     workspace = torch.cuda.max_memory_allocated() - held if on_gpu else 0
     runs = profiled(lambda: compute(tokens)) if on_gpu and profiles else []
-    products = prefill_products(spec, rank.split, tokens)
+    products = prefill_products(spec, rank.split, 0, tokens)
     ideal = {product.name: product.flops / rates.of(product.kind) for product in products}
     return {
         "model": rank.name,

@@ -30,8 +30,9 @@ FLOORS = {
     "evaluate": 7,
     "serve": 7,
     "__init__": 7,
-    "cli": 8,
-    "__main__": 9,
+    "plan": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 NO_TORCH = ("base", "bench", "grammar", "kv_events", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]

@@ -31,6 +31,7 @@ from hotset.cli.flags import (
     with_key_of_file,
 )
 from hotset.cli.local_engine import open_llm
+from hotset.cli.plan import add_plan
 from hotset.cli.terminal import (
     CHAT_COMMANDS,
     CHAT_KEYS,
@@ -71,6 +72,7 @@ app = typer.Typer(
 )
 app.add_typer(evaluation.app, name="eval")
 add_bench(app)
+add_plan(app)
 
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 always takes the most likely token. Default: the model's.")

@@ -25,7 +25,7 @@ from hotset.engine.decode_graphs import RunnerModel, captures_graphs
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import ModelLoader, choose_dtype, use_device, whole_kv_shape
+from hotset.engine.loading import ModelLoader, choose_dtype, use_device, worker_kv_shape
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budget
@@ -73,7 +73,7 @@ def build_engine(
     device = torch.device(devices[0].name)
     files = check_model(config)
     dtype = choose_dtype(config.dtype, files.spec, device)
-    kv_shape = whole_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
+    kv_shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     if config.workers == 1:
         budget, executor = _load_in_process(config, device, show, advance)
     else:

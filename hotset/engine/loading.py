@@ -94,11 +94,12 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
-def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> KvShape:
-    """Returns the KV shape of the whole model, over all workers."""
+def worker_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage, split: Split = WHOLE_MODEL) -> KvShape:
+    """Returns the shape of one worker's KV, by default of the whole model."""
+    stage = split.layer_range(spec.layers)
     if isinstance(spec.attention, GqaSpec):
-        return gqa_kv_shape(spec.layers, spec.attention, WHOLE_MODEL, dtype)
-    return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
+        return gqa_kv_shape(len(stage), spec.attention, split, dtype)
+    return dsa_kv_shape(stage, spec.attention, dtype, stored)
 
 
 class ModelLoader:

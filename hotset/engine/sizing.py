@@ -15,6 +15,7 @@ from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels.swap_in import MAX_SLOTS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
+from hotset.models.split import Split
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,16 @@ class WorkerMemory:
     owns_store: bool = True  # False if the worker shares the host store of another worker
 
 
+def store_writer(split: Split, shape: KvShape) -> tuple[int, int]:
+    """Returns a worker's index among the writers of its host store, and the number of these writers.
+
+    Tensor parallel ranks of a DSA model have the same rows and share one host store. Ranks of a GQA model have rows of
+    different heads, and each has its own host store.
+    """
+    has_same_rows = shape.key is not None
+    return (split.tp_rank, split.tp_size) if has_same_rows else (0, 1)
+
+
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
     """Sizes the pools of one worker for tests and benchmarks that have loaded a model of their own.
 
@@ -81,17 +92,23 @@ def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: 
 
 
 def shared_budget(
-    config: EngineConfig, workers: Sequence[WorkerMemory], model_context: int, device: torch.device
+    config: EngineConfig,
+    workers: Sequence[WorkerMemory],
+    model_context: int,
+    device: torch.device,
+    host_free: int | None = None,
 ) -> KvBudget:
     """Chooses pool sizes that fit every worker, and the longest context that fits these pools.
 
+    `host_free` is the free host memory of a machine with GPUs. Default: that of this machine.
     Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
     hold a context of two tokens.
     """
     geometry = _common_geometry(config, [worker.shape for worker in workers])
     context = context_length(config, model_context)
-    device_pages, flag = _device_pages(config, geometry, context, device, workers)
-    host_pages, host_flag = _host_pages(config, geometry, context, device_pages, device, workers)
+    host_free = free_bytes(CPU) if host_free is None else host_free
+    device_pages, flag = _device_pages(config, geometry, context, device, workers, host_free)
+    host_pages, host_flag = _host_pages(config, geometry, context, device_pages, device, workers, host_free)
     longest = _largest_count(geometry.resident_pages, device_pages, context)
     if geometry.slots:
         tiered = min(
@@ -128,7 +145,12 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
 
 
 def _device_pages(
-    config: EngineConfig, geometry: Geometry, context: int, device: torch.device, workers: Sequence[WorkerMemory]
+    config: EngineConfig,
+    geometry: Geometry,
+    context: int,
+    device: torch.device,
+    workers: Sequence[WorkerMemory],
+    host_free: int,
 ) -> tuple[int, str]:
     """Returns the number of pages of each worker's device pool, and the flag that changes it."""
     page_bytes = [worker.shape.layers * geometry.layer_page_bytes for worker in workers]
@@ -143,7 +165,7 @@ def _device_pages(
         pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
         if device.type == "cuda" and config.tiers != "off":
             # Every row on the device also has a host page.
-            pages = _largest_count(geometry.max_row_pages, _max_host_pages(config, workers), pages)
+            pages = _largest_count(geometry.max_row_pages, _max_host_pages(config, workers, host_free), pages)
     for worker, nbytes in zip(workers, page_bytes, strict=True):
         if pages * nbytes > worker.free:
             raise ConfigError(
@@ -153,11 +175,11 @@ def _device_pages(
     return pages, flag
 
 
-def _max_host_pages(config: EngineConfig, workers: Sequence[WorkerMemory]) -> int:
+def _max_host_pages(config: EngineConfig, workers: Sequence[WorkerMemory], host_free: int) -> int:
     """Returns the number of host pages that the device pool of a GPU may require by default."""
     if config.host_kv_tokens is not None:
         return ceil_div(config.host_kv_tokens, config.page_rows)
-    nbytes = MAX_HOST_STORE_SHARE * free_bytes(CPU) if config.host_kv_gib is None else config.host_kv_gib * GIB
+    nbytes = MAX_HOST_STORE_SHARE * host_free if config.host_kv_gib is None else config.host_kv_gib * GIB
     return int(nbytes) // _host_page_bytes(config, workers)
 
 
@@ -173,6 +195,7 @@ def _host_pages(
     device_pages: int,
     device: torch.device,
     workers: Sequence[WorkerMemory],
+    host_free: int,
 ) -> tuple[int, str]:
     """Returns the number of pages of the host store, and the flag that changes it.
 
@@ -184,7 +207,7 @@ def _host_pages(
     page_bytes = _host_page_bytes(config, workers)
     device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
     # On a CPU, the device pools and the weights are in host memory too.
-    free = min(worker.free for worker in workers) - device_bytes if device.type == "cpu" else free_bytes(CPU)
+    free = min(worker.free for worker in workers) - device_bytes if device.type == "cpu" else host_free
     min_pages = geometry.max_row_pages(device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"

@@ -67,19 +67,26 @@ def check_start(
     Raises ConfigError, with the numbers and with what would fit, if the weights or one request do not fit.
     """
     _check_weights(config, files, plans, device, dtype)
-    weights = [plan.weights.device_bytes for plan in plans]
-    # The weights of all workers on a CPU are in the same memory.
-    before_kv = [sum(weights)] * len(plans) if device.type == "cpu" else weights
-    memories = [
-        WorkerMemory(plan.weights.kv_shape, plan.usable - nbytes, owned)
-        for plan, nbytes, owned in zip(plans, before_kv, owns_store, strict=True)
-    ]
+    memories = planned_memories(plans, owns_store, device)
     try:
         budget = shared_budget(config, memories, files.spec.context, device)
     except KvDoesNotFit as error:
         raise KvDoesNotFit(f"{error}{_other_ways(config, files.spec, plans, device, dtype)}") from None
     _log(config, plans, memories, budget, device)
     return budget
+
+
+def planned_memories(
+    plans: Sequence[WorkerPlan], owns_store: Sequence[bool], device: torch.device
+) -> list[WorkerMemory]:
+    """Returns the memory that each worker has for KV when its weights are loaded."""
+    weights = [plan.weights.device_bytes for plan in plans]
+    # The weights of all workers on a CPU are in the same memory.
+    before_kv = [sum(weights)] * len(plans) if device.type == "cpu" else weights
+    return [
+        WorkerMemory(plan.weights.kv_shape, plan.usable - nbytes, owned)
+        for plan, nbytes, owned in zip(plans, before_kv, owns_store, strict=True)
+    ]
 
 
 def _check_weights(

@@ -34,8 +34,28 @@ def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
     for layer in layers:
         norms = _Counts(plain=2 * spec.hidden)
         counts += _attention(spec, split, layer) + _feed_forward(spec, split, layer) + norms
-    matrix_bytes = FP8_BYTES if spec.fp8_weights else dtype_bytes
-    return round(counts.matrices * matrix_bytes) + counts.plain * dtype_bytes + counts.fp32 * max(4, dtype_bytes)
+    matrices = round(counts.matrices * _matrix_bytes(spec, dtype_bytes))
+    return matrices + counts.plain * dtype_bytes + counts.fp32 * max(4, dtype_bytes)
+
+
+def routed_expert_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
+    """Returns the bytes of the worker's routed experts. A step reads only the experts that it uses."""
+    if spec.moe is None:
+        return 0
+    layers = len(set(split.layer_range(spec.layers)) & set(spec.moe.layers))
+    weights = layers * _routed(spec.hidden, split, spec.moe)
+    return round(weights * _matrix_bytes(spec, dtype_bytes))
+
+
+def embedding_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
+    """Returns the bytes of an embedding that is not the LM head too. A step reads only a few of its rows."""
+    if spec.tied_embeddings or split.first_layer > 0:
+        return 0
+    return split.vocabulary_shard_size(spec.vocab) * spec.hidden * dtype_bytes
+
+
+def _matrix_bytes(spec: ModelSpec, dtype_bytes: int) -> float:
+    return FP8_BYTES if spec.fp8_weights else dtype_bytes
 
 
 def _vocabulary(spec: ModelSpec, split: Split, *, first: bool, last: bool) -> _Counts:
@@ -93,6 +113,9 @@ def _mlp(hidden: int, width: int, bias: bool) -> _Counts:
 
 def _moe(hidden: int, split: Split, moe: MoeSpec) -> _Counts:
     """Tensor and data parallel ranks divide the experts. Only tensor parallel ranks divide the shared experts."""
-    routed = 3 * hidden * moe.width * len(split.experts(moe.experts))
     shared = _mlp(hidden, len(split.tp_shard(moe.width * moe.shared)), bias=False)
-    return shared + _Counts(matrices=routed, fp32=moe.experts * (hidden + 1))
+    return shared + _Counts(matrices=_routed(hidden, split, moe), fp32=moe.experts * (hidden + 1))
+
+
+def _routed(hidden: int, split: Split, moe: MoeSpec) -> int:
+    return 3 * hidden * moe.width * len(split.experts(moe.experts))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from one_rank import SPLITS, RankRun, Results, make_options
 from one_rank_cases import Case, Rank
-from one_rank_limits import Rates, fp8_operands, link_seconds, prefill_products, step_bytes
+from one_rank_limits import Rates, fp8_operands, link_seconds, step_bytes
 from one_rank_model import (
     CONFIGS,
     FP8_KV,
@@ -36,6 +36,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import WHOLE_MODEL
+from hotset.plan.products import prefill_products
 
 CPU = torch.device("cpu")
 RATES = Rates(copy=1e12, fp8=1e12, bf16=1e12, fp32=1e12)
@@ -216,11 +217,11 @@ def test_bytes_of_a_step_are_those_of_the_published_shapes() -> None:
 def test_products_of_a_token_are_those_of_the_published_active_weights(name: str, active: float) -> None:
     """A token is multiplied by every active weight once: 2 FLOP each. The embedding is only looked up."""
     spec, one_token = load_spec(name), 1
-    products = {product.name: product for product in prefill_products(spec, SPLITS["dp8"], one_token)}
+    products = {product.name: product for product in prefill_products(spec, SPLITS["dp8"], 0, one_token)}
     without_weights = products["sparse attention"].flops + products["index scores"].flops
     flops = sum(product.flops for product in products.values()) - without_weights
     assert flops / 2 == pytest.approx(active, rel=0.04)
-    eighth = {product.name: product.flops for product in prefill_products(spec, SPLITS["tp8"], one_token)}
+    eighth = {product.name: product.flops for product in prefill_products(spec, SPLITS["tp8"], 0, one_token)}
     assert eighth["routed experts"] == products["routed experts"].flops / 8
     assert eighth["index scores"] == products["index scores"].flops
 

@@ -329,7 +329,7 @@ def test_checks_fail_if_logits_or_residual_streams_differ(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def full_size_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns a directory with the configuration of DeepSeek-V3.2 in fp8, but fewer layers and experts."""
-    path = Path(DEMO).parents[1] / "benchmarks" / "configs" / "deepseek-v3.2.json"
+    path = Path(DEMO).parents[1] / "hotset" / "plan" / "configs" / "deepseek-v3.2.json"
     config = json.loads(path.read_text()) | {"num_hidden_layers": FP8_LAYERS, "n_routed_experts": FP8_EXPERTS}
     return model_directory(tmp_path_factory.mktemp("full_size") / "model", config)
 

@@ -160,14 +160,14 @@ def test_the_command_line_refuses_weights_that_exceed_the_host_before_torch_is_i
 
 
 def published(name: str) -> ModelFiles:
-    path = ROOT / "benchmarks" / "configs" / f"{name}.json"
+    path = ROOT / "hotset" / "plan" / "configs" / f"{name}.json"
     return ModelFiles(path, read_spec(read_json(path), {}, str(path)))
 
 
 def gpu_plan(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> WorkerPlan:
     """Returns the plan of one worker on an empty GPU. The weights' sizes are computed from the configuration."""
     spec = files.spec
-    shape = loading.whole_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True))
+    shape = loading.worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True))
     size = worker_weight_bytes(spec, split, 2)
     memory = DeviceMemory(total, total - GIB // 2)
     steps = estimated_steps(config, spec, split, CUDA, torch.bfloat16)

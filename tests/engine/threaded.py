@@ -19,7 +19,7 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.loading import whole_kv_shape
+from hotset.engine.loading import worker_kv_shape
 from hotset.engine.model_checks import kv_storage, model_splits
 from hotset.engine.progress import Progress
 from hotset.engine.sizing import device_memory, shared_budget
@@ -154,7 +154,7 @@ def split_engine(
     budget = shared_budget(config, loaded, spec.context, CPU)
     workers.init_cache(budget, lambda done, total: None)
     card = model_card(config, spec, budget, CPU, torch.float64)
-    shape = whole_kv_shape(spec, torch.float64, kv_storage(config, spec))
+    shape = worker_kv_shape(spec, torch.float64, kv_storage(config, spec))
     return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer_opener=opener)
 
 

@@ -39,7 +39,7 @@ from hotset.models.split import WHOLE_MODEL, Split, check_tensor_parallel, stage
 
 TOLERANCE = 1e-5  # of the root mean square of the logits
 ROOT = Path(__file__).resolve().parents[2]
-TABLE, CONFIGS = ROOT / "docs" / "weights.md", ROOT / "benchmarks" / "configs"
+TABLE, CONFIGS = ROOT / "docs" / "weights.md", ROOT / "hotset" / "plan" / "configs"
 DSA = [family for family in FAMILIES if family != "llama"]
 
 

@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from hotset.base.config import EngineConfig
 from hotset.base.errors import RequestError, StartupError
 from hotset.engine.frontend import load_frontend
-from hotset.engine.loading import whole_kv_shape
+from hotset.engine.loading import worker_kv_shape
 from hotset.engine.model_checks import check_weights_fit
 from hotset.models import gguf_tokenizer, tokenizer_probe
 from hotset.models import tokenizer as tokenizer_module
@@ -133,7 +133,7 @@ def check_config(model_dir: Path, architecture: str, changes: Iterable[tuple[tup
     with accepted_or_refused("config.json"):
         files = find_model(str(model_dir))
         spec = files.spec
-        whole_kv_shape(spec, torch.float32, KvStorage())
+        worker_kv_shape(spec, torch.float32, KvStorage())
         softmax_gain(spec.rope)
         if spec.rope.dim <= 4096:
             Rope(spec.rope, torch.float32, CPU).at(torch.arange(3))

@@ -117,7 +117,7 @@ PUBLISHED = [
 def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
     name: str, split: Split, gigabytes: int | None
 ) -> None:
-    path = ROOT / "benchmarks" / "configs" / f"{name}.json"
+    path = ROOT / "hotset" / "plan" / "configs" / f"{name}.json"
     spec = read_spec(read_json(path), {}, str(path))
     source = DummySource(torch.bfloat16, CPU, fp8=spec.fp8_weights)
     plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)

@@ -14,7 +14,7 @@ from hotset.base.errors import EngineStopped
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
-from hotset.engine.sizing import KvBudget, WorkerMemory
+from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
@@ -302,14 +302,8 @@ class MultiprocessExecutor:
         self._group.send(worker, InitCache(budget, writer, writers), memory)
 
     def _writer(self, worker: WorkerHandle) -> tuple[int, int]:
-        """Returns the worker's index among the writers of its host store, and the number of these writers.
-
-        Tensor parallel ranks of a DSA model have the same rows and share one host store. Ranks of a GQA model have
-        rows of different heads, and each has its own host store.
-        """
-        split = worker.rank.split
-        has_same_rows = worker.shape.key is not None
-        return (split.tp_rank, split.tp_size) if has_same_rows else (0, 1)
+        """Returns the worker's index among the writers of its host store, and the number of these writers."""
+        return store_writer(worker.rank.split, worker.shape)
 
     def _drain(self) -> None:
         while self._in_flight:

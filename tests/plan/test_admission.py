@@ -1,0 +1,122 @@
+"""Requests that `hotset plan` predicts, against the requests that a started engine runs at the same time."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import tiny_directory
+
+from hotset.base.config import EngineConfig
+from hotset.base.host_memory import host_memory
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import build_engine
+from hotset.engine.input_processor import InputProcessor
+from hotset.plan.capacity import plan_capacity
+from hotset.plan.gpus import Machine
+from hotset.plan.model_configs import find_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE_ROWS = 16
+ANSWER = 6  # tokens, which are in the last page
+CONTEXT = 128  # a multiple of PAGE_ROWS
+SPARSE = json.loads((ROOT / "models" / "demo-dsa" / "config.json").read_text()) | {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "n_routed_experts": 2,
+    "index_n_heads": 2,
+    "index_topk": 16,
+    "max_position_embeddings": 1024,
+}
+DENSE = {"max_position_embeddings": 1024, "num_hidden_layers": 3, "hidden_size": 32}
+MIB = 1 / 1024  # in GiB
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sparse, resident": (SPARSE, {"device_kv_gib": 6 * MIB, "tiers": "off"}),
+    "sparse, tiered": (SPARSE, {"device_kv_gib": 6 * MIB}),
+    "sparse, fp8, small hot buffers": (
+        SPARSE,
+        {"device_kv_gib": 1.2 * MIB, "kv_dtype": "fp8", "index_dtype": "fp8", "hot_slots": 16, "host_kv_gib": 64 * MIB},
+    ),
+    "sparse, limited by the host": (SPARSE, {"device_kv_gib": 6 * MIB, "host_kv_tokens": 1300}),
+    "dense": (DENSE, {"device_kv_gib": 0.5 * MIB}),
+    "dense, limited by seats": (DENSE, {"device_kv_gib": 4 * MIB, "max_num_seqs": 7}),
+}
+
+
+def predicted(config: EngineConfig) -> int:
+    capacity = plan_capacity(config, find_config(config.model), Machine(host_memory().free))
+    return capacity.requests(CONTEXT) * config.data_parallel_size
+
+
+def admitted(config: EngineConfig, offered: int) -> int:
+    """Returns the most requests that decode at once, if `offered` requests of almost CONTEXT tokens arrive together."""
+    engine = build_engine(config)
+    try:
+        processor = InputProcessor(engine.card, seed=0)
+        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+        for number in range(offered):
+            prompt = [5 + (number * 7 + position) % 40 for position in range(CONTEXT - ANSWER)]
+            for choice in processor.accept(str(number), prompt, params):
+                engine.add(choice)
+        peak = 0
+        while not engine.idle:
+            engine.step()
+            stats = engine.stats()
+            peak = max(peak, stats.resident + stats.tiered)
+        return peak
+    finally:
+        engine.close()
+
+
+def config_of(folder: Path, model: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(
+        model=tiny_directory(folder, **model),
+        load_format="dummy",
+        device="cpu",
+        page_rows=PAGE_ROWS,
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=8192,
+        prefix_cache=False,
+        **({"max_num_seqs": 96} | settings),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_runs_as_many_requests_as_planned(tmp_path: Path, case: str) -> None:
+    config = config_of(tmp_path, *CASES[case])
+    expected = predicted(config)
+    assert expected >= 5
+    assert abs(admitted(config, expected + 3) - expected) <= max(1, 0.03 * expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["pipeline_parallel_size", "data_parallel_size"])
+def test_engines_of_several_workers_run_as_many_requests_as_planned(tmp_path: Path, split: str) -> None:
+    config = config_of(tmp_path, SPARSE, {"device_kv_gib": 5 * MIB, split: 2})
+    expected = predicted(config)
+    assert expected >= 5
+    assert abs(admitted(config, expected + 3) - expected) <= max(1, 0.03 * expected)
+
+
+def test_tiers_raise_the_prediction_and_a_small_host_store_limits_it(tmp_path: Path) -> None:
+    off, tiered, limited = (
+        predicted(config_of(tmp_path, *CASES[case]))
+        for case in ("sparse, resident", "sparse, tiered", "sparse, limited by the host")
+    )
+    assert off < limited < tiered
+
+
+def test_no_more_requests_than_necessary_are_tiered(tmp_path: Path) -> None:
+    config = config_of(tmp_path, *CASES["sparse, tiered"])
+    capacity = plan_capacity(config, find_config(config.model), Machine(host_memory().free))
+    geometry, pages = capacity.budget.geometry, capacity.budget.device_pages
+    resident, tiered = geometry.resident_pages(CONTEXT), geometry.tiered_pages(CONTEXT)
+    for requests in range(capacity.requests(CONTEXT) + 1):
+        count = capacity.tiered(requests, CONTEXT)
+        assert (requests - count) * resident + count * tiered <= pages
+        assert count == 0 or (requests - count + 1) * resident + (count - 1) * tiered > pages
+    off = plan_capacity(replace(config, tiers="off"), find_config(config.model), Machine(host_memory().free))
+    assert off.tiered(off.requests(CONTEXT), CONTEXT) == 0
