@@ -149,7 +149,7 @@ def measure_one_constrained(options: Namespace) -> None:
             shutil.copy(options.config, Path(folder, "config.json"))
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(options.model / name, folder)
-            settings = {"model": folder, "load_format": "dummy", "device_kv_gib": 4.0, "host_kv_gib": 4.0}
+            settings = {"model": folder, "load_format": "dummy", "device_kv_gib": 4.0, "host_kv_gib": 5.0}
         llm = LLM(**settings, progress=False, max_num_seqs=batch, max_model_len=1024, seed=0)
     by_count: dict[int, list[float]] = {0: [], 1: []}
     with llm:

@@ -63,7 +63,7 @@ def run_largest_steps(
     Kernels are compiled, and torch keeps the memory of these steps for later ones. `budget` is that of the executor.
     Its pages are overwritten, so no request may have been added yet. `progress(done, total)` counts steps.
     """
-    plans = [*_largest_steps(config, budget), *_prompts(config, budget)]
+    plans = [*_largest_steps(config, budget), *_prompts(config, budget), *_uploads(budget)]
     submitted: deque[StepFuture] = deque()
     for done, plan in enumerate(plans):
         progress(done, len(plans))
@@ -119,6 +119,14 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     for tokens in sorted(size for size in sizes if size <= most):
         for start in {0, length - tokens}:
             yield Plan(2, [], (SEAT,), (start,), (tokens,), sampled=(0,), residences=WITHOUT_GRAPH)
+
+
+def _uploads(budget: KvBudget) -> Iterator[Plan]:
+    """Yields plans that compute nothing and upload prompts of all orders of magnitude, since torch allocates pinned
+    memory for the first upload of each."""
+    for bits in range(budget.max_model_len.bit_length()):
+        prompt = PromptSpec((0,) * min(1 << bits, budget.max_model_len - 1), PARAMS)
+        yield Plan(3, [AssignSeat(SEAT, prompt, ())], seats=(), starts=(), counts=(), sampled=())
 
 
 def _admit(

@@ -57,10 +57,6 @@ class HostStore:
         tensors = (self.rows, self.keys) if self._pinned else ()
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def writes(self, page: int) -> bool:
-        """Returns True if this worker writes to `page`."""
-        return page % self.writers == self.writer
-
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:
         """Pins each layer separately, so that progress can be reported. A copy must therefore not span two layers."""
         layers = [layer for tensor in (self.rows, self.keys) if tensor is not None for layer in tensor]

@@ -136,8 +136,7 @@ class Sampler:
 
         `positions` [n] int64: the position of each new token in its context (the prompt length for the first token of
         an answer). The token is counted if its request has penalties. `masks` exclude tokens after all other changes of
-        the logits. NaN logits count as -inf; if all logits of a
-        request are -inf, its token is 0.
+        the logits. NaN logits count as -inf; if all logits of a request are -inf, its token is 0.
         """
         batch = self._batch_of(seats)
         raw = finite_logits(logits)

@@ -123,7 +123,8 @@ def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int
     run_largest_steps(executor, config, small, 1, lambda done, total: reports.append((done, total)))
     executor.close()
     assert computed[:2] == [20, 20] and set(computed[2:]) == {*range(1, 11), 12, 14, 16, 17, 20}
-    assert reports[-1] == (len(computed), len(computed)) and len(reports) == len(computed) + 1
+    steps = len(computed) + 7  # prompts of 1, 2, 4, 8, 16, 32 and 64 tokens are uploaded and not computed
+    assert reports[-1] == (steps, steps) and len(reports) == steps + 1
 
 
 def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
