@@ -15,6 +15,7 @@ MAX_CONNECTIONS_HELP = (
 RECEIVE_TIMEOUT_HELP = (
     "Time for a client to send the headers of a request, and again for its body, in seconds; then 408."
 )
+PAGE_HELP = "Serve the live page at / and its data at /live, which `hotset top` shows too."
 SEND_TIMEOUT_HELP = "Time for a client that reads nothing of its response, in seconds; then the connection is closed."
 
 
@@ -43,6 +44,7 @@ class ServeConfig:
     cors_origin: str | None = setting(
         None, "Origin whose pages may call the server from a browser, or '*' for any. Default: none."
     )
+    page: bool = setting(True, PAGE_HELP)
     max_body_mib: float = setting(
         8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
     )

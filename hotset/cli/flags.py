@@ -92,6 +92,7 @@ PANELS: Panels = {
         "extend_locally",
     ),
     "Requests and connections": (
+        "page",
         "cors_origin",
         "max_body_mib",
         "max_queue",

@@ -30,6 +30,7 @@ from hotset.engine.process import (
     EngineReport,
     GetStats,
     OutputsReport,
+    StateReport,
     StatsReport,
     StopEngine,
 )
@@ -76,6 +77,9 @@ class EngineClient:
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
         self.newest_stats: ReceivedStats | None = None
+        # Both are called on the event loop: with each report of the engine's state, and when the client is closed.
+        self.on_state: Callable[[StateReport], None] = lambda state: None
+        self.on_closing: Callable[[], None] = lambda: None
         self._stopping = False
         self._failure: str | None = None
         self._watch = EngineWatch(process.progress, config.step_timeout)
@@ -227,6 +231,7 @@ class EngineClient:
         call cuts the wait for handoffs short.
         """
         self._stopping = True
+        self.on_closing()
         deadline = asyncio.get_running_loop().time() + drain_seconds
         while self._inboxes and self.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -293,9 +298,10 @@ class EngineClient:
 
     def _handle(self, report: EngineReport) -> None:
         match report:
-            case OutputsReport(outputs, stats):
-                if stats is not None:
-                    self._record_stats(stats)
+            case OutputsReport(outputs, state):
+                if state is not None:
+                    self._record_stats(state.stats)
+                    self.on_state(state)
                 deltas, stopped = self._outputs.process(outputs)
                 if stopped:
                     self._outbox.put(AbortRequests(stopped, "stop"))

@@ -17,6 +17,7 @@ from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import Counters, FinishReason
 from hotset.schedule.scheduler import Scheduler
+from hotset.schedule.snapshots import RequestSnapshot
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -184,6 +185,10 @@ class Engine:
             slot_misses=traffic.misses,
             requests_finished={str(reason): count for reason, count in counters.finished.items()},
         )
+
+    def take_snapshots(self) -> list[RequestSnapshot]:
+        """Returns the state of open requests, and of those that have ended since the last call."""
+        return [snapshot for scheduler in self._schedulers for snapshot in scheduler.take_snapshots()]
 
     @property
     def closing_seconds(self) -> float:

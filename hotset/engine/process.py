@@ -2,10 +2,10 @@
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineStarting` while it
 loads the model, `EngineReady` or `EngineFailed`, then `OutputsReport` and `StatsReport`, and `EngineEnding` if a step
-fails. Statistics travel with outputs, a few times per second and when the engine becomes idle, so the parent has recent
-ones without waiting for a step. If the parent dies, the pipe closes and the child stops. If the child dies, the parent
-fails its open requests. The child counts its progress in shared memory (see `progress.py`), so the parent also notices
-a child that is stopped or hangs.
+fails. The engine's state travels with outputs, twice per second and when the engine becomes idle, so the parent knows a
+recent one without waiting for a step. If the parent dies, the pipe closes and the child stops. If the child dies, the
+parent fails its open requests. The child counts its progress in shared memory (see `progress.py`), so the parent also
+notices a child that is stopped or hangs.
 
 Importing this module does not import torch. A parent can therefore start the child first, and import its own modules
 while the child loads the model.
@@ -38,13 +38,14 @@ from hotset.engine.progress import Progress
 from hotset.engine.timeouts import LOST_PARENT_SECONDS, STOP_SECONDS
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import FinishReason
+from hotset.schedule.snapshots import RequestSnapshot
 
 if TYPE_CHECKING:
     from hotset.engine.core import Engine
 
 LOGGER = logging.getLogger("hotset.engine")
 AUDIT_AFTER_IDLE_S = 1.0
-STATS_SECONDS = 0.25  # interval between reports of statistics while there is work
+REPORT_SECONDS = 0.5  # interval between reports of the engine's state while there is work
 SHOW_SECONDS = 0.1  # minimum time between two reports of the progress of one task
 EXIT_SECONDS = 1.0  # time between the end of the child's pipe and its exit code
 PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers
@@ -104,10 +105,18 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class OutputsReport:
-    """The outputs of a step, which may be empty, and the statistics after it if they are due."""
+    """The outputs of a step, which may be empty, and a report of the engine's state if one is due."""
 
     outputs: TokenOutputs
-    stats: EngineStats | None = None
+    state: "StateReport | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """The state of the engine after a step."""
+
+    stats: EngineStats
+    requests: Sequence[RequestSnapshot]  # open ones, and those that have ended since the last report
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +324,8 @@ def _run(
     engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]", progress: Progress
 ) -> StopEngine:
     """Runs steps until it receives `StopEngine`. Returns that command."""
-    stats_due_at = 0.0
+    report_due_at = 0.0
+    pipe.send(OutputsReport(TokenOutputs(), StateReport(engine.stats(), ())))
     while True:
         command = _next_command(engine, inbox, progress)
         while command is not None:
@@ -327,11 +337,12 @@ def _run(
         outputs = engine.step()
         progress.advance()
         progress.record_step(engine.steps, engine.open_requests)
-        stats, now = None, time.monotonic()
-        if engine.idle or now >= stats_due_at:
-            stats, stats_due_at = engine.stats(), 0.0 if engine.idle else now + STATS_SECONDS
-        if outputs or stats is not None:
-            pipe.send(OutputsReport(outputs, stats))
+        state, now = None, time.monotonic()
+        if engine.idle or now >= report_due_at:
+            state = StateReport(engine.stats(), engine.take_snapshots())
+            report_due_at = 0.0 if engine.idle else now + REPORT_SECONDS
+        if outputs or state is not None:
+            pipe.send(OutputsReport(outputs, state))
 
 
 def _next_command(

@@ -46,6 +46,7 @@ class Request:
     __slots__ = (
         "arrival",
         "attempt",
+        "finish_reason",
         "for_peer",
         "holding",
         "in_flight",
@@ -115,11 +116,14 @@ class Request:
         # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
         self.num_prompt_logprobs = 0
         self.in_flight = 0  # number of plans in flight that this request is part of
+        self.finish_reason: FinishReason | None = None  # None until it has ended
+        self.holding.story.record("phase", self.phase.value)
 
     def move(self, to: Phase) -> None:
         if to not in PHASE_TRANSITIONS[self.phase]:
             raise IllegalTransition(self.phase, to)
         self.phase = to
+        self.holding.story.record("phase", to.value)
 
     @property
     def needs_prompt_logits(self) -> bool:

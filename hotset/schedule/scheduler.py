@@ -30,6 +30,7 @@ from hotset.schedule.preemption import Preemptor
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, FinishReason, Phase, Request
+from hotset.schedule.snapshots import RequestSnapshot, Snapshots
 from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, Ledger
 from hotset.tiers.prefix_cache import PageHasher
@@ -99,6 +100,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._outputs = TokenOutputs()  # not yet returned: first tokens of landings, and requests that have ended
         self._arrivals = 0
+        self._snapshots = Snapshots()
 
     @property
     def waiting(self) -> int:
@@ -299,6 +301,10 @@ class Scheduler:
         outputs.cached_tokens = self._prefixes.take_cached_tokens()
         return outputs
 
+    def take_snapshots(self) -> list[RequestSnapshot]:
+        """Returns the state of open requests, and of those that have ended since the last call."""
+        return self._snapshots.take(self._requests.values())
+
     def audit(self) -> None:
         """Proves that every page and every seat is free or has exactly one owner."""
         requests, queues = list(self._requests.values()), self._queues
@@ -420,6 +426,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         self.counters.finished[reason] += 1
+        request.finish_reason = reason
         self._outputs.finished[request.request_id] = reason
         if error is not None:
             self._outputs.errors[request.request_id] = error
@@ -455,6 +462,7 @@ class Scheduler:
         self._prefixes.publish_rest(request)
         self._ledger.release(request.holding)
         del self._requests[request.request_id]
+        self._snapshots.on_released(request)
 
 
 def _landing_name(request_id: str, attempt: int) -> str:

@@ -25,10 +25,12 @@ from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
+from hotset.serve.live import Live
 from hotset.serve.messages_api.answer import MessageObject, MessagesError, MessageStreamEvent, TokenCount
 from hotset.serve.messages_api.endpoint import count_tokens, create_message
 from hotset.serve.messages_api.request import CountTokensRequest, MessagesRequest
 from hotset.serve.middleware import middleware_of
+from hotset.serve.page import page_response
 from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hotset.serve.responses import (
     ChatCompletion,
@@ -105,6 +107,7 @@ def create_app(
     app.include_router(_completion_routes(service), dependencies=key)
     app.include_router(_model_routes(service), dependencies=key)
     app.include_router(_status_routes(service))
+    app.include_router(_page_routes(service) if config.page else _redirect_routes())
     app.include_router(docs_routes())
     return app
 
@@ -220,10 +223,6 @@ def _model_routes(service: Service) -> APIRouter:
 def _status_routes(service: Service) -> APIRouter:
     routes = APIRouter(tags=["state"])
 
-    @routes.get("/", include_in_schema=False)
-    async def root() -> Response:
-        return RedirectResponse("/docs")
-
     @routes.get("/health", responses=_full(Health) | _errors(500, 503))
     async def health() -> Response:
         """Returns 200 and the progress of steps while the engine works, 503 with the reason if it has died or hangs, or
@@ -258,6 +257,35 @@ def _status_routes(service: Service) -> APIRouter:
         seconds_without_progress = client.seconds_without_progress if client.alive else None
         text = service.metrics.render(client.newest_stats, seconds_without_progress, service.model_name)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def _page_routes(service: Service) -> APIRouter:
+    """The live page and its data. The page needs no key, and asks its user for the key of the data."""
+    routes = APIRouter(include_in_schema=False)
+    client = service.client
+    live = Live(service.describe, lambda: client.failure, service.metrics)
+    client.on_state = live.record
+    client.on_closing = live.feed.close
+
+    @routes.get("/")
+    async def page() -> Response:
+        return page_response()
+
+    @routes.get("/live")
+    async def stream() -> Response:
+        return live.feed.response()
+
+    return routes
+
+
+def _redirect_routes() -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def root() -> Response:
+        return RedirectResponse("/docs")
 
     return routes
 

@@ -210,9 +210,9 @@ async def _measured(deltas: Deltas, job: GenerationJob, metrics: Metrics) -> Del
             now = time.monotonic()
             if delta.token_ids:
                 if not last:
-                    metrics.first_token_seconds.observe(now - began)
+                    metrics.observe_first_token(now - began)
                 elif delta.index in last:
-                    metrics.inter_token_seconds.observe((now - last[delta.index]) / len(delta.token_ids))
+                    metrics.observe_inter_token((now - last[delta.index]) / len(delta.token_ids))
                 last[delta.index] = now
                 tokens[delta.index] += len(delta.token_ids)
             if delta.finish_reason is not None:

@@ -1,5 +1,6 @@
 """Prometheus metrics: measurements of the HTTP server, and the engine's statistics at the time of a scrape."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
@@ -22,6 +23,7 @@ from hotset.serve.vllm_metrics import (
 )
 
 # Each histogram that vLLM has too has vLLM's buckets, so that vLLM's can be derived from it.
+MAX_NEWEST = 1024  # newest latencies of one kind that are kept
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
 
 # Each table maps fields of EngineStats or HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
@@ -105,6 +107,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        # For the live page, which empties them.
+        self.newest_first_token_seconds: deque[float] = deque(maxlen=MAX_NEWEST)
+        self.newest_inter_token_seconds: deque[float] = deque(maxlen=MAX_NEWEST)
         self.http_requests = Counter(
             "hotset_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
         )
@@ -146,6 +151,14 @@ class Metrics:
             buckets=TOKEN_BUCKETS,
             registry=self._registry,
         )
+
+    def observe_first_token(self, seconds: float) -> None:
+        self.first_token_seconds.observe(seconds)
+        self.newest_first_token_seconds.append(seconds)
+
+    def observe_inter_token(self, seconds: float) -> None:
+        self.inter_token_seconds.observe(seconds)
+        self.newest_inter_token_seconds.append(seconds)
 
     def render(self, received: ReceivedStats | None, seconds_without_progress: float | None, model_name: str) -> bytes:
         """Returns the text of one scrape.

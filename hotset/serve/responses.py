@@ -261,3 +261,11 @@ class WorkerState(BaseModel):
     stored_tokens: int = Field(default=0, ge=0)  # tokens whose KV is in the host store, of requests and in the cache
     host_tokens: int = Field(default=0, ge=0)  # tokens for which the host store has room; 0 if unknown, or without one
     kv_events: list[KvEventsPorts] = Field(default=[], max_length=64)  # one entry for each data parallel rank
+    # For the live page of a router.
+    resident: int = Field(default=0, ge=0)  # running requests by tier
+    tiered: int = Field(default=0, ge=0)
+    parked: int = Field(default=0, ge=0)
+    device_pages_held: int = Field(default=0, ge=0)
+    device_pages_total: int = Field(default=0, ge=0)
+    tokens_generated: int = Field(default=0, ge=0)  # since the start
+    tokens_prefilled: int = Field(default=0, ge=0)

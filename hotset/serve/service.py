@@ -40,6 +40,16 @@ SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.na
 
 NOT_IN_FINGERPRINT = {"model", "tokenizer", "device", "role", "seed", "step_timeout"}
 NOT_IN_FINGERPRINT |= {*HANDOFF_SETTINGS, *EVENT_SETTINGS}
+# The numbers of EngineStats that the live page of a router shows.
+SHOWN_BY_ROUTER = (
+    "resident",
+    "tiered",
+    "parked",
+    "device_pages_held",
+    "device_pages_total",
+    "tokens_generated",
+    "tokens_prefilled",
+)
 TEXT_THREADS = 2
 MAX_TEXT_TOKENS = 1 << 18  # what /tokenize returns and /detokenize accepts, unless the model's context is longer
 
@@ -165,6 +175,18 @@ class Service:
         check_prefill(headers, secret=self.handoff_secret, http_host=self.config.host)
         return address
 
+    def describe(self) -> dict[str, Any]:
+        """Describes this server to the live page."""
+        model = self.client.model
+        return {
+            "kind": "server",
+            "version": __version__,
+            "model": self.model_name,
+            "role": self.client.role,
+            "device": model.device,
+            "max_model_len": model.max_model_len,
+        }
+
     def health(self) -> Health:
         """Returns the progress of the engine. Raises EngineStopped with the reason if it has died or hangs, and
         NoRoomLeft while quarantine leaves too few pages for a request of the maximum length."""
@@ -210,6 +232,7 @@ class Service:
             ],
             stored_tokens=0 if hasher is None else (stats.host_pages_held + stats.host_pages_cached) * hasher.page_rows,
             host_tokens=0 if hasher is None else stats.host_pages_total * hasher.page_rows,
+            **{name: getattr(stats, name) for name in SHOWN_BY_ROUTER},
         )
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hotset.base.errors import IllegalTransition
+from hotset.base.story import Story
 from hotset.tiers.prefix_cache import CachedPage
 
 
@@ -67,11 +68,13 @@ class Holding:
     device_capacity: int = 0
     host_capacity: int = 0
     capacity: int = 0
+    story: Story = field(default_factory=Story, compare=False)  # of the request; its scheduler records phases there
 
     def move(self, to: Residence) -> None:
         if to not in RESIDENCE_TRANSITIONS[self.residence]:
             raise IllegalTransition(self.residence, to)
         self.residence = to
+        self.story.record("residence", to.value)
 
     @property
     def own_host_pages(self) -> list[int]:

@@ -14,9 +14,11 @@ from hotset import __version__
 from hotset.base.errors import HotsetError, NoRoomLeft, NoWorkers, RequestError, WrongApiKey
 from hotset.serve.errors import error_response, http_error_response
 from hotset.serve.middleware import DOCS_PATHS, middleware_of
+from hotset.serve.page import page_response
 from hotset.serve.protocol import StrictModel
 from hotset.serve.router.config import RouterConfig
 from hotset.serve.router.fleet import ROLES, Fleet, RoutedWorker
+from hotset.serve.router.live import LiveFleet
 from hotset.serve.router.metrics import RouterMetrics
 from hotset.serve.router.relay import Relay
 
@@ -30,6 +32,7 @@ class WorkerAddress(StrictModel):
 def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: RouterMetrics) -> Starlette:
     """Builds the application. The caller keeps ownership of fleet and relay."""
     local = _LocalRoutes(fleet, metrics, has_key=config.api_key is not None)
+    live = LiveFleet(fleet)
     routes = [
         Route("/v1/chat/completions", relay.generate, methods=["POST"]),
         Route("/v1/completions", relay.generate, methods=["POST"]),
@@ -42,7 +45,7 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
         Route("/detokenize", relay.forward, methods=["POST"]),
         Route("/tokenizer_info", relay.forward, methods=["GET"]),
         *(Route(path, relay.forward, methods=["GET"]) for path in ("/openapi.json", *DOCS_PATHS)),
-        Route("/", local.root, methods=["GET"]),
+        *(_page_routes(live) if config.page else [Route("/", local.root, methods=["GET"])]),
         Route("/health", local.health, methods=["GET"]),
         Route("/ping", local.health, methods=["GET"]),
         Route("/version", local.version, methods=["GET"]),
@@ -54,7 +57,18 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
     handlers: Any = {HotsetError: _on_hotset_error, HTTPException: _on_http_error}
     app = Starlette(routes=routes, middleware=middleware_of(config, metrics), exception_handlers=handlers)
     app.router.redirect_slashes = False
+    app.state.close_streams = live.feed.close
     return app
+
+
+def _page_routes(live: LiveFleet) -> list[Route]:
+    async def page(request: Request) -> Response:
+        return page_response()
+
+    async def stream(request: Request) -> Response:
+        return live.response()
+
+    return [Route("/", page, methods=["GET"]), Route("/live", stream, methods=["GET"])]
 
 
 class _LocalRoutes:

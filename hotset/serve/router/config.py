@@ -8,7 +8,13 @@ from urllib.parse import urlsplit
 
 from hotset.base.address import MIN_SECRET_CHARACTERS
 from hotset.base.errors import ConfigError
-from hotset.base.serve_config import MAX_CONNECTIONS_HELP, MIN_CONNECTIONS, RECEIVE_TIMEOUT_HELP, SEND_TIMEOUT_HELP
+from hotset.base.serve_config import (
+    MAX_CONNECTIONS_HELP,
+    MIN_CONNECTIONS,
+    PAGE_HELP,
+    RECEIVE_TIMEOUT_HELP,
+    SEND_TIMEOUT_HELP,
+)
 from hotset.base.settings import check_settings, setting
 
 MAX_URL_CHARACTERS = 512
@@ -40,6 +46,7 @@ class RouterConfig:
         "can see the flag; prefer --api-key-file or the environment variable HOTSET_API_KEY. Default: no key.",
     )
     cors_origin: str | None = setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
+    page: bool = setting(True, PAGE_HELP)
     max_body_mib: float = setting(
         8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
     )

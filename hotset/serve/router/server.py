@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import sys
+from collections.abc import Callable
 
 import aiohttp
 
@@ -66,7 +67,7 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
             ConnectionLimits.of(config),
             lambda: _announce(config, listener),
         )
-        shutdown = _Shutdown(server, relay, config.drain_seconds)
+        shutdown = _Shutdown(server, relay, config.drain_seconds, app.state.close_streams)
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, shutdown.on_signal)
         try:
@@ -95,14 +96,18 @@ def _session(limit: int) -> aiohttp.ClientSession:
 class _Shutdown:
     """The first signal starts a drain. A second one, or the end of the drain time, aborts open requests."""
 
-    def __init__(self, server: HttpServer, relay: Relay, drain_seconds: float) -> None:
+    def __init__(
+        self, server: HttpServer, relay: Relay, drain_seconds: float, close_streams: Callable[[], None]
+    ) -> None:
         self._server = server
+        self._close_streams = close_streams
         self._relay = relay
         self._drain_seconds = drain_seconds
         self._drain: asyncio.TimerHandle | None = None
 
     def on_signal(self) -> None:
         self._server.should_exit = True
+        self._close_streams()
         if self._drain is None:
             logger.info("shutting down: requests in flight have %g s to finish", self._drain_seconds)
             self._drain = asyncio.get_running_loop().call_later(self._drain_seconds, self._relay.abort_all)

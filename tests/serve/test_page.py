@@ -1,0 +1,211 @@
+"""The live page: it loads nothing from elsewhere, its script is valid, and its data needs the API key.
+
+With a headless Chromium, the page is used against servers under load (`make test-all`).
+"""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import plain_http
+import pytest
+from browser import CHROMIUM, browser
+from running_server import API_KEY, RunningServer, error_of, serving
+
+from hotset.serve.page import page_response
+
+DEMO = str(Path(__file__).parents[2] / "models" / "demo-dsa")
+WAIT_SECONDS = 60.0
+NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium-headless-shell")
+
+
+class Elements(HTMLParser):
+    """Collects ids and everything that would be loaded, and checks that elements are nested."""
+
+    VOID = ("meta", "link", "input", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        self.ids += [values["id"]] if values.get("id") else []  # type: ignore[list-item]
+        self.loaded += [value or "" for name, value in attributes if name in ("src", "srcset", "action", "style")]
+        self.loaded += [values.get("href") or ""] if tag == "link" else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "key.txt").write_text(API_KEY)
+    flags = ["--load-format", "dummy", "--device", "cpu", "--api-key-file", str(folder / "key.txt")]
+    with serving(folder, tiny_model, *flags) as server:
+        yield server
+
+
+def test_the_page_is_whole_and_its_policy_allows_only_itself() -> None:
+    response = page_response()
+    html, policy = bytes(response.body).decode(), response.headers["content-security-policy"]
+    elements = Elements()
+    elements.feed(html)
+    assert not elements.open and len(set(elements.ids)) == len(elements.ids)
+    assert elements.loaded == ["data:,"], "everything must be in the file; attributes of style are forbidden"
+    script, style = (re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[0] for tag in ("script", "style"))
+    assert not re.search(r"https?://(?!\S*\\/)|@import|url\(", style) and "http" not in re.sub(r"https\?", "", script)
+    assert set(re.findall(r'\$\("([\w-]+)"\)', script)) <= set(elements.ids), (
+        "the script uses an element that is missing"
+    )
+    directives = dict(part.split(" ", 1) for part in policy.split("; "))
+    assert directives["default-src"] == "'none'" and directives["connect-src"] == "'self'"
+    assert all(directives[name].startswith("'sha256-") for name in ("script-src", "style-src"))
+    assert "unsafe" not in policy
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to check the script")
+def test_the_script_of_the_page_is_valid(tmp_path: Path) -> None:
+    html = bytes(page_response().body).decode()
+    (tmp_path / "page.js").write_text(re.findall(r"<script>(.*?)</script>", html, re.DOTALL)[0])
+    checked = subprocess.run(["node", "--check", str(tmp_path / "page.js")], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def lines_of(stream: httpx.Response) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in stream.iter_lines())
+
+
+def test_the_page_is_public_and_its_data_needs_the_key_and_shows_a_request(server: RunningServer) -> None:
+    page = plain_http.get(f"{server.url}/", timeout=WAIT_SECONDS)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    error_of(plain_http.get(f"{server.url}/live", timeout=WAIT_SECONDS), 401)
+    key = {"Authorization": f"Bearer {API_KEY}"}
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "ignore_eos": True}
+    with plain_http.Client(base_url=server.url, timeout=WAIT_SECONDS, headers=key) as http:
+        with http.stream("GET", "/live") as stream:
+            messages = lines_of(stream)
+            first = next(messages)
+            assert (first["hello"]["model"], first["hello"]["kind"]) == ("tiny", "server")
+            assert http.post("/v1/completions", json=body).status_code == 200
+            ended: list[Any] = []
+            while not ended:
+                ended = [request for request in next(messages).get("ended", ()) if request["reason"]]
+        assert (ended[0]["prompt"], ended[0]["answer"], ended[0]["reason"]) == (5, 40, "length")
+        phases = [state for _, lane, state in ended[0]["story"] if lane == "phase"]
+        assert phases[:3] == ["waiting", "prefill", "decode"] and phases[-1] == "finished"
+        server.wait_for_log(r"GET /live")  # a stream is logged when it ends: the server has noticed it
+
+
+def test_an_open_page_does_not_delay_the_end_of_a_server_and_no_page_means_no_data(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    flags = ["--load-format", "dummy", "--device", "cpu", "--drain-seconds", "300"]
+    with serving(tmp_path, tiny_model, *flags) as server, plain_http.Client(timeout=WAIT_SECONDS) as http:
+        with http.stream("GET", f"{server.url}/live") as stream:
+            messages = lines_of(stream)
+            next(messages)
+            server.process.terminate()
+            assert all("hello" not in message for message in messages)
+        assert server.process.wait(WAIT_SECONDS) == 0
+    with serving(tmp_path, tiny_model, *flags, "--no-page") as server:
+        answer = plain_http.get(f"{server.url}/", timeout=WAIT_SECONDS, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (307, "/docs")
+        error_of(plain_http.get(f"{server.url}/live", timeout=WAIT_SECONDS), 404)
+
+
+@pytest.fixture(scope="module")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    sizes = [
+        "--device-kv-tokens",
+        "3000",
+        "--host-kv-tokens",
+        "20000",
+        "--max-num-seqs",
+        "8",
+        "--max-model-len",
+        "4096",
+    ]
+    with serving(tmp_path_factory.mktemp("demo"), DEMO, "--device", "cpu", *sizes) as server:
+        yield server
+
+
+def send_prompts(url: str, stop: threading.Event, seed: int) -> None:
+    rng = random.Random(seed)
+    while not stop.is_set():
+        prompt = [rng.randrange(5, 500) for _ in range(600)]
+        body = {"model": "demo-dsa", "prompt": prompt, "max_tokens": 60, "ignore_eos": True}
+        plain_http.post(f"{url}/v1/completions", json=body, timeout=600)
+
+
+@pytest.mark.slow
+@NEEDS_CHROMIUM
+def test_the_page_at_work_in_a_browser(demo_server: RunningServer, tmp_path: Path) -> None:
+    stop = threading.Event()
+    clients = [threading.Thread(target=send_prompts, args=(demo_server.url, stop, seed)) for seed in range(8)]
+    for client in clients:
+        client.start()
+    try:
+        with browser(tmp_path) as page:
+            page.open(demo_server.url)
+            page.wait_for("state.hello && document.getElementById('dot').classList.contains('up')")
+            page.evaluate(
+                "window.tiers = new Set(); new MutationObserver(changes => { for (const change of changes)"
+                " if (change.target.dataset.tier && change.oldValue) window.tiers.add(change.oldValue + ' ' + "
+                "change.target.dataset.tier); }).observe(document.getElementById('picture'), {subtree: true, "
+                "attributes: true, attributeFilter: ['data-tier'], attributeOldValue: true}), true"
+            )
+            page.wait_for("[...tiers].some(change => change.split(' ')[0] !== change.split(' ')[1])", 240)
+            page.wait_for("[...tiers].includes('resident tiered')", 240)
+            page.wait_for("Number.parseFloat(document.getElementById('n-tokens').textContent) > 0", 240)
+            assert "transform" in page.evaluate("getComputedStyle(document.querySelector('.block')).transitionProperty")
+            heat = "[...document.getElementById('c-heat').getContext('2d').getImageData(32, 0, 2000, 100).data]"
+            page.wait_for(f"{heat}.filter((value, i) => i % 4 === 3 && value).length > 50", 240)
+            page.evaluate(
+                "document.getElementById('prompt').value = 'hello'; document.getElementById('tiers').value = 'tiered';"
+                "document.getElementById('chat-form').requestSubmit()"
+            )
+            page.wait_for("document.querySelector('.message.assistant small')", 240)
+            assert not page.evaluate("document.querySelector('.message.error')?.textContent || ''")
+            page.evaluate("document.querySelector('.block').click()")
+            assert page.evaluate("document.getElementById('story').open")
+            assert "waiting" in page.evaluate("document.getElementById('story-events').textContent")
+            page.evaluate("document.getElementById('close').click()")
+            ground = "getComputedStyle(document.body).backgroundColor"
+            light = page.evaluate(ground)
+            page.evaluate("document.getElementById('theme').click()")
+            assert page.evaluate(ground) != light
+            page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, "the page is too wide for a phone"
+            assert page.errors == []
+            assert {httpx.URL(url).host for url in page.requested if url.startswith("http")} == {"127.0.0.1"}
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+
+
+@pytest.mark.slow
+@NEEDS_CHROMIUM
+def test_the_page_asks_for_the_key(server: RunningServer, tmp_path: Path) -> None:
+    with browser(tmp_path) as page:
+        page.open(server.url, dark=True)
+        page.wait_for("!document.getElementById('key-form').hidden")
+        page.evaluate(
+            f"document.getElementById('key').value = {API_KEY!r}; document.getElementById('key-form').requestSubmit()"
+        )
+        page.wait_for("document.getElementById('dot').classList.contains('up')")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
