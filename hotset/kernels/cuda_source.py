@@ -43,7 +43,8 @@ def kernel(source: Path, name: str, **constants: int) -> Kernel:
     Raises MissingDependency if cuda-core is not installed.
     """
     major, minor = torch.cuda.get_device_capability()
-    return _compiled(source, name, tuple(sorted(constants.items())), f"sm_{major}{minor}")
+    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # a: with the instructions of this architecture alone
+    return _compiled(source, name, tuple(sorted(constants.items())), arch)
 
 
 class _LoadedKernel:

@@ -34,6 +34,12 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def round_to_fp8(values: Tensor) -> Tensor:
+    """Returns what is left of the values [..., width] after they were quantised: code * scale, in float32."""
+    codes, scales = quantise(values)
+    return codes.float() * scales.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : values.shape[-1]]
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
     """A weight [out, in], or one per expert [experts, out, in], in fp8. Views of it share its memory.

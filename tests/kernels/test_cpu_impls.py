@@ -73,7 +73,9 @@ def test_index_topk_selects_what_the_reference_selects(
     counts, starts = [count for count, _ in segments], [start for _, start in segments]
     lengths = [count + start for count, start in segments]
     keys = paged_keys(lengths, counts, 4, index_key_row(8, dtype, fp8))
-    q = torch.randn(sum(counts), heads, 8).round().to(dtype)
+    q = torch.randn(sum(counts), heads, 8).round()
+    q[..., 0] = 7  # as in `paged_keys`
+    q = q.to(dtype)
     weights = torch.randn(sum(counts), heads).round().to(torch.float64 if dtype == torch.float64 else torch.float32)
     arguments = (q, weights, keys, make_segments(starts, counts, CPU), k, 0.5)
     with pytest.MonkeyPatch.context() as patch:

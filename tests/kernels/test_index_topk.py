@@ -6,24 +6,24 @@ test_interpreted.py).
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from index_topk_cases import SCALE, Case, Inputs, reference_scores, with_padding
+from index_topk_cases import make_inputs as make_inputs_on
 from interpreted import INTERPRETED
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.index_topk import index_topk, reference
-from hotset.kernels.rows import PagedRows, index_key_row
-from hotset.kernels.segments import Segments, make_segments
 from hotset.kernels.stable_topk import stable_topk
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SCALE = 0.0883
 CONTEXT = 4096 if INTERPRETED else 12_288  # positions per query in the tests of the selection
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -43,115 +43,22 @@ def impl() -> ModuleType:
     return importlib.import_module("hotset.kernels.index_topk.triton_impl")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Queries of several contexts, whose index keys are scattered over a pool of pages."""
-
-    counts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    heads: int = 32
-    dim: int = 128
-    fp8: bool = True
-    dtype: torch.dtype = torch.bfloat16
-    block_rows: int = 318
-    parts: int = 1
-    step: int = 1  # above 1: other index groups use the parts between
-    first_part: int = 0
-
-    @property
-    def decoding(self) -> bool:
-        return len(self.counts) == sum(self.counts)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    q: Tensor
-    weights: Tensor
-    keys: PagedRows
-    segments: Segments
-
-    def captured(self) -> "Inputs":
-        """Returns the inputs as in a captured graph: without host-side data (lengths, runs of pages)."""
-        segments = Segments((), (), self.segments.positions, self.segments.segment_of)
-        return replace(self, segments=segments, keys=replace(self.keys, runs=()))
-
-
 def make_inputs(case: Case, seed: int) -> Inputs:
-    """Makes inputs. The pool is NaN wherever it has no key. Queries and pool are views of larger tensors."""
-    torch.manual_seed(seed)
-    layout = index_key_row(case.dim, case.dtype, case.fp8)
-    pages_of = [-(-(-(-length // case.block_rows) * case.step) // case.parts) for length in case.lengths]
-    order = torch.randperm(sum(pages_of) + 3)
-    used = case.block_rows * layout.stored_width
-    block_values = -(-used // 16) * 16 + 16
-    pool = torch.empty(case.parts, len(order), block_values, dtype=layout.stored_dtype, device=DEVICE)
-    pool.view(torch.uint8).fill_(0xFF)  # NaN in e4m3, bfloat16, float16 and float32
-    blocks = pool[:, :, :used].unflatten(2, (case.block_rows, layout.stored_width))
-    seats = torch.randperm(len(case.lengths) + 2)[: len(case.lengths)]
-    table = torch.full((len(case.lengths) + 2, max(pages_of) + 1), EMPTY)
-    runs, taken = [], 0
-    for seat, length, count in zip(seats.tolist(), case.lengths, pages_of, strict=True):
-        pages = order[taken : taken + count]
-        taken += count
-        table[seat, :count] = pages
-        runs.append([(page, 1) for page in pages.tolist()])
-        position, pages = torch.arange(length, device=DEVICE), pages.to(DEVICE)
-        stored = layout.encode(torch.randn(length, case.dim, device=DEVICE).to(case.dtype))
-        part = position // case.block_rows * case.step + case.first_part
-        blocks[part % case.parts, pages[part // case.parts], position % case.block_rows] = stored
-    rows = sum(case.counts)
-    wide = torch.randn(rows, case.heads + 1, case.dim + 16, device=DEVICE)
-    wide *= torch.logspace(-3, 3, case.heads + 1, device=DEVICE)[:, None]  # heads of very different magnitude
-    starts = [length - count for length, count in zip(case.lengths, case.counts, strict=True)]
-    return Inputs(
-        wide.to(case.dtype)[:, 1:, 16:],
-        torch.randn(rows, case.heads, device=DEVICE) * torch.logspace(3, -3, case.heads, device=DEVICE),
-        PagedRows(
-            blocks,
-            runs,
-            layout,
-            table.to(DEVICE),
-            seats.repeat_interleave(torch.tensor(case.counts)).to(DEVICE),
-            step=case.step,
-            first_part=case.first_part,
-        ),
-        make_segments(starts, case.counts, DEVICE),
-    )
+    return make_inputs_on(case, seed, DEVICE)
 
 
-def with_padding(inputs: Inputs) -> Inputs:
-    """Adds a padded query before the first query and one after the last. Their positions are meaningless."""
-    rows = inputs.q.shape[0]
-    order = torch.tensor([0, *range(rows), rows - 1], device=DEVICE)
-    seat_of, positions = inputs.keys.seat_of[order], inputs.segments.positions[order]
-    seat_of[[0, -1]] = EMPTY
-    positions[0] = 1 << 40
-    return Inputs(
-        inputs.q[order],
-        inputs.weights[order],
-        replace(inputs.keys, seat_of=seat_of, runs=()),
-        Segments((), (), positions, torch.zeros_like(positions)),
-    )
-
-
-def reference_scores(inputs: Inputs) -> list[Tensor]:
-    """Returns the float32 scores of each query, for all positions up to the query's position."""
-    rows: list[Tensor] = []
-    for segment, first, last, length in inputs.segments:
-        context = inputs.keys.gather(segment, length, torch.float32)
-        positions = inputs.segments.positions[first:last]
-        scores = reference.index_scores(inputs.q[first:last], inputs.weights[first:last], context, positions, SCALE)
-        rows.extend(row[: int(position) + 1] for row, position in zip(scores, positions, strict=True))
-    return rows
+def poisoned_empty(*size: int, **options: Any) -> Tensor:
+    """Replaces torch.empty. The memory holds NaN if its type has one."""
+    tensor = torch.zeros(*size, **options)
+    return tensor.fill_(NAN if tensor.is_floating_point() else -77)
 
 
 def run_score(impl: ModuleType, inputs: Inputs, k: int = 0, *, share_context: bool = False) -> Any:
     context = -(-int(inputs.segments.positions.max() + 1) // 4096) * 4096
-    poison = torch.full((inputs.q.shape[0], context), NAN, device=DEVICE)
-    del poison  # on a GPU, the allocator reuses this memory for the scores, which have the same size
     seats, positions = inputs.keys.seat_of, inputs.segments.positions
     arguments = (inputs.q, inputs.weights, inputs.keys, seats, positions, context, k, SCALE)
-    return impl.score(*arguments, share_context=share_context)
+    with mock.patch.object(torch, "empty", poisoned_empty):
+        return impl.score(*arguments, share_context=share_context)
 
 
 SMALL = [
@@ -188,7 +95,7 @@ def test_scores_equal_the_reference(impl: ModuleType, case: Case) -> None:
     for row, (position, exact) in enumerate(zip(inputs.segments.positions.tolist(), expected, strict=True)):
         got = scores.values[row, : position + 1]
         assert float((got - exact).norm() / exact.norm()) < 1e-3
-        sums = scores.moments[row].sum(0)
+        sums = scores.moments[row, : int(scores.shares[row])].sum(0)
         assert abs(float(sums[0] - got.sum())) < 1e-3 * float(got.abs().sum())
         torch.testing.assert_close(sums[1], got.square().sum(), rtol=1e-3, atol=0.0)
 
@@ -201,8 +108,8 @@ def test_padded_queries_and_queries_that_select_every_position_are_not_scored(im
     seats = inputs.keys.seat_of.clone()
     seats[0] = EMPTY
     inputs = replace(inputs, keys=replace(inputs.keys, seat_of=seats))
-    for row, (length, moments) in enumerate(zip(case.lengths, run_score(impl, inputs, k).moments, strict=True)):
-        assert bool((moments == 0).all()) == (row == 0 or length <= k)
+    for row, (length, values) in enumerate(zip(case.lengths, run_score(impl, inputs, k).values, strict=True)):
+        assert bool(values.isnan().all()) == (row == 0 or length <= k)
 
 
 def draw_scores(kind: str, rows: int) -> Tensor:
@@ -254,6 +161,7 @@ def check_selection(impl: ModuleType, values: Tensor, lengths: Sequence[int], k:
     scores = impl.Scores(
         torch.cat((poisoned[:1], poisoned, poisoned[:1])).to(DEVICE),
         torch.cat((moments[:1], moments, moments[:1])).to(DEVICE),
+        torch.full((rows + 2,), moments.shape[1], dtype=torch.int32, device=DEVICE),
     )
     out = torch.full((rows + 2, k), -7, device=DEVICE)
     impl.select(scores, seats, positions, k, out)

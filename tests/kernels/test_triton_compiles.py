@@ -262,7 +262,7 @@ def index_topk_cases() -> dict[str, Case]:
         "*bf16": "q",
         "*fp32": "weights values moments bins_at listed",
         "*i64": "table seat_of positions out",
-        "*i32": "counts listed_positions totals",
+        "*i32": "counts listed_positions totals shares",
         "fp32": "scale",
         "i64": "part_stride",
     }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
+from hotset.kernels.fp8 import round_to_fp8
 from hotset.kernels.rows import PagedRows, accumulation_dtype
 from hotset.kernels.segments import Segments
 from hotset.kernels.stable_topk import stable_topk
@@ -19,13 +20,15 @@ MIN_GROUPED_CONTEXT = 24  # from this many times k positions on, contexts are se
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
     out = torch.empty(q.shape[0], k, dtype=torch.int64)
+    accumulation = accumulation_dtype(q.dtype)
+    q = round_to_fp8(q) if keys.layout.quantised else q
     for segment, first, last, length in segments:
         start = length - (last - first)  # position of the first query
         scored = min(last, first + max(0, k - start))  # queries [first, scored) see at most k positions
         _select_all(out[first:scored], start)
         if scored == last:
             continue
-        context = keys.gather(segment, length, accumulation_dtype(q.dtype))
+        context = keys.gather(segment, length, accumulation)
         block = max(1, BLOCK_SCORES // (q.shape[1] * length))
         memory = context.new_empty(min(block, last - scored) * q.shape[1] * length)
         for begin in range(scored, last, block):

@@ -1,4 +1,4 @@
-"""index_topk in Triton: `score` writes the scores of all positions to a workspace, `select` selects the best.
+"""index_topk on a GPU: `score` writes the scores of all positions to a workspace, `select` selects the best.
 
 The launches depend only on device tensors and on shapes, so they can be captured in a graph. The workspace is bounded:
 if the scores of all queries exceed WORKSPACE_BYTES, the queries are processed in several batches.
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hotset.base.units import ceil_div
-from hotset.kernels.index_topk.triton_score import Scores, score
+from hotset.kernels.index_topk import cuda_score, triton_score
+from hotset.kernels.index_topk.scores import Scores
 from hotset.kernels.index_topk.triton_select import CONTEXT_MULTIPLE, select
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
@@ -31,6 +32,25 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
         scores = score(q[part], weights[part], keys, seats, positions, context, k, scale, share_context=share_context)
         select(scores, seats, positions, k, out[part])
     return out
+
+
+def score(
+    q: Tensor,
+    weights: Tensor,
+    keys: PagedRows,
+    seats: Tensor,
+    positions: Tensor,
+    context: int,
+    k: int,
+    scale: float,
+    *,
+    share_context: bool = False,
+) -> Scores:
+    """Scores queries with the fastest kernel that supports them. The arguments are those of `triton_score.score`."""
+    arguments = (q, weights, keys, seats, positions, context, k, scale)
+    if not share_context and q.is_cuda and cuda_score.supports(q, keys):
+        return cuda_score.score(*arguments)
+    return triton_score.score(*arguments, share_context=share_context)
 
 
 def _context(keys: PagedRows, segments: Segments) -> int:

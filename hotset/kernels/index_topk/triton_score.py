@@ -3,9 +3,10 @@
 The left operand of the matrix product is a tile of keys. The right operand has one column for every head of every query
 in the tile of queries; the heads of a query are padded to a power of two, at least 16. If several queries of a tile
 share a context, its keys are read once for all of them.
-fp8 keys are converted to float16, which represents every e4m3 value. Their scale is positive, so it is applied after
-the sum over the heads. Each head of a query is divided by a power of two. Relative to the largest value of the head,
-float16 is then at least as precise as bfloat16.
+If keys are in fp8, the heads of queries are quantised like them. The codes of both are converted to float16, which
+represents every e4m3 value. The scale of a key is positive, so it is applied after the sum over the heads. Otherwise,
+each head of a query is divided by a power of two: relative to the largest value of the head, float16 is then at least
+as precise as bfloat16.
 
 The length of a block of keys is rarely a multiple of the length of a tile. The last tile of a block is moved back so
 that it ends with the block, and no load needs a mask. It does not write the scores of keys that the previous tile also
@@ -13,7 +14,6 @@ contains. Only blocks shorter than a tile are loaded with a mask.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.mla_append.triton_impl import e4m3_scale
 from hotset.kernels.rows import PagedRows
 
 
@@ -51,20 +53,10 @@ OWN_CONTEXT_PLAIN = {  # index keys in 16 bits
 }
 SHARED_CONTEXT = ScoreTuning(columns=128, programs_per_sm=2)  # limited by arithmetic
 MIN_HEADS = 16  # required by the matrix instructions; padding heads have weight 0
-MAX_SPLITS = 1024  # programs that share the contexts of one tile of queries
 OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored dtype
-INTERPRETED_MULTIPROCESSORS = 2  # assumed when the kernels are interpreted on a CPU
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The scores of a batch of queries. The values of unseen positions and of unscored queries are not written."""
-
-    values: Tensor  # [queries, context] float32
-    moments: Tensor  # [queries, splits, 2] float32: sums of the scores and of their squares, per share of the context
 
 
 def score(
@@ -97,6 +89,7 @@ def score(
     splits = max(1, min(splits, triton.cdiv(context, tuning.keys), MAX_SPLITS))
     values = torch.empty(num_queries, context, dtype=torch.float32, device=q.device)
     moments = torch.empty(num_queries, splits, 2, dtype=torch.float32, device=q.device)
+    shares = torch.empty(num_queries, dtype=torch.int32, device=q.device)
     q = q if q.stride(2) == 1 else q.contiguous()
     _score_kernel[(tiles, splits)](
         q=q,
@@ -107,6 +100,7 @@ def score(
         positions=positions.contiguous(),
         values=values,
         moments=moments,
+        shares=shares,
         scale=scale,
         k=k,
         num_queries=num_queries,
@@ -132,19 +126,11 @@ def score(
         num_warps=tuning.warps,
         **launch_options(tuning),
     )
-    return Scores(values, moments)
+    return Scores(values, moments, shares)
 
 
 def launch_options(tuning: ScoreTuning) -> dict[str, Any]:
     return OPTIONS if tuning.registers is None else OPTIONS | {"maxnreg": tuning.registers}
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of the device."""
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit(do_not_specialize=["k", "num_queries", "first_part"])  # type: ignore[untyped-decorator]
@@ -157,6 +143,7 @@ def _score_kernel(
     positions: tl.tensor,
     values: tl.tensor,
     moments: tl.tensor,
+    shares: tl.tensor,
     scale: tl.tensor,
     k: tl.tensor,
     num_queries: tl.tensor,
@@ -203,6 +190,7 @@ def _score_kernel(
             tile_queries,
             heads_padded,
             head_dim,
+            scaled,
             operand,
         )
         key = tl.arange(0, tile_keys)
@@ -255,6 +243,8 @@ def _score_kernel(
     moments_at = moments + (query * splits + split) * 2
     tl.store(moments_at, tl.sum(sums, 0), mask=query < num_queries)
     tl.store(moments_at + 1, tl.sum(squares, 0), mask=query < num_queries)
+    if split == 0:
+        tl.store(shares + query, tl.zeros([tile_queries], tl.int32) + splits, mask=query < num_queries)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -270,11 +260,13 @@ def _load_queries(
     tile_queries: tl.constexpr,
     heads_padded: tl.constexpr,
     head_dim: tl.constexpr,
+    quantised: tl.constexpr,
     operand: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns q as [head_dim, queries x heads], scaled to [-2, 2], and the weight of each column.
+    """Returns q as [head_dim, queries x heads] and the weight of each column.
 
-    The weights include `scale` and undo the scaling of q.
+    Each column is scaled: to e4m3 codes if `quantised`, otherwise to [-2, 2]. The weights include `scale` and undo the
+    scaling of q.
     """
     column = tl.arange(0, tile_queries * heads_padded)
     query = first_query + column // heads_padded
@@ -283,11 +275,15 @@ def _load_queries(
     dim = tl.arange(0, head_dim)
     at = q + query[None, :] * query_stride + head[None, :] * head_stride + dim[:, None]
     q_tile = tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
+    head_weights = tl.load(weights + query * heads + head, mask=there, other=0.0)
+    if quantised:
+        unit = e4m3_scale(tl.max(tl.abs(q_tile), 0))
+        quotients = tl.div_rn(q_tile, tl.broadcast_to(unit[None, :], q_tile.shape))
+        return quotients.to(tl.float8e4nv).to(operand), head_weights * scale * unit
     # `unit` has the bits of the largest power of two that does not exceed the largest magnitude of a column. It is
     # clamped so that unit and 1 / unit are normal numbers.
     unit = tl.max(tl.abs(q_tile), 0).to(tl.int32, bitcast=True) & 0x7F800000
     unit = tl.minimum(tl.maximum(unit, 0x0D800000), 0x71000000)
     inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)
-    head_weights = tl.load(weights + query * heads + head, mask=there, other=0.0)
     head_weights = head_weights * scale * unit.to(tl.float32, bitcast=True)
     return (q_tile * inverse[None, :]).to(operand), head_weights

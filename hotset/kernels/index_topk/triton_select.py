@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.triton_score import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ def select(
             bins_at=bins,
             value_stride=context,
             k=k,
-            score_splits=scores.moments.shape[1],
+            shares=scores.shares,
+            moment_stride=2 * scores.moments.shape[1],
             **sizes,
             **OPTIONS,
         )
@@ -127,7 +128,7 @@ def select(
     )
 
 
-@triton.jit(do_not_specialize=["k", "score_splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["k"])  # type: ignore[untyped-decorator]
 def _count_kernel(
     values: tl.tensor,
     seat_of: tl.tensor,
@@ -137,7 +138,8 @@ def _count_kernel(
     bins_at: tl.tensor,  # [queries, 2] float32, written: (a, b); score x has bin a * x + b, clamped to the bins
     value_stride: tl.tensor,
     k: tl.tensor,
-    score_splits: tl.tensor,
+    shares: tl.tensor,
+    moment_stride: tl.tensor,
     block: tl.constexpr,
     bins: tl.constexpr,
 ) -> None:
@@ -146,7 +148,7 @@ def _count_kernel(
     splits = tl.num_programs(1)
     length = _length(seat_of, positions, query)
     if length > k:
-        per_score, offset = _bins(moments + query * score_splits * 2, score_splits, length, k, bins)
+        per_score, offset = _bins(moments + query * moment_stride, tl.load(shares + query), length, k, bins)
         if split == 0:
             tl.store(bins_at + query * 2, per_score)
             tl.store(bins_at + query * 2 + 1, offset)

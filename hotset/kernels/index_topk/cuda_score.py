@@ -1,0 +1,125 @@
+"""Scores fp8 index keys of queries that share no context in CUDA C++, for Hopper: constants and launch shape."""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hotset.base.errors import InternalError
+from hotset.base.units import ceil_div
+from hotset.kernels import cuda_source
+from hotset.kernels.cuda_source import LaunchShape
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.rows import PagedRows
+
+SOURCE = Path(__file__).with_name("score.cu")
+CAPABILITY = 9  # the major compute capability of Hopper
+HEAD_DIM = 128
+ALIGN = 16  # bytes: of the copies
+THREADS, TILE, GROUP = 128, 64, 32  # threads of a block; keys of a tile; heads per product
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Parameters of the kernel that affect only speed."""
+
+    stages: int = 6  # tiles in shared memory: those in flight and the current one
+    blocks_per_sm: int = 4
+
+
+TUNED = {  # by groups of heads
+    1: BlockShape(),
+    2: BlockShape(stages=5),
+    3: BlockShape(stages=5, blocks_per_sm=3),
+    4: BlockShape(stages=5, blocks_per_sm=3),
+}
+
+
+def supports(q: Tensor, keys: PagedRows) -> bool:
+    """Returns whether the kernel can score these keys on this device."""
+    blocks = keys.blocks
+    strides = [stride * blocks.element_size() for stride in blocks.stride()[:2]]
+    return (
+        keys.layout.quantised == HEAD_DIM
+        and torch.cuda.get_device_capability(q.device)[0] == CAPABILITY
+        and not any(number % ALIGN for number in (blocks.data_ptr(), *strides))
+    )
+
+
+def score(
+    q: Tensor,
+    weights: Tensor,
+    keys: PagedRows,
+    seats: Tensor,
+    positions: Tensor,
+    context: int,
+    k: int,
+    scale: float,
+    shape: BlockShape | None = None,
+) -> Scores:
+    """Returns the same as `triton_score.score`, up to rounding."""
+    queries, heads, _ = q.shape
+    blocks = keys.blocks
+    parts, _, block_rows, width = blocks.shape
+    if not (blocks.stride(3) == 1 and blocks.stride(2) == width):
+        raise InternalError(f"index keys must be adjacent: {blocks.stride()}")
+    if q.stride(2) != 1 or q.data_ptr() % ALIGN or q.stride(0) % 8 or q.stride(1) % 8:
+        q = q.contiguous()
+    groups = ceil_div(heads, GROUP)
+    shape = shape or TUNED[groups]
+    values = torch.empty(queries, context, dtype=torch.float32, device=q.device)
+    most_tiles = queries * ceil_div(context, block_rows) * ceil_div(block_rows, TILE)
+    num_blocks = min(multiprocessors(q.device) * shape.blocks_per_sm, most_tiles, MAX_SPLITS)
+    moments = torch.empty(queries, num_blocks, 2, dtype=torch.float32, device=q.device)
+    shares = torch.empty(queries, dtype=torch.int32, device=q.device)
+    kernel = cuda_source.kernel(
+        SOURCE,
+        "score",
+        GROUPS=groups,
+        HALF=int(q.dtype == torch.float16),
+        STAGES=shape.stages,
+        BLOCKS=shape.blocks_per_sm,
+        SHARED_BYTES=_shared_bytes(groups, shape.stages),
+    )
+    kernel.launch(
+        LaunchShape(num_blocks, THREADS, _shared_bytes(groups, shape.stages)),
+        q,
+        weights.float().contiguous(),
+        blocks,
+        keys.table,
+        seats.contiguous(),
+        positions.contiguous(),
+        values,
+        moments,
+        shares,
+        q.stride(0),
+        q.stride(1),
+        keys.table.stride(0),
+        blocks.stride(0),
+        blocks.stride(1),
+        context,
+        num_blocks,
+        queries,
+        heads,
+        k,
+        parts,
+        keys.step,
+        keys.first_part,
+        block_rows,
+        _bits(scale),
+    )
+    return Scores(values, moments, shares)
+
+
+def _shared_bytes(groups: int, stages: int) -> int:
+    """Returns the size of `Shared` in score.cu."""
+    tiles = stages * (TILE * (HEAD_DIM + 4) + 8)
+    return ceil_div(GROUP * groups * (HEAD_DIM + 4) + tiles + 56, 1024) * 1024
+
+
+def _bits(value: float) -> int:
+    """Returns the bits of a float32, because kernels accept only integers."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits

@@ -1,0 +1,27 @@
+"""The result of scoring, which selection reads."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MAX_SPLITS = 1024  # programs that share the context of one query
+INTERPRETED_MULTIPROCESSORS = 2  # assumed when the kernels are interpreted on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of a batch of queries. The values of unseen positions and of unscored queries are not written."""
+
+    values: Tensor  # [queries, context] float32
+    moments: Tensor  # [queries, splits, 2] float32: sums of the scores and of their squares, per share of the context
+    shares: Tensor  # [queries] int32: number of `moments` of the query that were written
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of the device."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
