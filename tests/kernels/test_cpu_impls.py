@@ -1,5 +1,7 @@
 """Compares the CPU implementations of index_topk and sparse_attention with their references, over poisoned memory."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,6 +85,19 @@ def test_index_topk_selects_what_the_reference_selects(
         patch.setattr(index_cpu, "MIN_GROUPED_CONTEXT", min_grouped)
         selected = index_cpu.index_topk(*arguments)
     assert torch.equal(selected, index_reference.index_topk(*arguments))
+
+
+@pytest.mark.parametrize("impl", [index_reference, index_cpu])
+def test_queries_are_quantised_where_keys_are(impl: ModuleType) -> None:
+    """The query (448, 17) becomes (448, 16) in e4m3, so it prefers a key that scores 16.5 to one that scores 17."""
+    q = torch.zeros(1, 1, 8)
+    q[0, 0, :2] = torch.tensor([448.0, 17.0])
+    values = torch.zeros(2, 8)
+    values[0, 1], values[1, 0] = 1.0, 16.5 / 448
+    for fp8, best in ((False, 0), (True, 1)):
+        layout = index_key_row(8, torch.float32, fp8)
+        keys = PagedRows(layout.encode(values)[None, None], [[(0, 1)]], layout, torch.tensor([[0]]), torch.tensor([0]))
+        assert impl.index_topk(q, torch.ones(1, 1), keys, make_segments([1], [1], CPU), 1, 1.0).tolist() == [[best]]
 
 
 @EXAMPLES

@@ -268,14 +268,14 @@ def index_topk_cases() -> dict[str, Case]:
     }
     aligned = ("heads", "query_stride", "head_stride", "part_stride", "page_stride", "value_stride", "room")
 
-    def score_case(tuning: Any, fp8: bool, parts: int = 1, step: int = 1) -> Case:
+    def score_case(tuning: Any, fp8: bool, parts: int = 1, step: int = 1, operand: Any = None) -> Case:
         constants = {
             "tile_queries": max(1, tuning.columns // 32),
             "heads_padded": 32,
             "head_dim": 128,
             "key_stride": 132 if fp8 else 128,
             "scaled": fp8,
-            "operand": tl.float16 if fp8 else tl.bfloat16,
+            "operand": operand or (tl.float16 if fp8 else tl.bfloat16),
             "parts": parts,
             "step": step,
             "block_rows": 318 if fp8 else 164,
@@ -295,7 +295,7 @@ def index_topk_cases() -> dict[str, Case]:
     return {
         "score fp8": score_case(score.OWN_CONTEXT[32], fp8=True, parts=26, step=7),  # 21 groups in 78 layers
         "score bf16": score_case(score.OWN_CONTEXT_PLAIN[64], fp8=False),
-        "score shared context": score_case(score.SHARED_CONTEXT, fp8=True),
+        "score shared context": score_case(score.SHARED_CONTEXT, fp8=True, operand=tl.float8e4nv),
         "count": select_case("_count_kernel", sizes, tuning.warps),
         "gather": select_case("_gather_kernel", sizes | {"max_splits": 8}, tuning.warps),
         "finish": select_case("_finish_kernel", {"block": 4096}, tuning.finish_warps),
@@ -433,6 +433,11 @@ def test_fp8_products_use_wgmma_and_read_codes_and_scales_asynchronously(compile
         for copied in (16, 4):  # codes, scales
             assert re.search(rf"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x{copied:x}", ptx), name
         assert compiled[name].shared_bytes <= SHARED_OF_TWO, f"{name}: {compiled[name].shared_bytes} B"
+
+
+def test_chunks_score_fp8_keys_without_conversion(compiled: dict[str, CompiledKernel]) -> None:
+    ptx = compiled["score shared context"].ptx
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx and ".f16.f16" not in ptx
 
 
 @pytest.mark.parametrize("name", SLICES)

@@ -11,11 +11,10 @@ from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, is_hopper, multiprocessors
 from hotset.kernels.rows import PagedRows
 
 SOURCE = Path(__file__).with_name("score.cu")
-CAPABILITY = 9  # the major compute capability of Hopper
 HEAD_DIM = 128
 ALIGN = 16  # bytes: of the copies
 THREADS, TILE, GROUP = 128, 64, 32  # threads of a block; keys of a tile; heads per product
@@ -25,13 +24,13 @@ THREADS, TILE, GROUP = 128, 64, 32  # threads of a block; keys of a tile; heads 
 class BlockShape:
     """Parameters of the kernel that affect only speed."""
 
-    stages: int = 6  # tiles in shared memory: those in flight and the current one
-    blocks_per_sm: int = 4
+    stages: int  # tiles in shared memory: those in flight and the current one
+    blocks_per_sm: int
 
 
 TUNED = {  # by groups of heads
-    1: BlockShape(),
-    2: BlockShape(stages=5),
+    1: BlockShape(stages=3, blocks_per_sm=6),
+    2: BlockShape(stages=3, blocks_per_sm=4),
     3: BlockShape(stages=5, blocks_per_sm=3),
     4: BlockShape(stages=5, blocks_per_sm=3),
 }
@@ -43,7 +42,7 @@ def supports(q: Tensor, keys: PagedRows) -> bool:
     strides = [stride * blocks.element_size() for stride in blocks.stride()[:2]]
     return (
         keys.layout.quantised == HEAD_DIM
-        and torch.cuda.get_device_capability(q.device)[0] == CAPABILITY
+        and is_hopper(q.device)
         and not any(number % ALIGN for number in (blocks.data_ptr(), *strides))
     )
 

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+HOPPER = 9  # major compute capability
 MAX_SPLITS = 1024  # programs that share the context of one query
 INTERPRETED_MULTIPROCESSORS = 2  # assumed when the kernels are interpreted on a CPU
 
@@ -25,3 +26,7 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER

@@ -48,7 +48,7 @@ def score(
 ) -> Scores:
     """Scores queries with the fastest kernel that supports them. The arguments are those of `triton_score.score`."""
     arguments = (q, weights, keys, seats, positions, context, k, scale)
-    if not share_context and q.is_cuda and cuda_score.supports(q, keys):
+    if not share_context and cuda_score.supports(q, keys):
         return cuda_score.score(*arguments)
     return triton_score.score(*arguments, share_context=share_context)
 

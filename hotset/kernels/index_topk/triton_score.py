@@ -3,10 +3,11 @@
 The left operand of the matrix product is a tile of keys. The right operand has one column for every head of every query
 in the tile of queries; the heads of a query are padded to a power of two, at least 16. If several queries of a tile
 share a context, its keys are read once for all of them.
-If keys are in fp8, the heads of queries are quantised like them. The codes of both are converted to float16, which
-represents every e4m3 value. The scale of a key is positive, so it is applied after the sum over the heads. Otherwise,
-each head of a query is divided by a power of two: relative to the largest value of the head, float16 is then at least
-as precise as bfloat16.
+If keys are in fp8, the heads of queries are quantised like them. Where queries share a context, Hopper multiplies the
+codes as they are; its sums are less precise than float32, which changes scores by about 1e-4 of their magnitude.
+Otherwise, codes are converted to float16, which represents every e4m3 value. The scale of a key is positive, so it is
+applied after the sum over the heads. If keys are not in fp8, each head of a query is divided by a power of two.
+Relative to the largest value of the head, float16 is then at least as precise as bfloat16.
 
 The length of a block of keys is rarely a multiple of the length of a tile. The last tile of a block is moved back so
 that it ends with the block, and no load needs a mask. It does not write the scores of keys that the previous tile also
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, is_hopper, multiprocessors
 from hotset.kernels.mla_append.triton_impl import e4m3_scale
 from hotset.kernels.rows import PagedRows
 
@@ -82,6 +83,7 @@ def score(
     elif tuning is None:
         by_heads = OWN_CONTEXT if keys.layout.quantised else OWN_CONTEXT_PLAIN
         tuning = next(tuning for max_heads, tuning in by_heads.items() if heads <= max_heads)
+    multiply_fp8 = keys.layout.quantised > 0 and share_context and is_hopper(q.device)
     padded_heads = max(MIN_HEADS, triton.next_power_of_2(heads))
     tile_queries = max(1, tuning.columns // padded_heads)
     tiles = triton.cdiv(num_queries, tile_queries)
@@ -116,7 +118,7 @@ def score(
         head_dim=head_dim,
         key_stride=width,
         scaled=keys.layout.quantised > 0,
-        operand=OPERAND[blocks.dtype],
+        operand=tl.float8e4nv if multiply_fp8 else OPERAND[blocks.dtype],
         first_part=keys.first_part,
         step=keys.step,
         parts=parts,
