@@ -1,8 +1,9 @@
-"""Runs coding agents with a scripted model. Each gets the task to write a file, and must call a tool to do it."""
+"""Runs agents with a scripted model. Each gets a task, and must call a tool to do it."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from client_runs import Client, Session, check
+from client_runs import CLIENTS, Client, Session, check, inspect_log
 
 SCRIPTED_MODEL = "scripted"
 AGENT_SCRIPTS = {
@@ -19,6 +20,13 @@ AGENT_SCRIPTS = {
         '{"name": "Bash", "arguments": {"command": "echo made',
         ' by claude > made.txt", "description": "Writes a file"}}',
         "</tool_call>",
+    ],
+    "add-with-inspect": [
+        "I add them.",
+        "\n\n<tool_call>",
+        '{"name": "add", "arguments": {"x": 19,',
+        ' "y": 23}}',
+        "</tool_call>\n",
     ],
     "result": ["The file ", "is written", ". Done."],
     "other": ["I do not", " understand", " this."],
@@ -60,6 +68,23 @@ def claude_writes(session: Session) -> str:
     return _checked(session, said, "made by claude\n")
 
 
+def inspect_tools(session: Session) -> str:
+    """A task with a tool through the provider `openai-api`, streamed and not: inspect runs the calls of `add`, and
+    sends their results."""
+    for stream in ("false", "true"):
+        part = replace(session, folder=session.folder / f"stream-{stream}")
+        part.folder.mkdir()
+        log = inspect_log(part, "inspect_task.py@tools", SCRIPTED_MODEL, "-M", f"stream={stream}")
+        check(len(log["samples"]) == 3, f"{len(log['samples'])} of 3 samples were completed")
+        for sample in log["samples"]:
+            turns = [(message["role"], message["content"]) for message in sample["messages"]]
+            check([role for role, _ in turns] == ["user", "assistant", "tool", "assistant"], f"the turns were {turns}")
+            check(turns[2][1] == "42", f"the result of the tool was {turns[2][1]!r}")
+        accuracy = log["results"]["scores"][0]["metrics"]["accuracy"]["value"]
+        check(accuracy == 1, f"accuracy {accuracy:.2f}")
+    return "2 x 3 samples, each with one call; accuracy 1.00"
+
+
 def _home(session: Session) -> Path:
     """Returns an empty home, so that the agent finds no settings and no keys of the user."""
     home = session.folder / "home"
@@ -75,6 +100,9 @@ def _checked(session: Session, said: str, written: str) -> str:
 
 
 AGENTS = {
-    "Codex": Client("0.166.0", ("@openai/codex@0.166.0",), (codex_writes,), is_node_program=True),
-    "Claude Code": Client("2.1.325", ("@anthropic-ai/claude-code@2.1.325",), (claude_writes,), is_node_program=True),
+    "inspect-ai": replace(CLIENTS["inspect-ai"], scripted_runs=(inspect_tools,)),
+    "Codex": Client("0.166.0", ("@openai/codex@0.166.0",), scripted_runs=(codex_writes,), is_node_program=True),
+    "Claude Code": Client(
+        "2.1.325", ("@anthropic-ai/claude-code@2.1.325",), scripted_runs=(claude_writes,), is_node_program=True
+    ),
 }

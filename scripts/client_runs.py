@@ -236,27 +236,32 @@ def llm_turns(session: Session) -> str:
 
 def inspect_task(session: Session) -> str:
     """A task of 10 questions, through the provider `openai-api`."""
+    log = inspect_log(session, "inspect_task.py@questions", MODEL, "--max-tokens", "16")
+    check(len(log["samples"]) == 10, f"{len(log['samples'])} of 10 samples were completed")
+    accuracy = log["results"]["scores"][0]["metrics"]["accuracy"]["value"]
+    check(accuracy >= 0.5, f"accuracy {accuracy:.2f}; the model knows more than half of the answers")
+    return f"10 samples, accuracy {accuracy:.2f}"
+
+
+def inspect_log(session: Session, task: str, model: str, *options: str) -> dict[str, Any]:
+    """Runs a task and returns inspect's log of it. Raises UnexpectedResult if it did not succeed."""
     session.run(
         "inspect",
         "eval",
-        "inspect_task.py",
-        *("--model", f"openai-api/hotset/{MODEL}"),
+        task,
+        *("--model", f"openai-api/hotset/{model}"),
         *("--temperature", "0"),
-        *("--max-tokens", "16"),
         *("--display", "plain"),
         *("--log-format", "json"),
         *("--log-dir", str(session.folder / "logs")),
+        *options,
         folder=DATA,  # inspect accepts only relative paths of tasks
         HOTSET_BASE_URL=f"{session.url}/v1",
         HOTSET_API_KEY="none",
     )
-    log = json.loads(session.only_file("logs/*.json").read_text())
+    log: dict[str, Any] = json.loads(session.only_file("logs/*.json").read_text())
     check(log["status"] == "success", f"status {log['status']}: {log.get('error')}")
-    results = log["results"]
-    check(results["completed_samples"] == 10, f"{results['completed_samples']} of 10 samples were completed")
-    accuracy = results["scores"][0]["metrics"]["accuracy"]["value"]
-    check(accuracy >= 0.5, f"accuracy {accuracy:.2f}; the model knows more than half of the answers")
-    return f"10 samples, accuracy {accuracy:.2f}"
+    return log
 
 
 def replay_sglang(session: Session) -> str:
@@ -280,8 +285,9 @@ def _replay(session: Session, tool: str) -> str:
 class Client:
     version: str
     requirements: tuple[str, ...]
-    runs: tuple[Run, ...]
-    is_node_program: bool = False  # installed with npm, and run with a scripted model
+    runs: tuple[Run, ...] = ()  # with the embedded model
+    scripted_runs: tuple[Run, ...] = ()  # with a model that follows a script
+    is_node_program: bool = False  # installed with npm
 
 
 def save_tokenizer(folder: Path) -> None:
