@@ -16,7 +16,7 @@ from hotset.base.units import MIB
 from hotset.serve.access_log import REQUEST_ID, AccessLog, HttpMetrics
 from hotset.serve.errors import error_response
 from hotset.serve.messages_api.errors import MessagesErrors
-from hotset.serve.protocol import REQUEST_ID_HEADER
+from hotset.serve.protocol import IGNORED_TOOLS_HEADER, REQUEST_ID_HEADER
 from hotset.serve.retry_after import Turnover
 
 DOCS_PATHS = (
@@ -60,7 +60,7 @@ def middleware_of(config: HttpConfig, metrics: HttpMetrics) -> list[Middleware]:
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+            expose_headers=[REQUEST_ID_HEADER, "retry-after", IGNORED_TOOLS_HEADER],
         )
         layers.append(cors)
     if config.api_key is not None:

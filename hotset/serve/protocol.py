@@ -44,6 +44,7 @@ from hotset.serve.structured_output import ResponseFormat, StructuredOutputs
 from hotset.serve.tools.fields import ToolChoiceField, Tools
 
 REQUEST_ID_HEADER = "x-request-id"
+IGNORED_TOOLS_HEADER = "x-hotset-ignored-tools"  # of a response
 # Union tags appear in the location of a validation error; this prefix distinguishes them from field names.
 UNION_TAG = "|"
 MAX_PROMPTS = 1024

@@ -105,6 +105,30 @@ def test_a_response_that_reaches_its_limit_is_incomplete(openai_client: openai.O
     assert last.type == "response.incomplete"
 
 
+def test_tools_that_codex_declares_are_ignored_by_name_and_refused_if_they_are_demanded(
+    openai_client: openai.OpenAI,
+) -> None:
+    hosted: list[Any] = [{"type": "web_search", "external_web_access": True}, {"type": "local_shell"}]
+    create = openai_client.responses.with_raw_response.create
+    raw = create(model=MODEL, input=ASK, tools=[FUNCTION, *hosted], stream=True, **GREEDY)
+    assert raw.headers["x-hotset-ignored-tools"] == "local_shell, web_search"
+    events: list[Any] = list(raw.parse())
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == '{"city": "Paris"}' and len(deltas) == 3, "arguments are sent while they are written"
+    assert "x-hotset-ignored-tools" not in create(model=MODEL, input=ASK, tools=[FUNCTION], **GREEDY).headers
+    with pytest.raises(openai.BadRequestError, match="web_search, which this server does not have"):
+        create(model=MODEL, input=ASK, tools=[FUNCTION, *hosted], tool_choice={"type": "web_search"})
+
+
+def test_the_input_of_a_tool_is_sent_while_it_is_written(claude: anthropic.Anthropic) -> None:
+    messages: Any = [{"role": "user", "content": ASK}]
+    with claude.messages.stream(
+        model=MODEL, max_tokens=100, messages=messages, tools=[TOOL], extra_body=GREEDY
+    ) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+    assert "".join(parts) == '{"city": "Paris"}' and len(parts) == 3
+
+
 def test_an_agent_of_responses_calls_a_tool_and_answers_with_its_result(openai_client: openai.OpenAI) -> None:
     first = respond(openai_client, tools=[FUNCTION])
     call = first.output[-1]

@@ -119,6 +119,7 @@ def test_a_response_repeats_tools_and_choices_as_they_were_sent() -> None:
         ("required", "required", ["look", "hear"]),
         ({"type": "function", "name": "hear"}, NamedTool("hear"), ["look", "hear"]),
         ({"type": "allowed_tools", "mode": "required", "tools": [FUNCTION]}, "required", ["look"]),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, FUNCTION]}, "auto", ["look"]),
     ],
 )
 def test_tool_choices_of_responses(choice: Any, expected: Any, offered: list[str]) -> None:
@@ -135,6 +136,8 @@ def test_tool_choices_of_responses(choice: Any, expected: Any, offered: list[str
         ([FUNCTION], {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "hear"}]}),
         ([], "required"),
         ([{"type": "web_search"}], "required"),
+        ([FUNCTION, {"type": "web_search"}], {"type": "web_search"}),
+        ([FUNCTION], {"type": "allowed_tools", "mode": "required", "tools": [{"type": "local_shell"}]}),
     ],
 )
 def test_a_choice_that_names_no_tool_is_refused(tools: list[Any], choice: Any) -> None:

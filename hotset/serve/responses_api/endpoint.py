@@ -15,6 +15,7 @@ from hotset.serve.blocks import AnswerBlocks, Block, BlockChange
 from hotset.serve.conversation import AnswerReader, Conversation, Finished, collected, events_of, thinking_kwargs
 from hotset.serve.errors import error_body
 from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response
+from hotset.serve.protocol import IGNORED_TOOLS_HEADER
 from hotset.serve.responses import Usage
 from hotset.serve.responses_api.answer import (
     CallEvent,
@@ -38,7 +39,13 @@ from hotset.serve.responses_api.answer import (
     TextEvent,
 )
 from hotset.serve.responses_api.request import ResponsesRequest, messages_of
-from hotset.serve.responses_api.tools import DeclaredTool, custom_input, declared_tools, tool_use
+from hotset.serve.responses_api.tools import (
+    DeclaredTool,
+    custom_input,
+    declared_tools,
+    ignored_tools,
+    tool_use,
+)
 from hotset.serve.service import Service
 
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -73,7 +80,10 @@ async def _create_response(request: Request, service: Service, body: ResponsesRe
     def new_responder(job: GenerationJob, reader: AnswerReader) -> ResponsesResponder:
         return ResponsesResponder(job, reader, tools, _unanswered(job, service, body))
 
-    return await answer(request, service, body, turn, new_responder)
+    response = await answer(request, service, body, turn, new_responder)
+    if ignored := ignored_tools(body.tools or ()):
+        response.headers[IGNORED_TOOLS_HEADER] = ", ".join(ignored)
+    return response
 
 
 @dataclass(frozen=True)

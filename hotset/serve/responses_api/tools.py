@@ -16,8 +16,16 @@ from hotset.serve.agent_request import JsonObject, ToolName
 from hotset.serve.protocol import LenientModel, Text, one_of
 from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolSpec, ToolUse
 
-# Tools that OpenAI's own servers run. Clients like Codex declare them in every request: the model does not see them.
-NotOffered = Literal["web_search", "web_search_preview", "image_generation"]
+# Tools that OpenAI's own servers run, or that only its own models call. Clients like Codex declare them in every
+# request, whoever answers it. The model does not see them, and a header of the response names them.
+NotOffered = Literal[
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+    "image_generation",
+    "local_shell",
+]
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -37,7 +45,7 @@ class CustomTool(LenientModel):
 
 
 class HostedTool(LenientModel):
-    """A tool that the server would have to run. It is accepted, but the model does not see it."""
+    """A tool that does not exist here. It is accepted, but the model does not see it."""
 
     type: NotOffered
 
@@ -86,22 +94,33 @@ class ChosenTool(LenientModel):
     namespace: Text | None = None
 
 
+def _allowed_form(choice: Any) -> str | None:
+    kind = _type_of(choice)
+    return "|tool" if kind in ("function", "custom") else "|hosted" if kind in get_args(NotOffered) else None
+
+
+AllowedTool = Annotated[
+    Annotated[ChosenTool, Tag("|tool")] | Annotated[HostedTool, Tag("|hosted")],
+    one_of(_allowed_form, "a tool of type function or custom; the server runs no tools itself"),
+]
+
+
 class AllowedTools(LenientModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def _choice_form(choice: Any) -> str | None:
     if isinstance(choice, str):
         return "|mode"
-    kind = _type_of(choice)
-    return "|tool" if kind in ("function", "custom") else "|allowed" if kind == "allowed_tools" else None
+    return "|allowed" if _type_of(choice) == "allowed_tools" else _allowed_form(choice)
 
 
 ToolChoiceField = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("|mode")]
     | Annotated[ChosenTool, Tag("|tool")]
+    | Annotated[HostedTool, Tag("|hosted")]
     | Annotated[AllowedTools, Tag("|allowed")],
     one_of(_choice_form, "none, auto, required, or an object of type function, custom or allowed_tools"),
 ]
@@ -139,6 +158,11 @@ def declared_tools(tools: Sequence[ResponseTool]) -> dict[str, DeclaredTool]:
     return declared
 
 
+def ignored_tools(tools: Sequence[ResponseTool]) -> list[str]:
+    """Returns the types of the tools that do not exist here."""
+    return sorted({tool.type for tool in tools if isinstance(tool, HostedTool)})
+
+
 def _declared(tool: FunctionTool | CustomTool, name: str, namespace: str | None) -> DeclaredTool:
     if isinstance(tool, FunctionTool):
         spec = ToolSpec(name, tool.description, tool.parameters, bool(tool.strict))
@@ -152,10 +176,14 @@ def _declared(tool: FunctionTool | CustomTool, name: str, namespace: str | None)
 def tool_use(declared: dict[str, DeclaredTool], choice: Any, *, parallel: bool) -> ToolUse:
     """Returns the tools of a request and the choice among them. Raises RequestError if it names no tool."""
     specs = tuple(tool.spec for tool in declared.values())
+    if isinstance(choice, HostedTool):
+        message = f"tool_choice demands the tool {choice.type}, which this server does not have; choose another"
+        raise RequestError(message, param="tool_choice", code="invalid_value")
     if isinstance(choice, ChosenTool):
         return ToolUse(specs, NamedTool(flat_name(choice.name, choice.namespace)), parallel)
     if isinstance(choice, AllowedTools):
-        allowed = [flat_name(tool.name, tool.namespace) for tool in choice.tools]
+        chosen = [tool for tool in choice.tools if isinstance(tool, ChosenTool)]
+        allowed = [flat_name(tool.name, tool.namespace) for tool in chosen]
         if (unknown := next((name for name in allowed if name not in declared), None)) is not None:
             message = f"tool_choice allows {unknown!r}, which is not one of the {len(declared)} tools"
             raise RequestError(message, param="tool_choice", code="invalid_value")
