@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from report import make_parser, report
-from topk_trace import TopkTrace, read_trace
 
 from hotset.base.errors import HotsetError
-from hotset.kernels import EMPTY
+from hotset.simulate.hot_buffer import HotBuffer
+from hotset.simulate.policies import lru
+from hotset.simulate.topk_trace import TopkTrace, read_trace
 
 SIZES = (1, 2, 4, 8)  # hot slots, in multiples of top-k
 WARM_UP_STEPS = 32
 TAIL_PAGES = 2
-NEVER = -1  # the stamp of an empty slot
 UNKNOWN = "-"
 NOTES = (
     "shares of selected rows; miss Nx: hot buffer of N x k slots without a tail, tail Nx: with a tail; "
@@ -57,35 +57,9 @@ class Locality:
     misses_with_tail: dict[int, float]  # by buffer size
 
 
-class LruBuffer:
-    """The hot buffer of one request and layer with exact LRU eviction. Among slots that were last used in the same
-    step, the lowest is evicted first."""
-
-    def __init__(self, slots: int, context: int) -> None:
-        """`context` is the maximum number of rows of the request. `position_of[slot]` is EMPTY for an empty slot."""
-        self._slot_of = np.full(context, EMPTY, dtype=np.int64)
-        self.position_of = np.full(slots, EMPTY, dtype=np.int64)
-        self._last_used = np.full(slots, NEVER, dtype=np.int64)
-
-    def select(self, step: int, positions: Positions) -> int:
-        """Loads the ascending `positions` and returns how many were missing. Steps must ascend from 0."""
-        slots = self._slot_of[positions]
-        self._last_used[slots[slots != EMPTY]] = step
-        missing = positions[slots == EMPTY]
-        if len(missing):
-            # The slots of hits now have the stamp of this step, so they come last and are not evicted.
-            victims = np.argsort(self._last_used, kind="stable")[: len(missing)]
-            evicted = self.position_of[victims]
-            self._slot_of[evicted[evicted != EMPTY]] = EMPTY
-            self._slot_of[missing] = victims
-            self.position_of[victims] = missing
-            self._last_used[victims] = step
-        return len(missing)
-
-
 def count_misses(series: Iterable[Positions], slots: int, context: int, warm_up: int) -> int:
     """Counts the misses of one request and layer after the first `warm_up` steps."""
-    buffer = LruBuffer(slots, context)
+    buffer = HotBuffer(slots, context, lru)
     by_step = [buffer.select(step, positions) for step, positions in enumerate(series)]
     return sum(by_step[warm_up:])
 
@@ -151,7 +125,7 @@ def mean(layers: list[Locality]) -> Locality:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "trace", type=Path, nargs="?", default=Path("data/topk/demo-dsa.topk"), help="file written by record_topk.py"
+        "trace", type=Path, nargs="?", default=Path("data/topk/demo-dsa.topk"), help="file written by `hotset record`"
     )
     options = parser.parse_args()
     try:

@@ -31,8 +31,9 @@ FLOORS = {
     "serve": 7,
     "__init__": 7,
     "plan": 8,
-    "cli": 9,
-    "__main__": 10,
+    "simulate": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 NO_TORCH = ("base", "bench", "grammar", "kv_events", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]

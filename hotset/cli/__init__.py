@@ -32,6 +32,7 @@ from hotset.cli.flags import (
 )
 from hotset.cli.local_engine import open_llm
 from hotset.cli.plan import add_plan
+from hotset.cli.simulate import add_simulate
 from hotset.cli.terminal import (
     CHAT_COMMANDS,
     CHAT_KEYS,
@@ -73,6 +74,7 @@ app = typer.Typer(
 app.add_typer(evaluation.app, name="eval")
 add_bench(app)
 add_plan(app)
+add_simulate(app)
 
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 always takes the most likely token. Default: the model's.")

@@ -19,7 +19,8 @@ one another, each preceded by its length in bytes as a varint:
     firsts     per step that has new positions: the lowest of them
     gaps       per step: the differences between adjacent new positions, minus 1
 
-At step s, the query of request r is the newest of `context_lengths[r] + s` rows. In a context shorter than k, fewer
+At step s, the query of request r is the newest of `context_lengths[r] + s` rows. `hotset record` begins with the last
+token of the prompt. In a context shorter than k, fewer
 than k positions are selected; in memory, EMPTY follows them.
 """
 
@@ -80,10 +81,15 @@ class TopkTrace:
 
 
 def write_trace(path: Path, trace: TopkTrace) -> None:
-    """Writes or overwrites the file. Selections must be ascending, distinct and EMPTY-padded."""
+    """Writes or overwrites the file.
+
+    Raises ConfigError if the selections do not fit the header, or are not ascending, distinct and EMPTY-padded.
+    """
     header, selections = trace.header, trace.selections
-    assert selections.shape == header.shape, f"selections have shape {selections.shape}, the header {header.shape}"
-    assert len(header.context_lengths) == header.requests, "the header needs one context length per request"
+    if selections.shape != header.shape:
+        raise ConfigError(f"{path}: selections have shape {selections.shape}, the header {header.shape}")
+    if len(header.context_lengths) != header.requests:
+        raise ConfigError(f"{path}: the header needs one context length per request")
     body = _pack(selections)
     fields_json = asdict(header) | {"body_bytes": len(body), "body_crc32": zlib.crc32(body)}
     text = json.dumps(fields_json).encode()
@@ -154,7 +160,8 @@ def _changes(series: Iterable[NDArray[np.int32]]) -> tuple[Integers, ...]:
         previous = np.empty(0, dtype=np.int64)
         for padded in steps:
             current = padded[padded != EMPTY].astype(np.int64)
-            assert (np.diff(current) > 0).all(), "positions must be ascending and distinct"
+            if (np.diff(current) <= 0).any():
+                raise ConfigError("the positions of a selection must be ascending and distinct")
             removed = np.flatnonzero(~np.isin(previous, current, assume_unique=True))
             added = np.setdiff1d(current, previous, assume_unique=True)
             counts = np.array([len(removed)]), np.array([len(added)])
