@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from hotset.base.structure import Structure, invalid_structure
+from hotset.grammar.finite import check_finite
 
 # White space between the tokens of JSON. It is bounded, or an answer could consist of white space without end.
 JSON_OPTIONS: Any = {
@@ -57,6 +58,7 @@ def _grammar_of(structure: Structure) -> str:
         case "json_schema":
             schema = json.loads(structure.value)
             _check_cost(schema)
+            check_finite(schema)
             if isinstance(schema, bool):
                 schema = {} if schema else {"not": {}}
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
@@ -92,6 +94,7 @@ def _with_options(grammar: str) -> str:
         except (ValueError, RecursionError) as error:
             raise invalid_structure(f"the schema after %json in the grammar is not valid JSON: {error}") from None
         total += _check_cost(schema)
+        check_finite(schema)
         parts += [grammar[end : marker.end()], json.dumps(schema | {"x-guidance": JSON_OPTIONS})]
         end = schema_end
     if total > MAX_COST:

@@ -95,6 +95,22 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_the_reason(client: ope
         assert caught.value.code == "invalid_structure"
 
 
+def test_a_schema_of_endless_values_is_refused_with_its_path_also_as_the_arguments_of_a_tool(
+    client: openai.OpenAI,
+) -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+    schema = {"type": "object", "properties": {"list": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    tools: Any = [{"type": "function", "function": {"name": "a", "parameters": schema}}]
+    fields: Any
+    for fields, param in (
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}, None),
+        ({"tools": tools, "tool_choice": "required"}, "tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"no finite value .* at #/.*next") as caught:
+            client.chat.completions.create(model="demo-dsa", messages=QUESTION, **fields)
+        assert (caught.value.code, caught.value.param) == ("invalid_structure", param)
+
+
 def test_an_answer_that_becomes_too_complex_ends_its_stream_with_an_error(client: openai.OpenAI) -> None:
     bomb = {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}, "logit_bias": {"1": -100}}
     with pytest.raises(openai.APIError, match="cannot be completed"):
