@@ -28,10 +28,10 @@ def check_finite(schema: Any) -> None:
             pending += parts.users[path]
     endless = next((path for path in parts.schemas if path not in finite), None)
     if endless is not None:
-        path = "".join(f"/{name}" for name in parts.cycle(endless, finite))
+        pointer = "".join(f"/{name}" for name in parts.cycle(endless, finite))
         raise invalid_structure(
-            f"no finite value satisfies the JSON schema at #{path}: it requires a value of its own kind within itself; "
-            "make a property on the way optional or nullable"
+            f"no finite value satisfies the JSON schema at #{pointer}: it requires a value of its own kind within "
+            "itself; make a property on the way optional or nullable"
         )
 
 
