@@ -23,11 +23,12 @@ from hotset import LLM, SamplingParams, __version__
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ContextLengthExceeded
 from hotset.base.host_memory import HostMemory
+from hotset.base.numa import HugePages, NumaNode
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli import app, machine, main
 from hotset.cli.flags import BASICS, CHAT_SETTINGS, PANELS, SERVER_ONLY_SETTINGS, config_values
-from hotset.cli.machine import MachineReport, PackageReport, inspect_machine, print_machine
+from hotset.cli.machine import Gpu, MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
 from hotset.engine import sizing
 from hotset.serve.router.config import RouterConfig
@@ -237,10 +238,18 @@ def test_info_and_the_engine_agree_on_free_memory(monkeypatch: pytest.MonkeyPatc
     assert (report.ram_bytes, report.ram_limit_bytes) == (99_999, 55_555)
 
 
-def test_info_shows_the_brackets_of_an_install_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_the_topology_and_the_brackets_of_an_install_command(capsys: pytest.CaptureFixture[str]) -> None:
     missing = PackageReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
-    print_machine(MachineReport("0", "3", "Linux", None, 2, 1 << 30, None, 1 << 20, (), (missing,)))
-    assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
+    nodes = tuple(NumaNode(number, 64 << 30, 32 << 30, f"{number}-7", number == 0) for number in (0, 1))
+    gpus = tuple(Gpu("H200", 141 << 30, 140 << 30, numa_node=node) for node in (0, 1, 1))
+    huge = HugePages("madvise", "never", 2 << 20, 512)
+    print_machine(MachineReport("0", "3", "Linux", None, 2, 1 << 30, None, 1 << 20, nodes, huge, gpus, (missing,)))
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert 'missing: pip install "hotset[serve]"' in shown
+    assert "NUMA node 0 64.0 GiB, 32.0 GiB free, CPUs 0-7, GPUs 0 NUMA node 1" in shown
+    assert "CPUs 1-7, GPUs 1,2, not allowed for this process" in shown
+    assert "transparent: madvise; in shared memory: never (to allow: echo advise > /sys/" in shown
+    assert "reserved and free: 1.0 GiB" in shown
 
 
 def test_generate_streams_the_continuation_of_standard_input() -> None:

@@ -40,6 +40,23 @@ def mps_pipe_directory(environ: Mapping[str, str] | None = None) -> Path:
     return Path(values.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
 
 
+def pci_address(gpu: int) -> str | None:
+    """Returns the PCI address of a GPU, like "0000:3b:00.0", or None if the driver does not report it.
+
+    `gpu` is its number among those that CUDA_VISIBLE_DEVICES leaves.
+    """
+    try:
+        driver = ctypes.CDLL(GPU_DRIVER)
+    except OSError:
+        return None
+    device, address = ctypes.c_int(), ctypes.create_string_buffer(32)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), gpu):
+        return None
+    if driver.cuDeviceGetPCIBusId(address, len(address), device):
+        return None
+    return address.value.decode().lower()
+
+
 def has_gpu_driver() -> bool:
     """Returns False if this machine has neither the library nor the files of a GPU driver: torch finds no GPU then."""
     try:

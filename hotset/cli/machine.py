@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -10,6 +11,7 @@ from hotset.base.config import EMBEDDED
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import MissingDependency
 from hotset.base.host_memory import host_memory
+from hotset.base.numa import SHARED_HUGE_PAGES_FILE, HugePages, NumaNode, gpu_node, huge_pages, numa_nodes
 from hotset.base.units import show_bytes
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME, downloaded_models, embedded_path, local_models
 
@@ -41,6 +43,7 @@ class Gpu:
     name: str
     memory_bytes: int
     free_bytes: int
+    numa_node: int | None  # None: the system does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class MachineReport:
     ram_bytes: int
     ram_limit_bytes: int | None  # the lowest limit of this process's control groups; None: no limit
     free_ram_bytes: int
+    numa_nodes: tuple[NumaNode, ...]  # empty if the kernel does not report them
+    huge_pages: HugePages
     gpus: tuple[Gpu, ...]
     packages: tuple[PackageReport, ...]
     models: tuple[str, ...] = ()  # models that `hotset serve` finds: built in, in this folder, and downloaded ones
@@ -91,6 +96,8 @@ def inspect_machine() -> MachineReport:
         ram_bytes=memory.total,
         ram_limit_bytes=memory.limit,
         free_ram_bytes=memory.free,
+        numa_nodes=numa_nodes(),
+        huge_pages=huge_pages(),
         gpus=_gpus() if torch_version and has_gpu_driver() else (),
         packages=tuple(
             PackageReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in OPTIONAL_PACKAGES
@@ -124,7 +131,8 @@ def _gpus() -> tuple[Gpu, ...]:
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        gpus.append(Gpu(properties.name, properties.total_memory, free_bytes(torch.device("cuda", index))))
+        free = free_bytes(torch.device("cuda", index))
+        gpus.append(Gpu(properties.name, properties.total_memory, free, gpu_node(index)))
     return tuple(gpus)
 
 
@@ -142,6 +150,9 @@ def print_machine(machine: MachineReport) -> None:
     if machine.ram_limit_bytes is not None:
         memory += f" (limited to {show_bytes(machine.ram_limit_bytes)} by a control group)"
     facts.add_row("CPU", f"{machine.cpu_cores} cores, {memory}")
+    for node in machine.numa_nodes:
+        facts.add_row(f"NUMA node {node.number}", _show_node(node, machine.gpus))
+    facts.add_row("Huge pages", escape(_show_huge_pages(machine.huge_pages)))
     for gpu in machine.gpus:
         facts.add_row("GPU", f"{gpu.name}, {show_bytes(gpu.memory_bytes)}, {show_bytes(gpu.free_bytes)} free")
     if not machine.gpus:
@@ -157,3 +168,23 @@ def print_machine(machine: MachineReport) -> None:
         )
         packages.add_row(package.name, package.purpose, version)
     Console().print(facts, "", packages)
+
+
+def _show_node(node: NumaNode, gpus: Sequence[Gpu]) -> str:
+    parts = [f"{show_bytes(node.memory_bytes)}, {show_bytes(node.free_bytes)} free"]
+    if node.cpus:
+        parts.append(f"CPUs {node.cpus}")
+    numbers = [str(number) for number, gpu in enumerate(gpus) if gpu.numa_node == node.number]
+    if numbers:
+        parts.append(f"GPUs {','.join(numbers)}")
+    if not node.allowed:
+        parts.append("not allowed for this process")
+    return ", ".join(parts)
+
+
+def _show_huge_pages(pages: HugePages) -> str:
+    advice = "" if pages.shared else f" (to allow: echo advise > {SHARED_HUGE_PAGES_FILE})"
+    parts = [f"transparent: {pages.private_mode or 'none'}", f"in shared memory: {pages.shared_mode or 'none'}{advice}"]
+    if pages.free_reserved > 0:
+        parts.append(f"reserved and free: {show_bytes(pages.free_reserved * pages.page_bytes)}")
+    return "; ".join(parts)

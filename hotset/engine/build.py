@@ -286,7 +286,7 @@ def _start_workers(
         plans = workers.plan()
         check_start(config, files, plans, workers.owns_store, device, dtype)
         budget = shared_budget(config, workers.load(show_loading), spec.context, device)
-        workers.init_cache(budget, show_counts(show, "Preparing the workers"))
+        workers.init_cache(budget, show_counts(show, "Preparing the KV cache", in_bytes=True))
     except EngineStopped as error:
         workers.close()
         raise StartupError(f"the engine did not start: {error}") from error

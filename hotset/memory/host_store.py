@@ -1,13 +1,20 @@
 """The host store: pages of host memory, `[layer][row]`, with space for the rows and index keys of every request."""
 
+import logging
+import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import StartupError
-from hotset.base.units import show_bytes
+from hotset.base.units import GIB, show_bytes
 from hotset.memory.device_pool import KvShape
+from hotset.memory.mapping import POPULATE_THREADS, populate, private_memory, store_nodes
+
+LOGGER = logging.getLogger("hotset.memory")
 
 
 def host_bytes(shape: KvShape, pages: int, page_rows: int) -> int:
@@ -16,7 +23,10 @@ def host_bytes(shape: KvShape, pages: int, page_rows: int) -> int:
 
 
 class HostStore:
-    """Owns `pages` pages of host memory, pinned if `device` is a GPU. Fresh memory is not cleared.
+    """Owns `pages` pages of host memory. Fresh memory is not cleared.
+
+    If `device` is a GPU, the memory is pinned, and new memory is on the GPU's NUMA node, in huge pages if the system
+    has them.
 
     If several workers share one store, each of them can read every page, but each page has only one writer.
     """
@@ -41,7 +51,9 @@ class HostStore:
         self.page_rows, self.writer, self.writers = page_rows, writer, writers
         count = pages * page_rows
         if memory is None:
-            memory = torch.empty(host_bytes(shape, pages, page_rows), dtype=torch.uint8)
+            nbytes = host_bytes(shape, pages, page_rows)
+            on_gpu = device.type == "cuda"
+            memory = private_memory(nbytes, _nodes_of(device)) if on_gpu else torch.empty(nbytes, dtype=torch.uint8)
         row_bytes = shape.layers * count * shape.row.stride_bytes
         self.rows = memory[:row_bytes].view(shape.row.stored_dtype).view(shape.layers, count, shape.row.stored_width)
         self.keys: Tensor | None = None
@@ -58,23 +70,50 @@ class HostStore:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:
-        """Pins each layer separately, so that progress can be reported. A copy must therefore not span two layers."""
+        """Pins each layer separately, so that progress can be reported. A copy must therefore not span two layers.
+
+        Threads allocate the memory of the next layers meanwhile, because this takes most of the time. Pinning itself
+        is no faster in several threads.
+        """
         layers = [layer for tensor in (self.rows, self.keys) if tensor is not None for layer in tensor]
-        total, done = sum(layer.nbytes for layer in layers), 0
-        for layer in layers:
-            failure = int(torch.cuda.cudart().cudaHostRegister(layer.data_ptr(), layer.nbytes, 0))
-            if failure:
-                self.close()
-                raise StartupError(
-                    f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); "
-                    "lower --host-kv-gib or raise the limit on locked memory"
-                )
-            self._pinned.append(layer.data_ptr())
-            done += layer.nbytes
-            if progress is not None:
-                progress(done, total)
+        own = len(layers) * self.writer // self.writers  # workers that share the store begin with different layers
+        layers = layers[own:] + layers[:own]
+        total, done, began = sum(layer.nbytes for layer in layers), 0, time.monotonic()
+        threads = ThreadPoolExecutor(min(POPULATE_THREADS, len(os.sched_getaffinity(0))), "hotset-populate")
+        try:
+            allocated = [populate(layer, threads) for layer in layers]
+            for layer, parts in zip(layers, allocated, strict=True):
+                for part in parts:
+                    part.result()
+                self._pin_layer(layer, total)
+                done += layer.nbytes
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            threads.shutdown(cancel_futures=True)
+        seconds = time.monotonic() - began
+        if total >= GIB:
+            rate = total / seconds / 1e9
+            LOGGER.info("%s of host memory allocated and pinned in %.1f s, %.1f GB/s", show_bytes(total), seconds, rate)
+
+    def _pin_layer(self, layer: Tensor, total: int) -> None:
+        failure = int(torch.cuda.cudart().cudaHostRegister(layer.data_ptr(), layer.nbytes, 0))
+        if failure:
+            raise StartupError(
+                f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); "
+                "lower --host-kv-gib or raise the limit on locked memory"
+            )
+        self._pinned.append(layer.data_ptr())
 
     def close(self) -> None:
         """Unpins the layers. The machine can hang if the operating system unpins them at exit. Idempotent."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
+
+
+def _nodes_of(device: torch.device) -> tuple[int, ...]:
+    """Returns the NUMA nodes for memory that one GPU uses."""
+    return store_nodes([torch.cuda.current_device() if device.index is None else device.index])

@@ -33,6 +33,7 @@ class WorkerHandle:
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
     free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
     bytes_read: int = 0
+    bytes_pinned: int = 0
     traffic: Traffic = NO_TRAFFIC  # as of the last step that it has reported
     failure: WorkerFailed | None = None  # the failure that the controller has read
     _sending: threading.Lock = field(default_factory=threading.Lock)

@@ -84,6 +84,13 @@ class InitCache:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheProgress:
+    """Reports how many bytes of its host store a worker has pinned."""
+
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReady:
     """Reports that the KV memory is allocated."""
 
@@ -164,5 +171,14 @@ class StopWorker:
 
 WorkerCommand = InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | RunAudit | AbortSteps | StopWorker
 WorkerReport = (
-    Planned | LoadProgress | Loaded | CacheReady | WarmUpProgress | WarmedUp | WorkerFailed | StepDone | AuditReport
+    Planned
+    | LoadProgress
+    | Loaded
+    | CacheProgress
+    | CacheReady
+    | WarmUpProgress
+    | WarmedUp
+    | WorkerFailed
+    | StepDone
+    | AuditReport
 )

@@ -1,5 +1,6 @@
 """The executor with worker processes on this machine: sends them steps and collects their results."""
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped
+from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
@@ -22,6 +24,7 @@ from hotset.engine.workers.group import ABORT_SECONDS, StartProcess, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.messages import (
     AuditReport,
+    CacheProgress,
     CacheReady,
     ExecuteStep,
     InitCache,
@@ -41,11 +44,13 @@ from hotset.engine.workers.messages import (
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.host_store import HostStore, host_bytes
+from hotset.memory.mapping import store_nodes
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
 from hotset.transfer.api import DeviceEvent
 
+LOGGER = logging.getLogger("hotset.engine")
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
 
@@ -179,14 +184,30 @@ class MultiprocessExecutor:
         ]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
-        """Makes every worker allocate its KV memory, and waits for them. `progress(done, total)` counts workers."""
+        """Makes every worker allocate its KV memory, and waits for them.
+
+        `progress(done, total)` counts the bytes of host memory that the workers pin. It is not called on CPUs.
+        """
+        if self._on_gpu and budget.host_pages and not huge_pages().shared:
+            LOGGER.info(
+                "the host memory that workers share starts faster with huge pages; to allow them: echo advise > %s",
+                SHARED_HUGE_PAGES_FILE,
+            )
         for worker in self.workers:
             self._init_worker_cache(worker, budget)
-        for done in range(len(self.workers)):
-            worker, report = self._group.receive(set(range(len(self.workers))), START_SECONDS, "start-up")
-            if not isinstance(report, CacheReady):
-                raise _unexpected(worker, report)
-            progress(done + 1, len(self.workers))
+        page_rows = self._config.page_rows
+        total = sum(host_bytes(worker.shape, budget.host_pages, page_rows) for worker in self.workers)
+        preparing = set(range(len(self.workers)))
+        while preparing:
+            worker, report = self._group.receive(preparing, START_SECONDS, "start-up")
+            match report:
+                case CacheProgress(done):
+                    worker.bytes_pinned = done
+                    progress(sum(worker.bytes_pinned for worker in self.workers), total)
+                case CacheReady():
+                    preparing.discard(worker.rank.number)
+                case _:
+                    raise _unexpected(worker, report)
         for shared in self._shared:
             shared.close()
         self._group.serving = True
@@ -294,7 +315,9 @@ class MultiprocessExecutor:
         rank, shape, page_rows = worker.rank, worker.shape, self._config.page_rows
         writer, writers = self._writer(worker)
         if budget.host_pages and writer == 0:
-            shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows))
+            users = self.workers[rank.number : rank.number + writers]  # the ranks of a stage have successive numbers
+            gpus = [torch.device(user.rank.device).index for user in users] if self._on_gpu else []
+            shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows), nodes=store_nodes(gpus))
             store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
             self._shared.append(shared)
             self._stores.append(HostShard(rank.replica, rank.split.first_layer, shape, self._kv_heads, store))

@@ -32,6 +32,7 @@ from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
     AbortSteps,
     AuditReport,
+    CacheProgress,
     CacheReady,
     ExecuteStep,
     InitCache,
@@ -279,6 +280,7 @@ class Worker:
                 budget.host_pages,
                 config.page_rows,
                 stage.device,
+                lambda done, _total: send(CacheProgress(done)),
                 memory=memory.bytes,
                 writer=cache.writer,
                 writers=cache.writers,

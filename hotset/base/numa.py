@@ -1,0 +1,103 @@
+"""The memory topology of this machine, read from sysfs: its NUMA nodes, the node of each GPU, and huge pages.
+
+A NUMA node is a part of the memory, and the processors and devices that reach it fastest. Huge pages are units of
+memory of 2 MiB, say, instead of 4 KiB: mapping and pinning them takes a fraction of the time.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotset.base.devices import pci_address
+
+NODES = "sys/devices/system/node"
+TRANSPARENT_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage"
+SHARED_HUGE_PAGES_FILE = f"/{TRANSPARENT_HUGE_PAGES}/shmem_enabled"
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One NUMA node that has memory. Sizes are in bytes."""
+
+    number: int
+    memory_bytes: int
+    free_bytes: int
+    cpus: str  # like "0-15,32-47"
+    allowed: bool  # whether this process may use its memory
+
+
+@dataclass(frozen=True, slots=True)
+class HugePages:
+    """The huge pages of this machine. A mode is the system's setting, like "madvise", or None if it has none."""
+
+    private_mode: str | None  # for memory of one process
+    shared_mode: str | None  # for memory that processes share
+    page_bytes: int  # size of a reserved huge page; 0 if there are none
+    free_reserved: int  # number of reserved huge pages that nobody uses
+
+    @property
+    def private(self) -> bool:
+        """True if memory of one process gets huge pages when it asks for them."""
+        return self.private_mode in ("always", "madvise")
+
+    @property
+    def shared(self) -> bool:
+        """True if shared memory gets huge pages when it asks for them."""
+        return self.shared_mode in ("always", "within_size", "advise", "force")
+
+
+def numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """Returns the nodes with memory, in the order of their numbers. Empty if the kernel does not report nodes."""
+    allowed = _allowed_nodes(root)
+    nodes = []
+    for folder in sorted((root / NODES).glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
+        number = int(folder.name.removeprefix("node"))
+        # Lines like "Node 0 MemTotal:  5860740 kB".
+        words = (line.split() for line in _read(folder / "meminfo").splitlines())
+        kib = {each[2]: int(each[3]) for each in words if len(each) > 3 and each[3].isdecimal()}
+        total = kib.get("MemTotal:", 0) * 1024
+        if total:
+            free, cpus = kib.get("MemFree:", 0) * 1024, _read(folder / "cpulist")
+            nodes.append(NumaNode(number, total, free, cpus, allowed is None or number in allowed))
+    return tuple(nodes)
+
+
+def gpu_node(gpu: int, root: Path = Path("/")) -> int | None:
+    """Returns the node of a GPU. None if the system does not know."""
+    address = pci_address(gpu)
+    text = "" if address is None else _read(root / "sys/bus/pci/devices" / address / "numa_node")
+    return int(text) if text.isdecimal() else None  # "-1" means unknown
+
+
+def huge_pages(root: Path = Path("/")) -> HugePages:
+    """Returns what this machine has of huge pages."""
+    words = (line.split() for line in _read(root / "proc/meminfo").splitlines())
+    entries = {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdecimal()}
+    return HugePages(
+        private_mode=_selected(_read(root / TRANSPARENT_HUGE_PAGES / "enabled")),
+        shared_mode=_selected(_read(root / TRANSPARENT_HUGE_PAGES / "shmem_enabled")),
+        page_bytes=entries.get("Hugepagesize:", 0) * 1024,
+        free_reserved=entries.get("HugePages_Free:", 0) - entries.get("HugePages_Rsvd:", 0),
+    )
+
+
+def _allowed_nodes(root: Path) -> set[int] | None:
+    """Returns the nodes whose memory this process may use. None if the kernel does not report them."""
+    for line in _read(root / "proc/self/status").splitlines():
+        name, _, ranges = line.partition(":")
+        if name == "Mems_allowed_list":
+            bounds = (part.strip().partition("-") for part in ranges.split(","))
+            return {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}
+    return None
+
+
+def _selected(text: str) -> str | None:
+    """Returns the selected word of a setting like "always [madvise] never"."""
+    return next((word.strip("[]") for word in text.split() if word.startswith("[")), None)
+
+
+def _read(path: Path) -> str:
+    """Returns the text of a file without surrounding spaces, or an empty text if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

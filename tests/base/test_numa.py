@@ -1,0 +1,81 @@
+"""NUMA nodes, the nodes of GPUs and huge pages, read from fake trees of /proc and /sys."""
+
+from pathlib import Path
+
+import pytest
+
+from hotset.base import numa
+from hotset.base.numa import HugePages, NumaNode, gpu_node, huge_pages, numa_nodes
+from hotset.base.units import GIB, MIB
+
+TWO_SOCKETS = {
+    "proc/self/status": "Name:\tpython\nMems_allowed:\t3\nMems_allowed_list:\t0-1\n",
+    "sys/devices/system/node/online": "0-2",
+    "sys/devices/system/node/node0/meminfo": f"Node 0 MemTotal: {64 * GIB // 1024} kB\nNode 0 MemFree: 1024 kB\n",
+    "sys/devices/system/node/node0/cpulist": "0-15,32-47\n",
+    "sys/devices/system/node/node1/meminfo": f"Node 1 MemTotal: {32 * GIB // 1024} kB\nNode 1 MemFree: 2048 kB\n",
+    "sys/devices/system/node/node1/cpulist": "16-31,48-63\n",
+    "sys/devices/system/node/node10/meminfo": "Node 10 MemTotal: 0 kB\n",  # processors without memory
+}
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def test_nodes_with_memory_are_listed_in_order(tmp_path: Path) -> None:
+    assert numa_nodes(write(tmp_path, TWO_SOCKETS)) == (
+        NumaNode(0, 64 * GIB, MIB, "0-15,32-47", True),
+        NumaNode(1, 32 * GIB, 2 * MIB, "16-31,48-63", True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "allowed"),
+    [("Mems_allowed_list:\t1\n", [False, True]), ("Mems_allowed_list:\t0,2-5\n", [True, False]), ("", [True, True])],
+)
+def test_nodes_that_a_control_group_excludes_are_not_allowed(tmp_path: Path, status: str, allowed: list[bool]) -> None:
+    root = write(tmp_path, TWO_SOCKETS | {"proc/self/status": status})
+    assert [node.allowed for node in numa_nodes(root)] == allowed
+
+
+def test_a_machine_that_reports_nothing_has_no_nodes_and_no_huge_pages(tmp_path: Path) -> None:
+    assert numa_nodes(tmp_path) == ()
+    assert huge_pages(tmp_path) == HugePages(None, None, 0, 0)
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), (None, None)])
+def test_the_node_of_a_gpu_is_that_of_its_pci_device(
+    tmp_path: Path, text: str | None, node: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numa, "pci_address", {0: "0000:3b:00.0", 1: "0000:af:00.0"}.get)
+    files = {"sys/bus/pci/devices/0000:3b:00.0/numa_node": "0\n"}
+    if text is not None:
+        files["sys/bus/pci/devices/0000:af:00.0/numa_node"] = text
+    assert (gpu_node(0, write(tmp_path, files)), gpu_node(1, tmp_path), gpu_node(2, tmp_path)) == (0, node, None)
+
+
+@pytest.mark.parametrize(
+    ("private_mode", "shared_mode", "private", "shared"),
+    [("always", "advise", True, True), ("madvise", "never", True, False), ("never", "deny", False, False)],
+)
+def test_huge_pages_are_those_that_the_system_allows(
+    tmp_path: Path, private_mode: str, shared_mode: str, private: bool, shared: bool
+) -> None:
+    def setting(choices: str, selected: str) -> str:
+        return " ".join(f"[{word}]" if word == selected else word for word in choices.split())
+
+    folder = "sys/kernel/mm/transparent_hugepage"
+    files = {
+        f"{folder}/enabled": setting("always madvise never", private_mode),
+        f"{folder}/shmem_enabled": setting("always within_size advise never deny force", shared_mode),
+        "proc/meminfo": "MemTotal: 9 kB\nHugePages_Total: 8\nHugePages_Free: 7\nHugePages_Rsvd: 3\n"
+        "Hugepagesize: 2048 kB\n",
+    }
+    pages = huge_pages(write(tmp_path, files))
+    assert pages == HugePages(private_mode, shared_mode, 2 * MIB, 4)
+    assert (pages.private, pages.shared) == (private, shared)
