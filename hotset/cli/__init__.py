@@ -42,6 +42,7 @@ from hotset.cli.terminal import (
     read_stdin,
     typed_lines,
 )
+from hotset.cli.top import add_top
 from hotset.serve.router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ app = typer.Typer(
 )
 app.add_typer(evaluation.app, name="eval")
 add_bench(app)
+add_top(app)
 add_plan(app)
 add_simulate(app)
 

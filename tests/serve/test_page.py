@@ -4,11 +4,15 @@ With a headless Chromium, the page is used against servers under load (`make tes
 """
 
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +22,8 @@ import httpx
 import plain_http
 import pytest
 from browser import CHROMIUM, browser
+from processes import children_of, command_line
+from pseudo_terminal import run_on_terminal
 from running_server import API_KEY, RunningServer, error_of, serving
 
 from hotset.serve.page import page_response
@@ -125,6 +131,61 @@ def test_an_open_page_does_not_delay_the_end_of_a_server_and_no_page_means_no_da
         answer = plain_http.get(f"{server.url}/", timeout=WAIT_SECONDS, follow_redirects=False)
         assert (answer.status_code, answer.headers["location"]) == (307, "/docs")
         error_of(plain_http.get(f"{server.url}/live", timeout=WAIT_SECONDS), 404)
+
+
+def test_top_shows_requests_in_a_terminal_until_it_is_interrupted(server: RunningServer, tmp_path: Path) -> None:
+    key = {"Authorization": f"Bearer {API_KEY}"}
+    body = {"model": "tiny", "prompt": [7] * 70, "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 6}
+    deadline = time.monotonic() + WAIT_SECONDS
+    command = [sys.executable, "-m", "hotset", "top", server.url]
+    environment = {**os.environ, "HOTSET_API_KEY": API_KEY, "COLUMNS": "150", "LINES": "40", "TERM": "xterm"}
+
+    has_request = re.compile(r"resident 6 .*cmpl-\S+ +resident +decode +70 ", re.DOTALL)
+
+    interrupted: set[int] = set()
+
+    def interrupt(output: str) -> None:
+        if has_request.search(plain(output[-8000:])) or time.monotonic() > deadline:
+            for pid in {pid for pid in children_of(os.getpid()) if b"\0top\0" in command_line(pid)} - interrupted:
+                interrupted.add(pid)
+                os.kill(pid, signal.SIGINT)
+
+    with (
+        plain_http.Client(base_url=server.url, timeout=WAIT_SECONDS, headers=key) as http,
+        http.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        lines = stream.iter_lines()  # the request is aborted when this iterator is deleted
+        next(lines)
+        status, output = run_on_terminal(command, tmp_path, environment, interrupt)
+    assert status == 0 and has_request.search(plain(output)), output
+    assert output.count("\x1b[?1049h") == output.count("\x1b[?1049l") == 1, "it must leave the terminal as it was"
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor must be visible again"
+    assert "tokens/s" in plain(output) and "first token" in plain(output)
+
+
+def plain(output: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+
+
+def test_top_prints_once_and_names_what_is_wrong(server: RunningServer, tmp_path: Path) -> None:
+    environment = {**os.environ, "COLUMNS": "150"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hotset", "top", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=WAIT_SECONDS)
+
+    (tmp_path / "key.txt").write_text(API_KEY)
+    shown = run(server.url, "--once", "--api-key-file", str(tmp_path / "key.txt"))
+    assert shown.returncode == 0 and "tiny cpu" in shown.stdout and "of" in shown.stdout and not shown.stderr
+    for arguments, problem in {
+        (server.url,): "needs an API key",
+        ("localhost:1",): "must look like http://127.0.0.1:8000",
+        ("http://127.0.0.1:1",): "cannot read http://127.0.0.1:1/live: ",
+        (f"{server.url}/docs",): "needs an API key",
+    }.items():
+        failed = run(*arguments)
+        assert failed.returncode == 1 and failed.stderr.startswith("error: ") and problem in failed.stderr, failed
+        assert "Traceback" not in failed.stderr
 
 
 @pytest.fixture(scope="module")
