@@ -4,16 +4,20 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from hotset.base.structure import Structure
 from hotset.serve.tools.calls import ToolSpec, ToolUse, invalid_tool
 from hotset.serve.tools.markup_calls import DSML, value_types
 
-MAX_REFERENCES = 16  # that lead from a property to its schema
 ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
 ANY_TEXT = "/(?s:.*)/"
 SPACE = r"/[ \n]{1,2}/"  # before the first call
+LITERALS = {"null": ("null",), "boolean": ("true", "false")}
+TEXT_LIMITS = frozenset({"pattern", "minLength", "maxLength"})
+DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]+")
+PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # an escape, a class, or a sign
 UNSAFE_IN_MARKUP = re.compile(r'[<>"\n]')
 
 
@@ -47,6 +51,18 @@ class GrammarWriter:
         # Text never contains a special token, so the text before the token ends like the text before it in `closer`.
         before = re.escape(closer[: special.start()]).replace("/", r"\/")
         return f"{self.terminal(f'/(?s:.*){before}/')} {self.literal(closer[special.start() :])}"
+
+    def limited(self, least: int, most: int | None, pattern: str, closer: str) -> str:
+        """Returns the expression for a text of limited length that a regular expression matches, followed by `closer`.
+        The text contains no <, unless a special token ends it: a lexer that counts characters cannot also search."""
+        special = self._specials.search(closer)
+        ends_with_token = special is not None and special.start() == 0
+        length = f"{{{least},{'' if most is None else most}}}"
+        conditions = [f"(?s:.){length}" if ends_with_token else f"[^<]{length}", *([pattern] if pattern else [])]
+        escaped = [each.replace("/", r"\/").replace("\n", r"\n") for each in conditions]
+        text = self.terminal(" & ".join(f"/{each}/" for each in escaped))
+        before, after = (closer, "") if special is None else (closer[: special.start()], closer[special.start() :])
+        return _joined(self.terminal(_joined(text, _quoted(before))), self.literal(after))
 
     def rule(self, definition: str, attributes: str = "") -> str:
         return self._named("rule", attributes + ": " + definition)
@@ -126,26 +142,83 @@ class MarkupGrammar:
 
     def _argument(self, writer: GrammarWriter, tool: ToolSpec, key: str) -> str:
         """Returns the expression for one argument, which may be absent unless it is required."""
-        schema = _property(tool.schema, key)
         text_begin, json_begin = self.text_argument.format(key=key), self.json_argument.format(key=key)
-        json_end = self.value_newline + self.value_closer + self.newline
-        types = value_types(schema)
-        forms: list[str] = []
-        if "enum" in schema or "const" in schema:
-            for value in schema.get("enum", [schema.get("const")]):
-                begun = text_begin + value if isinstance(value, str) else json_begin + json.dumps(value)
-                forms.append(writer.literal(begun + json_end))
-        else:
-            if "string" in types or not (types or schema.keys() - ANNOTATIONS):
-                text = _joined(writer.until(self.value_closer), writer.literal(self.newline))
-                forms.append(_joined(writer.literal(text_begin), text))
-            # If both forms begin alike, the value itself shows its type, and a text can be anything.
-            if not forms or (types != {"string"} and text_begin != json_begin):
-                names = [name for name in tool.schema if name in ("$defs", "definitions")]
-                value = writer.json({**schema, **{name: tool.schema[name] for name in names}})
-                forms.append(_joined(writer.literal(json_begin), value, writer.literal(json_end)))
-        argument = writer.rule(" | ".join(forms))
+        described = tool.schema["properties"].get(key, {})
+        schema = described if isinstance(described, Mapping) else {}
+        forms = self._values(writer, tool, schema, set()) or [self._json(writer, tool, schema)]
+        # If both forms begin alike, the value itself shows its type, and a text can be anything.
+        if text_begin == json_begin:
+            free = [form for form in forms if form.is_free_text]
+            if not free and any(form.is_limited for form in forms) and any(form.is_json for form in forms):
+                raise invalid_tool(
+                    f"the parameter {key!r} of the tool {tool.name} is a text with a pattern or a limited length, or a "
+                    "value of another type than null and boolean; this model writes both alike, so the limit cannot be "
+                    "enforced"
+                )
+            forms = free[:1] or forms
+        argument = writer.rule(
+            " | ".join(
+                _joined(writer.literal(text_begin if form.is_text else json_begin), form.expression) for form in forms
+            )
+        )
         return argument if key in tool.schema.get("required", ()) else f"{argument}?"
+
+    def _values(self, writer: GrammarWriter, tool: ToolSpec, schema: Any, visited: set[str]) -> "list[ValueForm]":
+        """Returns the forms that a value can have, each with the end of the argument. Definitions in `visited` add
+        none: their forms are already there."""
+        schema = _resolved(tool.schema, schema, visited)
+        if schema is None:
+            return []
+        end = self.value_newline + self.value_closer + self.newline
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            return [
+                ValueForm(writer.literal(text + end), is_text=isinstance(value, str))
+                for text, value in zip(shown, values, strict=True)
+            ]
+        alternatives = schema.get("anyOf") or schema.get("oneOf")
+        if alternatives and not schema.keys() - ANNOTATIONS - {"anyOf", "oneOf"}:
+            return [form for each in alternatives for form in self._values(writer, tool, each, visited)]
+        types = value_types(schema)
+        forms: list[ValueForm] = []
+        if "string" in types or not (types or schema.keys() - ANNOTATIONS):
+            forms.append(self._text(writer, tool, schema))
+        if types and types - {"string"} <= LITERALS.keys():
+            literals = [literal for kind in sorted(types - {"string"}) for literal in LITERALS[kind]]
+            forms += [ValueForm(writer.literal(literal + end)) for literal in literals]
+        else:
+            others = {**schema, "type": sorted(types - {"string"})} if "string" in types else schema
+            forms.append(self._json(writer, tool, others))
+        return forms
+
+    def _json(self, writer: GrammarWriter, tool: ToolSpec, schema: Mapping[str, Any]) -> "ValueForm":
+        definitions = {name: tool.schema[name] for name in tool.schema if name in ("$defs", "definitions")}
+        end = self.value_newline + self.value_closer + self.newline
+        return ValueForm(_joined(writer.json({**schema, **definitions}), writer.literal(end)), is_json=True)
+
+    def _text(self, writer: GrammarWriter, tool: ToolSpec, schema: Mapping[str, Any]) -> "ValueForm":
+        if not schema.keys() & TEXT_LIMITS:
+            free = _joined(writer.until(self.value_closer), writer.literal(self.newline))
+            return ValueForm(free, is_text=True, is_free_text=True)
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        pattern = schema.get("pattern", "")
+        if not isinstance(pattern, str) or type(least) is not int or type(most) not in (int, NoneType):
+            raise invalid_tool(f"in the tool {tool.name}, a pattern must be a text, and lengths must be whole numbers")
+        closer = self.value_newline + self.value_closer
+        limited = writer.limited(least, most, whole_pattern(pattern) if pattern else "", closer)
+        return ValueForm(_joined(limited, writer.literal(self.newline)), is_text=True, is_limited=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueForm:
+    """One form of a value. `is_text`: the markup says that it is a text, if it can say so."""
+
+    expression: str
+    is_text: bool = False
+    is_free_text: bool = False
+    is_limited: bool = False  # a text with a pattern or a limited length
+    is_json: bool = False  # written by a schema
 
 
 DEEPSEEK_CALLS = MarkupGrammar(
@@ -184,6 +257,7 @@ QWEN_CODER_CALLS = MarkupGrammar(
 def _keys(tool: ToolSpec) -> list[str]:
     """Returns the names of the arguments, also of those that are required and not described. Raises RequestError if
     markup cannot contain one."""
+    _check_references(tool)
     keys = list(dict.fromkeys([*tool.schema["properties"], *tool.schema.get("required", ())]))
     unsafe = next((key for key in keys if UNSAFE_IN_MARKUP.search(key)), None)
     if unsafe is not None:
@@ -193,15 +267,59 @@ def _keys(tool: ToolSpec) -> list[str]:
     return keys
 
 
-def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the schema of a property, with a reference to a definition of the same schema resolved."""
-    found: Any = schema["properties"].get(key, {})
-    for _ in range(MAX_REFERENCES):
-        if not isinstance(found, Mapping) or not isinstance(path := found.get("$ref"), str):
-            break
+def _resolved(root: Mapping[str, Any], schema: Any, visited: set[str]) -> Mapping[str, Any] | None:
+    """Returns a schema, or the definition that it refers to. Returns None for one that was visited, or that has no
+    values."""
+    while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
+        if path in visited:
+            return None
+        visited.add(path)
         _, _, name = path.rpartition("/")
-        found = {**schema.get("$defs", {}), **schema.get("definitions", {})}.get(name, {})
-    return found if isinstance(found, Mapping) else {}
+        schema = {**root.get("$defs", {}), **root.get("definitions", {})}.get(name, {})
+    return schema if isinstance(schema, Mapping) else None if schema is False else {}
+
+
+def _check_references(tool: ToolSpec) -> None:
+    """Raises RequestError for a reference that leads elsewhere than to a definition: the schemas of the arguments are
+    compiled one by one, each with the definitions."""
+    pending: list[Any] = [tool.schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            path = value.get("$ref")
+            if isinstance(path, str) and not DEFINITION.fullmatch(path):
+                raise invalid_tool(
+                    f"the parameters of the tool {tool.name} refer to {path[:128]!r}; with this model, references can "
+                    "only lead to #/$defs/…"
+                )
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+
+
+def whole_pattern(pattern: str) -> str:
+    """Returns the regular expression of whole texts in which the pattern of a JSON schema is found."""
+    return "|".join(f"(?:{_whole_alternative(alternative)})" for alternative in _alternatives(pattern))
+
+
+def _whole_alternative(pattern: str) -> str:
+    before, after = "(?s:.*)", "(?s:.*)"
+    if pattern.startswith("^"):
+        pattern, before = pattern[1:], ""
+    if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern):
+        pattern, after = pattern[:-1], ""
+    return f"{before}(?:{pattern}){after}"
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Splits a pattern at the bars that are in no group."""
+    parts, depth, start = [], 0, 0
+    for token in PATTERN_TOKEN.finditer(pattern):
+        depth += (token[0] == "(") - (token[0] == ")")
+        if token[0] == "|" and depth == 0:
+            parts.append(pattern[start : token.start()])
+            start = token.end()
+    return [*parts, pattern[start:]]
 
 
 def _repeated(writer: GrammarWriter, calls: Sequence[str], separator: str, parallel: bool) -> str:

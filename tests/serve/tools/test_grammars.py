@@ -51,9 +51,17 @@ def ids_of(kind: str) -> dict[str, int]:
     }
 
 
-def allows(name: str, kind: str, text: str, choice: ToolChoice = "required", *, parallel: bool = True) -> bool:
+def allows(
+    name: str,
+    kind: str,
+    text: str,
+    choice: ToolChoice = "required",
+    *,
+    parallel: bool = True,
+    use: ToolUse | None = None,
+) -> bool:
     """Returns whether the grammar allows exactly this answer, token by token."""
-    structure = BY_NAME[name].structure(ToolUse((WEATHER, NOW), choice, parallel), ids_of(kind))
+    structure = BY_NAME[name].structure(use or ToolUse((WEATHER, NOW), choice, parallel), ids_of(kind))
     end = TOKENIZERS[kind].token_to_id("<end>")
     matcher = COMPILERS[kind].matcher(structure, frozenset({end}))
     try:
@@ -119,6 +127,80 @@ def test_a_parameter_that_markup_cannot_contain_is_refused(name: str) -> None:
     tool = ToolSpec("a", parameters={"type": "object", "properties": {'b">': {}}})
     with pytest.raises(RequestError, match="must not contain"):
         BY_NAME[name].structure(ToolUse((tool,), "required"), {})
+
+
+LIMITED = {
+    "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+    "word": {"type": "string", "minLength": 2, "maxLength": 4},
+    "either": {"type": "string", "pattern": "^a/|b$"},
+    "maybe": {"anyOf": [{"type": "string", "pattern": "[0-9]"}, {"type": "null"}]},
+    "defined": {"$ref": "#/$defs/Short"},
+}
+LIMITED_TOOL = ToolSpec(
+    "weather",
+    parameters={"type": "object", "properties": LIMITED, "$defs": {"Short": {"type": "string", "maxLength": 1}}},
+)
+ALLOWED: dict[str, list[Any]] = {
+    "code": ["CH-1"],
+    "word": ["éé", "a\nbc"],
+    "either": ["a/\n", "x\nb"],
+    "maybe": ["x1y\n", None],
+    "defined": ["", "é"],
+}
+FORBIDDEN: dict[str, list[Any]] = {
+    "code": ["CH-", "xCH-1", "CH-1\n"],
+    "word": ["a", "abcde"],
+    "either": ["xa/", "bx"],
+    "maybe": ["x", 3],
+    "defined": ["ab"],
+}
+
+
+@every_format
+@every_kind
+@pytest.mark.parametrize("key", LIMITED)
+def test_texts_keep_their_patterns_and_lengths(name: str, kind: str, key: str) -> None:
+    use = ToolUse((LIMITED_TOOL,), "required", parallel=False)
+    for value in ALLOWED[key]:
+        text = written(name, ("weather", {key: value}))
+        assert allows(name, kind, text, use=use), value
+        assert parsed(BY_NAME[name], [text], [LIMITED_TOOL]) == [("weather", {key: value})]
+    for value in FORBIDDEN[key]:
+        if value != 3 or name not in ("glm", "qwen3_coder"):  # they write the text "3" like the number
+            assert not allows(name, kind, written(name, ("weather", {key: value})), use=use), value
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm", "qwen3_coder"])
+@every_kind
+def test_the_marker_that_ends_a_limited_text_ends_it(name: str, kind: str) -> None:
+    closer = {"deepseek_v32": "</｜DSML｜parameter>", "glm": "</arg_value>", "qwen3_coder": "</parameter>"}[name]
+    long = ToolSpec("weather", parameters={"properties": {"city": {"type": "string", "maxLength": 2000}}})
+    use = ToolUse((long,), "required", parallel=False)
+    assert allows(name, kind, written(name, ("weather", {"city": "é\n" * 1000})), use=use)
+    assert not allows(name, kind, written(name, ("weather", {"city": "é\n" * 1000 + "x"})), use=use)
+    assert not allows(name, kind, written(name, ("weather", {"city": f"a{closer}b"})), use=use)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm", "qwen3_coder"])
+def test_references_that_markup_cannot_follow_are_refused(name: str) -> None:
+    def structure(properties: dict[str, Any], **fields: Any) -> Any:
+        tool = ToolSpec("a", parameters={"type": "object", "properties": properties, **fields})
+        return BY_NAME[name].structure(ToolUse((tool,), "required"), ids_of("special"))
+
+    with pytest.raises(RequestError, match=r"refer to '#/properties/b'"):
+        structure({"a": {"type": "array", "items": {"$ref": "#/properties/b"}}, "b": {}})
+    with pytest.raises(RequestError, match="a pattern must be a text"):
+        structure({"a": {"type": "string", "pattern": 1}})
+    if name != "deepseek_v32":
+        with pytest.raises(RequestError, match="the parameter 'a' of the tool a is a text with a pattern"):
+            structure({"a": {"type": ["string", "integer"], "maxLength": 3}})
+    # Definitions that refer to each other many times are followed once each.
+    chain: dict[str, Any] = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
+    endless = structure({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**chain, "d40": {"$ref": "#/$defs/d0"}}})
+    with pytest.raises(RequestError, match="no finite value"):
+        COMPILERS["special"].matcher(endless, frozenset())
+    finite = structure({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**chain, "d40": {"type": "string"}}})
+    COMPILERS["special"].matcher(finite, frozenset())
 
 
 @every_format

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,17 +127,17 @@ def seen(pieces: Iterable[Piece]) -> list[str | SeenCall]:
     return items
 
 
-def streamed(tool_format: ToolFormat, chunks: Iterable[str]) -> list[Piece]:
+def streamed(tool_format: ToolFormat, chunks: Iterable[str], tools: Sequence[ToolSpec] = TOOLS) -> list[Piece]:
     numbers = itertools.count()
-    parser = tool_format.parser(TOOLS, lambda: f"id-{next(numbers)}")
+    parser = tool_format.parser(tools, lambda: f"id-{next(numbers)}")
     return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish()
 
 
-def parsed(tool_format: ToolFormat, chunks: Iterable[str]) -> list[Item]:
+def parsed(tool_format: ToolFormat, chunks: Iterable[str], tools: Sequence[ToolSpec] = TOOLS) -> list[Item]:
     """Returns the whole answer, in which broken calls are text."""
     numbers = itertools.count()
     pieces: list[Piece] = []
-    for piece in without_broken_calls(streamed(tool_format, chunks)):
+    for piece in without_broken_calls(streamed(tool_format, chunks, tools)):
         pieces.append(replace(piece, id=f"id-{next(numbers)}") if isinstance(piece, CallBegins) else piece)
     items: list[Item] = []
     for item in seen(pieces):
