@@ -119,11 +119,12 @@ def split_engine(
     seed: int,
     opener: Callable[[], Transfer] | None = None,
     on_load: Callable[[Decoder, Split], None] = lambda decoder, split: None,
+    on_pinned: Callable[[int, int], None] = lambda done, total: None,
     **settings: Any,
 ) -> Engine:
     """Returns an engine with several workers and random weights in float64. `settings` are fields of EngineConfig.
 
-    `on_load` is called with each worker's decoder, in the worker's thread.
+    `on_load` is called with each worker's decoder, in the worker's thread. `on_pinned` is the argument of `init_cache`.
     """
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
@@ -152,7 +153,7 @@ def split_engine(
         workers.plan()
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)
-    workers.init_cache(budget, lambda done, total: None)
+    workers.init_cache(budget, on_pinned)
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = worker_kv_shape(spec, torch.float64, kv_storage(config, spec))
     return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer_opener=opener)

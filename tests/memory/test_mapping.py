@@ -1,7 +1,6 @@
 """Memory of host stores: its NUMA policy and its huge pages as this machine's kernel reports them, and made-up machines
 with several nodes."""
 
-import ctypes
 import logging
 import os
 import re
@@ -12,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from memory.fake_cudart import FakeCudart, allocated_bytes
 from torch import Tensor
 
 from hotset.base import numa
 from hotset.base.errors import StartupError
 from hotset.base.numa import HugePages, huge_pages
-from hotset.base.units import MIB, ceil_div
+from hotset.base.units import MIB
 from hotset.kernels.rows import RowLayout, index_key_row
 from hotset.memory import host_store, mapping
 from hotset.memory.device_pool import KvShape
@@ -25,15 +25,6 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.mapping import map_descriptor, populate, private_memory, set_nodes, shared_descriptor, store_nodes
 
 NBYTES = 8 * MIB + 12345
-
-
-def allocated_bytes(address: int, nbytes: int) -> int:
-    """Returns how much of a range of addresses has been allocated, in whole pages of the kernel."""
-    first, last = address // PAGESIZE * PAGESIZE, address + nbytes
-    pages = (ctypes.c_ubyte * ceil_div(last - first, PAGESIZE))()
-    failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(last - first), pages)
-    assert not failed, "the range is not mapped"
-    return PAGESIZE * sum(page & 1 for page in pages)
 
 
 def huge_bytes(memory: Tensor) -> int:
@@ -183,25 +174,6 @@ def test_a_store_is_on_the_nodes_of_the_gpus_that_use_it(
     assert store_nodes(gpus, tmp_path) == nodes
     (tmp_path / "sys/devices/system/node/node1/meminfo").unlink()
     assert store_nodes(gpus, tmp_path) == (), "with one node there is nothing to choose"
-
-
-class FakeCudart:
-    """Records which ranges are pinned, and whether their pages were allocated before."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.pinned: dict[int, int] = {}
-        self.fails_at = fails_at
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if len(self.pinned) == self.fails_at:
-            return 2
-        assert allocated_bytes(address, nbytes) >= nbytes, "pages are allocated before they are pinned"
-        self.pinned[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
 
 
 def store_on(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[HostStore, list[Any]]:
