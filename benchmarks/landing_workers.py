@@ -19,8 +19,9 @@ from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_stores, regions
 from hotset.engine.workers.executor import whole_host_store
 from hotset.handoff.agent import HandoffAgent, open_channel
-from hotset.handoff.endpoints import Endpoints
+from hotset.handoff.decode_agent import DecodeAgent
 from hotset.handoff.layout import plan_writes
+from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     Fetch,
     FetchFailed,
@@ -35,6 +36,7 @@ from hotset.handoff.messages import (
     Store,
     StoreName,
 )
+from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.kernels.rows import index_key_row, mla_row
@@ -201,7 +203,8 @@ class Worker:
         self.has_events = threading.Event()
         machine = Sender(source) if prefill else Receiver()
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
-        self.agent = HandoffAgent(machine, self.hello, channel, transfer, wake=self.has_events.set)
+        role: Any = PrefillAgent if prefill else DecodeAgent
+        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set)
         self.agent.start()
 
     @property

@@ -8,6 +8,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_process, open_backend, page_order, query
@@ -15,8 +16,9 @@ from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_pro
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
-from hotset.handoff.endpoints import Endpoints
+from hotset.handoff.decode_agent import DecodeAgent
 from hotset.handoff.layout import head_shards
+from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     Fetch,
     FetchFailed,
@@ -32,6 +34,7 @@ from hotset.handoff.messages import (
     Store,
 )
 from hotset.handoff.packing import StagingMemory
+from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging
@@ -139,7 +142,8 @@ class Worker:
         else:
             machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, stores))
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
-        self.agent = HandoffAgent(machine, self.hello, channel, transfer, wake=self.has_events.set)
+        role: Any = PrefillAgent if prefill else DecodeAgent
+        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set)
         self.agent.start()
 
     def close(self) -> None:

@@ -10,38 +10,23 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import InternalError
+from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
 from hotset.engine.stores import host_store_name, landing_stores, regions, stores_in_host_memory
 from hotset.engine.workers.executor import Executor, Step
-from hotset.handoff.agent import ControlChannel, HandoffAgent, HandoffStats, open_channel
-from hotset.handoff.endpoints import Endpoints
-from hotset.handoff.messages import (
-    CancelFetch,
-    Fetch,
-    FetchFailed,
-    FirstTokenSampled,
-    HandoffKey,
-    HandoffRequest,
-    Hello,
-    Landed,
-    ModelIdentity,
-    PeerLost,
-    PrefillFailed,
-    Quiesced,
-    ReleasePages,
-    RowsComputed,
-    StartPrefill,
-    Store,
-    StoreName,
-)
+from hotset.handoff import messages as msg
+from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
+from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.links import Endpoints
+from hotset.handoff.messages import HandoffKey, Hello, Store
 from hotset.handoff.packing import StagingMemory
-from hotset.handoff.processes import this_process
+from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
@@ -51,6 +36,9 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import DeviceEvent, Transfer
 from hotset.transfer.engines import prefer_few_writes
+
+if TYPE_CHECKING:
+    from hotset.handoff.channel import Channel
 
 LOGGER = logging.getLogger("hotset.engine")
 
@@ -109,22 +97,22 @@ class DecodeEndpoint:
 
     def poll(self) -> None:
         for event in self._agent.take_events():
-            if isinstance(event, PeerLost):
+            if isinstance(event, msg.PeerLost):
                 for scheduler in self._schedulers:
                     scheduler.fail_waiting(event.peer, event.reason)
                 continue
-            if not isinstance(event, Landed | FetchFailed | Quiesced):
+            if not isinstance(event, msg.Landed | msg.FetchFailed | msg.Quiesced):
                 raise InternalError(f"a decode worker received {event}")
             _, replica_number, name = event.key.request_id.split(":", 2)
             scheduler, attempt = self._schedulers[int(replica_number)], event.key.attempt
             match event:
-                case Landed(_, token_id, alternatives):
+                case msg.Landed(_, token_id, alternatives):
                     scheduler.complete_landing(name, attempt, token_id, alternatives)
-                case FetchFailed(_, quiesced, retry, reason):
+                case msg.FetchFailed(_, quiesced, retry, reason):
                     was_open = scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
                     level = logging.WARNING if was_open or not quiesced else logging.DEBUG
                     LOGGER.log(level, "the KV of %s did not arrive, attempt %d: %s", name, attempt, reason)
-                case Quiesced():
+                case msg.Quiesced():
                     scheduler.end_quarantine(name, attempt)
         for replica, scheduler in enumerate(self._schedulers):
             for update in scheduler.take_landing_updates():
@@ -158,10 +146,10 @@ class DecodeEndpoint:
                 self._pending.remove(pending)
                 self._schedulers[replica].fail_landing(name, attempt, quiesced=True, retry=False)
                 return
-        self._agent.put(CancelFetch(self._key(replica, name, attempt)))
+        self._agent.put(msg.CancelFetch(self._key(replica, name, attempt)))
 
-    def _fetch(self, replica: int, reservation: Reservation) -> Fetch:
-        request = HandoffRequest(
+    def _fetch(self, replica: int, reservation: Reservation) -> msg.Fetch:
+        request = msg.HandoffRequest(
             key=self._key(replica, reservation.request_id, reservation.attempt),
             prompt=reservation.prompt,
             landing="device" if reservation.on_device else host_store_name(replica),
@@ -169,7 +157,7 @@ class DecodeEndpoint:
             key_pages=reservation.key_pages,
             first=reservation.first,
         )
-        return Fetch(reservation.prefill_at, request)
+        return msg.Fetch(reservation.prefill_at, request)
 
     def _key(self, replica: int, name: str, attempt: int) -> HandoffKey:
         return HandoffKey(f"{self._prefix}:{replica}:{name}", attempt)
@@ -188,16 +176,16 @@ class PrefillEndpoint:
     ) -> None:
         self._agent, self._resources, self._scheduler, self._executor = agent, resources, scheduler, executor
         self._card = card
-        self._prefills: dict[str, StartPrefill] = {}  # request id of this engine -> prefill
+        self._prefills: dict[str, msg.StartPrefill] = {}  # request id of this engine -> prefill
         self._request_ids: dict[tuple[str, HandoffKey], str] = {}  # peer and key -> request id of this engine
         self._serials = itertools.count()
 
     def poll(self) -> None:
         for event in self._agent.take_events():
             match event:
-                case StartPrefill():
+                case msg.StartPrefill():
                     self._start(event)
-                case ReleasePages(peer, key):
+                case msg.ReleasePages(peer, key):
                     name = self._request_ids.pop((peer, key), None)
                     if name is not None:
                         del self._prefills[name]
@@ -211,11 +199,11 @@ class PrefillEndpoint:
             prefill = self._prefills[announcement.request_id]
             match announcement:
                 case RowsWritten(_, first, last, pages):
-                    self._agent.put(RowsComputed(prefill.peer, prefill.key, first, last, pages, after))
+                    self._agent.put(msg.RowsComputed(prefill.peer, prefill.key, first, last, pages, after))
                 case PromptComputed(_, token_id, alternatives):
-                    self._agent.put(FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
+                    self._agent.put(msg.FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
                 case PromptFailed(_, reason):
-                    self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=reason))
+                    self._agent.put(msg.PrefillFailed(prefill.peer, prefill.key, retry=False, reason=reason))
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()
@@ -227,11 +215,11 @@ class PrefillEndpoint:
         self._agent.close(drain_seconds)
         self._resources.transfer.close()
 
-    def _start(self, prefill: StartPrefill) -> None:
+    def _start(self, prefill: msg.StartPrefill) -> None:
         refusal = self._refusal(prefill.prompt)
         if refusal is not None:
             LOGGER.warning("refused to compute %s for %s: %s", prefill.key.request_id, prefill.peer, refusal)
-            self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
+            self._agent.put(msg.PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
             return
         # A peer may reuse a key while plans in flight still contain the key's previous request, so ids have a serial.
         name = f"{prefill.peer} {prefill.key.request_id} {prefill.key.attempt} #{next(self._serials)}"
@@ -263,13 +251,13 @@ def landing_policy(config: EngineConfig) -> LandingPolicy:
 
 def open_endpoint(
     config: EngineConfig,
-    model: ModelIdentity,
+    model: msg.ModelIdentity,
     schedulers: Sequence[Scheduler],
     executor: Executor,
     card: ModelCard,
     open_transfer: Callable[[], Transfer],
     wake: Callable[[], None],
-) -> tuple[HandoffEndpoint, ControlChannel]:
+) -> tuple[HandoffEndpoint, "Channel"]:
     """Opens the endpoint of a prefill or decode worker. Returns it with its control channel, which it owns.
 
     `open_transfer` opens a transfer endpoint: one at a prefill worker, and one for each peer at a decode worker. Raises
@@ -302,13 +290,14 @@ def open_endpoint(
         ring = None if is_prefill or staging is None else staging.memory_range
         description = b"" if isinstance(transfer, Endpoints) else transfer.describe()
         hello = Hello(channel.address, model, stores, transfer.name, description, ring, this_process())
-        machine: Sender | Receiver
-        if is_prefill:
-            machine = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)
-        else:
+        agent: HandoffAgent
+        if isinstance(transfer, Endpoints):
             unpackable = stores_in_host_memory(stores, pool)
-            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, unpackable))
-        agent = HandoffAgent(machine, hello, channel, transfer, wake=wake)
+            receiver = Receiver(staging=None if ring is None else ReceiverStaging(ring, unpackable))
+            agent = DecodeAgent(receiver, hello, channel, transfer, wake=wake)
+        else:
+            sender = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)
+            agent = PrefillAgent(sender, hello, channel, transfer, wake=wake)
         agent.start()
     except BaseException:
         channel.close()
@@ -320,7 +309,7 @@ def open_endpoint(
     return DecodeEndpoint(agent, resources, schedulers, executor), channel
 
 
-def _staging(config: EngineConfig, stores: Mapping[StoreName, Store]) -> StagingMemory | None:
+def _staging(config: EngineConfig, stores: Mapping[msg.StoreName, Store]) -> StagingMemory | None:
     """Allocates the staging memory, or returns None if staging is disabled. Raises ConfigError if `staging_mib` is too
     small for a store."""
     if not config.staging_mib:

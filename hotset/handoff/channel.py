@@ -20,17 +20,9 @@ from hotset.base.address import Address, control_port, normalized_host
 from hotset.base.descriptors import free_descriptors
 from hotset.base.errors import BadMessage, StartupError
 from hotset.base.listeners import reserve_port
+from hotset.handoff import messages as msg
 from hotset.handoff.codec import MAX_BYTES, Codec
-from hotset.handoff.messages import (
-    ChannelEvent,
-    Envelope,
-    Hello,
-    Message,
-    MessageReceived,
-    PeerRestarted,
-    Ping,
-    ProtocolMismatch,
-)
+from hotset.handoff.messages import Hello, Message
 
 LOGGER = logging.getLogger("hotset.handoff")
 
@@ -46,7 +38,7 @@ RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
 LISTEN_AGAIN_SECONDS = 0.05
 HANDSHAKE_MS = 5000  # time for a new connection to complete ZeroMQ's handshake
-FOR_ANY_INCARNATION = (Hello, Ping)  # sent even if the peer's incarnation is unknown
+FOR_ANY_INCARNATION = (Hello, msg.Ping)  # sent even if the peer's incarnation is unknown
 FAILED_HANDSHAKES = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKES[0] | FAILED_HANDSHAKES[1]
 
@@ -118,7 +110,7 @@ class Channel:
         try:
             if known.socket is None:
                 known.socket = self._connect(peer)
-            envelope = Envelope(self.address, self.incarnation, target, message)
+            envelope = msg.Envelope(self.address, self.incarnation, target, message)
             known.socket.send(self._codec.encode(envelope), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped["queue full"] += 1
@@ -127,9 +119,9 @@ class Channel:
             self.dropped["send failed"] += 1
             self._warn_once(peer, f"cannot send to {peer}: {error.strerror}")
 
-    def receive(self) -> list[ChannelEvent]:
+    def receive(self) -> list[msg.ChannelEvent]:
         """Returns the messages and events that have arrived, in order, up to a limit. Never blocks."""
-        events: list[ChannelEvent] = []
+        events: list[msg.ChannelEvent] = []
         self._watch_connections()
         for _ in range(MAX_PER_RECEIVE):
             try:
@@ -201,7 +193,7 @@ class Channel:
             self.forget(next(iter(self._peers)))
         return known
 
-    def _decode(self, frames: "list[zmq.Frame]") -> list[ChannelEvent]:
+    def _decode(self, frames: "list[zmq.Frame]") -> list[msg.ChannelEvent]:
         """Returns the events of one received message. A malformed message has none."""
         try:
             if len(frames) != 2:  # the first frame identifies the connection
@@ -217,24 +209,24 @@ class Channel:
             return []
         return self._from_peer(envelope)
 
-    def _from_peer(self, envelope: Envelope | ProtocolMismatch) -> list[ChannelEvent]:
+    def _from_peer(self, envelope: msg.Envelope | msg.ProtocolMismatch) -> list[msg.ChannelEvent]:
         address, incarnation = envelope.sender_address, envelope.sender_incarnation
         known = self._peer(address)
         if incarnation in known.old_incarnations:
             self.dropped["old incarnation"] += 1
             return []
-        events: list[ChannelEvent] = []
+        events: list[msg.ChannelEvent] = []
         if known.incarnation not in ("", incarnation):
             known.old_incarnations.append(known.incarnation)
-            events.append(PeerRestarted(address))
+            events.append(msg.PeerRestarted(address))
         known.incarnation = incarnation
-        if isinstance(envelope, ProtocolMismatch):
+        if isinstance(envelope, msg.ProtocolMismatch):
             self.dropped["protocol mismatch"] += 1
             return [*events, envelope] if envelope.kind == Hello.__name__ else events
         if envelope.target_incarnation not in ("", self.incarnation):
             self.dropped["wrong incarnation"] += 1
             return events
-        return [*events, MessageReceived(address, envelope.message)]
+        return [*events, msg.MessageReceived(address, envelope.message)]
 
     def _watch_connections(self) -> None:
         """Counts connections and failed handshakes, and closes all connections if there are too many.

@@ -19,26 +19,8 @@ import msgspec
 from hotset.base.address import Address
 from hotset.base.errors import BadMessage, InternalError
 from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS
-from hotset.handoff.messages import (
-    PROTOCOL,
-    Envelope,
-    HandoffAccepted,
-    HandoffDone,
-    HandoffRequest,
-    Hello,
-    LeaseGranted,
-    LeaseRequest,
-    Message,
-    PagedSpan,
-    PieceWritten,
-    Ping,
-    Pong,
-    Progress,
-    ProtocolMismatch,
-    Refused,
-    RowSlices,
-    Welcome,
-)
+from hotset.handoff import messages as msg
+from hotset.handoff.messages import Hello, Message, PagedSpan
 
 MAX_BYTES = 16 << 20  # enough for a HandoffRequest of two million tokens
 MAX_QUOTED = 256  # maximum characters of received text that an error quotes
@@ -74,10 +56,10 @@ class Codec:
             raise InternalError("the secret is empty")
         self._key = None if secret is None else hashlib.blake2b(secret).digest()
 
-    def encode(self, envelope: Envelope) -> bytes:
+    def encode(self, envelope: msg.Envelope) -> bytes:
         encoded = _ENCODER.encode(
             _WireEnvelope(
-                protocol=PROTOCOL,
+                protocol=msg.PROTOCOL,
                 sender_address=envelope.sender_address,
                 sender_incarnation=envelope.sender_incarnation,
                 target_incarnation=envelope.target_incarnation,
@@ -89,7 +71,7 @@ class Codec:
             return MARK + PLAIN + encoded
         return MARK + TAGGED + self._tag(self._key, encoded) + encoded
 
-    def decode(self, raw: bytes) -> Envelope | ProtocolMismatch:
+    def decode(self, raw: bytes) -> msg.Envelope | msg.ProtocolMismatch:
         """Decodes one message. Returns ProtocolMismatch for a message in another version of the protocol, unless it is
         Refused. Raises BadMessage, and no other exception, for anything that is not a valid message."""
         envelope_bytes = self._checked(raw)
@@ -97,8 +79,8 @@ class Codec:
             envelope = _ENVELOPES.decode(envelope_bytes)
             _check_names(envelope)
             # Refused can be decoded in every version.
-            if envelope.protocol != PROTOCOL and envelope.kind != Refused.__name__:
-                return ProtocolMismatch(
+            if envelope.protocol != msg.PROTOCOL and envelope.kind != msg.Refused.__name__:
+                return msg.ProtocolMismatch(
                     envelope.sender_address, envelope.sender_incarnation, envelope.protocol, envelope.kind
                 )
             decoder = _DECODERS.get(envelope.kind)
@@ -111,7 +93,7 @@ class Codec:
         except Exception as error:
             # Untrusted bytes can cause any exception: RecursionError, MemoryError, or one from a value's own checks.
             raise BadMessage(f"it cannot be decoded: {str(error)[:MAX_QUOTED]}") from error
-        return Envelope(envelope.sender_address, envelope.sender_incarnation, envelope.target_incarnation, message)
+        return msg.Envelope(envelope.sender_address, envelope.sender_incarnation, envelope.target_incarnation, message)
 
     def _checked(self, raw: bytes) -> bytes:
         """Checks the mark and, with a secret, the tag. Returns the bytes of the envelope."""
@@ -149,9 +131,9 @@ def _check_names(envelope: _WireEnvelope) -> None:
 def _check_message(message: Message, sender_address: str) -> None:
     """Checks the values of a message, beyond their types."""
     match message:
-        case Hello(control=control) | Welcome(hello=Hello(control=control)):
+        case Hello(control=control) | msg.Welcome(hello=Hello(control=control)):
             _require(control == sender_address, "it introduces a worker other than its sender")
-            hello = message.hello if isinstance(message, Welcome) else message
+            hello = message.hello if isinstance(message, msg.Welcome) else message
             if hello.ring is not None:
                 end = hello.ring.address + hello.ring.nbytes
                 _require(
@@ -163,7 +145,7 @@ def _check_message(message: Message, sender_address: str) -> None:
                     _check_span(shard.span)
                     _check_slices(shard.slices)
                 _check_span(store.keys)
-        case Refused() | Ping() | Pong():
+        case msg.Refused() | msg.Ping() | msg.Pong():
             pass
         case _:
             _require(message.key.request_id != "", "request_id is empty")
@@ -178,7 +160,7 @@ def _check_span(span: PagedSpan | None) -> None:
         _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
 
 
-def _check_slices(slices: RowSlices) -> None:
+def _check_slices(slices: msg.RowSlices) -> None:
     numbers = [number for row_slice in slices for number in row_slice]
     _require(
         min(numbers, default=0) >= 0 and max(numbers, default=0) <= MAX_ADDRESS, "a slice of a row is out of range"
@@ -187,7 +169,7 @@ def _check_slices(slices: RowSlices) -> None:
 
 def _check_contents(message: Message) -> None:
     match message:
-        case HandoffRequest():
+        case msg.HandoffRequest():
             prompt, pages = message.prompt, (*message.row_pages, *message.key_pages)
             ids = (*prompt.token_ids, *prompt.stop_ids)
             _require(len(prompt) > 0, "token_ids are empty")
@@ -195,17 +177,17 @@ def _check_contents(message: Message) -> None:
             _require(0 <= message.first < len(prompt), "first is not a row of the prompt")
             _require(min(ids) >= 0 and max(ids) <= MAX_TOKEN, "a token id is out of range")
             _require(not pages or (min(pages) >= 0 and max(pages) <= MAX_PAGE), "a page number is out of range")
-        case Progress(_, rows):
+        case msg.Progress(_, rows):
             _require(rows >= 0, "rows is negative")
-        case HandoffAccepted(_, piece_bytes):
+        case msg.HandoffAccepted(_, piece_bytes):
             _require(0 <= piece_bytes <= MAX_ADDRESS, "piece_bytes is out of range")
-        case LeaseRequest(_, piece, first, last):
+        case msg.LeaseRequest(_, piece, first, last):
             _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "a piece is out of range")
-        case LeaseGranted(_, piece, lease, offset):
+        case msg.LeaseGranted(_, piece, lease, offset):
             _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease is out of range")
-        case PieceWritten(_, piece, lease):
+        case msg.PieceWritten(_, piece, lease):
             _require(0 <= piece <= MAX_TOKEN and lease >= 0, "a lease is out of range")
-        case HandoffDone(_, token_id):
+        case msg.HandoffDone(_, token_id):
             _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")
 
 

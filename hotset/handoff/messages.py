@@ -30,6 +30,7 @@ its older attempts.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
@@ -110,16 +111,6 @@ class MemoryRange:
 
     address: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessIdentity:
-    """Identifies a process. Others on the same machine, in the same namespace, can observe whether it has ended."""
-
-    boot_id: str  # random number that the kernel chose when the machine started
-    pid_namespace: str
-    pid: int
-    start_time: int  # in clock ticks since the machine started; a later process with the same pid has another one
 
 
 @dataclass(frozen=True, slots=True)

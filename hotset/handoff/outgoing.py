@@ -6,18 +6,10 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from hotset.base.processes import ProcessIdentity
+from hotset.handoff import messages as msg
 from hotset.handoff.layout import landing_pages, pages_before, pages_for
-from hotset.handoff.messages import (
-    FirstTokenSampled,
-    HandoffDone,
-    HandoffFailed,
-    HandoffId,
-    HandoffRequest,
-    Hello,
-    ProcessIdentity,
-    RowsComputed,
-    Store,
-)
+from hotset.handoff.messages import HandoffId, Hello, Store
 from hotset.handoff.sender_staging import SenderStaging, StagingOffer
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 from hotset.transfer.api import WriteState
@@ -104,7 +96,7 @@ class OutgoingHandoff:
     def __init__(
         self,
         peer: str,
-        request: HandoffRequest,
+        request: msg.HandoffRequest,
         hello: Hello,
         timer: PhaseTimer[SenderPhase],
         offer: StagingOffer | None = None,
@@ -112,17 +104,19 @@ class OutgoingHandoff:
         self.peer, self.request, self.hello, self.timer, self.offer = peer, request, hello, timer, offer
         self.pages = landing_pages(request, self.target)
         self.staging: SenderStaging | None = None  # set if the receiver accepts the offer
-        self.unsubmitted: RowsComputed | None = None  # rows that are announced but not submitted, merged into one range
+        self.unsubmitted: msg.RowsComputed | None = (
+            None  # rows that are announced but not submitted, merged into one range
+        )
         self.in_flight: list[ChunkInFlight] = []
         self.landed = 0  # rows [0, landed) are in the receiver's pages
         self.announced = 0  # the engine has announced rows [0, announced)
-        self.sampled: FirstTokenSampled | None = None
+        self.sampled: msg.FirstTokenSampled | None = None
         self.has_unknown_write = False  # a write ended in an unknown state and may still change the receiver's memory
         self.pages_released = False
         self.end_reason: EndReason | None = None
         self.retry, self.failure = False, ""  # for HandoffFailed
         # None again when the receiver has acknowledged it, when the handoff is cancelled, or when the peer is lost.
-        self.final_message: HandoffDone | HandoffFailed | None = None
+        self.final_message: msg.HandoffDone | msg.HandoffFailed | None = None
 
     @property
     def phase(self) -> SenderPhase:
@@ -192,7 +186,7 @@ class OutgoingHandoff:
             )
 
 
-def refusal(request: HandoffRequest, hello: Hello) -> str:
+def refusal(request: msg.HandoffRequest, hello: Hello) -> str:
     """Returns why this request can never be served, or an empty string if it can."""
     target, rows = hello.stores.get(request.landing), len(request.prompt)
     if target is None:

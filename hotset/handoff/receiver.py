@@ -10,30 +10,8 @@ The quarantine of pages or leases ends when the sender confirms, or can no longe
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
-from hotset.handoff.messages import (
-    Cancel,
-    Cancelled,
-    Fetch,
-    FetchFailed,
-    HandoffAccepted,
-    HandoffAck,
-    HandoffDone,
-    HandoffFailed,
-    HandoffKey,
-    HandoffRequest,
-    Hello,
-    Landed,
-    LeaseRequest,
-    Message,
-    PieceUnpacked,
-    PieceWritten,
-    Progress,
-    Quiesced,
-    ReceiverEvent,
-    SendMessage,
-    StartWrites,
-    UnpackPiece,
-)
+from hotset.handoff import messages as msg
+from hotset.handoff.messages import HandoffKey, Hello, Message
 from hotset.handoff.staging import ReceiverStaging
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 
@@ -81,7 +59,7 @@ UNCONFIRMED_PHASES = frozenset({ReceiverPhase.FENCING, ReceiverPhase.QUARANTINED
 class _Handoff:
     __slots__ = ("peer", "reason", "request", "retry", "staged", "timer")
 
-    def __init__(self, fetch: Fetch, timer: PhaseTimer[ReceiverPhase]) -> None:
+    def __init__(self, fetch: msg.Fetch, timer: PhaseTimer[ReceiverPhase]) -> None:
         self.peer, self.request, self.timer = fetch.peer, fetch.request, timer
         self.reason, self.retry = "", False  # why it failed, and whether a retry may succeed
         self.staged = False  # pieces arrive in the ring
@@ -110,13 +88,13 @@ class Receiver:
         self._staging = staging
         self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[HandoffKey, _Handoff] = {}
-        self._actions: list[SendMessage | UnpackPiece | ReceiverEvent] = []
+        self._actions: list[msg.SendMessage | msg.UnpackPiece | msg.ReceiverEvent] = []
 
     def add_peer(self, peer: str, hello: Hello) -> None:
         """Adds a peer that `check_peers` accepts. If it was added before, call `peer_lost` first."""
         self._hellos[peer] = hello
 
-    def fetch(self, fetch: Fetch, now: float) -> None:
+    def fetch(self, fetch: msg.Fetch, now: float) -> None:
         """Begins a handoff and cancels older attempts of its request. Ignores a key whose handoff is not closed.
         Fails at once if there is a newer attempt."""
         key = fetch.request.key
@@ -125,7 +103,7 @@ class Receiver:
         attempts = [known for known in self._handoffs if known.request_id == key.request_id]
         if any(known.attempt > key.attempt for known in attempts):
             reason = "a newer attempt of the request is in progress"
-            self._actions.append(FetchFailed(key, quiesced=True, retry=False, reason=reason))
+            self._actions.append(msg.FetchFailed(key, quiesced=True, retry=False, reason=reason))
             return
         for known in attempts:
             self.cancel(known, now)
@@ -142,27 +120,33 @@ class Receiver:
         """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
         phase does not expect. Answers signs of life of an unknown handoff with Cancel."""
         match message:
-            case HandoffDone(key) | HandoffFailed(key):
-                self._send(peer, HandoffAck(key))
-            case HandoffAccepted(key) | Progress(key) | LeaseRequest(key) | PieceWritten(key) | Cancelled(key):
+            case msg.HandoffDone(key) | msg.HandoffFailed(key):
+                self._send(peer, msg.HandoffAck(key))
+            case (
+                msg.HandoffAccepted(key)
+                | msg.Progress(key)
+                | msg.LeaseRequest(key)
+                | msg.PieceWritten(key)
+                | msg.Cancelled(key)
+            ):
                 pass
             case _:
                 return
         handoff = self._handoffs.get(key)
         if handoff is None or handoff.peer != peer:
-            if isinstance(message, HandoffAccepted | Progress | LeaseRequest | PieceWritten):
-                self._send(peer, Cancel(key))
+            if isinstance(message, msg.HandoffAccepted | msg.Progress | msg.LeaseRequest | msg.PieceWritten):
+                self._send(peer, msg.Cancel(key))
             return
         match message:
-            case HandoffAccepted() | Progress():
+            case msg.HandoffAccepted() | msg.Progress():
                 self._on_sign_of_life(handoff, message, now)
-            case LeaseRequest() | PieceWritten():
+            case msg.LeaseRequest() | msg.PieceWritten():
                 self._on_staging_message(handoff, message, now)
-            case HandoffDone():
+            case msg.HandoffDone():
                 self._on_done(handoff, message, now)
-            case HandoffFailed():
+            case msg.HandoffFailed():
                 self._on_end(handoff, message.quiesced, message.retry, message.reason, now)
-            case Cancelled():
+            case msg.Cancelled():
                 self._on_end(handoff, message.quiesced, False, "the prefill worker cancelled it", now)
 
     def peer_lost(self, peer: str, reason: str, now: float, *, retry: bool = False) -> None:
@@ -201,7 +185,7 @@ class Receiver:
         timers = [handoff.timer for handoff in self._handoffs.values()]
         return earliest(min(timer.deadline, timer.retransmit_at) for timer in timers)
 
-    def take_actions(self) -> list[SendMessage | UnpackPiece | ReceiverEvent]:
+    def take_actions(self) -> list[msg.SendMessage | msg.UnpackPiece | msg.ReceiverEvent]:
         """Returns the new actions. The caller must run them in order and complete each before it begins the next."""
         if self._staging is not None:
             self._actions += self._staging.take_grants()
@@ -233,37 +217,37 @@ class Receiver:
         if self._staging is not None:
             self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
 
-    def _on_sign_of_life(self, handoff: _Handoff, message: HandoffAccepted | Progress, now: float) -> None:
-        if handoff.phase is ReceiverPhase.REQUESTING and isinstance(message, HandoffAccepted):
+    def _on_sign_of_life(self, handoff: _Handoff, message: msg.HandoffAccepted | msg.Progress, now: float) -> None:
+        if handoff.phase is ReceiverPhase.REQUESTING and isinstance(message, msg.HandoffAccepted):
             self._move(handoff, ReceiverPhase.LANDING, now)
             hello = self._hellos.get(handoff.peer)
             if self._staging is not None and hello is not None and message.piece_bytes:
                 handoff.staged = self._staging.begin(handoff.peer, hello, handoff.request, message.piece_bytes)
         if handoff.phase is ReceiverPhase.LANDING:
             handoff.timer.extend(now)
-            if isinstance(message, HandoffAccepted):
-                self._send(handoff.peer, StartWrites(message.key, handoff.staged))
+            if isinstance(message, msg.HandoffAccepted):
+                self._send(handoff.peer, msg.StartWrites(message.key, handoff.staged))
 
-    def _on_staging_message(self, handoff: _Handoff, message: LeaseRequest | PieceWritten, now: float) -> None:
+    def _on_staging_message(self, handoff: _Handoff, message: msg.LeaseRequest | msg.PieceWritten, now: float) -> None:
         if handoff.phase is not ReceiverPhase.LANDING or not handoff.staged:
             return
         assert self._staging is not None
         handoff.timer.extend(now)
-        if isinstance(message, LeaseRequest):
+        if isinstance(message, msg.LeaseRequest):
             self._actions += self._staging.request_lease(message)
             return
         packed = self._staging.on_piece_written(message)
         if packed is not None:
-            self._actions.append(UnpackPiece(packed))
+            self._actions.append(msg.UnpackPiece(packed))
         if self._staging.is_unpacked(message.key, message.piece):
-            self._send(handoff.peer, PieceUnpacked(message.key, message.piece))
+            self._send(handoff.peer, msg.PieceUnpacked(message.key, message.piece))
 
-    def _on_done(self, handoff: _Handoff, done: HandoffDone, now: float) -> None:
+    def _on_done(self, handoff: _Handoff, done: msg.HandoffDone, now: float) -> None:
         rows = self._landed_rows(handoff)
         if handoff.phase is ReceiverPhase.LANDING and rows < len(handoff.request.prompt):
             self._on_end(handoff, True, True, f"the prefill worker ended the handoff after {rows} rows", now)
         elif handoff.phase is ReceiverPhase.LANDING:
-            self._actions.append(Landed(done.key, done.token_id, done.alternatives))
+            self._actions.append(msg.Landed(done.key, done.token_id, done.alternatives))
             self._move(handoff, ReceiverPhase.CLOSED, now)
         else:
             self._on_end(handoff, True, False, "the prefill worker sent HandoffDone before StartWrites", now)
@@ -289,12 +273,12 @@ class Receiver:
                 if self._staging is not None and handoff.staged:
                     self._staging.end_quarantine(handoff.request.key)
                 else:
-                    self._actions.append(Quiesced(handoff.request.key))
+                    self._actions.append(msg.Quiesced(handoff.request.key))
                 self._move(handoff, ReceiverPhase.CLOSED, now)
 
     def _begin_cancel(self, handoff: _Handoff, retry: bool, reason: str, now: float) -> None:
         if handoff.phase is ReceiverPhase.REQUESTING:
-            self._actions.append(FetchFailed(handoff.request.key, quiesced=True, retry=retry, reason=reason))
+            self._actions.append(msg.FetchFailed(handoff.request.key, quiesced=True, retry=retry, reason=reason))
             self._move(handoff, ReceiverPhase.ABANDONED, now)
         elif handoff.phase is ReceiverPhase.LANDING:
             handoff.reason, handoff.retry = reason, retry
@@ -314,10 +298,10 @@ class Receiver:
         key = handoff.request.key
         if self._staging is not None and handoff.staged and not quiesced:
             # Only this worker writes to the pages, so they are free. The sender's leases, if it has any, are not.
-            self._actions.append(FetchFailed(key, True, handoff.retry, handoff.reason))
+            self._actions.append(msg.FetchFailed(key, True, handoff.retry, handoff.reason))
             quiesced = not self._staging.quarantine(key)
         else:
-            self._actions.append(FetchFailed(key, quiesced, handoff.retry, handoff.reason))
+            self._actions.append(msg.FetchFailed(key, quiesced, handoff.retry, handoff.reason))
         self._move(handoff, ReceiverPhase.CLOSED if quiesced else ReceiverPhase.QUARANTINED, now)
 
     def _expire(self, handoff: _Handoff, now: float) -> None:
@@ -346,9 +330,9 @@ class Receiver:
     def _transmit(self, handoff: _Handoff) -> None:
         """Sends HandoffRequest or Cancel, which the phase repeats until it is answered. LANDING repeats nothing."""
         requesting = handoff.phase is ReceiverPhase.REQUESTING
-        message: HandoffRequest | Cancel = handoff.request if requesting else Cancel(handoff.request.key)
+        message: msg.HandoffRequest | msg.Cancel = handoff.request if requesting else msg.Cancel(handoff.request.key)
         if handoff.phase is not ReceiverPhase.LANDING:
             self._send(handoff.peer, message)
 
     def _send(self, peer: str, message: Message) -> None:
-        self._actions.append(SendMessage(peer, message))
+        self._actions.append(msg.SendMessage(peer, message))

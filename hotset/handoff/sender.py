@@ -13,35 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from hotset.base.errors import InternalError
+from hotset.handoff import messages as msg
 from hotset.handoff.layout import plan_context_writes
-from hotset.handoff.messages import (
-    Cancel,
-    Cancelled,
-    FirstTokenSampled,
-    HandoffAccepted,
-    HandoffAck,
-    HandoffDone,
-    HandoffFailed,
-    HandoffId,
-    HandoffKey,
-    HandoffRequest,
-    Hello,
-    LeaseGranted,
-    MemoryRange,
-    Message,
-    PieceUnpacked,
-    PrefillFailed,
-    Progress,
-    ReleasePages,
-    RowsComputed,
-    SenderCommand,
-    SenderEvent,
-    SendMessage,
-    StartPrefill,
-    StartWrites,
-    Store,
-    SubmitWrites,
-)
+from hotset.handoff.messages import HandoffId, HandoffKey, Hello, MemoryRange, Message, Store
 from hotset.handoff.outgoing import (
     MAX_LISTS_IN_FLIGHT,
     OPEN_PHASES,
@@ -97,13 +71,14 @@ class Sender:
         self.table = PhaseTable(SENDER_TRANSITIONS, timeouts)
         self.piece_table = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
         self.num_retransmits = 0
+        self.ring_quarantined_bytes = 0  # a sender has no ring
         self._store, self._write_limit = store, write_limit
         self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[HandoffId, OutgoingHandoff] = {}
         self._tombstones = Tombstones(tombstone_limit, max_tombstones)
         self._buffers, self._max_direct_writes = SenderBuffers(buffers), max_direct_writes
         self._grant_numbers = itertools.count()
-        self._actions: list[SendMessage | SubmitWrites | SenderEvent] = []
+        self._actions: list[msg.SendMessage | msg.SubmitWrites | msg.SenderEvent] = []
 
     def add_peer(self, peer: str, hello: Hello) -> None:
         """Adds a peer that `check_peers` accepts. If it was added before, call `peer_lost` first."""
@@ -122,33 +97,33 @@ class Sender:
         """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
         phase does not expect."""
         match message:
-            case HandoffRequest():
+            case msg.HandoffRequest():
                 self._on_request(peer, message, now)
-            case Cancel(key):
+            case msg.Cancel(key):
                 self._on_cancel(peer, key, now)
-            case StartWrites(key, staged) if handoff := self._handoffs.get((peer, key)):
+            case msg.StartWrites(key, staged) if handoff := self._handoffs.get((peer, key)):
                 self._on_start_writes(handoff, staged, now)
-            case LeaseGranted(key) | PieceUnpacked(key) if handoff := self._handoffs.get((peer, key)):
+            case msg.LeaseGranted(key) | msg.PieceUnpacked(key) if handoff := self._handoffs.get((peer, key)):
                 if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
                     self._on_staging_message(handoff, handoff.staging, message, now)
-            case HandoffAck(key) if handoff := self._handoffs.get((peer, key)):
+            case msg.HandoffAck(key) if handoff := self._handoffs.get((peer, key)):
                 self._on_ack(handoff, now)
 
-    def handle_command(self, command: SenderCommand, now: float) -> None:
+    def handle_command(self, command: msg.SenderCommand, now: float) -> None:
         """Handles a command of the engine. Ignores commands about handoffs that are not in OPEN_PHASES."""
         handoff = self._handoffs.get((command.peer, command.key))
         if handoff is None or handoff.phase not in OPEN_PHASES:
             return
         match command:
-            case RowsComputed():
+            case msg.RowsComputed():
                 self._on_rows_computed(handoff, command, now)
-            case FirstTokenSampled():
+            case msg.FirstTokenSampled():
                 announced, total = handoff.announced, len(handoff.request.prompt)
                 if announced != total:
                     raise InternalError(f"{command.key} was sampled after {announced} of {total} rows were announced")
                 handoff.sampled = command
                 self._finish_if_idle(handoff, now)
-            case PrefillFailed():
+            case msg.PrefillFailed():
                 self._begin_end(handoff, EndReason.FAILED, command.retry, command.reason, now)
 
     def on_submitted(self, peer: str, key: HandoffKey, ticket: WriteTicket) -> None:
@@ -204,7 +179,7 @@ class Sender:
         """Returns when `tick` must be called next, or None if there is no handoff."""
         return earliest(handoff.next_deadline for handoff in self._handoffs.values())
 
-    def take_actions(self) -> list[SendMessage | SubmitWrites | SenderEvent]:
+    def take_actions(self) -> list[msg.SendMessage | msg.SubmitWrites | msg.SenderEvent]:
         """Returns the new actions. The caller must run them in this order."""
         actions, self._actions = self._actions, []
         return actions
@@ -231,7 +206,7 @@ class Sender:
             buffers = len(handoff.in_flight) if handoff.staging is not None else 0
             assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
 
-    def _on_request(self, peer: str, request: HandoffRequest, now: float) -> None:
+    def _on_request(self, peer: str, request: msg.HandoffRequest, now: float) -> None:
         key, hello = request.key, self._hellos.get(peer)
         of_peer = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
         attempts = [handoff for handoff in of_peer if handoff.request.key.request_id == key.request_id]
@@ -243,14 +218,14 @@ class Sender:
             if handoff.end_reason is not EndReason.PEER_LOST:
                 self._transmit(handoff)
         elif tombstone := self._tombstones.get((peer, key)):
-            self._send(peer, Cancelled(key, tombstone.quiesced))
+            self._send(peer, msg.Cancelled(key, tombstone.quiesced))
         elif max(known) > key.attempt:
-            self._send(peer, Cancelled(key, False))
+            self._send(peer, msg.Cancelled(key, False))
         elif hello is None or (reason := refusal(request, hello)):
             # This worker begins nothing now. But it has no record of the past, and cannot exclude that an earlier
             # handoff with this key still writes. It therefore reports "not quiesced".
             why = "this worker has no Hello from you: send Hello first" if hello is None else reason
-            self._send(peer, HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
+            self._send(peer, msg.HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
         else:
             for attempt in attempts:
                 self._cancel(attempt, now)
@@ -259,7 +234,7 @@ class Sender:
             handoff = OutgoingHandoff(peer, request, hello, timer, offer)
             self._handoffs[handoff.id] = handoff
             self._transmit(handoff)
-            self._actions.append(StartPrefill(peer, key, request.prompt))
+            self._actions.append(msg.StartPrefill(peer, key, request.prompt))
 
     def _on_cancel(self, peer: str, key: HandoffKey, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
@@ -269,7 +244,7 @@ class Sender:
         hello = self._hellos.get(peer)
         self._tombstones.add_unknown((peer, key), None if hello is None else hello.process, now)
         tombstone = self._tombstones.get((peer, key))
-        self._send(peer, Cancelled(key, tombstone is not None and tombstone.quiesced))
+        self._send(peer, msg.Cancelled(key, tombstone is not None and tombstone.quiesced))
 
     def _cancel(self, handoff: OutgoingHandoff, now: float) -> None:
         handoff.final_message = None
@@ -291,10 +266,10 @@ class Sender:
     def _on_staging_message(
         self, handoff: OutgoingHandoff, staging: SenderStaging, message: Message, now: float
     ) -> None:
-        if isinstance(message, LeaseGranted):
+        if isinstance(message, msg.LeaseGranted):
             staging.on_lease_granted(message, next(self._grant_numbers), now)
             self._submit_ready_pieces(now)
-        elif isinstance(message, PieceUnpacked) and staging.on_unpacked(message, now):
+        elif isinstance(message, msg.PieceUnpacked) and staging.on_unpacked(message, now):
             handoff.landed = staging.landed
             handoff.timer.extend(now)
             for request in staging.request_leases(now):
@@ -320,7 +295,7 @@ class Sender:
             handoff.in_flight.append(ChunkInFlight(piece.first, piece.last, deadline, piece=piece.number))
             packed = staging.packed_piece(piece, self._store, handoff.target, buffer.address)
             staging.start_write(piece, now)
-            self._actions.append(SubmitWrites(handoff.peer, handoff.request.key, planned, None, packed))
+            self._actions.append(msg.SubmitWrites(handoff.peer, handoff.request.key, planned, None, packed))
 
     def _on_chunk_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
         handoff = self._handoffs.get((peer, key))
@@ -351,7 +326,7 @@ class Sender:
         if handoff.phase is SenderPhase.NOTIFYING:
             self._move(handoff, SenderPhase.CLOSED, now)
 
-    def _on_rows_computed(self, handoff: OutgoingHandoff, rows: RowsComputed, now: float) -> None:
+    def _on_rows_computed(self, handoff: OutgoingHandoff, rows: msg.RowsComputed, now: float) -> None:
         key, announced = handoff.request.key, handoff.announced
         if not announced == rows.first <= rows.last:
             raise InternalError(f"{key}: {announced} rows are announced, but the next begin at {rows.first}")
@@ -389,7 +364,7 @@ class Sender:
         )
         handoff.unsubmitted = None
         handoff.in_flight.append(ChunkInFlight(rows.first, rows.last, deadline=now + self._write_limit))
-        self._actions.append(SubmitWrites(handoff.peer, handoff.request.key, planned, rows.after))
+        self._actions.append(msg.SubmitWrites(handoff.peer, handoff.request.key, planned, rows.after))
 
     def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
         """If no write is in flight: ends a complete handoff, or reports an end that was waiting for writes."""
@@ -400,7 +375,7 @@ class Sender:
         elif handoff.phase is SenderPhase.WRITING and handoff.complete:
             sampled = handoff.sampled
             assert sampled is not None
-            handoff.final_message = HandoffDone(sampled.key, sampled.token_id, sampled.alternatives)
+            handoff.final_message = msg.HandoffDone(sampled.key, sampled.token_id, sampled.alternatives)
             self._release_pages(handoff)
             self._move(handoff, SenderPhase.NOTIFYING, now)
 
@@ -420,11 +395,11 @@ class Sender:
         key, hung = handoff.request.key, bool(handoff.in_flight)
         end, was_hung = handoff.end_reason, handoff.phase is SenderPhase.WRITES_HUNG
         if end is EndReason.FAILED and (not was_hung or handoff.final_message):
-            handoff.final_message = HandoffFailed(key, handoff.quiesced, handoff.retry, handoff.failure)
+            handoff.final_message = msg.HandoffFailed(key, handoff.quiesced, handoff.retry, handoff.failure)
             self._move(handoff, SenderPhase.WRITES_HUNG if hung else SenderPhase.NOTIFYING, now)
             return
         if end is not EndReason.PEER_LOST:
-            self._send(handoff.peer, Cancelled(key, handoff.quiesced))
+            self._send(handoff.peer, msg.Cancelled(key, handoff.quiesced))
         if hung and end is not EndReason.PEER_LOST:
             if not was_hung:
                 self._move(handoff, SenderPhase.WRITES_HUNG, now)
@@ -459,18 +434,20 @@ class Sender:
     def _release_pages(self, handoff: OutgoingHandoff) -> None:
         if not handoff.pages_released:
             handoff.pages_released = True
-            self._actions.append(ReleasePages(*handoff.id))
+            self._actions.append(msg.ReleasePages(*handoff.id))
 
     def _transmit(self, handoff: OutgoingHandoff) -> None:
         """Sends the message that the phase repeats until it is answered, or Progress as a sign of life. Sends nothing
         if the phase has no message."""
         key, failing = handoff.request.key, handoff.end_reason is EndReason.FAILED
         if handoff.phase is SenderPhase.ACCEPTED:
-            self._send(handoff.peer, HandoffAccepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes))
+            self._send(
+                handoff.peer, msg.HandoffAccepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes)
+            )
         elif handoff.phase is SenderPhase.WRITING or (failing and handoff.phase is SenderPhase.DRAINING):
-            self._send(handoff.peer, Progress(key, handoff.landed))
+            self._send(handoff.peer, msg.Progress(key, handoff.landed))
         elif handoff.final_message is not None:
             self._send(handoff.peer, handoff.final_message)
 
     def _send(self, peer: str, message: Message) -> None:
-        self._actions.append(SendMessage(peer, message))
+        self._actions.append(msg.SendMessage(peer, message))

@@ -10,19 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.handoff.messages import (
-    HandoffId,
-    HandoffRequest,
-    Hello,
-    LeaseGranted,
-    LeaseRequest,
-    MemoryRange,
-    PackedPiece,
-    PieceUnpacked,
-    PieceWritten,
-    RowsComputed,
-    Store,
-)
+from hotset.handoff import messages as msg
+from hotset.handoff.messages import HandoffId, Hello, MemoryRange, Store
 from hotset.handoff.staging import can_pack, packed_row_bytes, piece_rows, should_stage
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import DeviceEvent
@@ -70,7 +59,7 @@ class StagingOffer:
 
 
 def make_offer(
-    store: Store, hello: Hello, request: HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
+    store: Store, hello: Hello, request: msg.HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
 ) -> StagingOffer | None:
     """Returns how this context can be staged, or None if direct writes are better, either side lacks the memory,
     or a store cannot be packed."""
@@ -91,14 +80,14 @@ class Piece:
     first: int
     last: int
     timer: PhaseTimer[PiecePhase]
-    lease: LeaseGranted | None = None
+    lease: msg.LeaseGranted | None = None
     grant_order: int = 0  # counts the grants of all contexts; pieces are packed in this order
 
 
 class SenderStaging:
     """The pieces of one staged context at the sender: rows from `request.first` on. Only the sender changes it."""
 
-    def __init__(self, request: HandoffRequest, offer: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
+    def __init__(self, request: msg.HandoffRequest, offer: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
         self._key, self._first, self._total = request.key, request.first, len(request.prompt)
         self.offer, self._table = offer, table
         self.pages: tuple[int, ...] = ()  # the context's pages in the prefill worker's store
@@ -131,13 +120,13 @@ class SenderStaging:
         """Returns when the next timeout or retransmit is due."""
         return earliest(min(piece.timer.deadline, piece.timer.retransmit_at) for piece in self._pieces.values())
 
-    def on_rows_computed(self, rows: RowsComputed, now: float) -> list[LeaseRequest]:
+    def on_rows_computed(self, rows: msg.RowsComputed, now: float) -> list[msg.LeaseRequest]:
         """Records rows that the engine has announced, in order. Returns the lease requests to send."""
         self.pages, self._announced = rows.pages, rows.last
         self._events.append((rows.last, rows.after))
         return self.request_leases(now)
 
-    def request_leases(self, now: float) -> list[LeaseRequest]:
+    def request_leases(self, now: float) -> list[msg.LeaseRequest]:
         """Begins the next pieces, as far as WINDOW and the announced rows allow. Returns the lease requests to send."""
         requests = []
         while len(self._pieces) < WINDOW and self._requested < self._total:
@@ -147,10 +136,10 @@ class SenderStaging:
             piece = Piece(self._num_requested, first, last, PhaseTimer(self._table, PiecePhase.REQUESTED, now))
             self._pieces[piece.number] = piece
             self._num_requested += 1
-            requests.append(LeaseRequest(self._key, piece.number, first, last))
+            requests.append(msg.LeaseRequest(self._key, piece.number, first, last))
         return requests
 
-    def on_lease_granted(self, lease: LeaseGranted, grant_order: int, now: float) -> None:
+    def on_lease_granted(self, lease: msg.LeaseGranted, grant_order: int, now: float) -> None:
         """Records the lease of a piece. Ignores a grant that the piece does not wait for, or that leaves the ring."""
         piece, end = self._pieces.get(lease.piece), self.offer.ring.nbytes
         if piece is None or piece.timer.phase is not PiecePhase.REQUESTED or lease.offset + self.nbytes(piece) > end:
@@ -172,13 +161,13 @@ class SenderStaging:
     def start_write(self, piece: Piece, now: float) -> None:
         piece.timer.move(PiecePhase.WRITING, now)
 
-    def finish_write(self, number: int, now: float) -> PieceWritten:
+    def finish_write(self, number: int, now: float) -> msg.PieceWritten:
         """Records that a piece is in the ring. Returns the message to send."""
         piece = self._pieces[number]
         piece.timer.move(PiecePhase.WRITTEN, now)
         return self._piece_written(piece)
 
-    def on_unpacked(self, message: PieceUnpacked, now: float) -> bool:
+    def on_unpacked(self, message: msg.PieceUnpacked, now: float) -> bool:
         """Removes a piece that the receiver has unpacked. Returns False if it was removed before, or is not written."""
         piece = self._pieces.get(message.piece)
         if piece is None or piece.timer.phase is not PiecePhase.WRITTEN:
@@ -190,16 +179,16 @@ class SenderStaging:
     def nbytes(self, piece: Piece) -> int:
         return (piece.last - piece.first) * self.offer.row_bytes
 
-    def packed_piece(self, piece: Piece, source: Store, target: Store, address: int) -> PackedPiece:
-        return PackedPiece(source, target, self.pages, self.pages, piece.first, piece.last, address)
+    def packed_piece(self, piece: Piece, source: Store, target: Store, address: int) -> msg.PackedPiece:
+        return msg.PackedPiece(source, target, self.pages, self.pages, piece.first, piece.last, address)
 
-    def retransmits(self, now: float) -> list[LeaseRequest | PieceWritten]:
+    def retransmits(self, now: float) -> list[msg.LeaseRequest | msg.PieceWritten]:
         """Returns the messages whose retransmit is due."""
-        messages: list[LeaseRequest | PieceWritten] = []
+        messages: list[msg.LeaseRequest | msg.PieceWritten] = []
         for piece in self._pieces.values():
             if piece.timer.retransmit_due(now):
                 if piece.timer.phase is PiecePhase.REQUESTED:
-                    messages.append(LeaseRequest(self._key, piece.number, piece.first, piece.last))
+                    messages.append(msg.LeaseRequest(self._key, piece.number, piece.first, piece.last))
                 else:
                     messages.append(self._piece_written(piece))
         return messages
@@ -230,9 +219,9 @@ class SenderStaging:
         """Returns the end of the rows [first, requested) for which leases were requested."""
         return min(self._first + self._num_requested * self.offer.rows, self._total)
 
-    def _piece_written(self, piece: Piece) -> PieceWritten:
+    def _piece_written(self, piece: Piece) -> msg.PieceWritten:
         assert piece.lease is not None
-        return PieceWritten(self._key, piece.number, piece.lease.lease)
+        return msg.PieceWritten(self._key, piece.number, piece.lease.lease)
 
 
 @dataclass(slots=True)

@@ -17,22 +17,9 @@ from functools import lru_cache
 
 from hotset.base.errors import ConfigError
 from hotset.base.units import MIB, ceil_div, show_bytes
+from hotset.handoff import messages as msg
 from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, overlaps, row_bytes
-from hotset.handoff.messages import (
-    HandoffKey,
-    HandoffRequest,
-    Hello,
-    LeaseGranted,
-    LeaseRequest,
-    MemoryRange,
-    PackedPiece,
-    PieceUnpacked,
-    PieceWritten,
-    RowSlices,
-    SendMessage,
-    Store,
-    StoreName,
-)
+from hotset.handoff.messages import HandoffKey, Hello, MemoryRange, Store
 from hotset.memory.ring import Ring
 
 # A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
@@ -63,8 +50,8 @@ def blocks(source: Store, target: Store) -> tuple[Block, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _blocks(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Block, ...]:
-    targets: dict[RowSlices, list[int]] = {}
+def _blocks(source: tuple[msg.RowSlices, ...], target: tuple[msg.RowSlices, ...]) -> tuple[Block, ...]:
+    targets: dict[msg.RowSlices, list[int]] = {}
     for number, slices in enumerate(target):
         targets.setdefault(slices, []).append(number)
     distinct = tuple(targets)
@@ -88,7 +75,7 @@ def piece_rows(source: Store, target: Store, ring_bytes: int, buffer_bytes: int)
 
 
 def should_stage(
-    source: Store, target: Store, request: HandoffRequest, max_direct_writes: int = MAX_DIRECT_WRITES
+    source: Store, target: Store, request: msg.HandoffRequest, max_direct_writes: int = MAX_DIRECT_WRITES
 ) -> bool:
     """Returns whether direct writes of the context would be many and small, even with consecutive source pages."""
     pages, last = landing_pages(request, target), len(request.prompt)
@@ -123,7 +110,7 @@ def split_into_buffers(memory: MemoryRange) -> tuple[MemoryRange, ...]:
 @dataclass(slots=True)
 class _StagedContext:
     peer: str
-    request: HandoffRequest
+    request: msg.HandoffRequest
     source: Store
     target: Store
     piece_bytes: int  # size of the largest piece
@@ -132,10 +119,10 @@ class _StagedContext:
     stopping: bool = False  # no further lease is granted
     quarantined: list[int] = field(default_factory=list)  # numbers of the leases in quarantine
 
-    def packed_piece(self, piece: int, address: int) -> PackedPiece:
+    def packed_piece(self, piece: int, address: int) -> msg.PackedPiece:
         first, last = self.pieces[piece]
         pages = landing_pages(self.request, self.target)
-        return PackedPiece(
+        return msg.PackedPiece(
             source=self.source,
             target=self.target,
             row_pages=pages.rows,
@@ -149,13 +136,13 @@ class _StagedContext:
 class ReceiverStaging:
     """The ring, and all staged contexts that land in this worker. Only the receiver changes it."""
 
-    def __init__(self, memory: MemoryRange, stores: Mapping[StoreName, Store]) -> None:
+    def __init__(self, memory: MemoryRange, stores: Mapping[msg.StoreName, Store]) -> None:
         """`memory` is the memory of the ring. `stores` are those into which this process can unpack."""
         self.ring = Ring(memory.nbytes)
         self._memory, self._stores = memory, dict(stores)
         self._contexts: dict[HandoffKey, _StagedContext] = {}
 
-    def begin(self, peer: str, hello: Hello, request: HandoffRequest, piece_bytes: int) -> bool:
+    def begin(self, peer: str, hello: Hello, request: msg.HandoffRequest, piece_bytes: int) -> bool:
         """Begins a staged context. Returns False if it cannot be staged, for example because too much of the ring is
         in quarantine."""
         target = self._stores.get(request.landing)
@@ -165,15 +152,17 @@ class ReceiverStaging:
         self._contexts[request.key] = _StagedContext(peer, request, source, target, piece_bytes)
         return True
 
-    def request_lease(self, request: LeaseRequest) -> list[SendMessage]:
+    def request_lease(self, request: msg.LeaseRequest) -> list[msg.SendMessage]:
         """Queues a piece for a lease. Ignores invalid requests. If the lease was granted before, or the piece is
         unpacked, returns the answer; `take_grants` returns new grants."""
         context, owner = self._contexts[request.key], (request.key, request.piece)
         if request.piece in context.unpacked:
-            return [SendMessage(context.peer, PieceUnpacked(request.key, request.piece))]
+            return [msg.SendMessage(context.peer, msg.PieceUnpacked(request.key, request.piece))]
         lease = self.ring.lease_of(owner)
         if lease is not None:
-            return [SendMessage(context.peer, LeaseGranted(request.key, request.piece, lease.number, lease.first))]
+            return [
+                msg.SendMessage(context.peer, msg.LeaseGranted(request.key, request.piece, lease.number, lease.first))
+            ]
         nbytes = (request.last - request.first) * packed_row_bytes(context.source, context.target)
         first, last = context.request.first, len(context.request.prompt)
         valid = first <= request.first < request.last <= last and nbytes <= context.piece_bytes
@@ -182,15 +171,17 @@ class ReceiverStaging:
             self.ring.request(owner, nbytes)
         return []
 
-    def take_grants(self) -> list[SendMessage]:
+    def take_grants(self) -> list[msg.SendMessage]:
         """Returns the messages for leases that the ring has granted since the last call."""
         messages = []
         for lease in self.ring.take_granted():
             key, piece = self._owner(lease.owner)
-            messages.append(SendMessage(self._contexts[key].peer, LeaseGranted(key, piece, lease.number, lease.first)))
+            messages.append(
+                msg.SendMessage(self._contexts[key].peer, msg.LeaseGranted(key, piece, lease.number, lease.first))
+            )
         return messages
 
-    def on_piece_written(self, written: PieceWritten) -> PackedPiece | None:
+    def on_piece_written(self, written: msg.PieceWritten) -> msg.PackedPiece | None:
         """Ends the lease and returns the piece to unpack. The caller must unpack it before it sends any message,
         because the space may be granted again. Returns None if the piece does not have this lease (any more)."""
         context, owner = self._contexts[written.key], (written.key, written.piece)

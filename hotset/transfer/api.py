@@ -110,7 +110,7 @@ class Meter:
 class Transfer(Protocol):
     """One process's endpoint of a transfer engine. Its methods may be called from any thread."""
 
-    name: str  # 'nixl', 'mooncake', 'loopback'
+    name: str  # 'nixl', 'mooncake'
 
     def register(self, region: Region) -> None:
         """Registers memory. Call it before `describe`. Raises StartupError if the memory cannot be registered."""

@@ -7,13 +7,12 @@ from hotset.base.errors import ConfigError
 from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.transfer.api import Transfer
 from hotset.transfer.lanes import Lanes
-from hotset.transfer.loopback import Hub, Loopback
 from hotset.transfer.mooncake_backend import MooncakeBackend
 from hotset.transfer.nixl_backend import NixlBackend
 
 log = logging.getLogger(__name__)
 
-NAMES = ("nixl", "mooncake", "loopback")
+NAMES = ("nixl", "mooncake")
 LANES = 4
 DEADLINE_S = 30.0
 
@@ -26,15 +25,14 @@ def open_transfer(
     protocol: Literal["tcp", "rdma"] = "tcp",
     lanes: int = LANES,
     deadline_s: float = DEADLINE_S,
-    hub: Hub | None = None,
 ) -> Transfer:
     """Opens this process's endpoint of the transfer engine `name`. The caller closes it.
 
     `host` is the address at which peers reach this machine, and `interface` the network interface on which the engine
     listens; NIXL also takes RDMA devices. `protocol` applies only to Mooncake, because NIXL chooses its transports
-    itself. `hub` is required for loopback, whose endpoints it connects. A list of writes fails if it has not ended
-    `deadline_s` seconds after its submission. Raises StartupError if the engine cannot be used on this machine
-    (MissingDependency if a package is not installed, ConfigError if an argument is invalid).
+    itself. A list of writes fails if it has not ended `deadline_s` seconds after its submission. Raises StartupError if
+    the engine cannot be used on this machine (MissingDependency if a package is not installed, ConfigError if an
+    argument is invalid).
     """
     if lanes < 1 or deadline_s <= 0:
         raise ConfigError(
@@ -45,10 +43,6 @@ def open_transfer(
         transfer = Lanes(NixlBackend(interface, lanes), lanes, deadline_s)
     elif name == "mooncake":
         transfer = Lanes(MooncakeBackend(host, interface, protocol), lanes, deadline_s)
-    elif name == "loopback" and hub is not None:
-        transfer = Loopback(hub, deadline_s=deadline_s)
-    elif name == "loopback":
-        raise ConfigError("transfer engine loopback works within one process only; between processes use nixl")
     else:
         raise ConfigError(f"there is no transfer engine {name!r}; choose one of {', '.join(NAMES)}")
     log.info("transfer engine %s on %s, interface %s, %s", name, host, interface, transfer.transport())

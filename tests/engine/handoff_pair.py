@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from engine.test_invariance import MODELS
 from harness import CPU, RandomWeights, run_all
+from loopback import Hub, Loopback
 
 from hotset.base.config import EMBEDDED, EngineConfig, LandingChoice, TiersChoice
 from hotset.base.sampling import SamplingParams
@@ -42,7 +43,6 @@ from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, KvStorage
-from hotset.transfer.loopback import Hub, Loopback
 
 DEADLINE_S = 200.0
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
@@ -135,7 +135,7 @@ class ContextComparer:
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._endpoint, PrefillEndpoint) and isinstance(decode._endpoint, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
-        self.targets = decode._endpoint._agent._role._hello.stores
+        self.targets = decode._endpoint._agent._hello.stores
         self.requests: dict[HandoffKey, HandoffRequest] = {}
         self.source_pages: dict[HandoffKey, tuple[int, ...]] = {}  # pages in the prefill worker's host store
         self.released: list[ReleasePages] = []

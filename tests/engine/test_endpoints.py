@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine.handoff_pair import decoder_of
 from harness import CPU
+from loopback import Hub, Loopback
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
@@ -25,7 +26,6 @@ from hotset.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePag
 from hotset.memory.host_store import HostStore
 from hotset.transfer.api import Region
 from hotset.transfer.lanes import CLOSE_S
-from hotset.transfer.loopback import Hub, Loopback
 
 SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 16, "page_rows": 16, "device_kv_tokens": 800}
 PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)

@@ -12,6 +12,7 @@ import torch
 from engine.test_invariance import MODELS
 from engine.two_machines import SECRET, hand_over
 from harness import CPU, tiny_directory
+from loopback import Hub, Loopback
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import RequestError
@@ -22,7 +23,6 @@ from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import regions
 from hotset.transfer.api import Region, Transfer
-from hotset.transfer.loopback import Hub, Loopback
 
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

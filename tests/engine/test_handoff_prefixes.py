@@ -16,12 +16,12 @@ from engine.handoff_pair import SAMPLED, Pair, decoder_of, make, pair
 from engine.test_handoff_splits import SEED, SPECS
 from engine.test_handoff_splits import pair as split_pair
 from harness import RandomWeights, make_engine, run_all
+from loopback import Faults, Loopback
 
 from hotset.base.config import LandingChoice
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import PrefillEndpoint
 from hotset.models.decoder import Decoder
-from hotset.transfer.loopback import Faults, Loopback
 
 PAGE_ROWS, PREFILL_PAGE_ROWS = 8, 16
 SIZES = {"max_model_len": 160, "max_num_batched_tokens": 24, "device_kv_tokens": 800, "host_kv_tokens": 4096}

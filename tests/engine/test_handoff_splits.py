@@ -11,6 +11,7 @@ import torch
 from engine.handoff_pair import Pair
 from engine.threaded import split_engine
 from harness import CPU, RandomWeights, make_engine, run_all
+from loopback import Hub, Loopback
 from models.split_workers import SPECS
 
 from hotset.base.config import EngineConfig
@@ -22,7 +23,6 @@ from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import open_transfer
-from hotset.transfer.loopback import Hub, Loopback
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from loopback import Faults, Hub, Loopback
 from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
@@ -56,7 +57,6 @@ from hotset.handoff.sender_staging import PIECE_TIMEOUTS
 from hotset.handoff.staging import ReceiverStaging, split_into_buffers
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, WriteState, WriteTicket
-from hotset.transfer.loopback import Faults, Hub, Loopback
 
 POISON = 0xAB
 LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5

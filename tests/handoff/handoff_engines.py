@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.errors import EngineStopped
+from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff import outgoing, receiver
-from hotset.handoff.agent import ControlChannel, HandoffAgent
-from hotset.handoff.endpoints import Endpoints
+from hotset.handoff.agent import HandoffAgent
+from hotset.handoff.channel import Channel
+from hotset.handoff.decode_agent import DecodeAgent
 from hotset.handoff.layout import head_shards
+from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     CancelFetch,
     Fetch,
@@ -43,7 +46,7 @@ from hotset.handoff.messages import (
     StartPrefill,
     Store,
 )
-from hotset.handoff.processes import this_process
+from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging
@@ -178,7 +181,7 @@ class _Engine(ABC):
         self,
         machine: Receiver | Sender,
         memory: Memory,
-        channel: ControlChannel,
+        channel: Channel,
         open_transfer: Callable[[], Transfer],
         timing: PeerTiming = SHORT_TIMING,
         model: ModelIdentity = MODEL,
@@ -194,7 +197,8 @@ class _Engine(ABC):
         hello = Hello(channel.address, model, store, self.transfer.name, description, ring, process)
         self.address = channel.address
         self._event_ready = threading.Event()
-        self.agent = HandoffAgent(
+        role: Any = DecodeAgent if is_decode else PrefillAgent
+        self.agent: HandoffAgent = role(
             machine, hello, channel, self.transfer, wake=self._event_ready.set, timing=timing, clock=clock
         )
         self.failure: BaseException | None = None  # the exception that ended the thread
@@ -247,7 +251,7 @@ class DecodeEngine(_Engine):
     def __init__(
         self,
         memory: Memory,
-        channel: ControlChannel,
+        channel: Channel,
         open_transfer: Callable[[], Transfer],
         *,
         scale: float = TIMEOUT_SCALE,
@@ -374,7 +378,7 @@ class PrefillEngine(_Engine):
     def __init__(
         self,
         memory: Memory,
-        channel: ControlChannel,
+        channel: Channel,
         open_transfer: Callable[[], Transfer],
         *,
         scale: float = TIMEOUT_SCALE,

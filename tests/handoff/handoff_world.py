@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 from handoff_engines import DecodeEngine, Memory, PrefillEngine
+from loopback import Hub, Loopback
 
-from hotset.handoff.agent import ControlChannel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import Codec
 from hotset.handoff.messages import ChannelEvent, Envelope, Message
 from hotset.transfer.api import Transfer
-from hotset.transfer.loopback import Hub, Loopback
 
 OWN_ADDRESS = "127.0.0.1:1"
 
@@ -28,7 +27,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 class FaultyChannel:
     """A channel that loses, duplicates or delays outgoing messages. Each fault is set by the name of a message type."""
 
-    def __init__(self, inner: ControlChannel, seed: int = 0) -> None:
+    def __init__(self, inner: Channel, seed: int = 0) -> None:
         self.inner, self.address, self.listens_on = inner, inner.address, inner.listens_on
         self.lose: dict[str, int] = {}  # the number of further messages of each type that will be lost
         self.duplicate: set[str] = set()  # types whose messages are sent twice, unless they are lost
@@ -82,16 +81,14 @@ class World:
     hub: Hub = field(default_factory=lambda: Hub(threaded=True))
     engines: list[DecodeEngine | PrefillEngine] = field(default_factory=list)
 
-    def decode(
-        self, channel: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **options: Any
-    ) -> DecodeEngine:
+    def decode(self, channel: Channel | None = None, pages: int = 64, ranks: int = 1, **options: Any) -> DecodeEngine:
         memory = Memory(pages, 8, ranks=ranks)
         engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), partial(Loopback, self.hub), **options)
         self.engines.append(engine)
         return engine
 
     def prefill(
-        self, channel: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **options: Any
+        self, channel: Channel | None = None, transfer: Transfer | None = None, ranks: int = 1, **options: Any
     ) -> PrefillEngine:
         channel, chosen = channel or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
         engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, lambda: chosen, **options)

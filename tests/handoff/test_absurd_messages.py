@@ -7,14 +7,15 @@ from handoff_engines import LAYERS, MODEL, POISON, ROW_BYTES, Memory, first_toke
 from handoff_world import OWN_ADDRESS, Clock, ScriptedChannel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loopback import Hub, Loopback
 
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.agent import HandoffAgent, HandoffEvent, HandoffRole
+from hotset.handoff.agent import HandoffAgent, HandoffEvent
 from hotset.handoff.codec import Codec
-from hotset.handoff.decode_role import DecodeRole
-from hotset.handoff.endpoints import Endpoints
+from hotset.handoff.decode_agent import DecodeAgent
 from hotset.handoff.layout import whole_rows
+from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     Cancel,
     CancelFetch,
@@ -53,11 +54,10 @@ from hotset.handoff.messages import (
     Welcome,
 )
 from hotset.handoff.packing import StagingMemory
-from hotset.handoff.prefill_role import PrefillRole
+from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging
-from hotset.transfer.loopback import Hub, Loopback
 
 PEERS = ("10.0.0.1:1", "10.0.0.2:2")
 PAGE_ROWS = 4
@@ -203,12 +203,12 @@ def encode_and_decode(peer: str, message: Message) -> list[ChannelEvent]:
     return [MessageReceived(peer, envelope.message)]
 
 
-def is_connecting(role: HandoffRole) -> bool:
+def is_connecting(agent: HandoffAgent) -> bool:
     """Returns whether a thread connects to a peer's memory, or opens an endpoint for a peer."""
-    if isinstance(role, PrefillRole):
-        return bool(role._connecting)
-    assert isinstance(role, DecodeRole)
-    return any(link.hello is None for link in role._links.current)
+    if isinstance(agent, PrefillAgent):
+        return bool(agent._connecting)
+    assert isinstance(agent, DecodeAgent)
+    return any(link.hello is None for link in agent._links.current)
 
 
 def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: list[Step]) -> list[HandoffEvent]:
@@ -218,7 +218,7 @@ def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: lis
         clock.now += seconds
         channel.incoming = [*([PeerRestarted(peer)] if restart else []), *encode_and_decode(peer, message)]
         agent._work()
-        assert wait_until(lambda: not agent._inbox.empty() or not is_connecting(agent._role))
+        assert wait_until(lambda: not agent._inbox.empty() or not is_connecting(agent))
         agent._work()
         events += agent.take_events()
         agent.audit()
@@ -232,7 +232,7 @@ def test_a_decode_worker_survives_all_messages_and_every_fetch_ends_once(script:
     staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
     hello = Hello(OWN_ADDRESS, MODEL, {"host": target.store}, "loopback", b"", staging.memory_range)
     receiver = Receiver(staging=ReceiverStaging(staging.memory_range, hello.stores))
-    agent = HandoffAgent(receiver, hello, channel, endpoints, wake=lambda: None, clock=clock)
+    agent = DecodeAgent(receiver, hello, channel, endpoints, wake=lambda: None, clock=clock)
     fetched = [HandoffKey(name, 0) for name in "rs"[: len(peers)]]
     for peer, key in zip(peers, fetched, strict=True):
         agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
@@ -267,7 +267,7 @@ def test_a_prefill_worker_survives_all_messages_and_releases_all_pages(script: l
     staging = StagingMemory(1 << 12)
     transfer.register(staging.region)
     hello = Hello(OWN_ADDRESS, MODEL, {"host": source.store}, "loopback", b"")
-    agent = HandoffAgent(
+    agent = PrefillAgent(
         Sender(source.store, buffers=staging.sender_buffers, max_direct_writes=2),
         hello,
         channel,

@@ -13,13 +13,15 @@ import pytest
 import zmq
 from handoff_engines import MODEL, SHORT_TIMING, WAIT_S, Memory, wait_until
 from handoff_world import Clock, FaultyChannel, ScriptedChannel, World, open_world, prompt
+from loopback import Fate, Faults, Hub, Loopback
 
 from hotset.base.errors import EngineStopped, MissingDependency
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.agent import HandoffAgent, open_channel
+from hotset.handoff.agent import open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import MARK, PLAIN
-from hotset.handoff.endpoints import Endpoints
+from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     PROTOCOL,
     ChannelEvent,
@@ -37,7 +39,6 @@ from hotset.handoff.messages import (
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.transfer.api import WriteState, WriteTicket
-from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
 
 SECRET = "a secret that peers share"
 LENGTHS = (1, 7, 8, 16, 17, 24, 25, 63, 100)
@@ -295,7 +296,7 @@ def test_a_decode_worker_rejects_a_mismatched_prefill_worker_that_welcomed_it() 
     channel, peer = ScriptedChannel(), "127.0.0.1:2"
     hello = Hello(channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
     endpoints = Endpoints(partial(Loopback, Hub()))
-    agent = HandoffAgent(Receiver(), hello, channel, endpoints, wake=lambda: None, clock=Clock())
+    agent = DecodeAgent(Receiver(), hello, channel, endpoints, wake=lambda: None, clock=Clock())
     key = HandoffKey("r", 0)
     agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
     agent._work()
@@ -358,7 +359,7 @@ def test_calls_of_a_failed_agent_raise_with_the_cause() -> None:
     woken = threading.Event()
     channel = Channel("127.0.0.1:0")
     hello = Hello(channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
-    agent = HandoffAgent(BrokenReceiver(), hello, channel, Endpoints(partial(Loopback, Hub())), wake=woken.set)
+    agent = DecodeAgent(BrokenReceiver(), hello, channel, Endpoints(partial(Loopback, Hub())), wake=woken.set)
     agent.start()
     assert woken.wait(WAIT_S)
     for call in (agent.take_events, lambda: agent.put(None)):  # type: ignore[arg-type]

@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 from handoff_engines import MODEL, SHORT_TIMING, WAIT_S, Memory, StoppableClock, wait_until
 from handoff_world import Clock, FaultyChannel, ScriptedChannel, World, open_world, prompt
+from loopback import Hub, Loopback
 
 from hotset.base.errors import EngineStopped, TransferError
-from hotset.handoff.agent import HandoffAgent
 from hotset.handoff.channel import Channel
 from hotset.handoff.messages import FetchFailed, Hello, Landed, MessageReceived, Refused
-from hotset.handoff.prefill_role import MAX_CONNECTING, MAX_HUNG_CONNECTS, STOPPING, PrefillRole
+from hotset.handoff.prefill_agent import MAX_CONNECTING, MAX_HUNG_CONNECTS, STOPPING, PrefillAgent
 from hotset.handoff.sender import Sender
 from hotset.handoff.timers import PeerTiming
-from hotset.transfer.loopback import Hub, Loopback
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_a_peer_that_is_slow_to_connect_does_not_delay_other_peers(world: World)
     # The prefill worker answers pings, so it is not treated as lost. But it must answer Hello within `hello_timeout`.
     end = decodes[0].wait_for_outcome(waiting, WAIT_S / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
-    assert wait_until(lambda: not prefill.agent._role._connecting)
+    assert wait_until(lambda: not prefill.agent._connecting)
     transfer.slow_peer = ""
     again = decodes[0].fetch(prefill.address, prompt(20), "waiting", attempt=1)
     assert isinstance(decodes[0].wait_for_outcome(again), Landed)
@@ -85,9 +84,7 @@ def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_pe
     transfer.may_fail = threading.Event()
     store = Memory(4, 8).store
     hello = Hello(channel.address, MODEL, {"host": store}, "loopback", b"")
-    agent = HandoffAgent(Sender(store), hello, channel, transfer, wake=lambda: None, clock=clock)
-    role = agent._role
-    assert isinstance(role, PrefillRole)
+    agent = PrefillAgent(Sender(store), hello, channel, transfer, wake=lambda: None, clock=clock)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
     def deliver_hello(peer: str) -> None:
@@ -96,24 +93,24 @@ def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_pe
 
     for peer in peers:
         deliver_hello(peer)
-    assert [*role._connecting] == peers[:MAX_CONNECTING]
+    assert [*agent._connecting] == peers[:MAX_CONNECTING]
     clock.now = PeerTiming().hello_timeout
     deliver_hello(peers[-1])
     deliver_hello(peers[-1])
-    assert [*role._connecting] == peers[-1:]
+    assert [*agent._connecting] == peers[-1:]
     for number in range(MAX_HUNG_CONNECTS):
         clock.now += PeerTiming().hello_timeout
         agent._work()
         deliver_hello(peers[number % 2])
     assert (
-        role._connects_running == MAX_HUNG_CONNECTS
+        agent._connects_running == MAX_HUNG_CONNECTS
         and isinstance(channel.sent[-1], Refused)
         and "hang" in channel.sent[-1].reason
     )
     transfer.may_fail.set()
     assert wait_until(lambda: agent._inbox.qsize() == MAX_HUNG_CONNECTS)
     agent._work()
-    assert not role._connects_running and not role._connecting
+    assert not agent._connects_running and not agent._connecting
 
 
 def test_a_peer_that_was_idle_for_longer_than_its_timeout_gets_hello_again(world: World) -> None:
@@ -133,7 +130,7 @@ def test_a_prefill_worker_that_has_forgotten_a_peer_fails_its_request_and_gets_h
     decode, prefill = world.decode(), world.prefill()
     assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "a")), Landed)
     with prefill.agent._lock:
-        prefill.agent._role.peer_lost(decode.address, "silent", time.monotonic())
+        prefill.agent._on_peer_lost(decode.address, "silent", time.monotonic())
     failed = decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b"))
     assert isinstance(failed, FetchFailed) and failed.quiesced and failed.retry and "has forgotten" in failed.reason
     assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
@@ -179,7 +176,7 @@ def test_a_closing_prefill_worker_notifies_peers_of_unfinished_handoffs(world: W
     decode, prefill = world.decode(), world.prefill(stop_before="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
     all_bytes = 3 * 60 * (2 * 48 + 16)  # all rows and index keys: only the first token is missing
-    assert wait_until(lambda: prefill.agent.stats().nbytes == all_bytes and not prefill.agent._role.needs_polling)
+    assert wait_until(lambda: prefill.agent.stats().nbytes == all_bytes and not prefill.agent._needs_polling)
     prefill.agent.close(drain_seconds)
     assert [decode.wait_for_outcome(key) for key in keys] == [FetchFailed(key, True, False, STOPPING) for key in keys]
     assert wait_until(lambda: not decode.agent.stats().num_open) and not decode.quarantined
@@ -190,7 +187,7 @@ def test_a_peer_is_notified_at_the_end_of_a_drain_only_after_its_writes_have_end
     clock, computed = StoppableClock(), threading.Event()
     decode, prefill = world.decode(), world.prefill(stop_before="sample", gate=computed, clock=clock)
     key = decode.fetch(prefill.address, prompt(20), "r")
-    assert wait_until(lambda: prefill.agent._role.needs_polling)
+    assert wait_until(lambda: prefill.agent._needs_polling)
     clock.stop()
     closing = threading.Thread(target=prefill.agent.close, args=(1.0,))
     closing.start()
@@ -199,7 +196,7 @@ def test_a_peer_is_notified_at_the_end_of_a_drain_only_after_its_writes_have_end
     assert wait_until(lambda: prefill.agent._drained) and not decode.events[key]
     computed.set()
     assert decode.wait_for_outcome(key) == FetchFailed(key, True, False, STOPPING)
-    assert not prefill.agent._role.needs_polling, "HandoffFailed was sent before the last write had ended"
+    assert not prefill.agent._needs_polling, "HandoffFailed was sent before the last write had ended"
     closing.join(WAIT_S)
     assert not closing.is_alive()
 

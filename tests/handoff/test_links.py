@@ -12,14 +12,15 @@ from multiprocessing.connection import Connection
 import pytest
 from handoff_engines import MODEL, POISON, SHORT_TIMING, THIS_PROCESS, DecodeEngine, Memory, PrefillEngine, wait_until
 from handoff_world import Clock, ScriptedChannel, World, open_world, prompt
+from loopback import Fate, Hub, Loopback
 from processes import pause
 
 from hotset.base.errors import StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff import links
-from hotset.handoff.agent import HandoffAgent
 from hotset.handoff.channel import Channel
-from hotset.handoff.endpoints import Endpoints
+from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     ChannelEvent,
     Fetch,
@@ -41,7 +42,6 @@ from hotset.handoff.messages import (
 from hotset.handoff.receiver import Receiver
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import open_transfer
-from hotset.transfer.loopback import Fate, Hub, Loopback
 
 PEER = "127.0.0.1:2"
 
@@ -157,7 +157,7 @@ class Bench:
         self.channel, self.clock = ScriptedChannel(), Clock()
         self.endpoints = Endpoints(partial(endpoint, Hub()))
         self.hello = Hello(self.channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
-        self.agent = HandoffAgent(
+        self.agent = DecodeAgent(
             Receiver(), self.hello, self.channel, self.endpoints, wake=lambda: None, clock=self.clock
         )
 
@@ -238,7 +238,7 @@ def test_a_welcome_for_an_earlier_endpoint_is_ignored() -> None:
     """Otherwise a handoff would begin over an endpoint that is being closed."""
     bench = Bench()
     bench.start_landing()
-    bench.agent._role.peer_restarted(PEER, bench.clock.now)
+    bench.agent._on_peer_restarted(PEER, bench.clock.now)
     bench.fetch("s")
     bench.wait_until(lambda: bench.endpoints_in_hellos()[-1] == 2)
     num_sent = len(bench.channel.sent)
@@ -277,7 +277,7 @@ def test_pages_stay_in_quarantine_if_the_endpoint_of_their_writer_cannot_be_clos
 ) -> None:
     bench = Bench(StuckLoopback)
     key = bench.start_landing()
-    bench.agent._role.peer_lost(PEER, "silent", bench.clock.now)
+    bench.agent._on_peer_lost(PEER, "silent", bench.clock.now)
     bench.wait_until(lambda: "cannot be closed" in caplog.text)
     bench.work(seconds=6.0)
     assert bench.events() == [PeerLost(PEER, "silent"), FetchFailed(key, False, False, "silent")]

@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from loopback import Hub, Loopback
 from processes import pause
 
 from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
-from hotset.transfer.loopback import Hub
 
 NBYTES = 8 << 20
 POISON = 0xAB
@@ -94,7 +94,7 @@ class FarLoopback:
 
     def __init__(self, hub: Hub) -> None:
         self._memory = np.full(NBYTES, POISON, np.uint8)
-        self._transfer = open_transfer("loopback", hub=hub)
+        self._transfer = Loopback(hub)
         self._transfer.register(Region(self._memory.ctypes.data, NBYTES))
         self.description, self.address = self._transfer.describe(), self._memory.ctypes.data
 

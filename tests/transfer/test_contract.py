@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from far_end import NBYTES, POISON, FarLoopback, FarProcess, wait_for_end
+from loopback import Hub, Loopback
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
-from hotset.transfer.loopback import Hub
 
 DEADLINE_S = 10.0
 FAILED = (WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN)
@@ -70,9 +70,15 @@ class Bench:
         return target
 
 
+def open_endpoint(engine: str, hub: Hub, deadline_s: float) -> Transfer:
+    if engine == "loopback":
+        return Loopback(hub, deadline_s=deadline_s)
+    return open_transfer(engine, deadline_s=deadline_s, lanes=2)
+
+
 def open_bench(engine: str) -> Bench:
     hub = Hub(threaded=True)
-    transfer = open_transfer(engine, deadline_s=DEADLINE_S, lanes=2, hub=hub)
+    transfer = open_endpoint(engine, hub, DEADLINE_S)
     memory = np.zeros(NBYTES, np.uint8)
     transfer.register(Region(memory.ctypes.data, NBYTES))
     return Bench(engine, hub, transfer, memory)
@@ -171,7 +177,7 @@ def test_a_list_that_waits_for_its_event_does_not_delay_other_lists(bench: Bench
 
 
 def test_a_list_whose_event_never_happens_fails_at_the_deadline_with_nothing_written(bench: Bench) -> None:
-    impatient = open_transfer(bench.engine, deadline_s=0.3, lanes=1, hub=bench.hub)
+    impatient = open_endpoint(bench.engine, bench.hub, 0.3)
     impatient.register(Region(bench.memory.ctypes.data, NBYTES))
     impatient.connect("far", bench.far.description)
     ticket = impatient.submit("far", bench.writes(np.array([[0, 0, 100]])), after=ManualEvent())

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from loopback import Fate, Faults, Hub, Loopback
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import MemoryKind, Region, WriteState, WriteTicket
-from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
 
 NBYTES, POISON = 4096, 0xAB
 

@@ -1,43 +1,19 @@
-"""The role of a decode worker's agent: it introduces the worker to prefill workers, drives the receiver, and cuts off
+"""The agent of a decode worker: it introduces the worker to prefill workers, drives the receiver, and cuts off
 prefill workers that are lost."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Unpack
 
 from hotset.base.errors import InternalError
-from hotset.handoff.endpoints import EndpointClosed, EndpointOpened, EndpointResult, Endpoints
+from hotset.handoff import messages as msg
+from hotset.handoff.agent import AgentOptions, HandoffAgent
 from hotset.handoff.layout import check_peers
-from hotset.handoff.links import MAX_LINKS, Links
-from hotset.handoff.messages import (
-    CancelFetch,
-    Cancelled,
-    Fetch,
-    FetchFailed,
-    HandoffAccepted,
-    HandoffDone,
-    HandoffFailed,
-    HandoffKey,
-    HandoffRequest,
-    Hello,
-    Landed,
-    LeaseRequest,
-    Message,
-    PackedPiece,
-    PeerLost,
-    PieceWritten,
-    Pong,
-    Progress,
-    Quiesced,
-    ReceiverEvent,
-    Refused,
-    SendMessage,
-    Store,
-    UnpackPiece,
-    Welcome,
-)
+from hotset.handoff.links import MAX_LINKS, EndpointClosed, EndpointOpened, Endpoints, Links
+from hotset.handoff.messages import HandoffKey, Hello, Message, Store
 from hotset.handoff.receiver import OPEN_PHASES, UNREPORTED_PHASES, Receiver
-from hotset.handoff.timers import Liveness, PeerTiming
-from hotset.transfer.api import Throughput
+
+if TYPE_CHECKING:
+    from hotset.handoff.channel import Channel
 
 # If a peer is alive, the time for its open handoffs to end before it is cut off. New handoffs wait meanwhile.
 HOLD_SECONDS = 10.0
@@ -49,11 +25,11 @@ class _Introduction:
 
     since: float  # time of the first Hello
     sent_at: float  # time of the newest Hello
-    fetches: dict[HandoffKey, Fetch] = field(default_factory=dict)
+    fetches: dict[HandoffKey, msg.Fetch] = field(default_factory=dict)
 
 
-class DecodeRole:
-    """Connects engine, receiver and peers. One thread calls it, and passes the current time.
+class DecodeAgent(HandoffAgent):
+    """Connects engine, receiver and peers.
 
     Each peer writes through a link of its own. When the peer is lost, its link is retired: it is closed as soon as that
     cuts the peer off (see links.py), and then the peer's failed handoffs are quiesced.
@@ -63,33 +39,26 @@ class DecodeRole:
         self,
         receiver: Receiver,
         hello: Hello,
-        liveness: Liveness,
-        timing: PeerTiming,
-        send: Callable[[str, Message], None],
-        unpack: Callable[[PackedPiece], None],
+        channel: "Channel",
         endpoints: Endpoints,
-        enqueue: Callable[[EndpointResult], None],
+        **options: Unpack[AgentOptions],
     ) -> None:
-        """Endpoints are opened and closed in other threads. `enqueue` passes the results to `handle_command` in the
-        agent's thread."""
-        self._receiver, self._hello, self._liveness, self._timing, self._send = receiver, hello, liveness, timing, send
-        self._unpack = unpack
+        super().__init__(receiver, hello, channel, options)
+        self._receiver = receiver
         self._introductions: dict[str, _Introduction] = {}
         # Peers that answered Hello with Welcome and were not lost since, with the number of the last Ping before that.
         self._introduced: dict[str, int] = {}
-        self._links = Links(endpoints, hello, enqueue)
-        self._fetches: dict[HandoffKey, Fetch] = {}  # fetches passed to the receiver; some may have ended
-        self._events: list[ReceiverEvent] = []
-        self._closing = False
-        self.outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
-        self.nbytes = 0  # bytes that have landed
-        self.num_pieces = 0  # pieces unpacked
+        self._links = Links(endpoints, hello, self._enqueue)
+        self._fetches: dict[HandoffKey, msg.Fetch] = {}  # fetches passed to the receiver; some may have ended
+        self._new_events: list[msg.ReceiverEvent] = []
+        self._outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
+        self._landed_bytes = 0
 
-    def handle_command(self, command: object, now: float) -> None:
+    def _handle_command(self, command: object, now: float) -> None:
         match command:
-            case Fetch():
+            case msg.Fetch():
                 self._fetch(command, now)
-            case CancelFetch(key):
+            case msg.CancelFetch(key):
                 self._cancel(key, now)
             case EndpointOpened():
                 self._on_endpoint_opened(command, now)
@@ -98,73 +67,70 @@ class DecodeRole:
             case _:
                 raise InternalError(f"{command!r} is not a command for a decode worker")
 
-    def handle_message(self, peer: str, message: Message, now: float) -> bool:
+    def _handle_message(self, peer: str, message: Message, now: float) -> bool:
         """Handles a message from a peer. Returns False for a message that only a prefill worker handles."""
         match message:
             case Hello():
-                self._send(peer, Refused(f"{self._hello.control} is a decode worker and computes no prompts for peers"))
-            case Welcome(hello, endpoint):
+                self._send(
+                    peer, msg.Refused(f"{self._hello.control} is a decode worker and computes no prompts for peers")
+                )
+            case msg.Welcome(hello, endpoint):
                 self._on_welcome(peer, hello, endpoint, now)
-            case Refused(reason):  # a delayed or replayed copy of Refused must not affect handoffs
+            case msg.Refused(reason):  # a delayed or replayed copy of Refused must not affect handoffs
                 self._end_introduction(peer, f"{peer} refused: {reason}")
-            case HandoffAccepted() | Progress() | HandoffDone() | HandoffFailed() | Cancelled():
+            case msg.HandoffAccepted() | msg.Progress() | msg.HandoffDone() | msg.HandoffFailed() | msg.Cancelled():
                 self._receiver.handle_message(peer, message, now)
-            case LeaseRequest() | PieceWritten():
+            case msg.LeaseRequest() | msg.PieceWritten():
                 self._receiver.handle_message(peer, message, now)
             case _:
                 return False
         return True
 
-    def handle_pong(self, peer: str, pong: Pong, now: float) -> None:
+    def _on_pong(self, peer: str, pong: msg.Pong, now: float) -> None:
         """Handles a peer that has forgotten this worker, for example because this worker was silent for too long. Both
         may be introduced again, so the handoffs can be retried. A Ping from before the introduction proves nothing."""
         if not pong.connected and pong.number > self._introduced.get(peer, pong.number):
             self._lose(peer, f"{peer} has forgotten this worker, and its handoffs", now, retry=True)
 
-    def connected_to(self, peer: str) -> bool:
-        """Returns True: a decode worker connects to no peer's memory, so it cannot have forgotten a connection."""
-        return True
-
-    def peer_restarted(self, peer: str, now: float) -> None:
+    def _on_peer_restarted(self, peer: str, now: float) -> None:
         """Handles a new process at a peer's address. Fetches that wait for an introduction can still be sent to it."""
         self._lose(peer, f"{peer} was restarted", now)
 
-    def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        if peer in self.watched_peers():
-            self._events.append(PeerLost(peer, reason))
+    def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
+        if peer in self._watched_peers():
+            self._new_events.append(msg.PeerLost(peer, reason))
         self._end_introduction(peer, f"{reason} (a worker with another handoff secret stays silent too)")
         self._lose(peer, reason, now)
 
-    def close(self, now: float) -> None:
-        """Cancels all open handoffs, and begins no more."""
-        self._closing = True
+    def _begin_drain(self, now: float) -> None:
+        """Cancels all open handoffs."""
         for key in [key for introduction in self._introductions.values() for key in introduction.fetches]:
             self._cancel(key, now)
         for key in self._receiver.phases():
             self._receiver.cancel(key, now)
 
-    def end_drain(self, now: float) -> bool:
+    def _end_drain(self, now: float) -> bool:
         """Returns False: `close` has cancelled every handoff, and the agent does not wait any longer for answers."""
         return False
 
     @property
-    def busy(self) -> bool:
+    def _busy(self) -> bool:
         """Returns whether the engine still waits for the end of a handoff."""
-        return self.num_open > 0
+        return self._num_open > 0
 
     @property
-    def num_open(self) -> int:
+    def _num_open(self) -> int:
         waiting = sum(len(introduction.fetches) for introduction in self._introductions.values())
         return waiting + sum(phase in UNREPORTED_PHASES for phase in self._receiver.phases().values())
 
-    def watched_peers(self) -> set[str]:
+    def _watched_peers(self) -> set[str]:
         """Returns the peers on which an open handoff or an introduction depends."""
         phases = self._receiver.phases()
         self._fetches = {key: fetch for key, fetch in self._fetches.items() if key in phases}
         in_use = {fetch.peer for key, fetch in self._fetches.items() if phases[key] in OPEN_PHASES}
         return self._introductions.keys() | in_use
 
-    def tick(self, now: float) -> None:
+    def _tick(self, now: float) -> None:
         limit = self._timing.hello_timeout
         for peer in [peer for peer, entry in self._introductions.items() if now - entry.since >= limit]:
             self._end_introduction(peer, f"{peer} is alive, but has not answered Hello within {limit:g} s", retry=True)
@@ -175,7 +141,7 @@ class DecodeRole:
         self._cut_off_unconfirmed(now)
         self._links.close_retired(self._receiver.unconfirmed_keys(), now)
 
-    def next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float | None:
         timing = self._timing
         hellos = [
             min(entry.sent_at + timing.hello_every, entry.since + timing.hello_timeout)
@@ -185,60 +151,40 @@ class DecodeRole:
         further = [time for time in (self._receiver.next_deadline(), self._links.observe_at) if time is not None]
         return min([*hellos, *holds, *further], default=None)
 
-    @property
-    def needs_polling(self) -> bool:
-        return False
-
-    def poll(self, now: float) -> None:
-        """Does nothing: a decode worker has no writes of its own."""
-
-    def run_actions(self) -> list[ReceiverEvent]:
+    def _run_actions(self) -> list[msg.ReceiverEvent]:
         """Runs the receiver's actions. Returns the events for the engine."""
         for action in self._receiver.take_actions():
             match action:
-                case SendMessage(peer, message):
+                case msg.SendMessage(peer, message):
                     self._send(peer, message)
-                case UnpackPiece(piece):
-                    self._unpack(piece)
-                    self.num_pieces += 1
+                case msg.UnpackPiece(piece):
+                    from hotset.handoff.packing import unpack  # imports torch, which only staging needs
+
+                    unpack(piece)
+                    self._num_pieces += 1
                 case _:
-                    self._events.append(action)
-        events, self._events = self._events, []
+                    self._new_events.append(action)
+        events, self._new_events = self._new_events, []
         for event in events:
             self._count(event)
         return events
 
     @property
-    def throughput(self) -> Throughput | None:
-        return None
+    def _nbytes(self) -> int:
+        return self._landed_bytes
 
-    @property
-    def phase_seconds(self) -> Mapping[str, float]:
-        return {phase.value: seconds for phase, seconds in self._receiver.table.seconds.items()}
-
-    @property
-    def num_retransmits(self) -> int:
-        return self._receiver.num_retransmits
-
-    @property
-    def ring_quarantined_bytes(self) -> int:
-        return self._receiver.ring_quarantined_bytes
-
-    def audit(self) -> None:
-        self._receiver.audit()
-
-    def _fetch(self, fetch: Fetch, now: float) -> None:
+    def _fetch(self, fetch: msg.Fetch, now: float) -> None:
         peer, key = fetch.peer, fetch.request.key
         introduction = self._introductions.get(peer)
         if self._closing:
-            self._events.append(FetchFailed(key, quiesced=True, retry=False, reason="this worker is stopping"))
+            self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=False, reason="this worker is stopping"))
         elif introduction is not None:
             introduction.fetches.setdefault(key, fetch)
         elif self._is_ready(peer, now):
             self._begin(fetch, now)
         elif self._links.full and self._links.get(peer) is None:
             reason = f"this worker has {MAX_LINKS} transfer endpoints for other prefill workers, which is the limit"
-            self._events.append(FetchFailed(key, quiesced=True, retry=False, reason=reason))
+            self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=False, reason=reason))
         else:
             self._introductions[peer] = introduction = _Introduction(now, now, {key: fetch})
             self._greet(peer, introduction, now)
@@ -291,14 +237,14 @@ class DecodeRole:
                 reason = f"the endpoint of {link.peer} was closed after a write in unknown state"
                 self._lose(link.peer, reason, now, retry=True)
 
-    def _begin(self, fetch: Fetch, now: float) -> None:
+    def _begin(self, fetch: msg.Fetch, now: float) -> None:
         self._fetches.setdefault(fetch.request.key, fetch)
         self._receiver.fetch(fetch, now)
 
     def _cancel(self, key: HandoffKey, now: float) -> None:
         for introduction in self._introductions.values():
             if introduction.fetches.pop(key, None) is not None:
-                self._events.append(FetchFailed(key, quiesced=True, retry=False, reason="cancelled"))
+                self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=False, reason="cancelled"))
                 return
         self._receiver.cancel(key, now)
 
@@ -322,21 +268,21 @@ class DecodeRole:
     def _end_introduction(self, peer: str, reason: str, *, retry: bool = False) -> None:
         introduction = self._introductions.pop(peer, None)
         for key in introduction.fetches if introduction else ():
-            self._events.append(FetchFailed(key, quiesced=True, retry=retry, reason=reason))
+            self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=retry, reason=reason))
         if introduction is not None and peer not in self._introduced:
             self._links.retire(peer, self._receiver.unconfirmed_keys(peer))
 
-    def _count(self, event: ReceiverEvent) -> None:
+    def _count(self, event: msg.ReceiverEvent) -> None:
         match event:
-            case Landed(key):
-                self.outcomes["landed"] += 1
-                self.nbytes += self._context_bytes(self._fetches.pop(key).request)
-            case FetchFailed(quiesced=quiesced):
-                self.outcomes["failed" if quiesced else "failed, not quiesced"] += 1
-            case Quiesced():
-                self.outcomes["quiesced later"] += 1
+            case msg.Landed(key):
+                self._outcomes["landed"] += 1
+                self._landed_bytes += self._context_bytes(self._fetches.pop(key).request)
+            case msg.FetchFailed(quiesced=quiesced):
+                self._outcomes["failed" if quiesced else "failed, not quiesced"] += 1
+            case msg.Quiesced():
+                self._outcomes["quiesced later"] += 1
 
-    def _context_bytes(self, request: HandoffRequest) -> int:
+    def _context_bytes(self, request: msg.HandoffRequest) -> int:
         store: Store = self._hello.stores[request.landing]
         spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
         return (len(request.prompt) - request.first) * sum(len(span.bases) * span.row_bytes for span in spans)

@@ -1,12 +1,21 @@
 """Identifies this process to peers, and observes whether the process of a peer on the same machine has ended."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-
-from hotset.handoff.messages import ProcessIdentity
 
 PROC = Path("/proc")
 DEAD_STATES = ("Z", "X")  # of a thread that runs no more code: zombie, dead
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Identifies a process. Others on the same machine, in the same namespace, can observe whether it has ended."""
+
+    boot_id: str  # random number that the kernel chose when the machine started
+    pid_namespace: str
+    pid: int
+    start_time: int  # in clock ticks since the machine started; a later process with the same pid has another one
 
 
 def this_process() -> ProcessIdentity | None:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from handoff_engines import THIS_PROCESS, wait_until
 from processes import pause
 
+from hotset.base.processes import has_ended, is_observable
 from hotset.handoff.messages import ProcessIdentity
-from hotset.handoff.processes import has_ended, is_observable
 
 # Prints its identity. Its first thread ends when a line is read; another thread runs on until the input is closed.
 TWO_THREADS = """
 import ctypes, os, sys, threading
-from hotset.handoff.processes import this_process
+from hotset.base.processes import this_process
 me = this_process()
 print(me.boot_id, me.pid_namespace, me.pid, me.start_time, flush=True)
 sys.stdin.readline()

@@ -1,41 +1,20 @@
-"""The role of a prefill worker's agent: it connects to decode workers, drives the sender and submits its writes."""
+"""The agent of a prefill worker: it connects to decode workers, drives the sender and submits its writes."""
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Thread
+from typing import TYPE_CHECKING, Unpack
 
 from hotset.base.errors import InternalError, TransferError
+from hotset.handoff import messages as msg
+from hotset.handoff.agent import AgentOptions, HandoffAgent
 from hotset.handoff.layout import check_peers
-from hotset.handoff.messages import (
-    Cancel,
-    Cancelled,
-    FirstTokenSampled,
-    HandoffAck,
-    HandoffDone,
-    HandoffFailed,
-    HandoffId,
-    HandoffKey,
-    HandoffRequest,
-    Hello,
-    LeaseGranted,
-    Message,
-    PackedPiece,
-    PieceUnpacked,
-    Pong,
-    PrefillFailed,
-    Refused,
-    RowsComputed,
-    SenderEvent,
-    SendMessage,
-    StartPrefill,
-    StartWrites,
-    SubmitWrites,
-    Welcome,
-)
+from hotset.handoff.messages import HandoffId, HandoffKey, Hello, Message
 from hotset.handoff.sender import Sender
-from hotset.handoff.timers import PeerTiming
 from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
+
+if TYPE_CHECKING:
+    from hotset.handoff.channel import Channel
 
 LOGGER = logging.getLogger("hotset.handoff")
 
@@ -69,70 +48,63 @@ class _ListInFlight:
     ticket: WriteTicket
 
 
-class PrefillRole:
-    """Connects engine, sender, transfer engine and peers. One thread calls it, and passes the current time."""
+class PrefillAgent(HandoffAgent):
+    """Connects engine, sender, transfer engine and peers."""
 
     def __init__(
-        self,
-        sender: Sender,
-        hello: Hello,
-        transfer: Transfer,
-        timing: PeerTiming,
-        send: Callable[[str, Message], None],
-        enqueue: Callable[[ConnectFinished], None],
-        pack: Callable[[PackedPiece], None],
+        self, sender: Sender, hello: Hello, channel: "Channel", transfer: Transfer, **options: Unpack[AgentOptions]
     ) -> None:
-        """A connect runs in another thread. `enqueue` passes its result to `handle_command` in the agent's thread."""
-        self._sender, self._hello, self._transfer, self._timing = sender, hello, transfer, timing
-        self._send, self._enqueue, self._pack = send, enqueue, pack
+        super().__init__(sender, hello, channel, options)
+        self._sender, self._transfer = sender, transfer
         self._peers: dict[str, Hello] = {}  # peers whose memory is connected
         self._connecting: dict[str, _Connecting] = {}
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
-        self._events: list[SenderEvent] = []  # not returned by `run_actions` yet
+        self._new_events: list[msg.SenderEvent] = []  # not returned by `_run_actions` yet
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
-        self._closing = False
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
-        self.num_pieces = 0  # pieces packed
-        self.ring_quarantined_bytes = 0  # a prefill worker has no ring
-        self.outcomes = {"done": 0, "failed": 0, "cancelled": 0, "peer lost": 0}
+        self._outcomes = {"done": 0, "failed": 0, "cancelled": 0, "peer lost": 0}
 
-    def handle_command(self, command: object, now: float) -> None:
+    def _handle_command(self, command: object, now: float) -> None:
         match command:
             case ConnectFinished():
                 self._on_connect_finished(command)
-            case RowsComputed() | FirstTokenSampled() | PrefillFailed():
+            case msg.RowsComputed() | msg.FirstTokenSampled() | msg.PrefillFailed():
                 self._sender.handle_command(command, now)
             case _:
                 raise InternalError(f"{command!r} is not a command for a prefill worker")
 
-    def handle_message(self, peer: str, message: Message, now: float) -> bool:
+    def _handle_message(self, peer: str, message: Message, now: float) -> bool:
         """Handles a message from a peer. Returns False for a message that only a decode worker handles."""
         match message:
             case Hello():
                 self._on_hello(peer, message, now)
-            case HandoffRequest() if peer not in self._peers:
+            case msg.HandoffRequest() if peer not in self._peers:
                 pass  # the peer learns from the next Pong that this worker has no Hello from it, or has forgotten it
-            case HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
-                self._send(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
-            case HandoffRequest() | StartWrites() | HandoffAck() | Cancel() | LeaseGranted() | PieceUnpacked():
+            case msg.HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
+                self._send(peer, msg.HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
+            case (
+                msg.HandoffRequest()
+                | msg.StartWrites()
+                | msg.HandoffAck()
+                | msg.Cancel()
+                | msg.LeaseGranted()
+                | msg.PieceUnpacked()
+            ):
                 self._sender.handle_message(peer, message, now)
             case _:
                 return False
         return True
 
-    def handle_pong(self, peer: str, pong: Pong, now: float) -> None:
-        """Does nothing: a decode worker does not connect to this worker's memory."""
-
-    def connected_to(self, peer: str) -> bool:
+    def _connected_to(self, peer: str) -> bool:
         """Returns whether handoffs with this peer are possible without a new Hello."""
         return peer in self._peers
 
-    def peer_restarted(self, peer: str, now: float) -> None:
-        self.peer_lost(peer, f"{peer} was restarted", now)
+    def _on_peer_restarted(self, peer: str, now: float) -> None:
+        self._on_peer_lost(peer, f"{peer} was restarted", now)
 
-    def peer_lost(self, peer: str, reason: str, now: float) -> None:
+    def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
         # Writes must not wait here until the peer's next endpoint has taken the name of this one.
         self._run_pending_actions()
         if peer in self._connecting:
@@ -141,49 +113,47 @@ class PrefillRole:
         self._sender.peer_lost(peer, reason, now)
         self._transfer.forget(peer)
 
-    def close(self, now: float) -> None:
-        """Begins no more handoffs. Open handoffs continue."""
-        self._closing = True
+    def _begin_drain(self, now: float) -> None:
+        """Does nothing: open handoffs continue, and `_closing` is set."""
 
-    def end_drain(self, now: float) -> bool:
+    def _end_drain(self, now: float) -> bool:
         """Ends the open handoffs as failed. Returns True, because the peers must still be notified."""
         self._sender.fail_all(STOPPING, now)
         return True
 
     @property
-    def busy(self) -> bool:
+    def _busy(self) -> bool:
         """Returns whether writes are in flight, or a handoff is not closed."""
         return bool(self._lists) or bool(self._sender.phases())
 
     @property
-    def num_open(self) -> int:
+    def _num_open(self) -> int:
         return len(self._sender.phases())
 
-    def watched_peers(self) -> set[str]:
+    def _watched_peers(self) -> set[str]:
         """Returns the peers on which a handoff depends. Counts handoffs closed without a message as 'peer lost'."""
         phases = self._sender.phases()
         for handoff in self._unreported - phases.keys():
             self._count(handoff, "peer lost")
         return {peer for peer, _ in phases if peer in self._peers}
 
-    def tick(self, now: float) -> None:
+    def _tick(self, now: float) -> None:
         limit = self._timing.hello_timeout
         for peer in [peer for peer, entry in self._connecting.items() if now - entry.since >= limit]:
             LOGGER.warning("connecting to the memory of %s has not finished within %g s", peer, limit)
             del self._connecting[peer]
         self._sender.tick(now)
 
-    def next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float | None:
         ends = [entry.since + self._timing.hello_timeout for entry in self._connecting.values()]
         sender = self._sender.next_deadline()
         return min([*ends, *([] if sender is None else [sender])], default=None)
 
     @property
-    def needs_polling(self) -> bool:
-        """Returns whether writes or forward passes are in flight that `poll` must check."""
+    def _needs_polling(self) -> bool:
         return bool(self._lists) or self._sender.has_pending_events
 
-    def poll(self, now: float) -> None:
+    def _poll(self, now: float) -> None:
         """Checks which writes and which forward passes have ended, and passes this to the sender."""
         if self._sender.has_pending_events:
             self._sender.poll_events(now)
@@ -196,49 +166,40 @@ class PrefillRole:
                 self._sender.on_write_ended(submitted.peer, submitted.key, submitted.ticket, state, now)
         self._lists = pending
 
-    def run_actions(self) -> list[SenderEvent]:
+    def _run_actions(self) -> list[msg.SenderEvent]:
         """Runs the sender's actions. Returns the events for the engine."""
         self._run_pending_actions()
-        events, self._events = self._events, []
+        events, self._new_events = self._new_events, []
         return events
 
     def _run_pending_actions(self) -> None:
         for action in self._sender.take_actions():
             match action:
-                case SendMessage(peer, message):
+                case msg.SendMessage(peer, message):
                     self._count_end(peer, message)
                     self._send(peer, message)
-                case SubmitWrites(peer, key, writes, after, piece):
+                case msg.SubmitWrites(peer, key, writes, after, piece):
                     if piece is not None:
-                        self._pack(piece)
-                        self.num_pieces += 1
+                        from hotset.handoff.packing import pack  # imports torch, which only staging needs
+
+                        pack(piece)
+                        self._num_pieces += 1
                     ticket = self._transfer.submit(peer, writes, after)
                     self._sender.on_submitted(peer, key, ticket)
                     self._lists.append(_ListInFlight(peer, key, ticket))
                 case _:
-                    if isinstance(action, StartPrefill):
+                    if isinstance(action, msg.StartPrefill):
                         self._unreported.add((action.peer, action.key))
-                    self._events.append(action)
+                    self._new_events.append(action)
 
     @property
-    def nbytes(self) -> int:
+    def _nbytes(self) -> int:
         """Returns the bytes written to peers."""
         return self._transfer.throughput().nbytes
 
     @property
-    def throughput(self) -> Throughput | None:
+    def _throughput(self) -> Throughput | None:
         return self._transfer.throughput()
-
-    @property
-    def phase_seconds(self) -> Mapping[str, float]:
-        return {phase.value: seconds for phase, seconds in self._sender.table.seconds.items()}
-
-    @property
-    def num_retransmits(self) -> int:
-        return self._sender.num_retransmits
-
-    def audit(self) -> None:
-        self._sender.audit()
 
     def _on_hello(self, peer: str, hello: Hello, now: float) -> None:
         """Answers now if the peer is refused or already connected. Otherwise begins to connect to the peer's memory
@@ -250,14 +211,14 @@ class PrefillRole:
         if reason is not None:
             self._refuse(peer, reason)
         elif self._peers.get(peer) == hello:
-            self._send(peer, Welcome(self._hello, hello.endpoint))
+            self._send(peer, msg.Welcome(self._hello, hello.endpoint))
         elif self._connects_running >= MAX_HUNG_CONNECTS:
             count = self._connects_running
             unfinished = f"{count} attempts to connect to the memory of peers have not ended here"
             self._refuse(peer, f"{unfinished}; if they hang, restart this worker")
         elif peer not in self._connecting and len(self._connecting) < MAX_CONNECTING:
             if peer in self._peers:
-                self.peer_lost(peer, f"{peer} introduced itself again", now)
+                self._on_peer_lost(peer, f"{peer} introduced itself again", now)
             self._num_connects += 1
             self._connects_running += 1
             self._connecting[peer] = _Connecting(self._num_connects, hello, now)
@@ -292,25 +253,25 @@ class PrefillRole:
         else:
             self._peers[peer] = connecting.hello
             self._sender.add_peer(peer, connecting.hello)
-            self._send(peer, Welcome(self._hello, connecting.hello.endpoint))
+            self._send(peer, msg.Welcome(self._hello, connecting.hello.endpoint))
 
     def _refuse(self, peer: str, reason: str) -> None:
         if self._refused.get(peer) != reason and len(self._refused) < MAX_WARNINGS:
             self._refused[peer] = reason
             LOGGER.warning("refused %s: %s (logged once)", peer, reason)
-        self._send(peer, Refused(reason))
+        self._send(peer, msg.Refused(reason))
 
     def _count_end(self, peer: str, message: Message) -> None:
         match message:
-            case HandoffDone(key):
+            case msg.HandoffDone(key):
                 self._count((peer, key), "done")
-            case HandoffFailed(key):
+            case msg.HandoffFailed(key):
                 self._count((peer, key), "failed")
-            case Cancelled(key):
+            case msg.Cancelled(key):
                 self._count((peer, key), "cancelled")
 
     def _count(self, handoff: HandoffId, outcome: str) -> None:
         """Counts the outcome of a handoff. Ignores handoffs that were counted before."""
         if handoff in self._unreported:
             self._unreported.remove(handoff)
-            self.outcomes[outcome] += 1
+            self._outcomes[outcome] += 1
