@@ -58,7 +58,6 @@ from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.workers.executor import Step
 from hotset.handoff.agent import HandoffStats
 from hotset.schedule.plan import RowsWritten
-from hotset.transfer.engines import prefer_few_writes
 
 Table = list[dict[str, Any]]
 
@@ -271,7 +270,7 @@ def main() -> None:
     cases = []
     for engine in options.engines:
         for tokens in options.contexts:
-            keys = options.keys or ("host" if prefer_few_writes(engine, None) else "device")
+            keys = options.keys or ("host" if engine == "mooncake" else "device")
             max_layers = int(options.store_gib * GIB) // LandingCase(engine, tokens, 1, options.chunk, keys).nbytes
             cases.append(LandingCase(engine, tokens, min(LAYERS, max_layers), options.chunk, keys))
     try:

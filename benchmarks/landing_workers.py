@@ -16,7 +16,7 @@ import torch
 from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
-from hotset.engine.stores import host_stores, landing_stores, regions
+from hotset.engine.stores import host_stores, landing_store_name, landing_stores, regions
 from hotset.engine.workers.executor import whole_host_store
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
@@ -43,7 +43,6 @@ from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.tiers.kv_memory import KvMemory
-from hotset.tiers.ledger import LAND_ANYWHERE
 from hotset.transfer.api import Region, Writes, WriteState
 from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Backend, Lanes
@@ -198,7 +197,8 @@ class Worker:
         model = ModelIdentity("synthetic", case.layers, shape.row.description, shape.key.description, shape.groups, "")
         stores: Mapping[StoreName, Store] = {"host": source}
         if not prefill and case.keys == "device":
-            stores = landing_stores(whole_host_store(self.memory), self.memory.pool, LAND_ANYWHERE)
+            landings = landing_stores(whole_host_store(self.memory), self.memory.pool)
+            stores = {"host": landings[landing_store_name(0, on_device=False, keys_on_host=False)]}
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
         self.has_events = threading.Event()
         machine = Sender(source) if prefill else Receiver()

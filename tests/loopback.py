@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import DeviceEvent, MemoryKind, Meter, Region, Throughput, Writes, WriteState, WriteTicket
 from hotset.transfer.regions import Description, Regions, decode_description, merge_registered
@@ -94,6 +96,9 @@ class Hub:
 
     def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
         self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
+        # If given, memory may be registered as GPU memory, and writes from one kind of memory to another take the time
+        # of this many bytes per second. Writes between other kinds fail.
+        self.speeds: dict[tuple[MemoryKind, MemoryKind], float] = {}
         self.fates: deque[Fate] = deque()  # of the next lists to begin; if empty, fates are drawn from the faults
         self.lock = threading.Condition(threading.RLock())  # guards the state of the hub and of its endpoints
         self._random = random.Random(seed)
@@ -213,6 +218,12 @@ class Hub:
         if self._random.random() < faults.reorder:
             self._random.shuffle(writes)
         at = max(self._now, self.now) + self._random.uniform(*faults.delay_s)
+        if self.speeds and len(merged):
+            route = job.source.kind_at(merged[0, 0]), job.target.kind_at(merged[0, 1])
+            if route not in self.speeds:
+                self.end(job, WriteState.FAILED_QUIESCED)
+                return
+            at += job.nbytes / self.speeds[route]
         if fate is Fate.WRITTEN:
             self._write(job, writes, at, faults)
         else:
@@ -284,9 +295,13 @@ class Loopback:
         self._number = hub.join(self)
 
     def register(self, region: Region) -> None:
-        if region.memory is MemoryKind.DEVICE:
-            raise StartupError("transfer engine loopback supports host memory only; for GPU memory use nixl")
+        if region.memory is MemoryKind.DEVICE and not self._hub.speeds:
+            raise StartupError("this hub simulates no GPU memory")
         self.regions.add(region)
+
+    def kind_at(self, address: int) -> MemoryKind:
+        (index,) = self.regions.locate(np.array([address]), np.array([1]))
+        return self.regions[index].memory
 
     def describe(self) -> bytes:
         return Description(self.name, self.regions, b"%d:%d" % (id(self._hub), self._number)).encode()

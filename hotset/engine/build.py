@@ -23,7 +23,7 @@ from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel, captures_graphs
 from hotset.engine.frontend import grammar_compiler
-from hotset.engine.handoffs import landing_policy, open_endpoint
+from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_dtype, use_device, worker_kv_shape
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
@@ -207,7 +207,7 @@ def model_card(
         dtype=str(dtype).removeprefix("torch."),
         role=config.role,
         host_store=budget.host_pages > 0,
-        landing=landing_policy(config),
+        landing=unmeasured_landing_policy(config, device),
     )
 
 

@@ -12,13 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from hotset.base.config import EngineConfig
 from hotset.base.errors import InternalError
 from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
-from hotset.engine.stores import host_store_name, landing_stores, regions, stores_in_host_memory
+from hotset.engine.stores import (
+    ProbeMemory,
+    host_store_name,
+    landing_policy,
+    landing_store_name,
+    landing_stores,
+    regions,
+    stores_in_host_memory,
+)
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff import messages as msg
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
@@ -28,6 +38,7 @@ from hotset.handoff.messages import HandoffKey, Hello, Store
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
+from hotset.handoff.routes import show_routes
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
 from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
@@ -35,7 +46,6 @@ from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import DeviceEvent, Transfer
-from hotset.transfer.engines import prefer_few_writes
 
 if TYPE_CHECKING:
     from hotset.handoff.channel import Channel
@@ -69,10 +79,12 @@ class HandoffEndpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransferResources:
-    """The transfer engine and the staging memory of an endpoint, which keeps both alive."""
+    """The transfer engine of an endpoint, and memory beside the stores that is registered with it. The endpoint keeps
+    all of them alive."""
 
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
     staging: StagingMemory | None
+    probes: ProbeMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +101,16 @@ class DecodeEndpoint:
     """Implements `HandoffEndpoint` for a decode worker."""
 
     def __init__(
-        self, agent: HandoffAgent, resources: TransferResources, schedulers: Sequence[Scheduler], executor: Executor
+        self,
+        agent: HandoffAgent,
+        resources: TransferResources,
+        schedulers: Sequence[Scheduler],
+        executor: Executor,
+        landing: LandingPolicy,
     ) -> None:
+        """`landing` is the policy for prefill workers whose routes are not measured."""
         self._agent, self._resources, self._schedulers, self._executor = agent, resources, schedulers, executor
+        self._landing = landing
         self._pending: list[_PendingReservation] = []
         self._prefix = secrets.token_hex(4)  # makes the request ids differ from those before a restart of this worker
 
@@ -100,6 +119,9 @@ class DecodeEndpoint:
             if isinstance(event, msg.PeerLost):
                 for scheduler in self._schedulers:
                     scheduler.fail_waiting(event.peer, event.reason)
+                continue
+            if isinstance(event, msg.RoutesMeasured):
+                self._choose_landing(event)
                 continue
             if not isinstance(event, msg.Landed | msg.FetchFailed | msg.Quiesced):
                 raise InternalError(f"a decode worker received {event}")
@@ -139,6 +161,15 @@ class DecodeEndpoint:
         self._agent.close(drain_seconds)
         self._resources.transfer.close()
 
+    def _choose_landing(self, measured: msg.RoutesMeasured) -> None:
+        policy = landing_policy(measured.routes, self._landing)
+        for scheduler in self._schedulers:
+            scheduler.set_landing_policy(measured.peer, policy)
+        rows = "the host" if policy.prefer_host or not policy.on_device else "the host or the device"
+        keys = "the host" if policy.keys_on_host else "the device"
+        text = "routes from %s: %s; rows land on %s, index keys of rows on the host on %s"
+        LOGGER.info(text, measured.peer, show_routes(measured.routes), rows, keys)
+
     def _withdraw(self, replica: int, withdrawal: Withdrawal) -> None:
         name, attempt = withdrawal.request_id, withdrawal.attempt
         for pending in self._pending:
@@ -152,7 +183,7 @@ class DecodeEndpoint:
         request = msg.HandoffRequest(
             key=self._key(replica, reservation.request_id, reservation.attempt),
             prompt=reservation.prompt,
-            landing="device" if reservation.on_device else host_store_name(replica),
+            landing=landing_store_name(replica, on_device=reservation.on_device, keys_on_host=reservation.keys_on_host),
             row_pages=reservation.row_pages,
             key_pages=reservation.key_pages,
             first=reservation.first,
@@ -240,13 +271,12 @@ class PrefillEndpoint:
         return None
 
 
-def landing_policy(config: EngineConfig) -> LandingPolicy:
-    """Decides where KV may land. Peers can write to the device pool only if the engine has one worker, because then the
-    pool belongs to the engine's own process. If peers cannot write to the device pool, or if few writes are better for
-    the transfer engine, then index keys arrive on the host whenever their rows do."""
-    on_device = config.workers == 1
-    few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
-    return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
+def unmeasured_landing_policy(config: EngineConfig, device: torch.device) -> LandingPolicy:
+    """Returns where KV from prefill workers lands whose routes are not measured yet. Peers can write to the device pool
+    only if the engine has one worker, because then the pool belongs to the engine's own process. GPU memory is avoided
+    until its route is known to be fast."""
+    on_device, on_gpu = config.workers == 1, device.type == "cuda"
+    return LandingPolicy(on_device, keys_on_host=on_gpu or not on_device, prefer_host=on_gpu)
 
 
 def open_endpoint(
@@ -266,9 +296,9 @@ def open_endpoint(
     """
     is_prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if is_prefill else executor.pool
-    stores = landing_stores(hosts, pool, card.landing)
+    stores, probes = landing_stores(hosts, pool), ProbeMemory(executor.pool)
     staging = _staging(config, stores)
-    registered = [*regions(hosts, pool), *([] if staging is None else [staging.region])]
+    registered = [*regions(hosts, pool), *probes.regions, *([] if staging is None else [staging.region])]
 
     def open_registered() -> Transfer:
         opened = open_transfer()
@@ -289,7 +319,16 @@ def open_endpoint(
     try:
         ring = None if is_prefill or staging is None else staging.memory_range
         description = b"" if isinstance(transfer, Endpoints) else transfer.describe()
-        hello = Hello(channel.address, model, stores, transfer.name, description, ring, this_process())
+        hello = Hello(
+            control=channel.address,
+            model=model,
+            stores=stores,
+            transfer=transfer.name,
+            description=description,
+            ring=ring,
+            process=this_process(),
+            probes=probes.ranges,
+        )
         agent: HandoffAgent
         if isinstance(transfer, Endpoints):
             unpackable = stores_in_host_memory(stores, pool)
@@ -303,10 +342,10 @@ def open_endpoint(
         channel.close()
         transfer.close()
         raise
-    resources = TransferResources(transfer, staging)
+    resources = TransferResources(transfer, staging, probes)
     if is_prefill:
         return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel
-    return DecodeEndpoint(agent, resources, schedulers, executor), channel
+    return DecodeEndpoint(agent, resources, schedulers, executor, card.landing), channel
 
 
 def _staging(config: EngineConfig, stores: Mapping[msg.StoreName, Store]) -> StagingMemory | None:

@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.layout import head_shards, whole_rows
-from hotset.handoff.messages import PagedSpan, Store, StoreName
+from hotset.handoff.messages import MemoryRange, PagedSpan, Route, Store, StoreName
+from hotset.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
 from hotset.memory.device_pool import DevicePool
 from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import MemoryKind, Region
+
+DEVICE = "device"  # the name of the device pool as a store
+KEYS_ON_DEVICE = ", keys on device"  # end of the name of a host store whose index keys are in the device pool
 
 
 def host_store_name(replica: int) -> StoreName:
@@ -26,32 +31,29 @@ def host_stores(hosts: Sequence[HostShard]) -> dict[StoreName, Store]:
     }
 
 
-def landing_stores(
-    hosts: Sequence[HostShard], pool: DevicePool | None, policy: LandingPolicy
-) -> dict[StoreName, Store]:
-    """Describes the memory in which contexts can land: the host stores and, if `pool` is given, the device pool.
+def landing_store_name(replica: int, *, on_device: bool, keys_on_host: bool) -> StoreName:
+    """Returns the name of the store in which a context lands."""
+    if on_device:
+        return DEVICE
+    return host_store_name(replica) if keys_on_host else host_store_name(replica) + KEYS_ON_DEVICE
 
-    The index keys of rows that land on the host land on the host too if `policy.keys_on_host` is set or `pool` is
-    None, and in the device pool otherwise.
-    """
+
+def landing_stores(hosts: Sequence[HostShard], pool: DevicePool | None) -> dict[StoreName, Store]:
+    """Describes the memory in which contexts can land: the host stores and, if `pool` is given, the device pool, and
+    the host stores with index keys in the device pool. The keys are the names from `landing_store_name`."""
     stores = host_stores(hosts)
     if pool is None:
         return stores
     on_device = _device_store(pool)
-    if policy.keys_on_host:
-        return {"device": on_device, **stores}
-    landings = {name: Store(store.shards, on_device.keys) for name, store in stores.items()}
-    return {"device": on_device, **landings}
+    mixed = {name + KEYS_ON_DEVICE: Store(store.shards, on_device.keys) for name, store in stores.items()}
+    return {DEVICE: on_device, **stores, **mixed}
 
 
 def stores_in_host_memory(stores: Mapping[StoreName, Store], pool: DevicePool | None) -> dict[StoreName, Store]:
-    """Returns stores that this process can write to directly, because no part of them is in GPU memory.
-
-    If the pool is on a GPU, stores with index keys are left out, wherever these keys are.
-    """
-    if pool is None or pool.device.type == "cpu":
+    """Returns the stores that this process can write to directly, because no part of them is in GPU memory."""
+    if pool is None or memory_kind(pool) is MemoryKind.HOST:
         return dict(stores)
-    return {name: store for name, store in stores.items() if name != "device" and store.keys is None}
+    return {name: store for name, store in stores.items() if name != DEVICE and not name.endswith(KEYS_ON_DEVICE)}
 
 
 def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]:
@@ -59,9 +61,50 @@ def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]
     tensors = [tensor for shard in hosts for tensor in (shard.store.rows, shard.store.keys)]
     regions = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
     if pool is not None:
-        kind = MemoryKind.DEVICE if pool.device.type == "cuda" else MemoryKind.HOST
-        regions.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, kind, pool.device.index or 0))
+        regions.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, memory_kind(pool), pool.device.index or 0))
     return regions
+
+
+def memory_kind(pool: DevicePool) -> MemoryKind:
+    """Returns the kind of the pool's memory. On a CPU, the device pool is in host memory, too."""
+    return MemoryKind.DEVICE if pool.device.type == "cuda" else MemoryKind.HOST
+
+
+class ProbeMemory:
+    """Memory for measuring routes, of each kind that this process has. It must live as long as it is registered."""
+
+    def __init__(self, pool: DevicePool | None) -> None:
+        devices = {MemoryKind.HOST: torch.device("cpu")}
+        if pool is not None and memory_kind(pool) is MemoryKind.DEVICE:
+            devices[MemoryKind.DEVICE] = pool.device
+        self._tensors = {
+            kind: torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device) for kind, device in devices.items()
+        }
+
+    @property
+    def ranges(self) -> dict[str, MemoryRange]:
+        """The probes of `Hello`."""
+        return {kind.value: MemoryRange(tensor.data_ptr(), tensor.nbytes) for kind, tensor in self._tensors.items()}
+
+    @property
+    def regions(self) -> list[Region]:
+        return [
+            Region(tensor.data_ptr(), tensor.nbytes, kind, tensor.device.index or 0)
+            for kind, tensor in self._tensors.items()
+        ]
+
+
+def landing_policy(routes: Sequence[Route], default: LandingPolicy) -> LandingPolicy:
+    """Chooses where contexts from a prefill worker land, by the measured routes. `default` applies to what the routes
+    do not tell, and to engines into whose device pool peers cannot write."""
+    # Contexts are read from the prefill worker's host store.
+    host, device = (find_route(routes, MemoryKind.HOST, target) for target in (MemoryKind.HOST, MemoryKind.DEVICE))
+    if host is None or not default.on_device:
+        return default
+    if default.prefer_host and (device is None or device.gb_per_s < DEVICE_SHARE * host.gb_per_s):
+        return LandingPolicy(keys_on_host=True, prefer_host=True)
+    into_pool = device or host  # on a CPU, the device pool is in host memory
+    return LandingPolicy(keys_on_host=into_pool.seconds_per_write > EXPENSIVE_WRITE_SECONDS)
 
 
 def _host_store(shards: Sequence[HostShard]) -> Store:

@@ -17,14 +17,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from hotset.base.errors import EngineStopped, InternalError, MissingDependency
 from hotset.handoff import messages as msg
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.timers import Liveness, PeerTiming
+from hotset.handoff.timers import MAX_PEERS, Liveness, PeerTiming
 from hotset.transfer.api import Throughput
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class HandoffStats:
     dropped: Mapping[str, int]  # dropped messages, by cause
     num_pieces: int = 0  # pieces that were packed or unpacked here
     ring_quarantined_bytes: int = 0
+    routes: Mapping[str, tuple[msg.Route, ...]] = field(default_factory=dict)  # as measured when each peer connected
 
 
 def open_channel(bind: str, *, secret: str | None = None, advertise: str | None = None) -> "Channel":
@@ -109,6 +110,7 @@ class HandoffAgent(ABC):
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here
+        self._routes: dict[str, tuple[msg.Route, ...]] = {}  # by peer; the newest is last
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
     @abstractmethod
@@ -217,6 +219,7 @@ class HandoffAgent(ABC):
                 dropped=dropped,
                 num_pieces=self._num_pieces,
                 ring_quarantined_bytes=self._machine.ring_quarantined_bytes,
+                routes=dict(self._routes),
             )
 
     def audit(self) -> None:
@@ -243,6 +246,12 @@ class HandoffAgent(ABC):
             self._thread.join(drain_seconds + NOTIFY_SECONDS + STOP_SECONDS)
             if self._thread.is_alive():
                 LOGGER.error("the handoff thread did not end and is abandoned")
+
+    def _add_routes(self, peer: str, routes: tuple[msg.Route, ...]) -> None:
+        self._routes.pop(peer, None)
+        self._routes[peer] = routes
+        if len(self._routes) > MAX_PEERS:
+            del self._routes[next(iter(self._routes))]
 
     def _check_thread(self) -> None:
         if self._failure is not None:

@@ -21,11 +21,14 @@ from hotset.base.errors import BadMessage, InternalError
 from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS
 from hotset.handoff import messages as msg
 from hotset.handoff.messages import Hello, Message, PagedSpan
+from hotset.transfer.api import MemoryKind
 
 MAX_BYTES = 16 << 20  # enough for a HandoffRequest of two million tokens
 MAX_QUOTED = 256  # maximum characters of received text that an error quotes
 MAX_TOKEN = MAX_PAGE = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1  # addresses are computed in int64
+
+MEMORY_KINDS = {kind.value for kind in MemoryKind}
 
 MARK = b"HS"
 PLAIN, TAGGED = b"\x00", b"\x01"
@@ -134,11 +137,13 @@ def _check_message(message: Message, sender_address: str) -> None:
         case Hello(control=control) | msg.Welcome(hello=Hello(control=control)):
             _require(control == sender_address, "it introduces a worker other than its sender")
             hello = message.hello if isinstance(message, msg.Welcome) else message
-            if hello.ring is not None:
-                end = hello.ring.address + hello.ring.nbytes
-                _require(
-                    min(hello.ring.address, hello.ring.nbytes) >= 0 and end <= MAX_ADDRESS, "the ring is out of range"
-                )
+            for memory in (*hello.probes.values(), *([] if hello.ring is None else [hello.ring])):
+                valid = min(memory.address, memory.nbytes) >= 0 and memory.address + memory.nbytes <= MAX_ADDRESS
+                _require(valid, "the ring or a probe is out of range")
+            _require(hello.probes.keys() <= MEMORY_KINDS, "the probes name an unknown kind of memory")
+            for route in message.routes if isinstance(message, msg.Welcome) else ():
+                speeds = min(route.gb_per_s, route.seconds_per_write)
+                _require({route.source, route.target} <= MEMORY_KINDS and speeds >= 0, "a route is invalid")
             _require(hello.process is None or hello.process.pid > 0, "the process id is not positive")
             for store in hello.stores.values():
                 for shard in store.shards:

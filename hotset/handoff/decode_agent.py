@@ -74,8 +74,8 @@ class DecodeAgent(HandoffAgent):
                 self._send(
                     peer, msg.Refused(f"{self._hello.control} is a decode worker and computes no prompts for peers")
                 )
-            case msg.Welcome(hello, endpoint):
-                self._on_welcome(peer, hello, endpoint, now)
+            case msg.Welcome():
+                self._on_welcome(peer, message, now)
             case msg.Refused(reason):  # a delayed or replayed copy of Refused must not affect handoffs
                 self._end_introduction(peer, f"{peer} refused: {reason}")
             case msg.HandoffAccepted() | msg.Progress() | msg.HandoffDone() | msg.HandoffFailed() | msg.Cancelled():
@@ -248,9 +248,10 @@ class DecodeAgent(HandoffAgent):
                 return
         self._receiver.cancel(key, now)
 
-    def _on_welcome(self, peer: str, hello: Hello, endpoint: int, now: float) -> None:
-        link = self._links.get(peer)
-        if peer not in self._introductions or link is None or link.number != endpoint or link.held_since is not None:
+    def _on_welcome(self, peer: str, welcome: msg.Welcome, now: float) -> None:
+        link, hello = self._links.get(peer), welcome.hello
+        expected = link is not None and link.number == welcome.endpoint and link.held_since is None
+        if link is None or not expected or peer not in self._introductions:
             return  # nobody waits for it, or it answers the Hello of an earlier endpoint
         mismatch = check_peers(self._hello, hello)
         if mismatch is not None:
@@ -262,6 +263,9 @@ class DecodeAgent(HandoffAgent):
         link.process = hello.process
         self._introduced[peer] = self._liveness.num_pings
         self._receiver.add_peer(peer, hello)
+        self._add_routes(peer, welcome.routes)
+        if welcome.routes:
+            self._new_events.append(msg.RoutesMeasured(peer, welcome.routes))
         for fetch in self._introductions.pop(peer).fetches.values():
             self._begin(fetch, now)
 

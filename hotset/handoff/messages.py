@@ -28,13 +28,13 @@ its older attempts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
@@ -114,6 +114,16 @@ class MemoryRange:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """The measured speed of writes from one kind of memory of a prefill worker to one of a decode worker."""
+
+    source: str  # 'host' or 'device'
+    target: str
+    gb_per_s: float  # of one large write
+    seconds_per_write: float  # what a small write costs beside its bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """Introduces a worker to a peer."""
 
@@ -125,6 +135,7 @@ class Hello:
     ring: MemoryRange | None = None  # memory for packed pieces, if this worker can receive staged contexts
     process: ProcessIdentity | None = None  # None if the introduced process cannot be identified
     endpoint: int = 0  # number of the endpoint that `description` describes
+    probes: Mapping[str, MemoryRange] = field(default_factory=dict)  # memory for measuring routes, by kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,7 @@ class Welcome:
 
     hello: Hello  # introduces the worker that answers
     endpoint: int = 0  # the endpoint in the answered Hello
+    routes: tuple[Route, ...] = ()  # from the memory of the worker that answers; empty if there are no probes
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +343,14 @@ class Quiesced:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutesMeasured:
+    """Agent to decode engine: a prefill worker is connected, and has measured its routes to this worker."""
+
+    peer: str
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """Agent to decode engine: a prefill worker that handoffs depend on is silent. Prompts need not wait for it."""
 
@@ -395,7 +415,7 @@ class ReleasePages:
 
 
 ReceiverCommand = Fetch | CancelFetch
-ReceiverEvent = Landed | FetchFailed | Quiesced | PeerLost
+ReceiverEvent = Landed | FetchFailed | Quiesced | RoutesMeasured | PeerLost
 SenderCommand = RowsComputed | FirstTokenSampled | PrefillFailed
 SenderEvent = StartPrefill | ReleasePages
 

@@ -10,6 +10,7 @@ from hotset.handoff import messages as msg
 from hotset.handoff.agent import AgentOptions, HandoffAgent
 from hotset.handoff.layout import check_peers
 from hotset.handoff.messages import HandoffId, HandoffKey, Hello, Message
+from hotset.handoff.routes import measure_routes
 from hotset.handoff.sender import Sender
 from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
 
@@ -30,6 +31,7 @@ class ConnectFinished:
 
     peer: str
     number: int  # identifies the connect
+    routes: tuple[msg.Route, ...]
     error: str | None
 
 
@@ -61,6 +63,7 @@ class PrefillAgent(HandoffAgent):
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
+        self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
         self._new_events: list[msg.SenderEvent] = []  # not returned by `_run_actions` yet
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
@@ -163,6 +166,7 @@ class PrefillAgent(HandoffAgent):
             if state is WriteState.PENDING:
                 pending.append(submitted)
             else:
+                self._written_bytes += submitted.ticket.nbytes if state is WriteState.DONE else 0
                 self._sender.on_write_ended(submitted.peer, submitted.key, submitted.ticket, state, now)
         self._lists = pending
 
@@ -194,8 +198,7 @@ class PrefillAgent(HandoffAgent):
 
     @property
     def _nbytes(self) -> int:
-        """Returns the bytes written to peers."""
-        return self._transfer.throughput().nbytes
+        return self._written_bytes
 
     @property
     def _throughput(self) -> Throughput | None:
@@ -211,7 +214,7 @@ class PrefillAgent(HandoffAgent):
         if reason is not None:
             self._refuse(peer, reason)
         elif self._peers.get(peer) == hello:
-            self._send(peer, msg.Welcome(self._hello, hello.endpoint))
+            self._welcome(peer, hello)
         elif self._connects_running >= MAX_HUNG_CONNECTS:
             count = self._connects_running
             unfinished = f"{count} attempts to connect to the memory of peers have not ended here"
@@ -228,15 +231,17 @@ class PrefillAgent(HandoffAgent):
 
     def _connect(self, peer: str, hello: Hello, number: int) -> None:
         """Connects to a peer's memory. Runs in a thread of its own."""
+        routes: tuple[msg.Route, ...] = ()
         reason = None
         try:
             self._transfer.connect(peer, hello.description)
+            routes = measure_routes(self._transfer, peer, self._hello.probes, hello.probes)
         except TransferError as error:
             reason = f"its memory cannot be reached: {error}"
         except Exception as error:
             # An exception that is not reported here would be lost when this thread ends.
             reason = f"connecting to its memory failed: {error!r}"
-        self._enqueue(ConnectFinished(peer, number, reason))
+        self._enqueue(ConnectFinished(peer, number, routes, reason))
 
     def _on_connect_finished(self, finished: ConnectFinished) -> None:
         self._connects_running -= 1
@@ -249,11 +254,16 @@ class PrefillAgent(HandoffAgent):
         if connecting.peer_gone:
             self._transfer.forget(peer)  # a process at that address must send Hello again
         elif finished.error is not None:
+            self._transfer.forget(peer)
             self._refuse(peer, finished.error)
         else:
             self._peers[peer] = connecting.hello
+            self._add_routes(peer, finished.routes)
             self._sender.add_peer(peer, connecting.hello)
-            self._send(peer, msg.Welcome(self._hello, connecting.hello.endpoint))
+            self._welcome(peer, connecting.hello)
+
+    def _welcome(self, peer: str, hello: Hello) -> None:
+        self._send(peer, msg.Welcome(self._hello, hello.endpoint, self._routes.get(peer, ())))
 
     def _refuse(self, peer: str, reason: str) -> None:
         if self._refused.get(peer) != reason and len(self._refused) < MAX_WARNINGS:

@@ -38,7 +38,9 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
     must_be_resident = request.tiers == "resident" or request.landing == "device"  # even if `mode` is "always"
     may_be_resident = must_be_resident or not (ledger.tiers and (mode == "always" or request.tiers == "tiered"))
     landings = []
-    if may_be_resident and ledger.landing.on_device and request.landing != "host":
+    policy = ledger.landing_policy(request.prefill_at)
+    avoids_device = policy.prefer_host and ledger.host is not None and request.landing != "device"
+    if may_be_resident and policy.on_device and request.landing != "host" and not avoids_device:
         landings.append((True, Residence.RESIDENT))
     if ledger.host is not None and request.landing != "device":
         landings += [(False, Residence.RESIDENT)] * may_be_resident + [(False, Residence.TIERED)] * may_be_tiered
@@ -189,7 +191,8 @@ class Admission:
             if not self._preemptor.make_room(need, spare):
                 continue
             self._prefixes.on_admitted(request, lookup.prefix)
-            reserved = ledger.reserve(request.holding, on_device, rows, lookup.prefix)
+            policy = ledger.landing_policy(request.prefill_at)
+            reserved = ledger.reserve(request.holding, on_device, rows, lookup.prefix, policy)
             if not reserved:
                 raise InternalError("pages were free a moment ago")
             self._landings.reserve(request, on_device, self._next_plan.number)

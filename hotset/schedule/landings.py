@@ -59,6 +59,7 @@ class Landings:
                 pages[PageUse.KEYS][self._geometry.key_pages_before(first) :] or pages[PageUse.HOST][num_cached:]
             ),
             first=first,
+            keys_on_host=request.holding.keys_land_on_host,
         )
         self._unsent[request] = _Unsent(reservation, last_plan=plan)
 

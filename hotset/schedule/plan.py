@@ -91,8 +91,8 @@ class Reservation:
 
     Rows [0, first) are in the prefix cache, and only the others are written. `row_pages` are the pages of rows from
     `first` on: device pages if `on_device`, otherwise host pages. `key_pages` are the device pages from the one with
-    index key `first` on, or the same host pages if there are no device pages for index keys. Pages in the prefix cache
-    are in neither, so no peer can write to them.
+    index key `first` on, or the same host pages if `keys_on_host`. Pages in the prefix cache are in neither, so no peer
+    can write to them.
     """
 
     request_id: str
@@ -103,6 +103,7 @@ class Reservation:
     row_pages: tuple[int, ...]
     key_pages: tuple[int, ...]
     first: int = 0
+    keys_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, FinishReason, Phase, Request
 from hotset.schedule.snapshots import RequestSnapshot, Snapshots
 from hotset.tiers.commands import Demote, Load, Promote
-from hotset.tiers.ledger import NO_PAGES, Ledger
+from hotset.tiers.ledger import NO_PAGES, LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
@@ -223,6 +223,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and request.phase is not Phase.ENDING:
             self._remove(request)
+
+    def set_landing_policy(self, peer: str, policy: LandingPolicy) -> None:
+        """Decides where prompts that this prefill worker computes will land. Existing reservations stay as they are."""
+        self._ledger.landing_of_peer[peer] = policy
 
     def take_landing_updates(self) -> list[Reservation | Withdrawal]:
         """Returns the reservations and withdrawals to send to prefill workers, each of them once.

@@ -255,3 +255,9 @@ def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:
         speed = stats.throughput.gb_per_s
         help = "Mean speed of writes to decode workers since start-up, over the time in which a write was in flight."
         yield GaugeMetricFamily("hotset_transfer_gb_per_second", help, value=speed)
+    help = "Speed of a large write between two kinds of memory, measured when the peer was connected."
+    routes = GaugeMetricFamily("hotset_transfer_route_gb_per_second", help, labels=("peer", "source", "target"))
+    for peer, measured in stats.routes.items():
+        for route in measured:
+            routes.add_metric((peer, route.source, route.target), route.gb_per_s)
+    yield routes

@@ -41,10 +41,11 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class LandingPolicy:
-    """Where KV from prefill workers may arrive. It is decided once, when the engine is built."""
+    """Where KV from a prefill worker arrives."""
 
     on_device: bool = True  # peers can write to device pages
     keys_on_host: bool = False  # index keys of rows that land on the host land there, too, not on the device
+    prefer_host: bool = False  # rows land on the device only if the client requires it, or if there is no host store
 
     def __post_init__(self) -> None:
         if not (self.on_device or self.keys_on_host):
@@ -66,7 +67,8 @@ class Ledger:
         landing: LandingPolicy = LAND_ANYWHERE,
     ) -> None:
         self.geometry = geometry
-        self.landing = landing
+        self.landing = landing  # of prefill workers that are not in `landing_of_peer`
+        self.landing_of_peer: dict[str, LandingPolicy] = {}  # by control address; chosen when the peer is connected
         self.device = device
         self.host = host
         self.shared_keys = SharedKeys(geometry)
@@ -254,19 +256,33 @@ class Ledger:
         self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
         return [*commands, Load(seat, length, to, keys=True)]
 
-    def reserve(self, holding: Holding, on_device: bool, tokens: int, prefix: Sequence[CachedPage] = ()) -> bool:
+    def landing_policy(self, peer: str | None) -> LandingPolicy:
+        """Returns where KV from this prefill worker arrives."""
+        return self.landing_of_peer.get(peer or "", self.landing)
+
+    def reserve(
+        self,
+        holding: Holding,
+        on_device: bool,
+        tokens: int,
+        prefix: Sequence[CachedPage] = (),
+        policy: LandingPolicy | None = None,
+    ) -> bool:
         """Gives an absent request pages for `tokens` rows, on the host or the device, and the cached pages of `prefix`.
+        `policy` is that of the prefill worker, by default `landing`.
 
         Another process will write the rows after the prefix, and never writes to the cached pages. The request needs
         no seat for this. Returns False if too few pages are free.
         """
-        required = self._required_to_land(on_device, tokens)
+        keys_on_host = not on_device and (policy or self.landing).keys_on_host
+        required = self._required_to_land(on_device, keys_on_host, tokens)
         shared = self.shared_keys.find(prefix) if required[PageUse.KEYS] else []
         on_host = required[PageUse.HOST]
         used = sum(cached.users > 0 for cached in prefix)  # cached pages that do not count as free
         if not self.fits(PageCounts(sum(required.values()) - on_host - len(shared), on_host - used)):
             return False
         holding.move(Residence.LANDING)
+        holding.keys_land_on_host = keys_on_host
         if self.host is not None:
             self.host.use(prefix)
             holding.cached = list(prefix)
@@ -285,7 +301,7 @@ class Ledger:
             return None
         first = len(holding.cached) * self.geometry.page_rows
         in_place = bool(holding.pages[PageUse.ROWS])
-        keys_on_host = not in_place and self.landing.keys_on_host
+        keys_on_host = holding.keys_land_on_host
         if keys_on_host:
             holding.pages[PageUse.KEYS] = self.shared_keys.find(holding.cached)
             self.shared_keys.use(holding.pages[PageUse.KEYS])
@@ -376,14 +392,14 @@ class Ledger:
         maps = geometry.map_pages(tokens)
         return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: TAIL_PAGES, PageUse.MAPS: maps}
 
-    def _required_to_land(self, on_device: bool, tokens: int) -> dict[PageUse, int]:
+    def _required_to_land(self, on_device: bool, keys_on_host: bool, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use in which `tokens` rows land."""
         rows = self.geometry.row_pages(tokens)
         if not on_device and self.host is None:
             raise InternalError("there is no host store to land in")
         return {
             PageUse.ROWS: rows if on_device else 0,
-            PageUse.KEYS: self.geometry.key_pages(tokens) if on_device or not self.landing.keys_on_host else 0,
+            PageUse.KEYS: 0 if keys_on_host else self.geometry.key_pages(tokens),
             PageUse.HOST: 0 if self.host is None else rows,
         }
 

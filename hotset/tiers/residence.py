@@ -63,6 +63,7 @@ class Holding:
     # The pages of the prefix cache that the request uses, from the first page of its context on. A host page that is
     # one of them is shared and never written; all other pages are the request's own.
     cached: list[CachedPage] = field(default_factory=list)
+    keys_land_on_host: bool = False  # while landing: its index keys arrive in the host pages of its rows
     # Numbers of rows for which the request holds device pages, host pages, and both. They are stored, and updated after
     # every change, because every step reads them.
     device_capacity: int = 0

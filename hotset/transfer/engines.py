@@ -47,11 +47,3 @@ def open_transfer(
         raise ConfigError(f"there is no transfer engine {name!r}; choose one of {', '.join(NAMES)}")
     log.info("transfer engine %s on %s, interface %s, %s", name, host, interface, transfer.transport())
     return transfer
-
-
-def prefer_few_writes(name: str, protocol: str | None) -> bool:
-    """Returns whether each write is so expensive that an additional copy is worthwhile if it saves writes.
-
-    Mooncake over TCP takes 0.1 ms per write, in which it could send several hundred kilobytes (benchmarks/landing.py).
-    """
-    return name == "mooncake" and protocol in (None, "tcp")

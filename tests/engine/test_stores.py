@@ -14,7 +14,6 @@ from hotset.kernels.rows import RowLayout
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
-from hotset.tiers.ledger import LAND_ANYWHERE
 
 CPU = torch.device("cpu")
 
@@ -39,7 +38,7 @@ def test_index_keys_that_land_on_the_device_are_the_keys_that_its_view_reads(
     pages = random.permutation(geometry.key_pages(length) + 1).tolist()
     pool = DevicePool(shape, geometry, len(pages), CPU)
     pool.bytes.fill_(0xAB)
-    target = landing_stores([], pool, LAND_ANYWHERE)["device"].keys
+    target = landing_stores([], pool)["device"].keys
     assert target is not None
     host = random.integers(0, 256, (shape.groups, 5, 16, key.stride_bytes), np.uint8)
     source = PagedSpan(tuple((group.ctypes.data,) for group in host), 16 * key.stride_bytes, 16, key.stride_bytes)

@@ -42,6 +42,7 @@ from hotset.handoff.messages import (
     Quiesced,
     ReceiverEvent,
     ReleasePages,
+    RoutesMeasured,
     RowsComputed,
     StartPrefill,
     Store,
@@ -289,6 +290,8 @@ class DecodeEngine(_Engine):
         self.agent.put(CancelFetch(key))
 
     def handle_event(self, event: ReceiverEvent) -> None:
+        if isinstance(event, RoutesMeasured):
+            return
         if isinstance(event, PeerLost):
             self.lost_peers.append(event.peer)
             return

@@ -37,7 +37,7 @@ class Worker:
         self._reservation = ExitStack()
         if address is None:
             address = f"127.0.0.1:{self._reservation.enter_context(reserved_port())}"
-        paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "peer_process.py"), role, address, str(folder), fault],
             stdin=subprocess.PIPE,

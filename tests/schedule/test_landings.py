@@ -244,6 +244,35 @@ def test_a_cached_prefix_is_loaded_where_the_other_rows_and_keys_landed_and_is_n
     assert [command for command in plan.commands if isinstance(command, Load | MirrorLanded)] == expected
 
 
+@pytest.mark.parametrize("keys_on_host", [True, False])
+def test_keys_that_landed_on_the_host_are_loaded_although_the_policy_has_changed(keys_on_host: bool) -> None:
+    """The routes of a peer are measured when it is connected, which may be while its first context lands."""
+    scheduler, runner, _, _ = make_cached(landing=LandingPolicy(keys_on_host=keys_on_host))
+    scheduler.add(landing_after_prefix("a", "host"))
+    reservation = next_reservation(scheduler, runner)
+    assert reservation.keys_on_host == keys_on_host
+    scheduler.set_landing_policy("peer", LandingPolicy(keys_on_host=not keys_on_host))
+    scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert Load(0, 15, Residence.RESIDENT, keys=keys_on_host) in plan.commands
+
+
+@pytest.mark.parametrize(
+    ("landing", "peer", "on_device"),
+    [("auto", "peer", False), ("auto", "other", True), ("device", "peer", True), ("host", "other", False)],
+)
+def test_rows_avoid_the_device_for_a_peer_that_reaches_it_slowly_unless_the_client_requires_it(
+    landing: LandingChoice, peer: str, on_device: bool
+) -> None:
+    scheduler, runner, _, _ = make_cached()
+    scheduler.set_landing_policy("peer", LandingPolicy(keys_on_host=True, prefer_host=True))
+    prompt = PromptSpec(tuple(range(60, 75)), SamplingParams(seed=0))
+    scheduler.add(Request("a", prompt, 20, prefill_at=peer, landing=landing))
+    reservation = next_reservation(scheduler, runner)
+    assert (reservation.on_device, reservation.keys_on_host) == (on_device, peer == "peer" and not on_device)
+
+
 @pytest.mark.parametrize(("salt", "first"), [("", 8), ("tenant", 0)])
 def test_a_prompt_with_another_salt_lands_whole(salt: str, first: int) -> None:
     scheduler, runner, _, _ = make_cached()

@@ -73,8 +73,8 @@ def test_the_error_about_a_missing_package_or_library_contains_the_command_that_
         return real_import(module, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", failing_import)
-    with pytest.raises(MissingDependency, match="nixl, mooncake"):
-        open_transfer("loopback")
+    with pytest.raises(MissingDependency, match=message):
+        open_transfer(name)
 
 
 PRINT_TRANSPORTS = f"""

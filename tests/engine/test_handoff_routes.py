@@ -1,0 +1,104 @@
+"""Where contexts land depends on the measured routes. The GPU is simulated: its memory is that of the CPU, and the
+loopback transfer engine gives each pair of memories a speed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine.handoff_pair import SAMPLED, Pair, Prompts, answers_alone, decoder_of, make
+from loopback import Hub
+
+from hotset.base.config import EngineConfig
+from hotset.engine import build, stores
+from hotset.engine.handoffs import unmeasured_landing_policy
+from hotset.engine.stores import landing_policy
+from hotset.handoff.messages import Route
+from hotset.handoff.routes import EXPENSIVE_WRITE_SECONDS
+from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
+from hotset.transfer.api import MemoryKind
+
+HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
+SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800}
+SIZES |= {"host_kv_tokens": 4096, "prefix_cache": False}
+PROMPTS = Prompts((17, 64, 97))
+UNMEASURED_GPU = unmeasured_landing_policy(EngineConfig(role="decode"), torch.device("cuda"))
+ON_HOST, ON_DEVICE = LandingPolicy(keys_on_host=True, prefer_host=True), LandingPolicy()
+
+
+def routes(host: float, device: float | None, per_write: float = 0.0) -> tuple[Route, ...]:
+    measured = [Route("host", "host", host, per_write), Route("device", "device", 815.0, per_write)]
+    return (*measured, *([] if device is None else [Route("host", "device", device, per_write)]))
+
+
+@pytest.mark.parametrize(
+    ("measured", "default", "expected"),
+    [
+        (routes(4.4, 0.4), UNMEASURED_GPU, ON_HOST),
+        (routes(4.4, None), UNMEASURED_GPU, ON_HOST),
+        (routes(20.0, 19.0), UNMEASURED_GPU, ON_DEVICE),
+        (routes(20.0, 19.0, 2 * EXPENSIVE_WRITE_SECONDS), UNMEASURED_GPU, LandingPolicy(keys_on_host=True)),
+        ((), UNMEASURED_GPU, UNMEASURED_GPU),
+        (routes(20.0, 19.0), LandingPolicy(False, keys_on_host=True), LandingPolicy(False, keys_on_host=True)),
+        (routes(2.0, None), LAND_ANYWHERE, LAND_ANYWHERE),
+        (routes(2.0, None, 2 * EXPENSIVE_WRITE_SECONDS), LAND_ANYWHERE, LandingPolicy(keys_on_host=True)),
+    ],
+    ids=["slow", "none", "fast", "dear writes", "unmeasured", "several workers", "CPU", "CPU, dear writes"],
+)
+def test_contexts_land_on_the_device_only_if_its_route_is_as_fast_as_that_to_the_host(
+    measured: tuple[Route, ...], default: LandingPolicy, expected: LandingPolicy
+) -> None:
+    assert landing_policy(measured, default) == expected
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stores, "memory_kind", lambda pool: DEVICE)
+    monkeypatch.setattr(
+        build, "unmeasured_landing_policy", lambda config, _: unmeasured_landing_policy(config, torch.device("cuda"))
+    )
+    yield
+
+
+def open_pair(speeds: dict[tuple[MemoryKind, MemoryKind], float]) -> tuple[Hub, Pair]:
+    hub = Hub(threaded=True)
+    hub.speeds = speeds
+    prefill, decode = (make(decoder_of("dsa"), hub, role=role, **SIZES) for role in ("prefill", "decode"))
+    return hub, Pair(prefill, decode)
+
+
+@pytest.mark.parametrize(("into_device", "landings"), [(0.05e9, {"host"}), (2e9, {"device", "host, keys on device"})])
+def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of_one_engine(
+    simulated_gpu: None, into_device: float, landings: set[str]
+) -> None:
+    """The first contexts land on the host, because nothing is measured yet. `landing="host"` of a request concerns its
+    rows, and its index keys still follow the faster route."""
+    speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 4e9}
+    hub, workers = open_pair(speeds)
+    token_ids, expected = PROMPTS.token_ids(decoder_of("dsa")), answers_alone("dsa", PROMPTS, SAMPLED, **SIZES)
+    try:
+        assert workers.answers(token_ids, SAMPLED, "auto") == expected
+        assert {request.landing for request in workers.comparer.requests.values()} == {"host"}
+        workers.comparer.requests.clear()
+        assert workers.answers(token_ids, SAMPLED, "auto") == expected
+        assert workers.answers(token_ids, SAMPLED, "host") == expected
+        assert {request.landing for request in workers.comparer.requests.values()} == landings
+        assert workers.comparer.num_compared == 3 * len(token_ids), "landed bytes were not compared"
+        for engine, peer in ((workers.prefill, workers.decode), (workers.decode, workers.prefill)):
+            handoff = engine.stats().handoff
+            assert handoff is not None and peer.card.control is not None
+            ends = {(route.source, route.target) for route in handoff.routes[peer.card.control]}
+            assert ends == {(source.value, target.value) for source, target in speeds}
+    finally:
+        workers.close()
+        hub.close()
+
+
+def test_a_peer_without_any_route_is_refused_with_what_to_check(simulated_gpu: None, caplog: Any) -> None:
+    hub, workers = open_pair({(DEVICE, DEVICE): 0.0001})  # so slow that no probe ends in time
+    try:
+        assert workers.answers(PROMPTS.token_ids(decoder_of("dsa"))[:1], SAMPLED, "auto") == [[]]
+        assert "can be written from here over loopback" in caplog.text and "--transfer-interface" in caplog.text
+    finally:
+        workers.close()
+        hub.close()
