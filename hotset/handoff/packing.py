@@ -5,6 +5,7 @@ All memory is host memory of this process, given by address.
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -96,7 +97,11 @@ def _layer_tensors(span: PagedSpan, pages: Sequence[int]) -> list[Tensor]:
     """
     shape = (max(pages) + 1, span.part_rows, span.row_bytes)
     strides = (span.page_bytes, span.row_bytes, 1)
-    return [_tensor_at(base, shape, strides) for (base,) in span.bases]
+    addresses = [base for (base,) in span.bases]
+    distances = {after - before for before, after in pairwise(addresses)}
+    if len(distances) == 1 and min(distances) > 0:  # views of one tensor, which are copied together
+        return [*_tensor_at(addresses[0], (len(addresses), *shape), (min(distances), *strides))]
+    return [_tensor_at(address, shape, strides) for address in addresses]
 
 
 def _tensor_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -50,19 +50,37 @@ def copy(
     unpack: bool,
 ) -> None:
     row_stride, packed_stride = stores[0].stride(1), slices.nbytes
+    store_packed_stride = (last - first) * packed_stride
     runs, strips = _runs(stores[0], torch.as_tensor(pages, dtype=torch.int64), first, last), _strips(slices)
-    for unit, store in enumerate(stores):
+    for unit, store, num_stores, store_stride in _equidistant(stores):
         for row, rows, offset in runs:
-            begin_packed = packed.storage_offset() + (unit * (last - first) + row) * packed_stride
+            begin_packed = packed.storage_offset() + unit * store_packed_stride + row * packed_stride
             for begin, count, step, nbytes in strips:
+                shape = num_stores, rows, count, nbytes
                 begin_stored = store.storage_offset() + offset + begin
-                stored = store.as_strided((rows, count, nbytes), (row_stride, step, 1), begin_stored)
-                flat = packed.as_strided((rows, count, nbytes), (packed_stride, nbytes, 1), begin_packed)
+                stored = store.as_strided(shape, (store_stride, row_stride, step, 1), begin_stored)
+                flat = packed.as_strided(shape, (store_packed_stride, packed_stride, nbytes, 1), begin_packed)
                 if unpack:
                     stored.copy_(flat)
                 else:
                     flat.copy_(stored)
                 begin_packed += count * nbytes
+
+
+def _equidistant(stores: Sequence[Tensor]) -> list[tuple[int, Tensor, int, int]]:
+    """Groups stores that one strided copy can cover: they share their memory, and have equal distances.
+
+    Returns (number of the first store, first store, number of stores, distance in bytes) of each group.
+    """
+    offsets = [int(store.storage_offset()) for store in stores]
+    distances = {after - before for before, after in pairwise(offsets)}
+    if (
+        len({store.untyped_storage().data_ptr() for store in stores}) == 1
+        and len(distances) == 1
+        and min(distances) > 0
+    ):
+        return [(0, stores[0], len(stores), min(distances))]
+    return [(number, store, 1, 0) for number, store in enumerate(stores)]
 
 
 def _strips(slices: RowSlices) -> list[Strip]:
