@@ -248,7 +248,7 @@ def test_the_pages_of_a_decode_worker_that_was_suspended_while_rows_land_are_fre
         if hung:
             prefill.transfer.may_end.clear()
         sleeper.send_line(prefill.address, "r", *prompt(60))
-        assert wait_until(lambda: prefill.agent.stats().nbytes > 0) and prefill.in_phases("writing")
+        assert wait_until(lambda: prefill.transfer.throughput().nbytes > 0) and prefill.in_phases("writing")
         pause(sleeper.process.pid)
         assert wait_until(lambda: prefill.in_phases()), "the silence of the peer did not end the handoff"
         assert wait_until(lambda: not prefill.held)
@@ -315,7 +315,7 @@ def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_while_a_w
         doomed.send_line(prefill.address, "r", *prompt(60))
         # Phase WRITING begins with StartWrites, perhaps before the first write. The test waits for a write, because a
         # cancelled handoff without writes in flight closes at once.
-        assert wait_until(lambda: prefill.agent.stats().nbytes > 0) and prefill.in_phases("writing")
+        assert wait_until(lambda: prefill.transfer.throughput().nbytes > 0) and prefill.in_phases("writing")
         if phase != "writes hung":
             clock.stop()  # otherwise a timeout could end the phase before the check
         if phase != "writing":
