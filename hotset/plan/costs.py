@@ -12,7 +12,7 @@ from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 from hotset.models.weight_sizes import embedding_bytes, routed_expert_bytes, worker_weight_bytes
 from hotset.plan.gpus import Gpu
-from hotset.plan.products import prefill_products
+from hotset.plan.products import ROUTED, prefill_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,17 @@ class RankCosts:
             bus_s=bus_s,
         )
 
-    def prefill_seconds(self, first: int, last: int) -> float:
-        """Returns the time that tokens [first, last) of a prompt take."""
-        products = prefill_products(self._spec, self._split, first, last)
-        return COEFFICIENTS.prefill * sum(product.flops / self._flops[product.kind] for product in products)
+    def prefill_seconds(self, first: int, last: int, expert_share: float = 1.0) -> float:
+        """Returns the time that tokens [first, last) of a prompt take.
+
+        The experts of this rank receive tokens of all data parallel ranks: by default as many from each as this rank
+        has, else the share `expert_share` of that.
+        """
+        seconds = 0.0
+        for product in prefill_products(self._spec, self._split, first, last):
+            share = expert_share if product.name == ROUTED else 1.0
+            seconds += share * product.flops / self._flops[product.kind]
+        return COEFFICIENTS.prefill * seconds
 
     def _used_experts(self, requests: int) -> float:
         """Returns the expected share of this rank's experts that a step uses, if routing is even."""

@@ -7,6 +7,7 @@ from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
 from hotset.models.split import Split
 
 ProductType = Literal["fp8", "bf16", "fp32"]
+ROUTED = "routed experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _moe(hidden: int, split: Split, moe: MoeSpec, tokens: int, layers: int, dens
     pairs = tokens * split.dp_size * moe.experts_per_token * len(split.experts(moe.experts)) / moe.experts
     return [
         Product("shared experts", dense, 6.0 * tokens * hidden * layers * shared),
-        Product("routed experts", dense, 6.0 * pairs * hidden * layers * moe.width),
+        Product(ROUTED, dense, 6.0 * pairs * hidden * layers * moe.width),
         Product("router", "fp32", 2.0 * tokens * hidden * layers * moe.experts),
     ]
 

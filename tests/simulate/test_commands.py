@@ -58,6 +58,59 @@ def test_tables_json_and_a_picture(small: Path, tmp_path: Path) -> None:
         assert result["misses"] == sum(layer["misses"] for layer in result["by_layer"])
 
 
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    lines = [
+        {"timestamp": 40 * number, "input_length": 3000 + number, "output_length": 30, "hash_ids": list(range(6))}
+        for number in range(20)
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def test_traffic_on_gpus_takes_the_time_of_the_cost_model(requests: Path, tmp_path: Path) -> None:
+    flags = ("--model", "glm-5.2", "--gpu", "h200", "--gpus", "8", "--host-gib", "1024", "--max-model-len", "8192")
+    shown = run("simulate", str(requests), *flags, "--plot", str(tmp_path / "traffic.html"))
+    assert shown.exit_code == 0, shown.exception
+    for text in ("requests at once", "first token after", "parks"):
+        assert text in shown.stdout
+    assert "Time to first token" in (tmp_path / "traffic.html").read_text()
+    result, slower = (
+        json.loads(run("simulate", str(requests), *flags, "--gpu-tb-per-s", speed, "--json").stdout)
+        for speed in ("4.8", "2.4")
+    )
+    assert result["requests"] == 20 and 0 < result["reused"] < 1
+    assert 0 < sum(result["token_s"]) < sum(slower["token_s"])
+
+
+def test_traffic_takes_given_times_without_a_gpu(requests: Path) -> None:
+    flags = ("--model", str(ROOT / "models" / "demo-dsa"), "--scale-lengths", "0.1", "--num-requests", "4")
+    printed = run("simulate", str(requests), *flags, "--step-ms", "50", "--trace-speed", "0.001", "--json")
+    result = json.loads(printed.stdout)
+    assert (result["requests"], result["max_running"], result["steps"]) == (4, 1, 12)
+    assert result["first_token_s"] == pytest.approx([0.05] * 4)
+
+
+def test_wrong_traffic_is_refused_by_name(requests: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"timestamp": 0, "output_length": 3}\n')
+    glm = ("--model", "glm-5.2", "--gpu", "h200", "--gpus", "8", "--host-gib", "1024", "--max-model-len", "2048")
+    for arguments, message in (
+        ((str(requests), "--gpu", "h200"), "--model is required for a trace of requests"),
+        ((str(requests), *glm, "--policy", "lru"), "--policy and --slots are for a trace of selections"),
+        ((str(requests), "--model", "glm-5.2"), "the cost model knows GPUs only"),
+        ((str(requests), *glm), "no request of the trace fits into a context of 2048 tokens; use --scale-lengths"),
+        ((str(requests), *glm, "--trace-speed", "0"), "--trace-speed must be a finite number above 0"),
+        ((str(broken), *glm), "broken.jsonl, line 1: the field 'input_length' is missing"),
+        ((str(requests), "--model", "glm-5.2", "--gpu", "h100", "--host-gib", "9"), "the weights take"),
+        (("README.md", "--model", "glm-5.2"), "--model is for a trace of requests"),
+    ):
+        result = run("simulate", *arguments)
+        assert isinstance(result.exception, ConfigError), arguments
+        assert message in str(result.exception), arguments
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,239 @@
+"""Runs the requests of a trace through the engine's own scheduler and ledger, in simulated time.
+
+Nothing is computed: a step takes as long as the cost model says, and every answer has as many tokens as in the trace.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, InternalError
+from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.bench.workload import TRACE_BLOCK_TOKENS, TraceEntry
+from hotset.engine.build import assemble, model_card
+from hotset.engine.core import Engine
+from hotset.engine.input_processor import Choice
+from hotset.engine.loading import choose_dtype, worker_kv_shape
+from hotset.engine.model_checks import kv_storage
+from hotset.models.checkpoint.files import ModelFiles
+from hotset.plan.capacity import Capacity, plan_capacity
+from hotset.plan.gpus import Machine
+from hotset.plan.planner import make_plan, rank_costs
+from hotset.simulate.step_clock import GpuCosts, SimulatedClock, SimulatedExecutor, StepCost
+from hotset.tiers.residence import Residence
+
+SAMPLES = 400  # points in time that are kept for a picture
+FIRST_TOKEN_ID = 16  # lower ids may be special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of the traffic."""
+
+    seconds: float
+    prompt: tuple[int, ...]
+    answer_tokens: int
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request arrived, and when its first and last tokens were sampled."""
+
+    arrived: float
+    first_token: float | None = None
+    ended: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Requests at one point in time, by what they do."""
+
+    seconds: float
+    running: int
+    tiered: int
+    waiting: int
+    parked: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficResult:
+    """What happened. Means of requests are over time."""
+
+    requests: int
+    refused: int  # requests that are longer than --max-model-len
+    seconds: float  # simulated
+    steps: int
+    mean_running: float
+    max_running: int
+    mean_waiting: float
+    max_tiered: int
+    parks: int
+    demotions: int
+    reused: float  # share of the prompts' tokens that were in the prefix cache
+    tokens_per_s: float
+    times: Sequence[RequestTimes] = field(repr=False)
+    samples: Sequence[Sample] = field(repr=False)
+
+    @property
+    def first_token_s(self) -> list[float]:
+        """The times from arrival to the first token, ascending."""
+        return sorted(times.first_token - times.arrived for times in self.times if times.first_token is not None)
+
+    @property
+    def token_s(self) -> list[float]:
+        """The mean time between tokens of each request with several, ascending."""
+        return sorted(
+            (times.ended - times.first_token) / (times.tokens - 1)
+            for times in self.times
+            if times.ended is not None and times.first_token is not None and times.tokens > 1
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"first_token_s": self.first_token_s, "token_s": self.token_s}
+
+
+def arrivals(entries: Sequence[TraceEntry], scale: float, vocab: int) -> list[Arrival]:
+    """Returns the requests of a trace. Equal blocks of prompts have equal tokens; prompts without blocks are random."""
+    block_tokens, ids = max(1, round(TRACE_BLOCK_TOKENS * scale)), vocab - FIRST_TOKEN_ID
+    generator = Random(0)
+    rest = [FIRST_TOKEN_ID + position % ids for position in range(block_tokens)][2:]
+
+    def block(number: int) -> list[int]:
+        """Returns tokens that begin with the number, and are otherwise always the same."""
+        first = [FIRST_TOKEN_ID + number % ids, FIRST_TOKEN_ID + number // ids % ids]
+        return first[:block_tokens] + rest
+
+    found = []
+    for entry in entries:
+        tokens = [token for number in entry.block_ids for token in block(number)]
+        missing = entry.input_tokens - len(tokens)
+        if missing > 0:
+            tokens += generator.choices(range(FIRST_TOKEN_ID, vocab), k=missing)
+        found.append(Arrival(entry.offset, tuple(tokens[: entry.input_tokens]), entry.output_tokens))
+    return found
+
+
+def simulated_engine(
+    capacity: Capacity, files: ModelFiles, on_gpu: bool, clock: SimulatedClock, cost: StepCost
+) -> Engine:
+    """Returns an engine with the planned memory, whose steps take simulated time."""
+    config, device = capacity.config, torch.device("cuda" if on_gpu else "cpu")
+    dtype = choose_dtype(config.dtype, files.spec, device)
+    shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
+    card = model_card(config, files.spec, capacity.budget, device, dtype)
+
+    def tiered(replica: int) -> int:
+        return engine.replicas[replica].scheduler.in_residence(Residence.TIERED)
+
+    engine = assemble(config, card, shape, capacity.budget, SimulatedExecutor(clock, cost, tiered))
+    return engine
+
+
+def planned_split(model: str, files: ModelFiles, machine: Machine, config: EngineConfig) -> Capacity:
+    """Returns the memory of the split in `config`, or of the one that `hotset plan` finds best over the GPUs.
+
+    Raises ConfigError if nothing fits.
+    """
+    plan = make_plan(model, files, machine, config, (config.max_model_len or files.spec.context,))
+    if plan.best is None:
+        raise ConfigError(plan.splits[0].reason or "the model does not fit")
+    return plan_capacity(plan.best.config, files, machine)
+
+
+def planned_costs(capacity: Capacity, files: ModelFiles, machine: Machine) -> GpuCosts:
+    """Returns the costs of the machine's GPUs."""
+    return GpuCosts(rank_costs(capacity, files, machine))
+
+
+def run_traffic(
+    engine: Engine,
+    clock: SimulatedClock,
+    requests: Sequence[Arrival],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TrafficResult:
+    """Runs all requests to their end. Each arrives at its time. `progress(done, total)` counts finished requests.
+
+    Raises ConfigError if no request fits into the model's context.
+    """
+    longest = engine.card.max_model_len
+    fitting = [request for request in requests if len(request.prompt) + request.answer_tokens <= longest]
+    if not fitting:
+        raise ConfigError(f"no request of the trace fits into a context of {longest} tokens; use --scale-lengths")
+    recorder = _Recorder(engine, clock, fitting)
+    waiting = deque(enumerate(fitting))
+    while waiting or not engine.idle:
+        if engine.idle:
+            clock.now = max(clock.now, waiting[0][1].seconds)
+        while waiting and waiting[0][1].seconds <= clock.now:
+            engine.add(_choice(*waiting.popleft()))
+        before = clock.now
+        outputs = engine.step()
+        if clock.now == before and not outputs and engine.waiting_for_peers and not waiting:
+            raise InternalError("the scheduler plans nothing although requests are open")
+        recorder.add(before, outputs.request_ids, outputs.finished)
+        progress(recorder.finished, len(fitting))
+    return recorder.result(len(requests) - len(fitting))
+
+
+def _choice(number: int, request: Arrival) -> Choice:
+    params = SamplingParams(temperature=0, max_tokens=request.answer_tokens, ignore_eos=True, seed=0)
+    length = len(request.prompt) + request.answer_tokens
+    return Choice(str(number), 0, PromptSpec(request.prompt, params), length)
+
+
+class _Recorder:
+    """Collects the result while the traffic runs."""
+
+    def __init__(self, engine: Engine, clock: SimulatedClock, requests: Sequence[Arrival]) -> None:
+        self._engine, self._clock = engine, clock
+        self._times = [RequestTimes(request.seconds, tokens=request.answer_tokens) for request in requests]
+        self._started = clock.now
+        self._running_s = self._waiting_s = 0.0
+        self._max_running = self._max_tiered = self.finished = 0
+        self._samples: list[Sample] = []
+        self._unstarted = {str(number) for number in range(len(requests))}
+
+    def add(self, before: float, sampled: Sequence[str], finished: Sequence[str] | dict[str, Any]) -> None:
+        """Records one step, which began at `before`."""
+        now, schedulers = self._clock.now, [replica.scheduler for replica in self._engine.replicas]
+        for request_id in self._unstarted.intersection(sampled):
+            self._times[int(request_id)].first_token = now
+            self._unstarted.discard(request_id)
+        for request_id in finished:
+            self._times[int(request_id)].ended = now
+        self.finished += len(finished)
+        still_running = sum(scheduler.running for scheduler in schedulers)
+        waiting = sum(scheduler.open_requests for scheduler in schedulers) - still_running
+        running = still_running + len(finished)  # during the step
+        tiered = sum(scheduler.in_residence(Residence.TIERED) for scheduler in schedulers)
+        self._running_s += running * (now - before)
+        self._waiting_s += waiting * (now - before)
+        self._max_running, self._max_tiered = max(self._max_running, running), max(self._max_tiered, tiered)
+        parked = sum(scheduler.parked for scheduler in schedulers) if waiting else 0
+        self._samples.append(Sample(now, running, tiered, waiting, parked))
+
+    def result(self, refused: int) -> TrafficResult:
+        stats, seconds = self._engine.stats(), self._clock.now - self._started
+        step = max(1, len(self._samples) // SAMPLES)
+        return TrafficResult(
+            requests=len(self._times),
+            refused=refused,
+            seconds=seconds,
+            steps=stats.steps,
+            mean_running=self._running_s / seconds if seconds else 0.0,
+            max_running=self._max_running,
+            mean_waiting=self._waiting_s / seconds if seconds else 0.0,
+            max_tiered=self._max_tiered,
+            parks=stats.parks,
+            demotions=stats.demotions,
+            reused=stats.tokens_reused / max(1, stats.tokens_queried),
+            tokens_per_s=stats.tokens_generated / seconds if seconds else 0.0,
+            times=self._times,
+            samples=self._samples[::step],
+        )
