@@ -214,7 +214,8 @@ def given_flags(words: Sequence[str], *config_types: ConfigType) -> dict[str, An
     except Exception as error:
         if getattr(error, "exit_code", None) != EXIT_USAGE:
             raise
-        raise ConfigError(_usage_message(error, words, command, context)) from None
+        typed_words = [word.partition("=")[0] for word in words]
+        raise ConfigError(_usage_message(error, typed_words, command, context)) from None
     return {
         name: value
         for name, value in context.params.items()

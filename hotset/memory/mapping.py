@@ -44,14 +44,18 @@ _libc.syscall.restype = ctypes.c_long
 
 def private_memory(nbytes: int, nodes: Sequence[int] = ()) -> Tensor:
     """Returns `nbytes` zero bytes for this process, in huge pages if the system has them, with the policy of
-    `set_nodes`. They are freed with the tensor."""
+    `set_nodes`. They are freed with the tensor. Raises StartupError if the system refuses so much memory."""
     reserved = None if huge_pages().private else _reserved_huge_pages(nbytes)
     if reserved is not None:
         try:
             return map_descriptor(reserved, nbytes, nodes)
         finally:
             os.close(reserved)
-    return _mapped(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes, nodes)
+    try:
+        mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _not_allocated(nbytes, error.errno) from error
+    return _mapped(mapping, nbytes, nodes)
 
 
 def shared_descriptor(nbytes: int) -> int:
@@ -151,8 +155,12 @@ def populate(memory: Tensor, threads: Executor) -> list[Future[None]]:
 def _populate(address: int, nbytes: int) -> None:
     if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE) == 0 or ctypes.get_errno() == errno.EINVAL:
         return
-    reason = os.strerror(ctypes.get_errno())
-    raise StartupError(f"{show_bytes(nbytes)} of host memory cannot be allocated ({reason}); lower --host-kv-gib")
+    raise _not_allocated(nbytes, ctypes.get_errno())
+
+
+def _not_allocated(nbytes: int, number: int | None) -> StartupError:
+    reason = os.strerror(number or errno.ENOMEM)
+    return StartupError(f"{show_bytes(nbytes)} of host memory cannot be allocated ({reason}); lower --host-kv-gib")
 
 
 def _whole_pages(memory: Tensor) -> tuple[int, int]:

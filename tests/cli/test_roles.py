@@ -67,6 +67,7 @@ def test_args_are_given_once_for_all_engines_of_a_role_or_once_for_each() -> Non
     ("args", "message"),
     [
         ("--tensor-paralel-size 2", "No such option: --tensor-paralel-size; did you mean --tensor-parallel-size?"),
+        ("--tensor-paralel-size=2", "No such option: --tensor-paralel-size; did you mean --tensor-parallel-size?"),
         ("--tensor-parallel-size two", "Invalid value for '--tensor-parallel-size'"),
         ("--tensor-parallel-size", "--tensor-parallel-size"),
         ("--tiers sometimes", "'sometimes'"),

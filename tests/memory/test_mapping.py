@@ -127,6 +127,8 @@ def test_a_node_that_the_system_refuses_costs_one_line_in_the_log(
 
 
 def test_memory_that_cannot_be_allocated_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match=r"cannot be allocated \(Cannot allocate memory\); lower --host-kv-gib"):
+        private_memory(1 << 60)
     memory = private_memory(NBYTES)
     with ThreadPoolExecutor(1) as threads:
         unmapped = PAGESIZE  # nothing is mapped at the lowest addresses
