@@ -1,5 +1,6 @@
 """Configuration of the HTTP server. The fields of `ServeConfig` are command-line flags."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ MAX_CONNECTIONS_HELP = (
 RECEIVE_TIMEOUT_HELP = (
     "Time for a client to send the headers of a request, and again for its body, in seconds; then 408."
 )
+OTLP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 PAGE_HELP = "Serve the live page at / and its data at /live, which `hotset top` shows too."
 SEND_TIMEOUT_HELP = "Time for a client that reads nothing of its response, in seconds; then the connection is closed."
 
@@ -45,6 +47,11 @@ class ServeConfig:
         None, "Origin whose pages may call the server from a browser, or '*' for any. Default: none."
     )
     page: bool = setting(True, PAGE_HELP)
+    otlp: str | None = setting(
+        None,
+        "Address of an OpenTelemetry collector (OTLP over HTTP, like http://localhost:4318) that gets a trace of every "
+        "request. Default: none.",
+    )
     max_body_mib: float = setting(
         8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
     )
@@ -69,3 +76,5 @@ class ServeConfig:
         check_settings(self)
         if self.api_key == "":
             raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
+        if self.otlp is not None and not OTLP_URL.fullmatch(self.otlp):
+            raise ConfigError(f"--otlp takes the address of a collector, like http://localhost:4318, got {self.otlp!r}")

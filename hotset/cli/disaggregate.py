@@ -42,7 +42,7 @@ HEALTH_TIMEOUT_SECONDS = 2.0  # time for an answer
 SECRET_SETTINGS = ("api_key", "handoff_secret")
 CONNECTION_SETTINGS = ("max_connections", "receive_timeout_seconds", "send_timeout_seconds")
 ROUTER_SETTINGS = ("page", "cors_origin", "max_body_mib", "max_concurrency", "drain_seconds", *CONNECTION_SETTINGS)
-WORKER_SETTINGS = ("page", "served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
+WORKER_SETTINGS = ("page", "otlp", "served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxies of the environment
 

@@ -93,6 +93,7 @@ PANELS: Panels = {
     ),
     "Requests and connections": (
         "page",
+        "otlp",
         "cors_origin",
         "max_body_mib",
         "max_queue",

@@ -77,8 +77,8 @@ class EngineClient:
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
         self.newest_stats: ReceivedStats | None = None
-        # Both are called on the event loop: with each report of the engine's state, and when the client is closed.
-        self.on_state: Callable[[StateReport], None] = lambda state: None
+        # They are called on the event loop: with each report of the engine's state, and when the client is closed.
+        self.state_observers: list[Callable[[StateReport], None]] = []
         self.on_closing: Callable[[], None] = lambda: None
         self._stopping = False
         self._failure: str | None = None
@@ -301,7 +301,8 @@ class EngineClient:
             case OutputsReport(outputs, state):
                 if state is not None:
                     self._record_stats(state.stats)
-                    self.on_state(state)
+                    for observe in self.state_observers:
+                        observe(state)
                 deltas, stopped = self._outputs.process(outputs)
                 if stopped:
                     self._outbox.put(AbortRequests(stopped, "stop"))

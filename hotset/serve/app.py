@@ -51,6 +51,7 @@ from hotset.serve.responses_api.answer import ResponseObject, ResponseStreamEven
 from hotset.serve.responses_api.endpoint import create_response
 from hotset.serve.responses_api.request import ResponsesRequest
 from hotset.serve.service import Service
+from hotset.serve.traces import Traces
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -86,7 +87,9 @@ def create_app(
     `aliases` are further names that requests may use for the model. `handoff_secret` is that of the engine.
     `fingerprint` is the `system_fingerprint` of answers.
     """
-    service = Service(client, config, aliases, handoff_secret, fingerprint)
+    model_name = config.served_model_name or client.model.name
+    traces = None if config.otlp is None else Traces(config.otlp, model_name, client.role)
+    service = Service(client, config, aliases, handoff_secret, fingerprint, traces=traces)
     app = _Api(
         title="Hotset",
         version=__version__,
@@ -101,6 +104,8 @@ def create_app(
             HTTPException: _on_http_error,
         },
     )
+    if traces is not None:
+        client.state_observers.append(lambda report: traces.record(report.requests))
     # This only documents the key. The middleware ApiKey enforces it before a body is read.
     schemes = (HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False))
     key = [Depends(scheme) for scheme in schemes] if config.api_key else []
@@ -109,6 +114,7 @@ def create_app(
     app.include_router(_status_routes(service))
     app.include_router(_page_routes(service) if config.page else _redirect_routes())
     app.include_router(docs_routes())
+    app.state.traces = traces
     return app
 
 
@@ -266,7 +272,7 @@ def _page_routes(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     client = service.client
     live = Live(service.describe, lambda: client.failure, service.metrics)
-    client.on_state = live.record
+    client.state_observers.append(live.record)
     client.on_closing = live.feed.close
 
     @routes.get("/")

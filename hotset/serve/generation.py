@@ -98,6 +98,8 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
     """
     service.check_open(job.choices)
     job.check_size()
+    if service.traces is not None:
+        service.traces.on_request(job.request_id, request.headers.get("traceparent"))
     waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)
     deltas = _measured(waiting, job, service.metrics)
     marks = partial(_page_marks, request, service, job)

@@ -91,6 +91,8 @@ async def _serve(
     finally:
         watch.cancel()
         await shutdown.finish()
+        if app.state.traces is not None:
+            await app.state.traces.close()
     if shutdown.failure is None:
         return 0
     print("error:", " ".join(shutdown.failure.split()), file=sys.stderr)

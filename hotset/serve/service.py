@@ -33,6 +33,7 @@ from hotset.serve.protocol import SamplingFields
 from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
 from hotset.serve.structured_output import structure_of
+from hotset.serve.traces import Traces
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias", "structure"})
@@ -118,6 +119,7 @@ class Service:
     fingerprint: str = ""  # the system_fingerprint of answers
     metrics: Metrics = field(default_factory=Metrics)
     load: Load = field(default_factory=Load)
+    traces: Traces | None = None  # None without a collector
     started: int = field(default_factory=lambda: int(time.time()))
     # Long texts and bodies are handled in few threads, so that many of them need memory for a few at a time. Templates
     # have threads of their own, because a slow template must not delay requests without one.

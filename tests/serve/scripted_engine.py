@@ -39,6 +39,7 @@ class ScriptedClient:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.state_observers: list[Any] = []
         (end,) = tokenizer.encode("<end>", add_special=False)
         self.model = ModelCard("scripted", "llama", 4096, 512, (end,), True, 4096, "cpu", "float32")
         self.answers: list[list[int]] = []  # the tokens of each choice
