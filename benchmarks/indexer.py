@@ -226,7 +226,7 @@ def sweep() -> None:
 
     decode = [IndexerCase(32, 32 << 10), IndexerCase(128, 32 << 10), IndexerCase(32, 128 << 10)]
     own = triton_score.OWN_CONTEXT[32]
-    scoring = [cuda_score.BlockShape(*shape) for shape in ((3, 6), (3, 4), (4, 4), (6, 4), (8, 3), (12, 2))]
+    scoring = [cuda_score.BlockShape(*shape) for shape in ((8, 4), (12, 4), (16, 4), (24, 4), (12, 3), (12, 6))]
     scoring += [own, *(replace(own, programs_per_sm=programs) for programs in (4, 6, 10)), replace(own, stages=6)]
     report("Scoring, one query per context", times(scoring, decode, scoring_seconds), None)
     plain = triton_select.TUNED

@@ -145,8 +145,8 @@ static bool release_from_cluster(unsigned first, unsigned last) {
     return any;
 }
 
-// Runs every ready thread of a block until it waits or ends. If no thread is ready, releases waiting threads. Returns
-// false if there was nothing to run or to release, or after a failure.
+// Runs every ready thread of a block until it waits or ends, then releases warps. If nothing ran and no warp was released,
+// releases other waiting threads. Returns false if there was nothing to run or to release, or after a failure.
 static bool run_block(unsigned member) {
     static unsigned order[MAX_THREADS];
     const unsigned first = member * threads, last = first + threads;
@@ -166,8 +166,7 @@ static bool run_block(unsigned member) {
         }
         if (failure) return false;
     }
-    if (ready > 0) return true;
-    bool released = false;
+    bool released = ready > 0;
     for (unsigned warp = first; warp < last; warp += 32) released |= release(WARP, warp, warp + 32);
     return released || release(BLOCK, first, last) || release_from_cluster(first, last);
 }

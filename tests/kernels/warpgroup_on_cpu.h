@@ -1,26 +1,39 @@
 // Emulates the GPU instructions of index_topk's instructions.cu: bulk copies, products of e4m3 matrices by a warpgroup, and
-// conversions. A copy writes its target when a thread waits for it; until then the target holds NaN.
+// conversions. A copy writes its target at a random moment while threads wait for its barrier, so that copies end in any
+// order; until then the target holds NaN.
 #include "matrix_units_on_cpu.h"
 
 #define __align__(...)
 
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 
+static inline float __frcp_rn(float a) { return 1 / a; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline void __syncwarp() { emulated::wait(emulated::WARP); }
+
 namespace emulated {
 
-struct BulkCopy {
-    void *to;
+struct Barrier {
+    unsigned expected, arrivals, rounds;  // arrivals of the current round, and number of completed rounds
+    void *to;                             // of the copy in flight, or null
     const void *from;
-    unsigned bytes;
-    unsigned begun, done;  // number of copies of this barrier
+    unsigned bytes, polls;  // polls: how often threads will find that the copy has not ended
 };
-static BulkCopy bulk_copies[64];
-static unsigned bulk_count;
+static Barrier barriers[128];
+static unsigned barrier_count;
 
-// A barrier holds the index of its copy, plus one. Barriers that were never prepared hold poison.
-static BulkCopy &copy_of(const unsigned long long *arrival) {
-    if (*arrival - 1 >= 64) fail("a barrier was used before it was prepared");
-    return bulk_copies[*arrival - 1];
+// A barrier in shared memory holds the index of its state, plus one. Barriers that were never prepared hold poison.
+static Barrier &state_of(const unsigned long long *barrier) {
+    if (*barrier - 1 >= 128) fail("a barrier was used before it was prepared");
+    return barriers[*barrier - 1];
+}
+
+// Lets other threads run until `done()`.
+template <class Done> static void wait_until(Done done) {
+    for (unsigned n = 0; !done(); ++n) {
+        if (n > 100000) fail("deadlock: a thread waits for a barrier that others do not reach");
+        wait(READY);
+    }
 }
 
 static float value_of(unsigned code) {
@@ -44,26 +57,40 @@ static unsigned code_of(float value) {
 
 }  // namespace emulated
 
-static inline void prepare_arrival(unsigned long long *arrival) {
-    const unsigned n = emulated::bulk_count++ % 64;
-    emulated::bulk_copies[n] = emulated::BulkCopy{};
-    *arrival = n + 1;
+static inline void prepare_barrier(unsigned long long *barrier, unsigned arrivals) {
+    const unsigned n = emulated::barrier_count++ % 128;
+    emulated::barriers[n] = emulated::Barrier{arrivals};
+    *barrier = n + 1;
 }
-static inline void begin_copy(void *to, const void *from, unsigned bytes, unsigned long long *arrival) {
+static inline void arrive(unsigned long long *barrier) {
+    emulated::Barrier &state = emulated::state_of(barrier);
+    if (++state.arrivals == state.expected) state.arrivals = 0, ++state.rounds;
+}
+static inline void begin_copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier) {
     using namespace emulated;
-    BulkCopy &copy = copy_of(arrival);
+    Barrier &state = state_of(barrier);
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) {
         fail("a bulk copy is misaligned");
     }
-    if (copy.begun != copy.done) fail("a copy began before the previous one of its barrier was waited for");
-    copy.to = to, copy.from = from, copy.bytes = bytes, ++copy.begun;
+    if (state.to) fail("a copy began before the previous one of its barrier was waited for");
+    state.to = to, state.from = from, state.bytes = bytes;
+    state.polls = draw(draw(8) ? 256 : 1 << 15);  // some copies take much longer than others
     memset(to, 0xFF, bytes);
 }
-static inline void wait_for_copy(unsigned long long *arrival, unsigned round) {
-    using namespace emulated;
-    BulkCopy &copy = copy_of(arrival);
-    if (copy.begun > copy.done) memcpy(copy.to, copy.from, copy.bytes), copy.done = copy.begun;
-    if (copy.done % 2 == round) fail("deadlock: a thread waits for a copy that has not begun");
+static inline void wait_for_round(unsigned long long *barrier, unsigned round) {
+    emulated::Barrier &state = emulated::state_of(barrier);
+    emulated::wait_until([&] {
+        if (state.to && state.polls-- == 0) {
+            memcpy(state.to, state.from, state.bytes), state.to = nullptr, arrive(barrier);
+        }
+        return state.rounds % 2 != round;
+    });
+}
+static inline void wait_for_first(unsigned threads) {
+    static unsigned arrivals;
+    const unsigned all = (arrivals++ / threads + 1) * threads;
+    if (threadIdx.x >= threads) emulated::fail("a thread waits at a barrier of other threads");
+    emulated::wait_until([&] { return arrivals >= all; });
 }
 static inline void publish_to_tensor_cores() {}
 static inline void begin_products() {}

@@ -17,22 +17,31 @@ from hotset.kernels.rows import PagedRows
 SOURCE = Path(__file__).with_name("score.cu")
 HEAD_DIM = 128
 ALIGN = 16  # bytes: of the copies
-THREADS, TILE, GROUP = 128, 64, 32  # threads of a block; keys of a tile; heads per product
+TILE, GROUP = 64, 32  # keys of a tile; heads per product
+MAX_SHARED_BYTES = 227 << 10  # of a block on Hopper
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """Parameters of the kernel that affect only speed."""
 
-    stages: int  # tiles in shared memory: those in flight and the current one
-    blocks_per_sm: int
+    stages: int  # tiles in shared memory: those in flight and the current ones
+    warpgroups: int
+
+    def __post_init__(self) -> None:
+        if self.stages % self.warpgroups:
+            raise InternalError(f"{self.stages} stages do not divide evenly between {self.warpgroups} warpgroups")
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32
 
 
 TUNED = {  # by groups of heads
-    1: BlockShape(stages=3, blocks_per_sm=6),
-    2: BlockShape(stages=3, blocks_per_sm=4),
-    3: BlockShape(stages=5, blocks_per_sm=3),
-    4: BlockShape(stages=5, blocks_per_sm=3),
+    1: BlockShape(stages=12, warpgroups=4),
+    2: BlockShape(stages=12, warpgroups=4),
+    3: BlockShape(stages=12, warpgroups=3),
+    4: BlockShape(stages=12, warpgroups=3),
 }
 
 
@@ -70,20 +79,21 @@ def score(
     shape = shape or TUNED[groups]
     values = torch.empty(queries, context, dtype=torch.float32, device=q.device)
     most_tiles = queries * ceil_div(context, block_rows) * ceil_div(block_rows, TILE)
-    num_blocks = min(multiprocessors(q.device) * shape.blocks_per_sm, most_tiles, MAX_SPLITS)
+    num_blocks = min(multiprocessors(q.device), most_tiles, MAX_SPLITS)
     moments = torch.empty(queries, num_blocks, 2, dtype=torch.float32, device=q.device)
     shares = torch.empty(queries, dtype=torch.int32, device=q.device)
+    shared_bytes = _shared_bytes(groups, shape)
     kernel = cuda_source.kernel(
         SOURCE,
         "score",
         GROUPS=groups,
         HALF=int(q.dtype == torch.float16),
+        WARPGROUPS=shape.warpgroups,
         STAGES=shape.stages,
-        BLOCKS=shape.blocks_per_sm,
-        SHARED_BYTES=_shared_bytes(groups, shape.stages),
+        SHARED_BYTES=shared_bytes,
     )
     kernel.launch(
-        LaunchShape(num_blocks, THREADS, _shared_bytes(groups, shape.stages)),
+        LaunchShape(num_blocks, shape.threads, shared_bytes),
         q,
         weights.float().contiguous(),
         blocks,
@@ -112,10 +122,13 @@ def score(
     return Scores(values, moments, shares)
 
 
-def _shared_bytes(groups: int, stages: int) -> int:
+def _shared_bytes(groups: int, shape: BlockShape) -> int:
     """Returns the size of `Shared` in score.cu."""
-    tiles = stages * (TILE * (HEAD_DIM + 4) + 8)
-    return ceil_div(GROUP * groups * (HEAD_DIM + 4) + tiles + 56, 1024) * 1024
+    tiles = shape.stages * (TILE * (HEAD_DIM + 4) + 16)
+    size = ceil_div(GROUP * groups * (HEAD_DIM + 4) + tiles + shape.warpgroups * 32, 1024) * 1024
+    if size > MAX_SHARED_BYTES:
+        raise InternalError(f"{shape} needs {size} bytes of shared memory, more than {MAX_SHARED_BYTES}")
+    return size
 
 
 def _bits(value: float) -> int:

@@ -12,29 +12,55 @@ namespace {
 
 constexpr unsigned ALL = ~0u;  // lanes of a warp
 
+// Returns value / unit, but takes a fraction of the time of __fdiv_rn. `inverse` is __frcp_rn(unit). The result rounds to
+// the same e4m3 number as that of __fdiv_rn if `value` is a float16 or bfloat16 number of at most 448 * unit.
+__device__ __forceinline__ float quotient(float value, float unit, float inverse) {
+    const float estimate = value * inverse;
+    return __fmaf_rn(__fmaf_rn(-estimate, unit, value), inverse, estimate);
+}
+
 #ifdef __CUDACC__
 __device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// Prepares a barrier that counts the bytes of one copy at a time. One thread prepares it; the others must wait.
-__device__ __forceinline__ void prepare_arrival(u64 *arrival) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(arrival))
+__device__ __forceinline__ void bring_to_l2(const void *address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Prepares a barrier that completes a round after `arrivals` arrivals, or with 1, after each copy. One thread prepares it;
+// the others must wait for that.
+__device__ __forceinline__ void prepare_barrier(u64 *barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(arrivals)
                  : "memory");
 }
-// Begins to copy `bytes`, a multiple of 16, from and to addresses that are multiples of 16.
-__device__ __forceinline__ void begin_copy(void *to, const void *from, u32 bytes, u64 *arrival) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(arrival)), "r"(bytes)
-                 : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(arrival))
-                 : "memory");
+__device__ __forceinline__ void arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Waits for a copy. `round` is 0 for the first copy of this barrier, 1 for the second, 0 for the third, and so on.
-__device__ __forceinline__ void wait_for_copy(u64 *arrival, u32 round) {
+// Begins to copy `bytes`, a multiple of 16, from and to addresses that are multiples of 16. The source is read once, so that
+// it is the first to be evicted from the L2 cache.
+__device__ __forceinline__ void begin_copy(void *to, const void *from, u32 bytes, u64 *barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+// Waits for a round of a barrier: 0 for its first, 1 for the second, 0 for the third, and so on. Does not wait for the
+// round before the first, which is 1.
+__device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
     asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(shared_address(arrival)),
+                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
                  "r"(round)
                  : "memory");
+}
+// Waits for the first `threads` threads of the block, which must all call this.
+__device__ __forceinline__ void wait_for_first(int threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 // Makes this thread's earlier writes to shared memory visible to tensor cores, once the block has passed a barrier.
 __device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
