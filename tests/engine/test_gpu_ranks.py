@@ -7,8 +7,8 @@ import gc
 import json
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -365,15 +365,16 @@ def full_size_logprobs(folder: str, **settings: Any) -> list[float]:
     return found
 
 
-def rounded_otherwise(layer: Any) -> Any:
-    """Returns a layer whose outputs are changed by about one unit in the last place of bfloat16."""
+def rounded_otherwise(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Changes the output of attention or of an MLP by about one unit in the last place of bfloat16."""
 
-    def compute(x: Tensor, delta: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, delta, selected = layer(x, delta, *arguments)
-        signs = torch.arange(delta.shape[1], device=delta.device).mul(7919).bitwise_and(64).div(32).sub(1)
-        return x, (delta.float() * (1 + 2**-8 * signs)).to(delta.dtype), selected
+    def changed(*arguments: Any) -> Any:
+        out, *others = computed if isinstance(computed := compute(*arguments), tuple) else (computed,)
+        signs = torch.arange(out.shape[1], device=out.device).mul(7919).bitwise_and(64).div(32).sub(1)
+        out = (out.float() * (1 + 2**-8 * signs)).to(out.dtype)
+        return (out, *others) if others else out
 
-    return compute
+    return changed
 
 
 @lru_cache
@@ -383,7 +384,10 @@ def mean_difference_by_rounding(folder: str) -> float:
 
     def load_and_change(loader: ModelLoader, *arguments: Any) -> Decoder:
         decoder = load(loader, *arguments)
-        decoder._layers = [rounded_otherwise(layer) for layer in decoder._layers]
+        decoder._layers = [
+            replace(layer, attention=rounded_otherwise(layer.attention), mlp=rounded_otherwise(layer.mlp))  # type: ignore[arg-type]
+            for layer in decoder._layers
+        ]
         return decoder
 
     expected = full_size_logprobs(folder)
