@@ -1,5 +1,7 @@
-"""Workers pin their host stores and report how far they are. A fake of CUDA's runtime replaces the GPU."""
+"""Where the host stores of several workers are, and how the workers pin them and report it. No GPU is needed."""
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +10,11 @@ from engine.threaded import closing, split_engine
 from memory.fake_cudart import FakeCudart
 from models.split_workers import SPECS
 
+from hotset.base.numa import SHARED_HUGE_PAGES_FILE, HugePages
+from hotset.engine.sizing import KvBudget
+from hotset.engine.workers import processes
 from hotset.engine.workers import worker as worker_module
+from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.memory.host_store import HostStore
 
 SIZES = {"page_rows": 16, "max_num_seqs": 4, "device_kv_tokens": 256, "host_kv_tokens": 768}
@@ -40,3 +46,38 @@ def test_progress_counts_the_bytes_that_all_workers_pin(
         assert {each for _, each in reported} == {total} and reported[-1][0] == total
         assert len(reported) == len(cudart.pinned) and shard.store.pinned_bytes == 0, "the controller pins nothing"
     assert not cudart.pinned, "workers unpin their stores"
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "gpus_of_stores"),
+    [
+        ("deepseek_v32", {"tensor_parallel_size": 2}, [[0, 1]]),
+        ("deepseek_v32", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, [[0, 1], [2, 3]]),
+        ("deepseek_v32", {"data_parallel_size": 2}, [[0], [1]]),
+        ("llama", {"tensor_parallel_size": 2}, [[0], [1]]),
+    ],
+)
+def test_a_store_is_placed_for_the_gpus_of_the_ranks_that_use_it(
+    model: str,
+    split: dict[str, int],
+    gpus_of_stores: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: list[list[int]] = []
+
+    def init_cache_on_gpus(executor: MultiprocessExecutor, budget: KvBudget, progress: Any) -> None:
+        """Allocates the stores as if rank n was on GPU n."""
+        executor._on_gpu = True
+        for worker in executor.workers:
+            worker.rank = replace(worker.rank, device=f"cuda:{worker.rank.number}")
+        init_cache(executor, budget, progress)
+
+    init_cache = MultiprocessExecutor.init_cache
+    monkeypatch.setattr(MultiprocessExecutor, "init_cache", init_cache_on_gpus)
+    monkeypatch.setattr(processes, "store_nodes", lambda gpus: placed.append(gpus) or ())
+    monkeypatch.setattr(processes, "huge_pages", lambda: HugePages("madvise", "never", 0, 0))
+    with caplog.at_level(logging.INFO, "hotset.engine"), closing(split_engine(SPECS[model], 3, **split, **SIZES)):
+        assert placed == gpus_of_stores
+    hints = [record.message for record in caplog.records if SHARED_HUGE_PAGES_FILE in record.message]
+    assert len(hints) == 1, "the log says once how to allow huge pages"
