@@ -8,13 +8,11 @@ from enum import Enum
 
 from hotset.base.processes import ProcessIdentity
 from hotset.handoff import messages as msg
+from hotset.handoff.deliveries import Delivery, RowWrites, StagingOffer
 from hotset.handoff.layout import landing_pages, pages_before, pages_for
 from hotset.handoff.messages import HandoffId, Hello, Store
-from hotset.handoff.sender_staging import SenderStaging, StagingOffer
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 from hotset.transfer.api import WriteState
-
-MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 
 NO_ATTEMPT = -1  # lower than any attempt number
 
@@ -59,14 +57,12 @@ class EndReason(Enum):
 
 
 @dataclass(slots=True)
-class ChunkInFlight:
-    """A list of writes of rows [first, last) that has not ended."""
+class ListInFlight:
+    """A list of writes that has not ended."""
 
-    first: int
-    last: int
+    rows: RowWrites
     deadline: float
     ticket: int | None = None  # assigned when the list is submitted to the transfer engine
-    piece: int | None = None  # number of the piece, if the handoff is staged
 
 
 class OutgoingHandoff:
@@ -74,13 +70,13 @@ class OutgoingHandoff:
 
     __slots__ = (
         "announced",
+        "delivery",
         "end_reason",
         "failure",
         "final_message",
         "has_unknown_write",
         "hello",
         "in_flight",
-        "landed",
         "offer",
         "pages",
         "pages_released",
@@ -88,9 +84,8 @@ class OutgoingHandoff:
         "request",
         "retry",
         "sampled",
-        "staging",
         "timer",
-        "unsubmitted",
+        "waiting",
     )
 
     def __init__(
@@ -103,12 +98,9 @@ class OutgoingHandoff:
     ) -> None:
         self.peer, self.request, self.hello, self.timer, self.offer = peer, request, hello, timer, offer
         self.pages = landing_pages(request, self.target)
-        self.staging: SenderStaging | None = None  # set if the receiver accepts the offer
-        self.unsubmitted: msg.RowsComputed | None = (
-            None  # rows that are announced but not submitted, merged into one range
-        )
-        self.in_flight: list[ChunkInFlight] = []
-        self.landed = 0  # rows [0, landed) are in the receiver's pages
+        self.delivery: Delivery | None = None  # set by StartWrites
+        self.waiting: msg.RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
+        self.in_flight: list[ListInFlight] = []
         self.announced = 0  # the engine has announced rows [0, announced)
         self.sampled: msg.FirstTokenSampled | None = None
         self.has_unknown_write = False  # a write ended in an unknown state and may still change the receiver's memory
@@ -127,10 +119,14 @@ class OutgoingHandoff:
         return self.peer, self.request.key
 
     @property
-    def submitted(self) -> int:
-        """Returns the end of the rows [0, submitted) that are written, or whose writes are in flight or, if staged,
-        were passed to `staging`."""
-        return self.announced if self.unsubmitted is None else self.unsubmitted.first
+    def landed(self) -> int:
+        """Returns the end of the rows [0, landed) that are in the receiver's pages."""
+        return 0 if self.delivery is None else self.delivery.landed
+
+    @property
+    def writing(self) -> Delivery | None:
+        """Returns the delivery in phase WRITING, in which it may send and write; None in all other phases."""
+        return self.delivery if self.phase is SenderPhase.WRITING else None
 
     @property
     def target(self) -> Store:
@@ -142,24 +138,21 @@ class OutgoingHandoff:
 
     @property
     def deadline(self) -> float:
-        """Returns the deadline of the phase or, in WRITING, of a write in flight or a piece, whichever is earlier."""
-        if self.phase is SenderPhase.WRITING:
-            staging = [] if self.staging is None else [self.staging.deadline]
-            return min([self.timer.deadline, *staging, *(chunk.deadline for chunk in self.in_flight)])
-        return self.timer.deadline
+        """Returns the deadline of the phase or, in WRITING, of the delivery or a list, whichever is earlier."""
+        if (delivery := self.writing) is None:
+            return self.timer.deadline
+        return min([self.timer.deadline, delivery.deadline, *(entry.deadline for entry in self.in_flight)])
 
     @property
     def next_deadline(self) -> float:
         """Returns when the next timeout or retransmit is due."""
-        writing = self.phase is SenderPhase.WRITING
-        staging = self.staging.next_deadline() if self.staging is not None and writing else None
-        return min([self.deadline, self.timer.retransmit_at, *([] if staging is None else [staging])])
+        of_delivery = [] if self.writing is None else [self.writing.next_deadline]
+        return min([self.deadline, self.timer.retransmit_at, *of_delivery])
 
     @property
     def complete(self) -> bool:
-        """Returns whether the first token is sampled and, if the handoff is staged, all pieces are unpacked. Direct
-        writes may still be in flight."""
-        return self.sampled is not None and (self.staging is None or self.staging.finished)
+        """Returns whether the first token is sampled, and the delivery is finished. Writes may still be in flight."""
+        return self.sampled is not None and self.delivery is not None and self.delivery.finished
 
     def audit(self) -> None:
         """Asserts that writes and source pages are accounted for, and that the handoff will end."""
@@ -169,21 +162,12 @@ class OutgoingHandoff:
         assert not self.in_flight or phase in _WRITE_PHASES, f"{name} has writes in flight in phase {phase}"
         released = self.pages_released
         assert released == (phase in _RELEASED_PHASES), f"{name}: pages_released is {released} in phase {phase}"
-        full = phase is SenderPhase.WRITING and len(self.in_flight) == MAX_LISTS_IN_FLIGHT
-        may_wait = phase is SenderPhase.ACCEPTED or full
-        assert self.unsubmitted is None or may_wait, f"{name} does not submit rows that it is allowed to write"
-        assert self.landed <= self.submitted <= self.announced, f"{name} has lost rows"
+        assert self.waiting is None or phase is SenderPhase.ACCEPTED, f"{name} keeps rows from its delivery"
+        assert self.landed <= max(self.announced, self.request.first), f"{name} has lost rows"
         assert (self.end_reason is None) == (phase in OPEN_PHASES) or self.final_message, name
-        if self.staging is None:
-            assert len(self.in_flight) <= MAX_LISTS_IN_FLIGHT, (
-                f"{name} has {len(self.in_flight)} lists of writes in flight"
-            )
-        else:
-            self.staging.audit()
-            pieces = {chunk.piece for chunk in self.in_flight}
-            assert phase is not SenderPhase.WRITING or pieces == self.staging.writing_pieces(), (
-                f"{name} has lost a piece"
-            )
+        assert phase is not SenderPhase.WRITING or self.delivery is not None, f"{name} has no delivery"
+        if self.writing is not None:
+            self.writing.audit([entry.rows for entry in self.in_flight])
 
 
 def refusal(request: msg.HandoffRequest, hello: Hello) -> str:
@@ -241,7 +225,7 @@ class Tombstones:
 
     def add_ended(self, handoff: OutgoingHandoff, now: float) -> None:
         """Adds the tombstone of a handoff that has ended. Some of its writes may still be in flight."""
-        tickets = {chunk.ticket for chunk in handoff.in_flight}
+        tickets = {entry.ticket for entry in handoff.in_flight}
         unknown = handoff.has_unknown_write or None in tickets
         in_flight = {ticket for ticket in tickets if ticket is not None}
         self._add(handoff.id, Tombstone(now + self._limit, handoff.hello.process, unknown, in_flight))

@@ -7,34 +7,33 @@ timeouts are in `outgoing.py`.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from hotset.base.errors import InternalError
 from hotset.handoff import messages as msg
-from hotset.handoff.layout import plan_context_writes
+from hotset.handoff.deliveries import (
+    PIECE_TIMEOUTS,
+    PIECE_TRANSITIONS,
+    Delivery,
+    DirectDelivery,
+    PiecePhase,
+    SenderBuffers,
+    StagedDelivery,
+    make_offer,
+    merge_rows,
+)
 from hotset.handoff.messages import HandoffId, HandoffKey, Hello, MemoryRange, Message, Store
 from hotset.handoff.outgoing import (
-    MAX_LISTS_IN_FLIGHT,
     OPEN_PHASES,
     SENDER_TIMEOUTS,
     SENDER_TRANSITIONS,
-    ChunkInFlight,
     EndReason,
+    ListInFlight,
     OutgoingHandoff,
     SenderPhase,
     Tombstones,
     refusal,
-)
-from hotset.handoff.sender_staging import (
-    PIECE_TIMEOUTS,
-    PIECE_TRANSITIONS,
-    PiecePhase,
-    SenderBuffers,
-    SenderStaging,
-    make_offer,
 )
 from hotset.handoff.staging import MAX_DIRECT_WRITES
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
@@ -104,8 +103,7 @@ class Sender:
             case msg.StartWrites(key, staged) if handoff := self._handoffs.get((peer, key)):
                 self._on_start_writes(handoff, staged, now)
             case msg.LeaseGranted(key) | msg.PieceUnpacked(key) if handoff := self._handoffs.get((peer, key)):
-                if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
-                    self._on_staging_message(handoff, handoff.staging, message, now)
+                self._on_delivery_message(handoff, message, now)
             case msg.HandoffAck(key) if handoff := self._handoffs.get((peer, key)):
                 self._on_ack(handoff, now)
 
@@ -131,28 +129,27 @@ class Sender:
         self._buffers.on_submitted((peer, key), ticket.number)
         handoff = self._handoffs.get((peer, key))
         if handoff is not None:
-            chunk = next((entry for entry in handoff.in_flight if entry.ticket is None), None)
-            assert chunk is not None, f"{key} has no list of writes for ticket {ticket.number}"
-            chunk.ticket = ticket.number
+            entry = next((entry for entry in handoff.in_flight if entry.ticket is None), None)
+            assert entry is not None, f"{key} has no list of writes for ticket {ticket.number}"
+            entry.ticket = ticket.number
 
     def on_write_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
         """Handles the end of a list of writes. Ignores lists that the handoff no longer waits for."""
         if state is WriteState.PENDING:
             raise InternalError(f"ticket {ticket.number} has not ended")
         freed = self._buffers.on_write_ended((peer, key), ticket.number)
-        self._on_chunk_ended(peer, key, ticket, state, now)
+        self._on_list_ended(peer, key, ticket, state, now)
         if freed:
-            self._submit_ready_pieces(now)
+            self.poll_events(now)
 
     @property
     def has_pending_events(self) -> bool:
-        """Returns whether a staged handoff may wait for a forward pass, so that `poll_events` must be called."""
-        staged = [handoff.staging for handoff in self._handoffs.values() if handoff.phase is SenderPhase.WRITING]
-        return any(staging.has_pending_events for staging in staged if staging is not None)
+        """Returns whether a handoff may wait for a forward pass, so that `poll_events` must be called."""
+        return any(handoff.writing and handoff.writing.has_pending_events for handoff in self._handoffs.values())
 
     def poll_events(self, now: float) -> None:
-        """Checks which forward passes have finished, and submits the pieces that can now be packed."""
-        self._submit_ready_pieces(now)
+        """Submits the lists of all handoffs that can now be submitted."""
+        self._submit(self._handoffs.values(), now)
 
     def fail_all(self, reason: str, now: float) -> None:
         """Ends every open handoff because this worker stops. Receivers are notified when the writes have ended."""
@@ -170,10 +167,9 @@ class Sender:
                 retransmits = handoff.phase is SenderPhase.ACCEPTED or handoff.final_message is not None
                 self.num_retransmits += retransmits  # Progress does not count as a retransmit
                 self._transmit(handoff)
-            if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
-                for message in handoff.staging.retransmits(now):
-                    self.num_retransmits += 1
-                    self._send(handoff.peer, message)
+            for message in handoff.writing.retransmits(now) if handoff.writing is not None else ():
+                self.num_retransmits += 1
+                self._send(handoff.peer, message)
 
     def next_deadline(self) -> float | None:
         """Returns when `tick` must be called next, or None if there is no handoff."""
@@ -203,7 +199,7 @@ class Sender:
             handoff.audit()
             # There are more users than writes if an earlier incarnation's handoff with the same id was closed while its
             # writes were in flight.
-            buffers = len(handoff.in_flight) if handoff.staging is not None else 0
+            buffers = sum(entry.rows.piece is not None for entry in handoff.in_flight)
             assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
 
     def _on_request(self, peer: str, request: msg.HandoffRequest, now: float) -> None:
@@ -258,67 +254,72 @@ class Sender:
             self._begin_end(handoff, EndReason.FAILED, False, why, now)
             return
         self._move(handoff, SenderPhase.WRITING, now)
-        if staged and handoff.offer is not None:
-            handoff.staging = SenderStaging(handoff.request, handoff.offer, self.piece_table)
-        self._submit_rows(handoff, now)
+        if handoff.offer is not None and staged:
+            handoff.delivery = StagedDelivery(
+                source=self._store,
+                target=handoff.target,
+                request=handoff.request,
+                offer=handoff.offer,
+                table=self.piece_table,
+                grants=self._grant_numbers,
+            )
+        else:
+            handoff.delivery = DirectDelivery(self._store, handoff.target, handoff.pages)
+        waiting, handoff.waiting = handoff.waiting, None
+        if waiting is not None:
+            self._deliver(handoff, handoff.delivery, waiting, now)
         self._finish_if_idle(handoff, now)
 
-    def _on_staging_message(
-        self, handoff: OutgoingHandoff, staging: SenderStaging, message: Message, now: float
-    ) -> None:
-        if isinstance(message, msg.LeaseGranted):
-            staging.on_lease_granted(message, next(self._grant_numbers), now)
-            self._submit_ready_pieces(now)
-        elif isinstance(message, msg.PieceUnpacked) and staging.on_unpacked(message, now):
-            handoff.landed = staging.landed
-            handoff.timer.extend(now)
-            for request in staging.request_leases(now):
-                self._send(handoff.peer, request)
-            self._finish_if_idle(handoff, now)
+    def _deliver(self, handoff: OutgoingHandoff, delivery: Delivery, rows: msg.RowsComputed, now: float) -> None:
+        for message in delivery.add_rows(rows, now):
+            self._send(handoff.peer, message)
+        self._submit([handoff], now)
 
-    def _submit_ready_pieces(self, now: float) -> None:
-        """Submits the pieces that have a lease and whose rows are computed, in the order of the grants, until the
-        buffers are used up."""
-        ready = []
-        for handoff in self._handoffs.values():
-            if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
-                handoff.staging.poll_events()
-                ready += [(piece.grant_order, handoff, handoff.staging, piece) for piece in handoff.staging.ready()]
-        for _, handoff, staging, piece in sorted(ready, key=lambda entry: entry[0]):
-            buffer = self._buffers.acquire(handoff.id)
-            if buffer is None:
+    def _on_delivery_message(self, handoff: OutgoingHandoff, message: Message, now: float) -> None:
+        """Handles LeaseGranted or PieceUnpacked."""
+        answers = None if handoff.writing is None else handoff.writing.handle_message(message, now)
+        if answers is None:
+            return
+        for answer in answers:
+            self._send(handoff.peer, answer)
+        handoff.timer.extend(now)
+        self.poll_events(now)
+        self._finish_if_idle(handoff, now)
+
+    def _submit(self, handoffs: Iterable[OutgoingHandoff], now: float) -> None:
+        """Submits the lists of these handoffs that can be submitted, in their order, until the buffers are used up."""
+        while ready := [
+            (order, handoff, delivery)
+            for handoff in handoffs
+            if (delivery := handoff.writing) is not None
+            and (order := delivery.next_order(len(handoff.in_flight))) is not None
+        ]:
+            _, handoff, delivery = min(ready, key=lambda entry: entry[0])
+            rows = delivery.begin(self._buffers, handoff.id, now)
+            if rows is None:
                 return
-            assert piece.lease is not None
-            target = staging.offer.ring.address + piece.lease.offset
-            planned = np.array([[buffer.address, target, staging.nbytes(piece)]], np.int64)
-            deadline = now + self._write_limit
-            handoff.in_flight.append(ChunkInFlight(piece.first, piece.last, deadline, piece=piece.number))
-            packed = staging.packed_piece(piece, self._store, handoff.target, buffer.address)
-            staging.start_write(piece, now)
-            self._actions.append(msg.SubmitWrites(handoff.peer, handoff.request.key, planned, None, packed))
+            handoff.in_flight.append(ListInFlight(rows, deadline=now + self._write_limit))
+            submit = msg.SubmitWrites(handoff.peer, handoff.request.key, rows.writes, rows.after, rows.packed)
+            self._actions.append(submit)
 
-    def _on_chunk_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
+    def _on_list_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
         handoff = self._handoffs.get((peer, key))
-        chunks = handoff.in_flight if handoff else []
-        chunk = next((entry for entry in chunks if entry.ticket == ticket.number), None)
-        if handoff is None or chunk is None:
+        lists = handoff.in_flight if handoff else []
+        ended = next((entry for entry in lists if entry.ticket == ticket.number), None)
+        if handoff is None or ended is None:
             self._tombstones.on_write_ended((peer, key), ticket.number, state)
             return
-        handoff.in_flight.remove(chunk)
+        handoff.in_flight.remove(ended)
         handoff.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
-        if state is not WriteState.DONE and handoff.phase is SenderPhase.WRITING:
-            why = f"the writes of rows [{chunk.first}, {chunk.last}) ended as '{state.value}'"
+        if (delivery := handoff.writing) is not None and state is not WriteState.DONE:
+            why = f"the writes of rows [{ended.rows.first}, {ended.rows.last}) ended as '{state.value}'"
             self._begin_end(handoff, EndReason.FAILED, True, why, now)
             return
-        if handoff.phase is SenderPhase.WRITING and handoff.staging is not None:
-            assert chunk.piece is not None
+        if delivery is not None:
             handoff.timer.extend(now)
-            self._send(peer, handoff.staging.finish_write(chunk.piece, now))
-        elif handoff.phase is SenderPhase.WRITING:
-            handoff.landed = min([entry.first for entry in handoff.in_flight], default=handoff.submitted)
-            handoff.timer.extend(now)
-            self._submit_rows(handoff, now)
-            self._transmit(handoff)
+            message = delivery.on_written(ended.rows, [entry.rows for entry in handoff.in_flight], now)
+            self._submit([handoff], now)
+            self._send(peer, message or msg.Progress(key, handoff.landed))
         self._finish_if_idle(handoff, now)
 
     def _on_ack(self, handoff: OutgoingHandoff, now: float) -> None:
@@ -330,41 +331,15 @@ class Sender:
         key, announced = handoff.request.key, handoff.announced
         if not announced == rows.first <= rows.last:
             raise InternalError(f"{key}: {announced} rows are announced, but the next begin at {rows.first}")
-        handoff.announced, waiting, first = rows.last, handoff.unsubmitted, max(rows.first, handoff.request.first)
-        if waiting is not None:
-            if rows.pages[: len(waiting.pages)] != waiting.pages:
-                raise InternalError(f"{key}: announced rows have moved")
-            # The newest event is enough, because the events of a request happen in order.
-            first = waiting.first
-        if first < rows.last:  # otherwise the receiver has all these rows
-            handoff.unsubmitted = replace(rows, first=first)
+        handoff.announced = rows.last
+        if rows.last > handoff.request.first:  # otherwise the receiver has all these rows
+            rows = replace(rows, first=max(rows.first, handoff.request.first))
+            if (delivery := handoff.writing) is None:
+                handoff.waiting = merge_rows(handoff.waiting, rows)
+            else:
+                self._deliver(handoff, delivery, rows, now)
         if handoff.phase is SenderPhase.WRITING:
             handoff.timer.extend(now)
-            self._submit_rows(handoff, now)
-
-    def _submit_rows(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Submits the waiting rows as one list, unless MAX_LISTS_IN_FLIGHT lists are in flight. If the handoff is
-        staged, requests leases instead."""
-        rows = handoff.unsubmitted
-        if rows is not None and handoff.staging is not None:
-            handoff.unsubmitted = None
-            for lease_request in handoff.staging.on_rows_computed(rows, now):
-                self._send(handoff.peer, lease_request)
-            return
-        if rows is None or len(handoff.in_flight) >= MAX_LISTS_IN_FLIGHT:
-            return
-        planned = plan_context_writes(
-            source=self._store,
-            source_pages=rows.pages,
-            target=handoff.target,
-            row_pages=handoff.pages.rows,
-            key_pages=handoff.pages.keys,
-            first=rows.first,
-            last=rows.last,
-        )
-        handoff.unsubmitted = None
-        handoff.in_flight.append(ChunkInFlight(rows.first, rows.last, deadline=now + self._write_limit))
-        self._actions.append(msg.SubmitWrites(handoff.peer, handoff.request.key, planned, rows.after))
 
     def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
         """If no write is in flight: ends a complete handoff, or reports an end that was waiting for writes."""
@@ -382,7 +357,7 @@ class Sender:
     def _begin_end(self, handoff: OutgoingHandoff, end: EndReason, retry: bool, failure: str, now: float) -> None:
         """Stops submitting. Reports the end now, or when the writes in flight have ended or count as hung."""
         handoff.end_reason, handoff.retry, handoff.failure = end, retry, failure
-        handoff.unsubmitted = None
+        handoff.waiting = None
         if handoff.phase is SenderPhase.WRITING and handoff.in_flight:
             self._move(handoff, SenderPhase.DRAINING, now)
         elif handoff.phase is not SenderPhase.DRAINING:
@@ -415,7 +390,7 @@ class Sender:
                 why = f"no rows were computed or written for {limit:g} s"
                 self._begin_end(handoff, EndReason.FAILED, True, why, now)
             case SenderPhase.WRITING:
-                why = handoff.staging.timeout_reason(now) if handoff.staging is not None else ""
+                why = handoff.delivery.timeout_reason(now) if handoff.delivery is not None else ""
                 why = why or f"a list of writes has not ended within {self._write_limit:g} s"
                 self._begin_end(handoff, EndReason.FAILED, True, why, now)
             case SenderPhase.DRAINING:

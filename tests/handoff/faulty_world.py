@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.handoff.deliveries import PIECE_TIMEOUTS
 from hotset.handoff.layout import check_peers, head_shards, pages_before, pages_for
 from hotset.handoff.messages import (
     Fetch,
@@ -53,7 +54,6 @@ from hotset.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.handoff.packing import pack, unpack
 from hotset.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.sender_staging import PIECE_TIMEOUTS
 from hotset.handoff.staging import ReceiverStaging, split_into_buffers
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, WriteState, WriteTicket

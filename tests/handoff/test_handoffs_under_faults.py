@@ -9,9 +9,9 @@ import pytest
 from faulty_world import DecodeWorker, FaultRates, World
 from loopback import Faults
 
+from hotset.handoff.deliveries import PIECE_TIMEOUTS
 from hotset.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.handoff.receiver import RECEIVER_TIMEOUTS
-from hotset.handoff.sender_staging import PIECE_TIMEOUTS
 
 STEP_S = 0.01
 NO_FAULTS = FaultRates(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.handoff.deliveries import MAX_LISTS_IN_FLIGHT
 from hotset.handoff.layout import plan_writes, whole_rows
 from hotset.handoff.messages import (
     Cancel,
@@ -39,7 +40,7 @@ from hotset.handoff.messages import (
     Store,
     SubmitWrites,
 )
-from hotset.handoff.outgoing import MAX_LISTS_IN_FLIGHT, SENDER_TIMEOUTS, SenderPhase
+from hotset.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.handoff.sender import TOMBSTONE_LIMIT, Sender
 from hotset.transfer.api import WriteState, WriteTicket
 

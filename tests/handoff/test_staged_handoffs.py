@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged_world import DECODE, Event, World
 
+from hotset.handoff.deliveries import PIECE_TIMEOUTS, WINDOW, PiecePhase
 from hotset.handoff.messages import (
     Cancel,
     Cancelled,
@@ -29,7 +30,6 @@ from hotset.handoff.messages import (
     UnpackPiece,
 )
 from hotset.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
-from hotset.handoff.sender_staging import PIECE_TIMEOUTS, WINDOW, PiecePhase
 from hotset.transfer.api import WriteState
 
 PREFILL = "prefill:1"

@@ -1,0 +1,428 @@
+"""How the rows of one handoff travel from the sender: by direct writes to the receiver's pages, or staged in pieces.
+
+Both are a `Delivery`, which has no threads and no clock, like the sender, which owns it. In a staged delivery, pieces
+have phases and timeouts (PIECE_TIMEOUTS), and share the sender's buffers.
+
+The engine announces rows when their forward pass is submitted to the device. A lease is requested only after the last
+row of the piece was announced. The lease can arrive before the rows are computed, but the piece then waits only for a
+forward pass that is already submitted, and for a buffer. Every lease therefore ends, and every waiting piece gets a
+lease, unless too much of the ring is in quarantine.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from hotset.base.errors import InternalError
+from hotset.handoff import messages as msg
+from hotset.handoff.layout import LandingPages, plan_context_writes
+from hotset.handoff.messages import HandoffId, Hello, MemoryRange, Message, Store
+from hotset.handoff.staging import can_pack, packed_row_bytes, piece_rows, should_stage
+from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
+from hotset.transfer.api import DeviceEvent, Writes
+
+MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
+WINDOW = 4  # maximum pieces of one context that are requested and not unpacked: as many as fit into a ring
+
+
+class PiecePhase(Enum):
+    REQUESTED = "requested"  # LeaseRequest is retransmitted until the lease is granted
+    LEASED = "leased"  # the piece waits for its forward pass and for a buffer
+    WRITING = "writing"  # the piece is packed, and its write is in flight
+    WRITTEN = "written"  # the piece is in the ring; PieceWritten is retransmitted
+    UNPACKED = "unpacked"
+
+
+PIECE_TRANSITIONS: dict[PiecePhase, frozenset[PiecePhase]] = {
+    PiecePhase.REQUESTED: frozenset({PiecePhase.LEASED}),
+    PiecePhase.LEASED: frozenset({PiecePhase.WRITING}),
+    PiecePhase.WRITING: frozenset({PiecePhase.WRITTEN}),
+    PiecePhase.WRITTEN: frozenset({PiecePhase.UNPACKED}),
+    PiecePhase.UNPACKED: frozenset(),
+}
+
+# REQUESTED and LEASED may last long, because pieces of other contexts may be ahead in the queue. WRITING never reaches
+# this limit, because each list of writes has a shorter one (WRITE_LIMIT in sender.py).
+PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
+    PiecePhase.REQUESTED: PhaseTimeout(120.0, retransmit_every=0.5),
+    PiecePhase.LEASED: PhaseTimeout(120.0),
+    PiecePhase.WRITING: PhaseTimeout(120.0),
+    PiecePhase.WRITTEN: PhaseTimeout(40.0, retransmit_every=0.5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOffer:
+    """The sizes with which a context would be staged."""
+
+    rows: int  # rows of each piece; the last piece may have fewer
+    row_bytes: int  # packed bytes of one row in all layers, with its index keys
+    ring: MemoryRange  # the receiver's ring
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def make_offer(
+    store: Store, hello: Hello, request: msg.HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
+) -> StagingOffer | None:
+    """Returns how this context can be staged, or None if direct writes are better, either side lacks the memory,
+    or a store cannot be packed."""
+    target = hello.stores[request.landing]
+    if hello.ring is None or not buffers or not can_pack(store) or not can_pack(target):
+        return None
+    rows = piece_rows(store, target, hello.ring.nbytes, buffers[0].nbytes)
+    if rows < 1 or not should_stage(store, target, request, max_direct_writes):
+        return None
+    return StagingOffer(min(rows, len(request.prompt) - request.first), packed_row_bytes(store, target), hello.ring)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWrites:
+    """A list of writes of rows [first, last), as a delivery plans it."""
+
+    first: int
+    last: int
+    writes: Writes
+    after: DeviceEvent | None = None  # the list begins when this has happened
+    packed: msg.PackedPiece | None = None  # the piece to pack first
+    piece: int | None = None  # its number
+
+
+class Delivery(ABC):
+    """How the rows of one handoff travel. The sender calls it in phase WRITING only. What is not abstract is for
+    deliveries that need no messages of their own."""
+
+    @property
+    @abstractmethod
+    def landed(self) -> int:
+        """Returns the end of the rows [0, landed) that are in the receiver's pages."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Returns whether all rows that were added are delivered, or in flight in lists that need no answer."""
+
+    @property
+    def has_pending_events(self) -> bool:
+        """Returns whether a list may wait for a forward pass, so that `next_order` must be called again soon."""
+        return False
+
+    @property
+    def deadline(self) -> float:
+        return float("inf")
+
+    @property
+    def next_deadline(self) -> float:
+        """Returns when the next timeout or retransmit is due."""
+        return float("inf")
+
+    @abstractmethod
+    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+        """Adds rows that the engine has announced, in order. Returns the messages to send."""
+
+    @abstractmethod
+    def next_order(self, num_in_flight: int) -> int | None:
+        """Returns the place of the next list among those of all handoffs, or None if none can be submitted now."""
+
+    @abstractmethod
+    def begin(self, buffers: "SenderBuffers", handoff: HandoffId, now: float) -> RowWrites | None:
+        """Plans the next list, which the caller submits. Returns None if there is no buffer for it."""
+
+    @abstractmethod
+    def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
+        """Records a list that has ended as DONE; `in_flight` are the others. Returns the message to send, if any."""
+
+    @abstractmethod
+    def audit(self, in_flight: Sequence[RowWrites]) -> None: ...
+
+    def handle_message(self, message: Message, now: float) -> Sequence[Message] | None:
+        """Handles a message of the receiver. Returns the messages to send, or None if it changes nothing."""
+        return None
+
+    def retransmits(self, now: float) -> Sequence[Message]:
+        """Returns the messages whose retransmit is due."""
+        return ()
+
+    def timeout_reason(self, now: float) -> str:
+        """Returns why the delivery has timed out, or an empty string if it has not."""
+        return ""
+
+
+def merge_rows(waiting: msg.RowsComputed | None, rows: msg.RowsComputed) -> msg.RowsComputed:
+    """Merges announced rows with those before them that still wait."""
+    if waiting is None:
+        return rows
+    if rows.pages[: len(waiting.pages)] != waiting.pages:
+        raise InternalError(f"{rows.key}: announced rows have moved")
+    return replace(rows, first=waiting.first)  # the newest event is enough, because events happen in order
+
+
+class DirectDelivery(Delivery):
+    """Writes rows to the receiver's pages. Rows that are announced while MAX_LISTS_IN_FLIGHT lists are in flight are
+    merged into the next list."""
+
+    def __init__(self, source: Store, target: Store, pages: LandingPages) -> None:
+        self._source, self._target, self._pages = source, target, pages
+        self._waiting: msg.RowsComputed | None = None  # rows that are announced but not submitted
+        self._submitted = 0  # rows [0, submitted) are in the receiver's pages or in a list
+        self._landed = 0
+
+    @property
+    def landed(self) -> int:
+        return self._landed
+
+    @property
+    def finished(self) -> bool:
+        return self._waiting is None
+
+    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+        self._waiting = merge_rows(self._waiting, rows)
+        return ()
+
+    def next_order(self, num_in_flight: int) -> int | None:
+        return None if self._waiting is None or num_in_flight >= MAX_LISTS_IN_FLIGHT else 0
+
+    def begin(self, buffers: "SenderBuffers", handoff: HandoffId, now: float) -> RowWrites | None:
+        rows, self._waiting = self._waiting, None
+        assert rows is not None
+        self._submitted = rows.last
+        planned = plan_context_writes(
+            source=self._source,
+            source_pages=rows.pages,
+            target=self._target,
+            row_pages=self._pages.rows,
+            key_pages=self._pages.keys,
+            first=rows.first,
+            last=rows.last,
+        )
+        return RowWrites(rows.first, rows.last, planned, rows.after)
+
+    def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
+        self._landed = min((other.first for other in in_flight), default=self._submitted)
+        return None
+
+    def audit(self, in_flight: Sequence[RowWrites]) -> None:
+        count = len(in_flight)
+        assert count <= MAX_LISTS_IN_FLIGHT, f"{count} lists of writes are in flight"
+        assert self._waiting is None or count == MAX_LISTS_IN_FLIGHT, "rows wait that may be written"
+        assert self.landed <= self._submitted, "rows are lost"
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Rows [first, last) of a staged context, which are written together."""
+
+    number: int
+    first: int
+    last: int
+    timer: PhaseTimer[PiecePhase]
+    lease: msg.LeaseGranted | None = None
+    grant_order: int = 0  # counts the grants of all contexts; pieces are packed in this order
+
+
+class StagedDelivery(Delivery):
+    """Packs rows from `request.first` on into pieces, and writes each into a lease of the receiver's ring."""
+
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        request: msg.HandoffRequest,
+        offer: StagingOffer,
+        table: PhaseTable[PiecePhase],
+        grants: Iterator[int],
+    ) -> None:
+        """`grants` numbers the grants of all contexts."""
+        self._source, self._target, self._offer, self._table, self._grants = source, target, offer, table, grants
+        self._key, self._first, self._total = request.key, request.first, len(request.prompt)
+        self._pages: tuple[int, ...] = ()  # the context's pages in the prefill worker's store
+        self._announced = self._first  # rows [first, announced) are computed, or their forward pass is in flight
+        self._computed = self._first  # rows [first, computed) are in the prefill worker's pages
+        # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
+        self._events: list[tuple[int, DeviceEvent | None]] = []  # (last, event)
+        self._pieces: dict[int, _Piece] = {}  # pieces that are requested and not unpacked, by number
+        self._num_requested = 0  # pieces requested since the start
+
+    @property
+    def landed(self) -> int:
+        return min((piece.first for piece in self._pieces.values()), default=self._requested)
+
+    @property
+    def finished(self) -> bool:
+        return self.landed == self._total
+
+    @property
+    def has_pending_events(self) -> bool:
+        return bool(self._events) and any(piece.timer.phase is PiecePhase.LEASED for piece in self._pieces.values())
+
+    @property
+    def deadline(self) -> float:
+        return min((piece.timer.deadline for piece in self._pieces.values()), default=float("inf"))
+
+    @property
+    def next_deadline(self) -> float:
+        return min((piece.timer.retransmit_at for piece in self._pieces.values()), default=self.deadline)
+
+    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+        self._pages, self._announced = rows.pages, rows.last
+        self._events.append((rows.last, rows.after))
+        return self._request_leases(now)
+
+    def next_order(self, num_in_flight: int) -> int | None:
+        while self._events and (self._events[0][1] is None or self._events[0][1].query()):
+            self._computed = self._events.pop(0)[0]
+        return min((piece.grant_order for piece in self._ready()), default=None)
+
+    def begin(self, buffers: "SenderBuffers", handoff: HandoffId, now: float) -> RowWrites | None:
+        piece = min(self._ready(), key=lambda ready: ready.grant_order)
+        buffer = buffers.acquire(handoff)
+        if buffer is None:
+            return None
+        assert piece.lease is not None
+        piece.timer.move(PiecePhase.WRITING, now)
+        ring_address = self._offer.ring.address + piece.lease.offset
+        writes = np.array([[buffer.address, ring_address, self._nbytes(piece)]], np.int64)
+        packed = msg.PackedPiece(
+            source=self._source,
+            target=self._target,
+            row_pages=self._pages,
+            key_pages=self._pages,
+            first=piece.first,
+            last=piece.last,
+            address=buffer.address,
+        )
+        return RowWrites(piece.first, piece.last, writes, None, packed, piece.number)
+
+    def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
+        assert written.piece is not None
+        piece = self._pieces[written.piece]
+        piece.timer.move(PiecePhase.WRITTEN, now)
+        return self._piece_written(piece)
+
+    def handle_message(self, message: Message, now: float) -> Sequence[Message] | None:
+        """Records a lease, or a piece that the receiver has unpacked. Ignores a grant that the piece does not wait for,
+        or that leaves the ring."""
+        piece = self._pieces.get(message.piece) if isinstance(message, msg.LeaseGranted | msg.PieceUnpacked) else None
+        if piece is None:
+            return None
+        phase = piece.timer.phase
+        if isinstance(message, msg.LeaseGranted):
+            if phase is not PiecePhase.REQUESTED or message.offset + self._nbytes(piece) > self._offer.ring.nbytes:
+                return None
+            piece.lease, piece.grant_order = message, next(self._grants)
+            piece.timer.move(PiecePhase.LEASED, now)
+            return ()
+        if phase is not PiecePhase.WRITTEN:
+            return None
+        piece.timer.move(PiecePhase.UNPACKED, now)
+        del self._pieces[piece.number]
+        return self._request_leases(now)
+
+    def retransmits(self, now: float) -> Sequence[Message]:
+        due = [piece for piece in self._pieces.values() if piece.timer.retransmit_due(now)]
+        return [
+            self._lease_request(piece) if piece.timer.phase is PiecePhase.REQUESTED else self._piece_written(piece)
+            for piece in due
+        ]
+
+    def timeout_reason(self, now: float) -> str:
+        for piece in self._pieces.values():
+            if now >= piece.timer.deadline:
+                limit = self._table.timeouts[piece.timer.phase].limit
+                rows = f"[{piece.first}, {piece.last})"
+                return f"the piece with rows {rows} was in phase '{piece.timer.phase.value}' for {limit:g} s"
+        return ""
+
+    def audit(self, in_flight: Sequence[RowWrites]) -> None:
+        """Asserts that the window is respected, and that leases were requested only for announced rows."""
+        assert len(self._pieces) <= WINDOW, f"{self._key} has {len(self._pieces)} pieces, more than {WINDOW}"
+        assert self.landed <= self._requested <= self._announced, f"{self._key} requested a lease for unannounced rows"
+        assert self._computed <= self._announced and bool(self._events) == (self._computed < self._announced), self._key
+        for piece in self._pieces.values():
+            assert (piece.lease is None) == (piece.timer.phase is PiecePhase.REQUESTED), f"{self._key}: {piece}"
+        writing = {number for number, piece in self._pieces.items() if piece.timer.phase is PiecePhase.WRITING}
+        assert {chunk.piece for chunk in in_flight} == writing, f"{self._key} has lost a piece"
+
+    @property
+    def _requested(self) -> int:
+        """Returns the end of the rows [first, requested) for which leases were requested."""
+        return min(self._first + self._num_requested * self._offer.rows, self._total)
+
+    def _request_leases(self, now: float) -> list[msg.LeaseRequest]:
+        """Begins the next pieces, as far as WINDOW and the announced rows allow. Returns the lease requests to send."""
+        requests = []
+        while len(self._pieces) < WINDOW and self._requested < self._total:
+            first, last = self._requested, min(self._requested + self._offer.rows, self._total)
+            if last > self._announced:
+                break
+            piece = _Piece(self._num_requested, first, last, PhaseTimer(self._table, PiecePhase.REQUESTED, now))
+            self._pieces[piece.number] = piece
+            self._num_requested += 1
+            requests.append(self._lease_request(piece))
+        return requests
+
+    def _ready(self) -> list[_Piece]:
+        """Returns the pieces that can be packed now."""
+        leased = [piece for piece in self._pieces.values() if piece.timer.phase is PiecePhase.LEASED]
+        return [piece for piece in leased if piece.last <= self._computed]
+
+    def _nbytes(self, piece: _Piece) -> int:
+        return (piece.last - piece.first) * self._offer.row_bytes
+
+    def _lease_request(self, piece: _Piece) -> msg.LeaseRequest:
+        return msg.LeaseRequest(self._key, piece.number, piece.first, piece.last)
+
+    def _piece_written(self, piece: _Piece) -> msg.PieceWritten:
+        assert piece.lease is not None
+        return msg.PieceWritten(self._key, piece.number, piece.lease.lease)
+
+
+@dataclass(slots=True)
+class _BufferUse:
+    handoff: HandoffId
+    ticket: int | None = None  # assigned when the write is submitted to the transfer engine
+
+
+class SenderBuffers:
+    """The sender's buffers, shared by all its handoffs.
+
+    A buffer is free again when the write from it has ended in any state. If the state is unknown, the transfer engine
+    may still copy from the buffer, but only into a quarantined lease, which is never unpacked.
+    """
+
+    def __init__(self, buffers: Sequence[MemoryRange]) -> None:
+        self.buffers = tuple(buffers)
+        self._uses: dict[int, _BufferUse] = {}
+
+    @property
+    def users(self) -> Mapping[int, HandoffId]:
+        """Returns the handoff that uses each buffer, by the buffer's number."""
+        return {number: use.handoff for number, use in self._uses.items()}
+
+    def acquire(self, handoff: HandoffId) -> MemoryRange | None:
+        """Returns a free buffer, which then belongs to `handoff`, or None if all are in use."""
+        for number, buffer in enumerate(self.buffers):
+            if number not in self._uses:
+                self._uses[number] = _BufferUse(handoff)
+                return buffer
+        return None
+
+    def on_submitted(self, handoff: HandoffId, ticket: int) -> None:
+        """Assigns the ticket to the handoff's oldest buffer that has none."""
+        pending = (use for use in self._uses.values() if use.handoff == handoff and use.ticket is None)
+        use = next(pending, None)
+        if use is not None:
+            use.ticket = ticket
+
+    def on_write_ended(self, handoff: HandoffId, ticket: int) -> bool:
+        """Frees the buffer of this write. Returns False if the write did not use one."""
+        for number, use in self._uses.items():
+            if (use.handoff, use.ticket) == (handoff, ticket):
+                del self._uses[number]
+                return True
+        return False
