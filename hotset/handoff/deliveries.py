@@ -10,7 +10,7 @@ lease, unless too much of the ring is in quarantine.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -20,7 +20,7 @@ from hotset.base.errors import InternalError
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import LandingPages, plan_context_writes
 from hotset.handoff.messages import HandoffId, Hello, MemoryRange, Message, Store
-from hotset.handoff.staging import can_pack, packed_row_bytes, piece_rows, should_stage
+from hotset.handoff.staging import SenderBuffers, can_pack, packed_row_bytes, piece_rows, should_stage
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import DeviceEvent, Writes
 
@@ -130,7 +130,7 @@ class Delivery(ABC):
         """Returns the place of the next list among those of all handoffs, or None if none can be submitted now."""
 
     @abstractmethod
-    def begin(self, buffers: "SenderBuffers", handoff: HandoffId, now: float) -> RowWrites | None:
+    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
         """Plans the next list, which the caller submits. Returns None if there is no buffer for it."""
 
     @abstractmethod
@@ -187,7 +187,7 @@ class DirectDelivery(Delivery):
     def next_order(self, num_in_flight: int) -> int | None:
         return None if self._waiting is None or num_in_flight >= MAX_LISTS_IN_FLIGHT else 0
 
-    def begin(self, buffers: "SenderBuffers", handoff: HandoffId, now: float) -> RowWrites | None:
+    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
         rows, self._waiting = self._waiting, None
         assert rows is not None
         self._submitted = rows.last
@@ -278,7 +278,7 @@ class StagedDelivery(Delivery):
             self._computed = self._events.pop(0)[0]
         return min((piece.grant_order for piece in self._ready()), default=None)
 
-    def begin(self, buffers: "SenderBuffers", handoff: HandoffId, now: float) -> RowWrites | None:
+    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
         piece = min(self._ready(), key=lambda ready: ready.grant_order)
         buffer = buffers.acquire(handoff)
         if buffer is None:
@@ -380,49 +380,3 @@ class StagedDelivery(Delivery):
     def _piece_written(self, piece: _Piece) -> msg.PieceWritten:
         assert piece.lease is not None
         return msg.PieceWritten(self._key, piece.number, piece.lease.lease)
-
-
-@dataclass(slots=True)
-class _BufferUse:
-    handoff: HandoffId
-    ticket: int | None = None  # assigned when the write is submitted to the transfer engine
-
-
-class SenderBuffers:
-    """The sender's buffers, shared by all its handoffs.
-
-    A buffer is free again when the write from it has ended in any state. If the state is unknown, the transfer engine
-    may still copy from the buffer, but only into a quarantined lease, which is never unpacked.
-    """
-
-    def __init__(self, buffers: Sequence[MemoryRange]) -> None:
-        self.buffers = tuple(buffers)
-        self._uses: dict[int, _BufferUse] = {}
-
-    @property
-    def users(self) -> Mapping[int, HandoffId]:
-        """Returns the handoff that uses each buffer, by the buffer's number."""
-        return {number: use.handoff for number, use in self._uses.items()}
-
-    def acquire(self, handoff: HandoffId) -> MemoryRange | None:
-        """Returns a free buffer, which then belongs to `handoff`, or None if all are in use."""
-        for number, buffer in enumerate(self.buffers):
-            if number not in self._uses:
-                self._uses[number] = _BufferUse(handoff)
-                return buffer
-        return None
-
-    def on_submitted(self, handoff: HandoffId, ticket: int) -> None:
-        """Assigns the ticket to the handoff's oldest buffer that has none."""
-        pending = (use for use in self._uses.values() if use.handoff == handoff and use.ticket is None)
-        use = next(pending, None)
-        if use is not None:
-            use.ticket = ticket
-
-    def on_write_ended(self, handoff: HandoffId, ticket: int) -> bool:
-        """Frees the buffer of this write. Returns False if the write did not use one."""
-        for number, use in self._uses.items():
-            if (use.handoff, use.ticket) == (handoff, ticket):
-                del self._uses[number]
-                return True
-        return False

@@ -18,7 +18,6 @@ from hotset.handoff.deliveries import (
     Delivery,
     DirectDelivery,
     PiecePhase,
-    SenderBuffers,
     StagedDelivery,
     make_offer,
     merge_rows,
@@ -35,7 +34,7 @@ from hotset.handoff.outgoing import (
     Tombstones,
     refusal,
 )
-from hotset.handoff.staging import MAX_DIRECT_WRITES
+from hotset.handoff.staging import MAX_DIRECT_WRITES, SenderBuffers
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import WriteState, WriteTicket
 

@@ -11,7 +11,7 @@ pages of a staged context. If the sender fails, its leases may have to be quaran
 This file has no threads and no clock, and accesses no memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ from hotset.base.errors import ConfigError
 from hotset.base.units import MIB, ceil_div, show_bytes
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, overlaps, row_bytes
-from hotset.handoff.messages import HandoffKey, Hello, MemoryRange, Store
+from hotset.handoff.messages import HandoffId, HandoffKey, Hello, MemoryRange, Store
 from hotset.memory.ring import Ring
 
 # A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
@@ -105,6 +105,52 @@ def split_into_buffers(memory: MemoryRange) -> tuple[MemoryRange, ...]:
     """Divides a sender's staging memory into RING_PIECES buffers of equal size."""
     nbytes = memory.nbytes // RING_PIECES // ALIGN * ALIGN
     return tuple(MemoryRange(memory.address + number * nbytes, nbytes) for number in range(RING_PIECES))
+
+
+@dataclass(slots=True)
+class _BufferUse:
+    handoff: HandoffId
+    ticket: int | None = None  # assigned when the write is submitted to the transfer engine
+
+
+class SenderBuffers:
+    """The sender's buffers, shared by all its handoffs.
+
+    A buffer is free again when the write from it has ended in any state. If the state is unknown, the transfer engine
+    may still copy from the buffer, but only into a quarantined lease, which is never unpacked.
+    """
+
+    def __init__(self, buffers: Sequence[MemoryRange]) -> None:
+        self.buffers = tuple(buffers)
+        self._uses: dict[int, _BufferUse] = {}
+
+    @property
+    def users(self) -> Mapping[int, HandoffId]:
+        """Returns the handoff that uses each buffer, by the buffer's number."""
+        return {number: use.handoff for number, use in self._uses.items()}
+
+    def acquire(self, handoff: HandoffId) -> MemoryRange | None:
+        """Returns a free buffer, which then belongs to `handoff`, or None if all are in use."""
+        for number, buffer in enumerate(self.buffers):
+            if number not in self._uses:
+                self._uses[number] = _BufferUse(handoff)
+                return buffer
+        return None
+
+    def on_submitted(self, handoff: HandoffId, ticket: int) -> None:
+        """Assigns the ticket to the handoff's oldest buffer that has none."""
+        pending = (use for use in self._uses.values() if use.handoff == handoff and use.ticket is None)
+        use = next(pending, None)
+        if use is not None:
+            use.ticket = ticket
+
+    def on_write_ended(self, handoff: HandoffId, ticket: int) -> bool:
+        """Frees the buffer of this write. Returns False if the write did not use one."""
+        for number, use in self._uses.items():
+            if (use.handoff, use.ticket) == (handoff, ticket):
+                del self._uses[number]
+                return True
+        return False
 
 
 @dataclass(slots=True)
