@@ -31,6 +31,7 @@ from hotset.serve.messages_api.endpoint import count_tokens, create_message
 from hotset.serve.messages_api.request import CountTokensRequest, MessagesRequest
 from hotset.serve.middleware import middleware_of
 from hotset.serve.page import page_response
+from hotset.serve.plan_page import PlanCalculator, plan_routes
 from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hotset.serve.responses import (
     ChatCompletion,
@@ -273,7 +274,14 @@ def _page_routes(service: Service) -> APIRouter:
     client = service.client
     live = Live(service.describe, lambda: client.failure, service.metrics)
     client.state_observers.append(live.record)
-    client.on_closing = live.feed.close
+    calculator = PlanCalculator()
+    routes.include_router(plan_routes(calculator, _model_path(service)))
+
+    def close() -> None:
+        live.feed.close()
+        calculator.close()
+
+    client.on_closing = close
 
     @routes.get("/")
     async def page() -> Response:
@@ -284,6 +292,12 @@ def _page_routes(service: Service) -> APIRouter:
         return live.feed.response()
 
     return routes
+
+
+def _model_path(service: Service) -> str:
+    """Returns the model as the command line named it. The aliases have that and the model's own name."""
+    name = service.client.model.name
+    return next((alias for alias in service.aliases if alias != name), name)
 
 
 def _redirect_routes() -> APIRouter:

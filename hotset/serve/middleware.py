@@ -26,7 +26,9 @@ DOCS_PATHS = (
     "/docs/swagger-ui.css",
     "/docs/favicon-32x32.png",
 )
-PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS})
+PUBLIC_PATHS = frozenset(
+    {"/", "/plan", "/health", "/ping", "/version", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS}
+)
 
 
 class HttpConfig(Protocol):
