@@ -1,4 +1,4 @@
-"""The memory topology of this machine, read from sysfs: its NUMA nodes, the node of each GPU, and huge pages.
+"""The memory topology of this machine, read from sysfs: NUMA nodes, node and link of each GPU, and huge pages.
 
 A NUMA node is a part of the memory, and the processors and devices that reach it fastest. Huge pages are units of
 memory of 2 MiB, say, instead of 4 KiB: mapping and pinning them takes a fraction of the time.
@@ -66,6 +66,21 @@ def gpu_node(gpu: int, root: Path = Path("/")) -> int | None:
     address = pci_address(gpu)
     text = "" if address is None else _read(root / "sys/bus/pci/devices" / address / "numa_node")
     return int(text) if text.isdecimal() else None  # "-1" means unknown
+
+
+def gpu_link_bytes_per_second(gpu: int, root: Path = Path("/")) -> float | None:
+    """Returns how fast the PCIe link of a GPU can be, in one direction. None if the system does not know."""
+    address = pci_address(gpu)
+    if address is None:
+        return None
+    folder = root / "sys/bus/pci/devices" / address
+    speed, lanes = _read(folder / "max_link_speed").partition(" GT/s")[0], _read(folder / "max_link_width")
+    try:
+        transfers, width = float(speed) * 1e9, int(lanes)
+    except ValueError:
+        return None
+    payload = 0.8 if transfers < 8e9 else 128 / 130  # 8b/10b encoding before the third generation
+    return transfers * width * payload / 8 or None
 
 
 def huge_pages(root: Path = Path("/")) -> HugePages:

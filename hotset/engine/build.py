@@ -18,6 +18,7 @@ import torch
 from hotset.base.address import control_port, is_loopback
 from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import EngineStopped, MissingDependency, StartupError
+from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
@@ -207,8 +208,15 @@ def model_card(
         dtype=str(dtype).removeprefix("torch."),
         role=config.role,
         host_store=budget.host_pages > 0,
+        bus_bytes_per_second=_bus_bytes_per_second(config, device),
         landing=unmeasured_landing_policy(config, device),
     )
+
+
+def _bus_bytes_per_second(config: EngineConfig, device: torch.device) -> float | None:
+    """Returns what the links of all GPUs of this engine can carry, if they are like that of its first GPU."""
+    link = gpu_link_bytes_per_second(device.index or 0) if device.type == "cuda" else None
+    return None if link is None else link * (config.workers // config.ranks_per_gpu)
 
 
 def _load_in_process(

@@ -187,6 +187,7 @@ class Service:
             "role": self.client.role,
             "device": model.device,
             "max_model_len": model.max_model_len,
+            "bus": model.bus_bytes_per_second,
         }
 
     def health(self) -> Health:

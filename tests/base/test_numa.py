@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hotset.base import numa
-from hotset.base.numa import HugePages, NumaNode, gpu_node, huge_pages, numa_nodes
+from hotset.base.numa import HugePages, NumaNode, gpu_link_bytes_per_second, gpu_node, huge_pages, numa_nodes
 from hotset.base.units import GIB, MIB
 
 TWO_SOCKETS = {
@@ -79,3 +79,23 @@ def test_huge_pages_are_those_that_the_system_allows(
     pages = huge_pages(write(tmp_path, files))
     assert pages == HugePages(private_mode, shared_mode, 2 * MIB, 4)
     assert (pages.private, pages.shared) == (private, shared)
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "gigabytes"),
+    [
+        ("32.0 GT/s PCIe", "16", 63.0),
+        ("5.0 GT/s PCIe", "8", 4.0),
+        ("Unknown", "16", None),
+        ("8.0 GT/s PCIe", "0", None),
+    ],
+)
+def test_the_speed_of_a_gpus_link_follows_from_its_generation_and_width(
+    tmp_path: Path, speed: str, width: str, gigabytes: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numa, "pci_address", {0: "0000:3b:00.0"}.get)
+    folder = "sys/bus/pci/devices/0000:3b:00.0"
+    root = write(tmp_path, {f"{folder}/max_link_speed": f"{speed}\n", f"{folder}/max_link_width": f"{width}\n"})
+    found = gpu_link_bytes_per_second(0, root)
+    assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9, rel=0.001))
+    assert gpu_link_bytes_per_second(1, root) is None

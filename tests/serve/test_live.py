@@ -75,6 +75,8 @@ def test_a_page_that_reads_deltas_knows_what_one_knows_that_opens_now() -> None:
                 bench.step()
                 live.record(StateReport(bench.engine.stats(), bench.engine.take_snapshots()))
                 messages.append(await next_message(lines))
+                if len(messages) % 8 == 0:
+                    assert replayed(messages)[0] == replayed([json.loads(json.dumps(live._state()))])[0]
         followed, opened = replayed(messages), replayed([json.loads(json.dumps(live._state()))])
         assert followed == opened and len(followed[1]) == 4 and not followed[0]
         stories = [request["story"] for request in followed[1].values()]
