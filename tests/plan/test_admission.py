@@ -19,7 +19,7 @@ from hotset.plan.model_configs import find_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_ROWS = 16
-ANSWER = 6  # tokens, which are in the last page
+ANSWER = 12  # tokens, which are in the last page
 CONTEXT = 128  # a multiple of PAGE_ROWS
 SPARSE = json.loads((ROOT / "models" / "demo-dsa" / "config.json").read_text()) | {
     "vocab_size": 64,
