@@ -5,7 +5,7 @@ both formats, as torch does. In an interpreted process, torch therefore does the
 compared bit by bit.
 
 At every call of a jitted function, the interpreter searches for the same builtins and dtypes again. This module caches
-the results, which saves a sixth of the time.
+the results, which saves a fifth of the time.
 """
 
 import importlib
@@ -46,10 +46,11 @@ def _patch_interpreter() -> None:
     }
 
     def patch_builtin(module: Any, *scope: Any) -> None:
-        for name in builtins[module]:
-            member = getattr(module, name)
-            if language.core.is_builtin(member):  # otherwise, a calling jitted function has replaced it
-                interpreter._patch_attr(module, name, member, *scope)
+        names = builtins[module]
+        if not language.core.is_builtin(getattr(module, names[0])):
+            return  # a calling jitted function has replaced them all
+        for name in names:
+            interpreter._patch_attr(module, name, getattr(module, name), *scope)
 
     interpreter._patch_builtin = patch_builtin
 

@@ -1,9 +1,14 @@
-"""A tiny model, which most servers of these tests load."""
+"""A tiny model, which most servers of these tests load, and a server of the demo model, which several files share."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tokenizers
+from running_server import RunningServer, serving
+
+DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,3 +51,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     template += "{% if messages[0].content == 'grow without end' %}{{ 'A' * 2000000000 }}{% endif %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
     return str(directory)
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the demo model, which computes a token in a tenth of the embedded model's time."""
+    with serving(tmp_path_factory.mktemp("demo"), DEMO) as server:
+        yield server

@@ -29,13 +29,6 @@ PAGE_ROWS = 64
 
 
 @pytest.fixture(scope="module")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the demo model, which computes a token in a tenth of the embedded model's time."""
-    with serving(tmp_path_factory.mktemp("demo"), DEMO) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client

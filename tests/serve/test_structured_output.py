@@ -3,15 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
-from running_server import RunningServer, serving
+from running_server import RunningServer
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 QUESTION: list[Any] = [{"role": "user", "content": "Describe Ada Lovelace."}]
 
 
@@ -29,14 +27,8 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("structured"), DEMO) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def client(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
