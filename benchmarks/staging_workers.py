@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch
 from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_process, open_backend, page_order, query
 
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -210,6 +211,7 @@ class DecodeWorker(Worker):
 def serve_prefill(case: StagingCase, pipe: Connection) -> None:
     """Runs the prefill worker in its own process. The reply to a message is the number of writes that were posted since
     the previous message. The message None ends the process."""
+    torch.set_num_threads(1)  # as in the decode process: threads that wait for each other distort the times
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)
     while pipe.recv() is not None:
