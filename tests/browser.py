@@ -53,6 +53,7 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, script: str) -> Any:
         """Returns the value of an expression, after it has settled if it is a promise."""

@@ -207,7 +207,7 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 def send_prompts(url: str, stop: threading.Event, seed: int) -> None:
     rng = random.Random(seed)
     while not stop.is_set():
-        prompt = [rng.randrange(5, 500) for _ in range(600)]
+        prompt = [rng.randrange(5, 500) for _ in range(300)]
         body = {"model": "demo-dsa", "prompt": prompt, "max_tokens": 60, "ignore_eos": True}
         plain_http.post(f"{url}/v1/completions", json=body, timeout=600)
 
@@ -216,7 +216,7 @@ def send_prompts(url: str, stop: threading.Event, seed: int) -> None:
 @NEEDS_CHROMIUM
 def test_the_page_at_work_in_a_browser(demo_server: RunningServer, tmp_path: Path) -> None:
     stop = threading.Event()
-    clients = [threading.Thread(target=send_prompts, args=(demo_server.url, stop, seed)) for seed in range(8)]
+    clients = [threading.Thread(target=send_prompts, args=(demo_server.url, stop, seed)) for seed in range(6)]
     for client in clients:
         client.start()
     try:
