@@ -22,6 +22,7 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import regions
+from hotset.handoff.routes import PROBE_BYTES
 from hotset.transfer.api import Region, Transfer
 
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -85,7 +86,8 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
         assert engine.executor.pool is not None
         pool = engine.executor.pool.bytes
         on_device = Region(pool.data_ptr(), pool.nbytes)
-        *stores, staging = transfer.registered
+        *stores, probe, staging = transfer.registered
+        assert probe.nbytes == PROBE_BYTES, "routes are measured with memory that nothing else uses"
         assert stores == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
         assert staging.nbytes == 64 << 20
         assert (on_device in transfer.registered) == (role == "decode"), "only decode workers register the device pool"

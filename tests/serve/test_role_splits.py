@@ -43,18 +43,14 @@ def count(url: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
 
+@pytest.mark.slow  # 3 minutes on two busy cores: two engines of two workers each, in float64
 @pytest.mark.parametrize(
     ("counts", "prefill_args", "decode_args"),
     [
         ("1P1D", ["--tensor-parallel-size 2"], "--data-parallel-size 2"),
-        pytest.param(
-            "2P1D",
-            ["--tensor-parallel-size 2", "--pipeline-parallel-size 2"],
-            "--data-parallel-size 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("1P1D", ["--tensor-parallel-size 4"], "--data-parallel-size 4", marks=pytest.mark.slow),
-        pytest.param("1P1D", ["--pipeline-parallel-size 2"], "--tensor-parallel-size 2", marks=pytest.mark.slow),
+        ("2P1D", ["--tensor-parallel-size 2", "--pipeline-parallel-size 2"], "--data-parallel-size 2"),
+        ("1P1D", ["--tensor-parallel-size 4"], "--data-parallel-size 4"),
+        ("1P1D", ["--pipeline-parallel-size 2"], "--tensor-parallel-size 2"),
     ],
 )
 def test_engines_of_different_splits_answer_like_one_engine(
