@@ -1,4 +1,4 @@
-"""What the live page and `hotset top` show: a bounded history of the engine's state, streamed to whoever watches.
+"""What the live page and `hotset top` show: a bounded history of the engine's state, streamed to every open page.
 
 The engine reports its state with the outputs of steps (`engine/process.py`). Each report becomes one sample: rates
 since the previous one, latencies of requests in between, and the newest numbers.

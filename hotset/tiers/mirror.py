@@ -22,7 +22,7 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.tables import PageTables
 
 # Runs that are this long on average are copied to the device by the copy engine: at 55 instead of 39 GB/s (H200,
-# 2026-11-17). Each of its copies costs the host a few microseconds, in which the bus moves a few hundred kB.
+# 2026-11-17). The limit is an estimate: each copy is a call on the host, during which the bus could move some 100 kB.
 LONG_RUN_BYTES = 1 << 20
 
 Numbers = npt.NDArray[np.int64]

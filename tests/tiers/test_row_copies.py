@@ -1,4 +1,4 @@
-"""Rows between host and device: every run arrives in its place, whoever copies it, and nothing else is written."""
+"""Rows between host and device: both kinds of copies put every run in its place and write nothing else."""
 
 import pytest
 import torch

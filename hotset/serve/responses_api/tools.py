@@ -17,7 +17,7 @@ from hotset.serve.protocol import LenientModel, Text, one_of
 from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolSpec, ToolUse
 
 # Tools that OpenAI's own servers run, or that only its own models call. Clients like Codex declare them in every
-# request, whoever answers it. The model does not see them, and a header of the response names them.
+# request, to every server. The model does not see them, and a header of the response names them.
 NotOffered = Literal[
     "web_search",
     "web_search_2025_08_26",
