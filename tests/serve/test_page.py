@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -204,59 +205,83 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
         yield server
 
 
-def send_prompts(url: str, stop: threading.Event, seed: int) -> None:
-    rng = random.Random(seed)
-    while not stop.is_set():
-        prompt = [rng.randrange(5, 500) for _ in range(300)]
-        body = {"model": "demo-dsa", "prompt": prompt, "max_tokens": 60, "ignore_eos": True}
-        plain_http.post(f"{url}/v1/completions", json=body, timeout=600)
+@contextmanager
+def long_request(url: str, seed: int) -> Iterator[None]:
+    """Runs a request of 1500 random tokens, which would generate 2500 more, until the end of the block."""
+    rng, stop = random.Random(seed), threading.Event()
+    prompt = [rng.randrange(5, 500) for _ in range(1500)]
+    body = {"model": "demo-dsa", "prompt": prompt, "max_tokens": 2500, "ignore_eos": True, "stream": True}
+
+    def read() -> None:
+        with plain_http.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as answer:
+            for _line in answer.iter_lines():
+                if stop.is_set():
+                    return  # which closes the connection, and aborts the request
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        reader.join()
+
+
+WATCH_TIERS = """
+window.changes = new Set();
+new MutationObserver(records => {
+  for (const { target, oldValue } of records) changes.add(oldValue + " " + target.dataset.tier);
+}).observe(document.getElementById("picture"), {
+  subtree: true, attributes: true, attributeFilter: ["data-tier"], attributeOldValue: true,
+});
+"""
+SEND_CHAT = """
+document.getElementById("prompt").value = "hello";
+document.getElementById("tiers").value = "tiered";
+document.getElementById("chat-form").requestSubmit();
+"""
+ANSWER = "document.querySelector('.message.assistant')"
 
 
 @pytest.mark.slow
 @NEEDS_CHROMIUM
 def test_the_page_at_work_in_a_browser(demo_server: RunningServer, tmp_path: Path) -> None:
-    stop = threading.Event()
-    clients = [threading.Thread(target=send_prompts, args=(demo_server.url, stop, seed)) for seed in range(6)]
-    for client in clients:
-        client.start()
-    try:
-        with browser(tmp_path) as page:
-            page.open(demo_server.url)
-            page.wait_for("state.hello && document.getElementById('dot').classList.contains('up')")
-            page.evaluate(
-                "window.tiers = new Set(); new MutationObserver(changes => { for (const change of changes)"
-                " if (change.target.dataset.tier && change.oldValue) window.tiers.add(change.oldValue + ' ' + "
-                "change.target.dataset.tier); }).observe(document.getElementById('picture'), {subtree: true, "
-                "attributes: true, attributeFilter: ['data-tier'], attributeOldValue: true}), true"
-            )
-            page.wait_for("[...tiers].some(change => change.split(' ')[0] !== change.split(' ')[1])", 240)
-            page.wait_for("[...tiers].includes('resident tiered')", 240)
-            page.wait_for("Number.parseFloat(document.getElementById('n-tokens').textContent) > 0", 240)
-            assert "transform" in page.evaluate("getComputedStyle(document.querySelector('.block')).transitionProperty")
-            heat = "[...document.getElementById('c-heat').getContext('2d').getImageData(32, 0, 2000, 100).data]"
-            page.wait_for(f"{heat}.filter((value, i) => i % 4 === 3 && value).length > 50", 240)
-            page.evaluate(
-                "document.getElementById('prompt').value = 'hello'; document.getElementById('tiers').value = 'tiered';"
-                "document.getElementById('chat-form').requestSubmit()"
-            )
-            page.wait_for("document.querySelector('.message.assistant small')", 240)
-            assert not page.evaluate("document.querySelector('.message.error')?.textContent || ''")
-            page.evaluate("document.querySelector('.block').click()")
-            assert page.evaluate("document.getElementById('story').open")
-            assert "waiting" in page.evaluate("document.getElementById('story-events').textContent")
-            page.evaluate("document.getElementById('close').click()")
-            ground = "getComputedStyle(document.body).backgroundColor"
-            light = page.evaluate(ground)
-            page.evaluate("document.getElementById('theme').click()")
-            assert page.evaluate(ground) != light
-            page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390, "the page is too wide for a phone"
-            assert page.errors == []
-            assert {httpx.URL(url).host for url in page.requested if url.startswith("http")} == {"127.0.0.1"}
-    finally:
-        stop.set()
-        for client in clients:
-            client.join()
+    """A request is demoted when another one of its size arrives: the device pool holds one and a half of them."""
+    with browser(tmp_path) as page, ExitStack() as requests:
+        page.open(demo_server.url)
+        page.wait_for("state.hello && document.getElementById('dot').classList.contains('up')")
+        page.evaluate(WATCH_TIERS)
+        requests.enter_context(long_request(demo_server.url, seed=1))
+        page.wait_for("[...state.requests.values()].some(request => request.phase === 'decode')", 240)
+        assert page.evaluate("document.querySelector('.block').dataset.tier") == "resident"
+        requests.enter_context(long_request(demo_server.url, seed=2))
+        page.wait_for("changes.has('resident tiered')", 240)
+        page.wait_for("Number.parseFloat(document.getElementById('n-tokens').textContent) > 0", 240)
+        assert "transform" in page.evaluate("getComputedStyle(document.querySelector('.block')).transitionProperty")
+        heat = "[...document.getElementById('c-heat').getContext('2d').getImageData(32, 0, 2000, 100).data]"
+        page.wait_for(f"{heat}.filter((value, i) => i % 4 === 3 && value).length > 50", 240)
+
+        page.evaluate(SEND_CHAT)
+        length = page.wait_for(f"{ANSWER}?.textContent.length", 240)
+        page.wait_for(f"{ANSWER}.textContent.length > {length}", 240)  # it streams
+        page.wait_for("!!document.querySelector('.block.mine.tiered')", 240)
+        page.evaluate("document.getElementById('chat-form').requestSubmit()")  # the button is called Stop now
+        page.wait_for("!!document.querySelector('.message.assistant small')")
+        assert not page.evaluate("document.querySelector('.message.error')?.textContent || ''")
+
+        page.evaluate("document.querySelector('.block').click()")
+        assert page.evaluate("document.getElementById('story').open")
+        story = page.evaluate("document.getElementById('story-events').textContent")
+        assert all(state in story for state in ("waiting", "prefill", "decode", "resident", "tiered")), story
+        page.evaluate("document.getElementById('close').click()")
+        ground = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(ground)
+        page.evaluate("document.getElementById('theme').click()")
+        assert page.evaluate(ground) != light
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "the page is too wide for a phone"
+        assert page.errors == []
+        assert {httpx.URL(url).host for url in page.requested if url.startswith("http")} == {"127.0.0.1"}
 
 
 @pytest.mark.slow
