@@ -11,6 +11,9 @@ one device page. With Mooncake, where each write is expensive, keys land in host
 The time of a landing is taken at the decode side, from the request until the landing is complete. The bytes of the
 first landing in each kind of pool, which is not timed, are compared with their source.
 
+--routes measures other memories: with `device to device`, contexts are read from GPU memory, in the layout of a host
+store, and rows and index keys land in pages of the device pool. Without a GPU, the device is ordinary memory.
+
 Columns of the first table (medians over the rounds):
   pool            fresh: the pages of a context are consecutive on both sides; shuffled: they are in random order
   ms              time of a landing
@@ -37,7 +40,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,7 @@ Table = list[dict[str, Any]]
 
 LAYERS = 61
 POOLS = ("fresh", "shuffled")
+ROUTES = ("host-host", "host-device", "device-host", "device-device")
 DEMO_CHUNK = 256  # tokens per chunk of the demo model's prompts
 LANDED_BAR, EARLY_BAR = 0.8, 0.6
 
@@ -89,7 +93,8 @@ def measure(case: LandingCase, rounds: int) -> Table:
     with prefill_process(case) as pipe:
         worker = DecodeWorker(case)
         peer: str = pipe.recv()
-        raw_write = (worker.hello, worker.rows.data_ptr(), worker.rows.nbytes)
+        nbytes = min(worker.memory.nbytes, query(pipe, "bytes"))
+        raw_write = (worker.hello, worker.memory.data_ptr(), nbytes)
         query(pipe, raw_write)  # connects
         for pool in POOLS:
             worker.poison()
@@ -98,7 +103,7 @@ def measure(case: LandingCase, rounds: int) -> Table:
         raw_speeds: list[float] = []
         landings: dict[str, list[TimedLanding]] = {pool: [] for pool in POOLS}
         for _ in range(rounds):
-            raw_speeds.append(worker.rows.nbytes / query(pipe, raw_write) / 1e9)
+            raw_speeds.append(nbytes / query(pipe, raw_write) / 1e9)
             for pool in POOLS:
                 landings[pool].append(land(worker, pipe, peer, pool))
         unmerged = worker.count_unmerged_writes()
@@ -112,6 +117,7 @@ def table_row(
     speeds = [case.nbytes / landing.seconds / 1e9 for landing in landings]
     return {
         "engine": case.engine,
+        "route": f"{case.source} to {case.target}",
         "context": case.tokens,
         "layers": case.layers,
         "pool": pool,
@@ -239,8 +245,15 @@ def bars(landings: Table, early: Table) -> list[Bar]:
     for engine in dict.fromkeys(row["engine"] for row in landings):
         worst = min(row["of raw"] for row in landings if (row["engine"], row["pool"]) == (engine, "fresh"))
         results.append(Bar(f"{engine}: lowest share of raw, fresh pool", worst, LANDED_BAR, at_least=True))
-    lowest = min(row["sent early"] for row in early)
-    return [*results, Bar("lowest share sent before prefill ends", lowest, EARLY_BAR, at_least=True)]
+    if early:
+        lowest = min(row["sent early"] for row in early)
+        results.append(Bar("lowest share sent before prefill ends", lowest, EARLY_BAR, at_least=True))
+    return results
+
+
+def default_keys(engine: str) -> str:
+    """Returns where index keys land whose rows land on the host: as in the engine if it runs on a CPU."""
+    return "host" if engine == "mooncake" else "device"
 
 
 def main() -> None:
@@ -256,6 +269,10 @@ def main() -> None:
         "--chunk", type=int, default=EngineConfig().max_num_batched_tokens, help="tokens per chunk in the first table"
     )
     parser.add_argument("--keys", choices=["device", "host"], help="where index keys land; default: as in the engine")
+    parser.add_argument(
+        "--routes", nargs="+", default=["host-host"], choices=ROUTES, help="memory that is read, and memory to land in"
+    )
+    parser.add_argument("--no-model", action="store_true", help="do not compute prompts with the demo model")
     parser.add_argument("--store-gib", type=float, default=1.0, help="GiB of KV per side; limits the number of layers")
     parser.add_argument("--rounds", type=int, default=5, help="timed landings per kind of pool")
     parser.add_argument("--model", default="models/demo-dsa", help="directory of the model that computes prompts")
@@ -270,14 +287,19 @@ def main() -> None:
     cases = []
     for engine in options.engines:
         for tokens in options.contexts:
-            keys = options.keys or ("host" if engine == "mooncake" else "device")
-            max_layers = int(options.store_gib * GIB) // LandingCase(engine, tokens, 1, options.chunk, keys).nbytes
-            cases.append(LandingCase(engine, tokens, min(LAYERS, max_layers), options.chunk, keys))
+            for route in options.routes:
+                source, target = route.split("-")
+                keys = "device" if target == "device" else options.keys or default_keys(engine)
+                one_layer = LandingCase(engine, tokens, 1, options.chunk, keys, source, target)
+                max_layers = int(options.store_gib * GIB) // one_layer.nbytes
+                cases.append(replace(one_layer, layers=min(LAYERS, max_layers)))
     try:
         with Progress(transient=True) as progress:
             for case in progress.track(cases, description="landing"):
                 landings += measure(case, options.rounds)
-        early = asyncio.run(early_bytes(options.model, options.engines[0], DEMO_CHUNK, chunks))
+        early: Table = []
+        if not options.no_model:
+            early = asyncio.run(early_bytes(options.model, options.engines[0], DEMO_CHUNK, chunks))
     except HotsetError as error:
         sys.exit(f"error: {error}")
     where = ", ".join(f"{keys} ({engine})" for engine, keys in {case.engine: case.keys for case in cases}.items())
@@ -285,7 +307,8 @@ def main() -> None:
     if any(case.layers < LAYERS for case in cases):
         notes += f"; up to {LAYERS} layers, fewer if they exceed {options.store_gib:g} GiB"
     report("Contexts landing in another process", landings, None, notes)
-    report(f"The demo model's prompts in chunks of {DEMO_CHUNK} tokens: share of bytes sent early", early, None)
+    if early:
+        report(f"The demo model's prompts in chunks of {DEMO_CHUNK} tokens: share of bytes sent early", early, None)
     load = load_before, os.getloadavg()[0]
     duration = f"{time.perf_counter() - start:.0f} s; load average {load[0]:.1f} before, {load[1]:.1f} after"
     results = bars(landings, early)

@@ -4,7 +4,7 @@ import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,10 +17,10 @@ from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_store_name, landing_stores, regions
-from hotset.engine.workers.executor import whole_host_store
+from hotset.engine.workers.executor import HostShard
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
-from hotset.handoff.layout import plan_writes
+from hotset.handoff.layout import plan_writes, whole_rows
 from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     Fetch,
@@ -31,10 +31,10 @@ from hotset.handoff.messages import (
     Hello,
     Landed,
     ModelIdentity,
+    PagedSpan,
     RowsComputed,
     StartPrefill,
     Store,
-    StoreName,
 )
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
@@ -42,15 +42,14 @@ from hotset.handoff.sender import Sender
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
-from hotset.tiers.kv_memory import KvMemory
-from hotset.transfer.api import Region, Writes, WriteState
+from hotset.transfer.api import MemoryKind, Region, Writes, WriteState
 from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Backend, Lanes
 from hotset.transfer.mooncake_backend import MooncakeBackend
 from hotset.transfer.nixl_backend import NixlBackend
 from hotset.transfer.regions import Regions, decode_description, split_writes
 
-CPU = torch.device("cpu")
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU, the device is ordinary memory
 HOST = "127.0.0.1"
 PAGE_ROWS = 64
 POISON = 0xAB
@@ -98,6 +97,8 @@ class LandingCase:
     layers: int
     chunk: int
     keys: str  # where index keys land: 'device' or 'host'
+    source: str = "host"  # memory from which contexts are read
+    target: str = "host"  # memory in which rows land; with 'device', index keys land there, too
 
     @property
     def shape(self) -> KvShape:
@@ -180,41 +181,77 @@ class Worker:
     """The stores, transfer engine and handoff agent of one process."""
 
     def __init__(self, case: LandingCase, prefill: bool) -> None:
-        self.case = case
-        shape = case.shape
-        geometry = shape.geometry(PAGE_ROWS)
-        key_pages = 0 if prefill or case.keys == "host" else case.key_pages
-        pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
-        host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
-        self.memory = KvMemory(pool, host, 1, case.tokens)
+        self.case, self.shape = case, case.shape
+        self.host: HostStore | None = None  # None if everything is on the device
+        self.pool: DevicePool | None = None
         self.backend = RecordingBackend(open_backend(case.engine))
         self.transfer = Lanes(self.backend, LANES, DEADLINE_S)
-        for region in regions(whole_host_store(self.memory), None if prefill else self.memory.pool):
-            self.transfer.register(region)
+        store = self._open_source() if prefill else self._open_target()
         channel = open_channel(f"{HOST}:0")
-        source = host_stores(whole_host_store(self.memory))["host"]
-        assert shape.key is not None
-        model = ModelIdentity("synthetic", case.layers, shape.row.description, shape.key.description, shape.groups, "")
-        stores: Mapping[StoreName, Store] = {"host": source}
-        if not prefill and case.keys == "device":
-            landings = landing_stores(whole_host_store(self.memory), self.memory.pool)
-            stores = {"host": landings[landing_store_name(0, on_device=False, keys_on_host=False)]}
-        self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
+        assert self.shape.key is not None
+        row, key = self.shape.row.description, self.shape.key.description
+        model = ModelIdentity("synthetic", case.layers, row, key, self.shape.groups, "")
+        self.store = store
+        self.hello = Hello(channel.address, model, {"host": store}, case.engine, self.transfer.describe())
         self.has_events = threading.Event()
-        machine = Sender(source) if prefill else Receiver()
+        machine = Sender(store) if prefill else Receiver()
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
         role: Any = PrefillAgent if prefill else DecodeAgent
         self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set)
         self.agent.start()
 
+    def _open_source(self) -> Store:
+        """Allocates and registers the memory of contexts, in the layout of a host store."""
+        if self.case.source == "host":
+            return self._open_host(None)["host"]
+        assert self.shape.key is not None
+        count, kind = (self.case.pages + SPARE_PAGES) * PAGE_ROWS, device_kind()
+        spans = []
+        self.tensors = []
+        for layers, row in ((self.shape.layers, self.shape.row), (self.shape.groups, self.shape.key)):
+            tensor = torch.empty(layers, count, row.stride_bytes, dtype=torch.uint8, device=GPU)
+            self.transfer.register(Region(tensor.data_ptr(), tensor.nbytes, kind, 0))
+            bases = tuple((layer.data_ptr(),) for layer in tensor)
+            spans.append(PagedSpan(bases, PAGE_ROWS * row.stride_bytes, PAGE_ROWS, row.stride_bytes))
+            self.tensors.append(tensor)
+        return Store(whole_rows(spans[0]), spans[1])
+
+    def _open_target(self) -> Store:
+        case = self.case
+        geometry = self.shape.geometry(PAGE_ROWS)
+        if case.target == "device":
+            self.pool = DevicePool(self.shape, geometry, case.pages + case.key_pages + SPARE_PAGES, GPU)
+            for region in regions([], self.pool):
+                self.transfer.register(region)
+            return landing_stores([], self.pool)["device"]
+        if case.keys == "device":
+            self.pool = DevicePool(self.shape, geometry, case.key_pages + SPARE_PAGES, GPU)
+        stores = self._open_host(self.pool)
+        return stores[landing_store_name(0, on_device=False, keys_on_host=self.pool is None)]
+
+    def _open_host(self, pool: DevicePool | None) -> dict[str, Store]:
+        self.host = HostStore(self.shape, self.case.pages + SPARE_PAGES, PAGE_ROWS, GPU)
+        self.tensors = [tensor for tensor in (self.host.rows, self.host.keys) if tensor is not None]
+        shards = [HostShard(0, 0, self.shape, 1, self.host)]
+        for region in regions(shards, pool):
+            self.transfer.register(region)
+        return landing_stores(shards, pool) if pool is not None else host_stores(shards)
+
     @property
-    def rows(self) -> torch.Tensor:  # [layers, rows, bytes]
-        assert self.memory.host is not None
-        return self.memory.host.rows
+    def memory(self) -> torch.Tensor:
+        """The memory from which rows are read, or in which they land, as contiguous bytes."""
+        tensor = self.pool.bytes if self.host is None and self.pool is not None else self.tensors[0]
+        return tensor.view(torch.uint8).flatten()
 
     def close(self) -> None:
         self.agent.close(1.0)
         self.transfer.close()
+        if self.host is not None:
+            self.host.close()
+
+
+def device_kind() -> MemoryKind:
+    return MemoryKind.DEVICE if GPU.type == "cuda" else MemoryKind.HOST
 
 
 class PrefillWorker(Worker):
@@ -235,7 +272,7 @@ class PrefillWorker(Worker):
             description = decode_description(hello.description, self.case.engine)
             self._remote = self.backend.connect(description.native, description.regions)
         return self._write(
-            split_writes(np.array([[self.rows.data_ptr(), address, nbytes]]), self.backend.limits.write_nbytes)
+            split_writes(np.array([[self.memory.data_ptr(), address, nbytes]]), self.backend.limits.write_nbytes)
         )
 
     def repeat_writes(self) -> tuple[int, float]:
@@ -266,11 +303,11 @@ class PrefillWorker(Worker):
         assert state is WriteState.DONE, state
 
     def _fill(self, pattern: Pattern) -> None:
-        host = self.memory.host
-        assert host is not None and host.keys is not None
-        for tensor in (host.rows, host.keys):
-            for index, stored in enumerate(tensor.numpy()):
-                stored.reshape(-1, PAGE_ROWS, stored.shape[-1])[:] = pattern.pages(index, stored.shape[-1])
+        for tensor in self.tensors:
+            for index, stored in enumerate(tensor.view(torch.uint8)):
+                stored.copy_(torch.tensor(pattern.pages(index, stored.shape[-1])).flatten(0, 1))
+        if GPU.type == "cuda":
+            torch.cuda.synchronize()
 
     def _serve(self) -> None:
         while True:
@@ -300,7 +337,7 @@ class DecodeWorker(Worker):
     def land(self, peer: str, pool: str) -> float:
         """Requests a context and returns the seconds until it has landed."""
         case = self.case
-        rows, keys = page_order(case.pages, pool, seed=2), page_order(case.key_pages, pool, seed=3)
+        rows, keys = self._pages(pool)
         self._num_requests += 1
         key = HandoffKey(f"{pool} {self._num_requests}", 0)
         request = HandoffRequest(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
@@ -314,46 +351,60 @@ class DecodeWorker(Worker):
                 if isinstance(event, Landed):
                     return time.perf_counter() - start
 
-    def poison(self) -> None:
-        self.rows.fill_(POISON)
-        self._key_pages.fill(POISON)
+    def _pages(self, pool: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the pages of a context's rows, and of its index keys. On the device they are in the same pool."""
+        first_key_page = self.case.pages if self.case.target == "device" else 0
+        keys = page_order(self.case.key_pages, pool, seed=3)
+        return page_order(self.case.pages, pool, seed=2), tuple(first_key_page + page for page in keys)
 
-    @property
-    def _key_pages(self) -> np.ndarray:  # [groups, pages, keys, bytes]
-        host, pool = self.memory.host, self.memory.pool
-        assert host is not None and host.keys is not None and pool.key_blocks is not None
-        if self.case.keys == "device":
-            return pool.key_blocks.numpy()
-        return host.keys.numpy().reshape(self.case.layers, -1, PAGE_ROWS, host.keys.shape[-1])
+    def poison(self) -> None:
+        for tensor in (*([] if self.host is None else self.tensors), *([] if self.pool is None else [self.pool.bytes])):
+            tensor.view(torch.uint8).fill_(POISON)
+        if GPU.type == "cuda":
+            torch.cuda.synchronize()
 
     def check(self, pool: str) -> None:
         """Fails unless every byte of the landed context equals its source."""
-        case, shape = self.case, self.memory.pool.shape
-        source, rows = list(page_order(case.pages, pool, seed=1)), list(page_order(case.pages, pool, seed=2))
-        keys = list(page_order(case.key_pages, pool, seed=3))
+        case, shape = self.case, self.shape
         assert shape.key is not None
+        source = list(page_order(case.pages, pool, seed=1))
+        rows, keys = (list(pages) for pages in self._pages(pool))
         width, key_width = shape.row.stride_bytes, shape.key.stride_bytes
         for index in range(case.layers):
-            landed = self.rows[index].numpy().reshape(-1, PAGE_ROWS, width)[rows].reshape(-1, width)
+            tensor = self.pool.bytes if self.host is None and self.pool is not None else self.tensors[0]
+            layer = tensor[index].view(torch.uint8).cpu().numpy()
+            landed = layer.reshape(-1, PAGE_ROWS, width)[rows].reshape(-1, width)
             sent = self._pattern.pages(index, width)[source].reshape(-1, width)
             assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"rows of layer {index} differ"
-            landed = self._key_pages[index][keys].reshape(-1, key_width)
+            if self.pool is not None:
+                assert self.pool.key_blocks is not None
+                landed = self.pool.key_blocks[index].view(torch.uint8).cpu().numpy()[keys].reshape(-1, key_width)
+            else:
+                layer = self.tensors[1][index].view(torch.uint8).numpy()
+                landed = layer.reshape(-1, PAGE_ROWS, key_width)[keys].reshape(-1, key_width)
             sent = self._pattern.pages(index, key_width)[source].reshape(-1, key_width)
             assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"index keys of group {index} differ"
 
     def count_unmerged_writes(self) -> int:
         """Returns the number of writes of a context if no two of its pages were consecutive."""
-        case, source, target = self.case, host_stores(whole_host_store(self.memory))["host"], self.hello.stores["host"]
+        case, target = self.case, self.store
         backwards, forwards = tuple(reversed(range(case.pages))), range(case.pages)
-        assert source.keys is not None and target.keys is not None
-        keys = plan_writes(source.keys, backwards, target.keys, backwards, 0, case.tokens)
-        rows = plan_writes(source.shards[0].span, backwards, target.shards[0].span, forwards, 0, case.tokens)
-        return len(rows) + len(keys)
+        assert self.shape.key is not None and target.keys is not None
+        rows, keys = (
+            PagedSpan(tuple((index << 40,) for index in range(layers)), PAGE_ROWS * width, PAGE_ROWS, width)
+            for layers, width in (
+                (self.shape.layers, self.shape.row.stride_bytes),
+                (self.shape.groups, self.shape.key.stride_bytes),
+            )
+        )
+        writes = plan_writes(rows, backwards, target.shards[0].span, forwards, 0, case.tokens)
+        return len(writes) + len(plan_writes(keys, backwards, target.keys, backwards, 0, case.tokens))
 
 
 def serve_prefill(case: LandingCase, pipe: Connection) -> None:
     """Runs the prefill worker in its own process and answers the messages of the decode process.
 
+    "bytes": the reply is the size of the memory that `raw_write` reads.
     "start": deletes the recorded writes. The reply is the total number of seconds in which writes were in flight.
     "writes": the reply is this total, and the result of `repeat_writes`.
     The arguments of `raw_write`: the reply is its result.
@@ -363,6 +414,8 @@ def serve_prefill(case: LandingCase, pipe: Connection) -> None:
     pipe.send(worker.hello.control)
     while (message := pipe.recv()) is not None:
         match message:
+            case "bytes":
+                pipe.send(worker.memory.nbytes)
             case "start":
                 worker.backend.posted.clear()
                 pipe.send(worker.transfer.throughput().seconds)

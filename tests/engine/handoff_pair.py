@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from engine.test_invariance import MODELS
 from harness import CPU, RandomWeights, run_all
@@ -218,22 +219,24 @@ class CachedBytes:
         self._seen = found
 
 
-def rows_of(store: Store, pages: tuple[int, ...], rows: range) -> list[bytes]:
+def rows_of(store: Store, pages: tuple[int, ...], rows: range) -> bytes:
     """Assembles whole rows from the slices that the shards hold. Shards that hold the same slice must hold the same
     bytes."""
     size = max(first + nbytes for shard in store.shards for first, nbytes in shard.slices)
-    whole: list[list[int | None]] = [[None] * size for _ in range(len(rows) * len(store.shards[0].span.bases))]
+    whole = np.zeros((len(rows) * len(store.shards[0].span.bases), size), np.uint8)
+    known = np.zeros(size, bool)
     for shard in store.shards:
-        for row, stored in zip(whole, bytes_of(shard.span, pages, rows), strict=True):
-            offset = 0
-            for first, nbytes in shard.slices:
-                assembled = row[first : first + nbytes]
-                of_shard = list(stored[offset : offset + nbytes])
-                assert assembled == of_shard or set(assembled) == {None}, "two shards hold different bytes of a slice"
-                row[first : first + nbytes] = of_shard
-                offset += nbytes
-    assert not any(None in row for row in whole), "some bytes of a row are in no shard"
-    return [bytes(byte for byte in row if byte is not None) for row in whole]
+        joined = b"".join(bytes_of(shard.span, pages, rows))
+        stored = np.frombuffer(joined, np.uint8).reshape(-1, shard.span.row_bytes)
+        offset = 0
+        for first, nbytes in shard.slices:
+            of_shard, target = stored[:, offset : offset + nbytes], slice(first, first + nbytes)
+            same = np.array_equal(whole[:, target], of_shard)
+            assert same or not known[target].any(), "two shards hold different bytes of a slice"
+            whole[:, target], known[target] = of_shard, True
+            offset += nbytes
+    assert known.all(), "some bytes of a row are in no shard"
+    return whole.tobytes()
 
 
 def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: range) -> list[bytes]:

@@ -1,0 +1,181 @@
+"""Measures the time between tokens of running requests while contexts land, against the time without landings.
+
+    python benchmarks/landing_steps.py --json landing_steps.json
+
+A decode engine of the demo model generates tokens for some requests. Meanwhile, contexts of 4096 tokens land in it, one
+after the other. A process without a model sends them: it announces all rows of a prompt at once, so no prefill
+competes for the device. A landed request ends with its first token. Quiet and busy stretches of steps alternate.
+
+Bar (required result): the median step takes at most 1.05 times as long while contexts land.
+"""
+
+import itertools
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from landing_workers import GPU, HOST, PAGE_ROWS, child_process
+from report import Bar, make_parser, report, write_json
+
+from hotset.base.config import EngineConfig, LandingChoice
+from hotset.base.sampling import SamplingParams
+from hotset.base.units import ceil_div
+from hotset.engine.build import build_engine
+from hotset.engine.core import Engine
+from hotset.engine.handoffs import DecodeEndpoint
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.stores import ProbeMemory, host_stores, regions
+from hotset.engine.workers.executor import HostShard
+from hotset.handoff.agent import open_channel
+from hotset.handoff.messages import FirstTokenSampled, Hello, ModelIdentity, RowsComputed, StartPrefill
+from hotset.handoff.prefill_agent import PrefillAgent
+from hotset.handoff.sender import Sender
+from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.host_store import HostStore
+from hotset.transfer.engines import open_transfer
+
+BAR = 1.05
+LANDING_TOKENS = 4096
+STRETCH = 40  # steps of one kind before the other kind follows
+
+
+@dataclass(frozen=True, slots=True)
+class SenderCase:
+    """What the sending process needs to be accepted by the decode engine."""
+
+    engine: str
+    model: ModelIdentity
+    shape: KvShape
+
+
+def serve_contexts(case: SenderCase, pipe: Connection) -> None:
+    """Runs the sending process until it receives a message. Its rows are never computed."""
+    pages = ceil_div(LANDING_TOKENS, PAGE_ROWS)
+    host = HostStore(case.shape, pages, PAGE_ROWS, GPU)
+    shards = [HostShard(0, 0, case.shape, 1, host)]
+    host.rows.view(torch.uint8).zero_()
+    pool = DevicePool(case.shape, case.shape.geometry(PAGE_ROWS), 1, GPU)
+    probes, transfer = ProbeMemory(pool), open_transfer(case.engine)
+    for region in (*regions(shards, None), *probes.regions):
+        transfer.register(region)
+    stores, channel, woken = host_stores(shards), open_channel(f"{HOST}:0"), threading.Event()
+    hello = Hello(channel.address, case.model, stores, transfer.name, transfer.describe(), probes=probes.ranges)
+    agent = PrefillAgent(Sender(stores["host"]), hello, channel, transfer, wake=woken.set)
+    agent.start()
+    pipe.send(channel.address)
+    while not pipe.poll():
+        woken.wait(0.1)
+        woken.clear()
+        for event in agent.take_events():
+            if isinstance(event, StartPrefill):
+                rows = len(event.prompt)
+                agent.put(RowsComputed(event.peer, event.key, 0, rows, tuple(range(pages)), None))
+                agent.put(FirstTokenSampled(event.peer, event.key, 5, None))
+    agent.close(1.0)
+    transfer.close()
+    host.close()
+
+
+class Load:
+    """Runs the steps of a decode engine with `requests` running requests, and with or without landing contexts."""
+
+    def __init__(self, engine: Engine, peer: str, requests: int, tokens: int) -> None:
+        self._engine, self._peer = engine, peer
+        self._processor, self._names = InputProcessor(engine.card, seed=0), itertools.count()
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        self._running = {self._add([7 + number] * 500, params, None, "auto") for number in range(requests)}
+        self._landing: set[str] = set()
+        self.num_landed = 0
+
+    def _add(self, prompt: list[int], params: SamplingParams, peer: str | None, landing: LandingChoice) -> str:
+        name = str(next(self._names))
+        for choice in self._processor.accept(name, prompt, params, "auto", peer, landing):
+            self._engine.add(choice)
+        return f"{name}/0"
+
+    def steps(self, count: int, landing: LandingChoice | None) -> list[float]:
+        """Returns the seconds between the outputs of `count` steps."""
+        seconds, before = [], None
+        while len(seconds) < count:
+            if landing is not None and not self._landing:
+                salt = next(self._names)
+                prompt = [3 + (salt * 7 + position) % 150 for position in range(LANDING_TOKENS)]
+                params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+                self._landing.add(self._add(prompt, params, self._peer, landing))
+            outputs = self._engine.step()
+            ended = set(outputs.finished)
+            self.num_landed += len(ended & self._landing)
+            self._landing -= ended
+            assert not ended & self._running, "a running request has ended: use more --tokens"
+            if self._running & set(outputs.request_ids):
+                now = time.perf_counter()
+                if before is not None:
+                    seconds.append(now - before)
+                before = now
+        while self._landing and landing is not None:  # the next stretch must be quiet
+            self._landing -= set(self._engine.step().finished)
+        return seconds
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--engine", default="nixl", choices=["nixl", "mooncake"])
+    parser.add_argument("--model", default="models/demo-dsa")
+    parser.add_argument("--requests", type=int, default=8, help="running requests")
+    parser.add_argument("--stretches", type=int, default=5, help="of 40 steps, of each kind")
+    parser.add_argument("--quick", action="store_true", help="one stretch")
+    options = parser.parse_args()
+    stretches = 1 if options.quick else options.stretches
+    tokens = 4 * (stretches + 1) * STRETCH + 200
+    config = EngineConfig(
+        model=options.model,
+        role="decode",
+        transfer=options.engine,
+        max_num_seqs=options.requests + 4,
+        max_model_len=LANDING_TOKENS + 64,
+        device_kv_tokens=65536,
+        host_kv_tokens=131072,
+        prefix_cache=False,
+    )
+    engine = build_engine(config)
+    endpoint = engine._endpoint
+    assert isinstance(endpoint, DecodeEndpoint) and engine.executor.pool is not None
+    case = SenderCase(options.engine, endpoint._agent._hello.model, engine.executor.pool.shape)
+    rows: list[dict[str, Any]] = []
+    bars = []
+    with child_process(serve_contexts, case, 20.0) as pipe:
+        load = Load(engine, pipe.recv(), options.requests, min(tokens, LANDING_TOKENS - 600))
+        load.steps(STRETCH, "host")  # connects
+        landings: tuple[LandingChoice, ...] = ("host", "device")
+        for landing in landings:
+            quiet, busy, landed = list[float](), list[float](), load.num_landed
+            for _ in range(stretches):
+                quiet += load.steps(STRETCH, None)
+                busy += load.steps(STRETCH, landing)
+            ratio = statistics.median(busy) / statistics.median(quiet)
+            rows.append(
+                {
+                    "landing on": landing,
+                    "quiet ms": statistics.median(quiet) * 1e3,
+                    "landing ms": statistics.median(busy) * 1e3,
+                    "ratio": ratio,
+                    "ratio of means": statistics.mean(busy) / statistics.mean(quiet),
+                    "contexts": load.num_landed - landed,
+                }
+            )
+            bars.append(Bar(f"median step while contexts land on the {landing}", ratio, BAR, at_least=False).row())
+        pipe.send(None)
+    engine.close()
+    note = f"{options.requests} requests; medians of {stretches * STRETCH} steps of each kind"
+    report(f"Time between tokens while contexts of {LANDING_TOKENS} tokens land", rows, None, note)
+    report("Bars", bars, None)
+    if options.json is not None:
+        write_json(options.json, "Steps while contexts land", {"bars": bars, "steps": rows})
+
+
+if __name__ == "__main__":
+    main()
