@@ -13,7 +13,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def orthogonalised(gradient: Tensor) -> Tensor:
     """Moves [matrices, rows, columns] towards the nearest semi-orthogonal matrices by Newton-Schulz iteration."""
     a, b, c = NEWTON_SCHULZ
-    x = gradient.bfloat16()
+    x = gradient.bfloat16() if gradient.is_cuda else gradient  # many CPUs have no fast product in bf16
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

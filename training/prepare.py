@@ -5,13 +5,15 @@
 
 The packages are not installed. The script writes tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy
 (uint16 tokens of running text) to training/build. It also writes hotset/evaluate/words.txt, the word list that training
-and evaluation share. Each of these words is one token.
+and evaluation share. Each of these words is one token. With `--tokenizer models/demo-dsa/tokenizer.json`, it uses that
+tokenizer and writes no word list: for training an MTP layer of the model that has it.
 """
 
 import argparse
 import gzip
 import html
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -109,15 +111,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("debs", type=Path)
     parser.add_argument("--out", type=Path, default=Path("training/build"))
+    parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json and keep the word list")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     documents = collect(options.debs)
-    tokenizer = train_tokenizer(documents)
-    tokenizer.save(str(options.out / "tokenizer.json"))
-    words = single_token_words(documents, tokenizer)
-    WORDS.write_text("\n".join(words) + "\n")
+    if options.tokenizer is not None:
+        shutil.copyfile(options.tokenizer, options.out / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    else:
+        tokenizer = train_tokenizer(documents)
+        tokenizer.save(str(options.out / "tokenizer.json"))
+        words = single_token_words(documents, tokenizer)
+        WORDS.write_text("\n".join(words) + "\n")
+        print(f"{tokenizer.get_vocab_size()} tokens, {len(words)} words")
     np.save(options.out / "filler.npy", encode_filler(documents, tokenizer))
-    print(f"{tokenizer.get_vocab_size()} tokens, {len(words)} words")
 
 
 if __name__ == "__main__":

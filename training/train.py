@@ -17,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,7 +86,7 @@ LEGS = {
 }
 
 
-def feed(
+def feed_questions(
     queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, stage: TrainingStage
 ) -> None:
     filler = np.load(folder / "filler.npy")
@@ -95,9 +96,11 @@ def feed(
 
 
 class Feeder:
-    """Starts processes that write sequences, and returns batches of them on the GPU."""
+    """Starts processes that write sequences with `feed`, and returns batches of them on the GPU."""
 
-    def __init__(self, folder: Path, stage: TrainingStage, seed: int) -> None:
+    def __init__(
+        self, folder: Path, stage: TrainingStage, seed: int, feed: Callable[..., None] = feed_questions
+    ) -> None:
         self._queue: multiprocessing.Queue[tuple[np.ndarray, np.ndarray]] = multiprocessing.Queue(48)
         self._puts_per_batch = max(1, stage.sequences * stage.length // max(TOKENS_PER_PUT, stage.length))
         arguments = [(self._queue, folder, seed * 100 + number, stage) for number in range(FEEDERS)]
