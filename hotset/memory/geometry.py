@@ -21,7 +21,7 @@ from fractions import Fraction
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 
-TAIL_PAGES = 2  # the newest two pages of a context: page n is in tail page n % TAIL_PAGES
+TAIL_PAGES = 2  # the page of the newest final row and the page before it are always in the tail
 WORD_BYTES = 4
 
 
@@ -35,6 +35,7 @@ class Geometry:
     keys_per_block: int = 0  # index keys of one group in one layer of a page; 0 if the model has no index keys
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
+    max_drafts: int = 0  # drafted tokens that a step of one request can verify beside its newest token
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
     # blocks_per_page / key_groups: how many blocks of one index group are in a page. Workers can differ in this number;
@@ -52,6 +53,15 @@ class Geometry:
     @property
     def words_per_page(self) -> int:
         return self.layer_page_bytes // WORD_BYTES
+
+    @property
+    def tail_pages(self) -> int:
+        """Pages of a tail: page n of a context is in tail page n % tail_pages.
+
+        A step whose first token is at position p can write drafted tokens into the pages after that of p, and all of
+        them can be rejected. They must not overwrite the page of p and the page before it.
+        """
+        return TAIL_PAGES + ceil_div(self.max_drafts, self.page_rows)
 
     @property
     def slot_pages(self) -> int:
@@ -95,7 +105,7 @@ class Geometry:
 
     def hot_pages(self, tokens: int) -> int:
         """Pages of slots, tail and maps."""
-        return self.slot_pages + TAIL_PAGES + self.map_pages(tokens)
+        return self.slot_pages + self.tail_pages + self.map_pages(tokens)
 
     def resident_pages(self, tokens: int) -> int:
         return self.row_pages(tokens) + self.key_pages(tokens)
@@ -118,5 +128,5 @@ class Geometry:
         return int(pages * ratio / (ratio + 1))
 
     def tail_first(self, position: int) -> int:
-        """Returns the first position that the tail holds when the newest row is at `position`."""
+        """Returns the first position that is read from the tail in a step whose first token is at `position`."""
         return max(0, position // self.page_rows - 1) * self.page_rows

@@ -8,7 +8,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.rows import Run
-from hotset.memory.geometry import TAIL_PAGES, Geometry
+from hotset.memory.geometry import Geometry
 from hotset.memory.pages import extend_runs
 
 
@@ -30,7 +30,7 @@ class PageTables:
         self.host = table(pages)  # host page of each page of the context
         self.keys = table(geometry.key_pages(context))
         self.slots = table(geometry.slot_pages)
-        self.tail = table(TAIL_PAGES)
+        self.tail = table(geometry.tail_pages)
         self.maps = table(geometry.map_pages(context) if geometry.slots else 0)
         self.tiered = torch.zeros(seats, dtype=torch.bool, device=device)
         self.row_runs: list[list[Run]] = [[] for _ in range(seats)]
@@ -94,7 +94,7 @@ class PageTables:
     def tail_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
         """Returns the device rows, within a layer, of `positions` in the tails of tiered contexts."""
         page_rows = self.geometry.page_rows
-        return self.tail[seats, positions // page_rows % TAIL_PAGES] * page_rows + positions % page_rows
+        return self.tail[seats, positions // page_rows % self.geometry.tail_pages] * page_rows + positions % page_rows
 
     def host_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
         """Returns the host rows, within a layer, of `positions`."""

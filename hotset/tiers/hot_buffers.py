@@ -1,13 +1,15 @@
 """The hot buffers of tiered requests: slots, tail, and the residency maps that record which slot holds which position.
 
 The map pages of a tiered seat hold, for each index group, `position_of[slot]`, `last_used[slot]` and
-`slot_of[position]`. Stamps are positions: the step that computes position p sets `last_used` of the slots that it uses
-to p. Stamps therefore grow without a counter. Parking discards the maps; `open` writes new ones, whose stamps are lower
-than those of all later steps. When a request is demoted, a row in a slot that is not in the last selection counts as
-used when it was written.
+`slot_of[position]`. Stamps are positions: a step whose first token is at position p sets `last_used` of the slots that
+it uses to p. All tokens before p are final, and every step adds at least one, so stamps grow without a counter, also if
+a step verifies drafted tokens and rejects some. Parking discards the maps; `open` writes new ones, whose stamps are
+lower than those of all later steps. When a request is demoted, a row in a slot that is not in the last selection counts
+as used when it was written.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +20,20 @@ from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.kernels.save_last_topk import save_last_topk
 from hotset.kernels.swap_in import MAX_SLOTS, RowCopies, SeatTables, SwapPlan, copy, plan
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.geometry import TAIL_PAGES
 from hotset.memory.host_store import HostStore
 from hotset.memory.tables import PageTables
 from hotset.tiers.commands import Demote
 
 NEVER = -1  # last_used of a slot that has not been used
+
+
+class LeavingTail(NamedTuple):
+    """Rows [first, last) of a tiered context, which leave the tail before the step that begins at `start`."""
+
+    seat: int
+    first: int
+    last: int
+    start: int
 
 
 class HotBuffers:
@@ -35,9 +45,10 @@ class HotBuffers:
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
-        if not pool.shape.topk <= geometry.slots <= MAX_SLOTS:
+        self._slots_per_step = pool.shape.topk * (1 + geometry.max_drafts)  # at most so many are used in one step
+        if not self._slots_per_step <= geometry.slots <= MAX_SLOTS:
             raise InternalError(
-                f"a hot buffer has {geometry.slots} slots, but must have {pool.shape.topk} to {MAX_SLOTS}"
+                f"a hot buffer has {geometry.slots} slots, but must have {self._slots_per_step} to {MAX_SLOTS}"
             )
         self._pool, self._host, self._tables, self._geometry = pool, host, tables, geometry
         self._seat_tables = SeatTables(
@@ -46,8 +57,7 @@ class HotBuffers:
         )  # fmt: skip
         size = (seats, pool.shape.groups, pool.shape.topk)
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
-        # Context length when the seat became tiered; the tail had a page for the next row.
-        self._opened_at = [0] * seats
+        self._tail_first = [0] * seats  # of tiered seats: the first position that is read from the tail
         self._prefetch_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         self._prefetched: dict[int, torch.cuda.Event] = {}  # by layer: fires when its rows have been copied
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)  # lookups, misses
@@ -76,7 +86,7 @@ class HotBuffers:
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
         """Finds the rows at `positions` [tokens, k], and writes `stamps` to `last_used` of the slots that hold them.
 
-        A tiered seat has at most one token. Missing rows are copied into slots in the group's first layer. The caller
+        A tiered seat occurs at most once. Missing rows are copied into slots in the group's first layer. The caller
         copies them in the other layers.
         """
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
@@ -112,33 +122,35 @@ class HotBuffers:
         if self._prefetch_stream is not None:
             torch.cuda.current_stream(self._pool.device).wait_event(self._prefetched.pop(layer))
 
-    def reused_tail_pages(self, seats: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (seat, start) of the seats whose row at `start` begins a page that overwrites a tail page in use."""
-        page_rows, tiered = self._geometry.page_rows, self._tables.tiered_seats
-        return [
-            (seat, start)
-            for seat, start in zip(seats, starts, strict=True)
-            if start % page_rows == 0 and seat in tiered and start > max(self._opened_at[seat], page_rows)
-        ]
+    def advance_tails(self, seats: Sequence[int], starts: Sequence[int]) -> list[LeavingTail]:
+        """Returns the rows that leave the tails of tiered seats because their next step begins at `starts`. All tokens
+        before `starts` are final, so no later step reads these rows from the tail."""
+        leaving = []
+        for seat, start in zip(seats, starts, strict=True):
+            if seat in self._tables.tiered_seats:
+                first, last = self._tail_first[seat], self._geometry.tail_first(start)
+                if first < last:
+                    leaving.append(LeavingTail(seat, first, last, start))
+                    self._tail_first[seat] = last
+        return leaving
 
-    def move_tail_to_slots(self, reused: Sequence[tuple[int, int]]) -> None:
-        """Moves the rows of tail pages that are about to be overwritten into slots of every group.
+    def move_tail_to_slots(self, leaving: Sequence[LeavingTail]) -> None:
+        """Moves rows that leave tails into slots of every group. The next step may overwrite them.
 
-        The rows are on the host already. They are stamped as used one step ago and replace rows in slots that were not
-        used in that step. If there may be fewer such slots than rows in a page, only the newest rows get one. While all
-        rows outside the tail fit into the slots, there are empty slots for all rows of the page.
+        The rows are on the host already. They are stamped as used just before the next step, and replace rows in slots
+        that were not used in the step before. If there may be fewer such slots than rows, only the newest rows get one.
+        While all rows outside the tail fit into the slots, there are empty slots for all rows.
         """
-        page_rows, slots, device = self._geometry.page_rows, self._geometry.slots, self._pool.device
-        seats = list_to_device([seat for seat, _start in reused], torch.int64, device)
-        starts = list_to_device([start for _seat, start in reused], torch.int64, device)
-        first = starts - TAIL_PAGES * page_rows
-        evictable = min(page_rows, slots - self._geometry.topk)  # the step before used at most `topk` slots
-        count = torch.where(first + page_rows <= slots, page_rows, evictable)
-        number = torch.arange(min(page_rows, slots), device=device)  # at most `slots` positions can be planned for
-        entering = (first + page_rows - count)[:, None] + number
-        entering = torch.where(number < count[:, None], entering, EMPTY)
+        slots, device = self._geometry.slots, self._pool.device
+        seats, first, last, starts = list_to_device(leaving, torch.int64, device).unbind(1)
+        evictable = (last - first).clamp_max(slots - self._slots_per_step)
+        count = torch.where(last <= slots, last - first, evictable)
+        longest = max(rows.last - rows.first for rows in leaving)
+        number = torch.arange(min(longest, slots), device=device)  # at most `slots` positions can be planned for
+        entering = torch.where(number < count[:, None], (last - count)[:, None] + number, EMPTY)
         tail_rows = self._tables.tail_at(seats[:, None], entering.clamp_min(0))
-        slot_of = self._slot_of_index(seats[:, None], first[:, None] + torch.arange(page_rows, device=device))
+        positions = torch.minimum(first[:, None] + torch.arange(longest, device=device), last[:, None] - 1)
+        slot_of = self._slot_of_index(seats[:, None], positions)
         self._pool.words.view(torch.int16)[self._key_layers[:, None, None], slot_of] = self._empty
         count = count.int()
         for group in range(self._pool.shape.groups):
@@ -153,8 +165,8 @@ class HotBuffers:
         they may be those of the seat's previous request.
         """
         self._tables.set_tiered(seat, True)
-        self._opened_at[seat] = length
         tail_first, device = self._geometry.tail_first(length), self._pool.device
+        self._tail_first[seat] = tail_first
         if tail_first <= self._geometry.slots:
             self._open_whole(seat, torch.arange(tail_first, device=device), length)
             return
@@ -181,13 +193,12 @@ class HotBuffers:
             layer = self._key_layers[group : group + 1]
             self._write_maps(seat, layer, position_of, last_used, self._geometry.slots, length)
         tables.set_tiered(seat, True)
-        self._opened_at[seat] = length
+        self._tail_first[seat] = self._geometry.tail_first(length)
         tables.drop_rows(seat)
 
-    def audit(self, seat: int, length: int) -> None:
-        """Proves that slot_of and position_of of a tiered context of `length` rows are inverse to each other."""
-        newest = length if length == self._opened_at[seat] else length - 1
-        outside_tail = range(self._geometry.tail_first(newest))
+    def audit(self, seat: int) -> None:
+        """Proves that slot_of and position_of of a tiered context are inverse to each other."""
+        outside_tail = range(self._tail_first[seat])
         for group in range(self._pool.shape.groups):
             position_of, _last_used, slot_of = self.maps(seat, group)
             by_slot = {(slot, position) for slot, position in enumerate(position_of) if position != EMPTY}

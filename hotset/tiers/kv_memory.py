@@ -103,17 +103,19 @@ class KvMemory:
     def prepare_step(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> bool:
         """Prepares tails for a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`.
 
-        Returns whether any of the seats is tiered.
+        Tokens before `starts[i]` are final. The others can be drafts: a later step may begin at any position after
+        `starts[i]` and compute them again. Returns whether any of the seats is tiered.
         """
         tiered = self.tables.tiered_seats
         if not tiered or tiered.isdisjoint(seats):
             return False
-        if any(count > 1 and seat in tiered for seat, count in zip(seats, counts, strict=True)):
-            raise InternalError("a tiered request computes one token per step")
-        reused = self._required_hot_buffers.reused_tail_pages(seats, starts)
-        if reused:
+        most = 1 + self.pool.geometry.max_drafts
+        if any(count > most and seat in tiered for seat, count in zip(seats, counts, strict=True)):
+            raise InternalError(f"a step computes at most {most} tokens of a tiered request")
+        leaving = self._required_hot_buffers.advance_tails(seats, starts)
+        if leaving:
             self._required_mirror.wait()  # a tail page must be on the host before it is overwritten
-            self._required_hot_buffers.move_tail_to_slots(reused)
+            self._required_hot_buffers.move_tail_to_slots(leaving)
         self._counts_changed = True
         return True
 
@@ -131,7 +133,11 @@ class KvMemory:
         return self._view(make_captured_batch(seat_of, positions), has_tiered)
 
     def mirror_filled_pages(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Copies to the host every page that the step just submitted has filled."""
+        """Copies to the host every page that the step just submitted has filled.
+
+        If the last rows of a page are rejected drafts, the page is copied again by the step that fills it again. So the
+        host always has all pages that are full of final rows.
+        """
         if self._mirror is None:
             return
         page_rows = self.pool.geometry.page_rows
@@ -168,9 +174,9 @@ class KvMemory:
 
     def audit(self, tiered: Mapping[int, int]) -> None:
         """Proves that the residency maps of tiered seats are consistent. `tiered` maps seats to context lengths."""
-        for seat, length in tiered.items():
+        for seat in tiered:
             assert seat in self.tables.tiered_seats, f"seat {seat} should be tiered"
-            self._required_hot_buffers.audit(seat, length)
+            self._required_hot_buffers.audit(seat)
 
     def _view(self, batch: Batch, has_tiered: bool) -> ResidentView:
         if self.hot_buffers is None:

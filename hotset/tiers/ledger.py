@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotset.base.errors import InternalError
-from hotset.memory.geometry import TAIL_PAGES, Geometry
+from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.tiers.audit import audit_device, audit_host
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
@@ -166,29 +166,30 @@ class Ledger:
             return 0
         geometry = self.geometry
         surplus = length // geometry.page_rows - 1 - geometry.slot_pages  # pages before those kept as slots
-        granted = len(holding.pages[PageUse.ROWS]) - length // geometry.page_rows  # 1 if the next row has a page
-        return surplus - geometry.map_pages(length) - (TAIL_PAGES - 1 - granted)
+        granted = len(holding.pages[PageUse.ROWS]) - length // geometry.page_rows  # pages of the next rows
+        return surplus - geometry.map_pages(length) - (geometry.tail_pages - 1 - granted)
 
     def demote(self, holding: Holding, length: int) -> list[Command]:
         """Makes a resident request tiered on some of its pages and releases the others, at least one.
 
         The tail's pages stay in place, and the pages just before them stay in place as slots. The maps are put into
-        older pages, after the rows that were selected last have been copied from there into slots. If the next row has
-        no page yet, an older page also becomes the tail's second page.
+        older pages, after the rows that were selected last have been copied from there into slots. If the next rows
+        have too few pages yet, older pages also become the last pages of the tail.
         """
         if self.pages_freed_by_demotion(holding, length) <= 0:
             raise InternalError("a demotion must free at least one page")
         geometry, rows = self.geometry, holding.pages[PageUse.ROWS]
         newest = length // geometry.page_rows
         first = newest - 1 - geometry.slot_pages
-        surplus = rows[:first]
+        tail = rows[newest - 1 : newest - 1 + geometry.tail_pages]
+        surplus = rows[newest - 1 + len(tail) :] + rows[:first]
         maps = [surplus.pop() for _ in range(geometry.map_pages(length))]
-        tail = rows[newest - 1 :] if len(rows) > newest else [rows[newest - 1], surplus.pop()]
+        tail += [surplus.pop() for _ in range(geometry.tail_pages - len(tail))]
         holding.move(Residence.TIERED)
         holding.pages[PageUse.ROWS] = []
         holding.pages[PageUse.SLOTS] = rows[first : newest - 1]
         holding.pages[PageUse.MAPS] = maps
-        holding.pages[PageUse.TAIL] = tail if (newest - 1) % TAIL_PAGES == 0 else tail[::-1]
+        holding.pages[PageUse.TAIL] = _rotated(tail, newest - 1)
         self.device.release(surplus)
         self._update_capacity(holding)
         return [
@@ -216,7 +217,7 @@ class Ledger:
             raise InternalError("pages were free a moment ago")
         holding.move(Residence.RESIDENT)
         tail = holding.pages[PageUse.TAIL]
-        in_order = [tail[number % TAIL_PAGES] for number in range(max(0, newest - 1), newest + 1)]
+        in_order = [tail[number % len(tail)] for number in range(max(0, newest - 1), newest + 1)]
         unused = [page for page in tail if page not in in_order]
         holding.pages[PageUse.ROWS], holding.pages[PageUse.TAIL] = pages + in_order, []
         self.device.release(unused + self._take(holding, PageUse.SLOTS) + self._take(holding, PageUse.MAPS))
@@ -390,7 +391,7 @@ class Ledger:
         if to is not Residence.TIERED:
             raise InternalError(f"a request that is {to.value} is granted no pages")
         maps = geometry.map_pages(tokens)
-        return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: TAIL_PAGES, PageUse.MAPS: maps}
+        return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: geometry.tail_pages, PageUse.MAPS: maps}
 
     def _required_to_land(self, on_device: bool, keys_on_host: bool, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use in which `tokens` rows land."""
@@ -453,3 +454,9 @@ class Ledger:
     def _take(holding: Holding, use: PageUse) -> list[int]:
         pages, holding.pages[use] = holding.pages[use], []
         return pages
+
+
+def _rotated(tail: list[int], number: int) -> list[int]:
+    """Returns the pages of a tail in the order of its table. The first of `tail` is page `number` of the context."""
+    shift = -number % len(tail)
+    return tail[shift:] + tail[:shift]

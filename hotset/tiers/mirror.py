@@ -17,7 +17,7 @@ from torch import Tensor
 from hotset.kernels import page_copy
 from hotset.kernels.device_copies import to_device
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.geometry import TAIL_PAGES, WORD_BYTES
+from hotset.memory.geometry import WORD_BYTES
 from hotset.memory.host_store import HostStore
 from hotset.memory.tables import PageTables
 
@@ -186,9 +186,10 @@ class Mirror:
     def _tail_by_page(self, seat: int, length: int) -> Sequence[int]:
         """Returns the device page in which each page of a tiered context lies while it is in the tail.
 
-        Page n lies in tail page n % TAIL_PAGES. The result covers `length` rows.
+        Page n lies in tail page n % tail_pages. The result covers `length` rows.
         """
-        return self._tables.tail_pages[seat] * (length // self._pool.geometry.page_rows // TAIL_PAGES + 1)
+        geometry = self._pool.geometry
+        return self._tables.tail_pages[seat] * (length // geometry.page_rows // geometry.tail_pages + 1)
 
     def _row_runs(self, token_range: TokenRange, pages: Sequence[int], own: bool = False) -> Runs:
         """Returns the runs of a range. A run ends where pages are not consecutive on the device or on the host."""

@@ -1,5 +1,6 @@
 """The view of a step that may mix resident, tiered and streamed requests."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -42,8 +43,32 @@ class StreamedSegment:
         self.row_ids = in_block * page_rows + positions % page_rows
 
 
+class TieredSegments:
+    """The segments of tiered requests in a step that verifies drafts of some of them.
+
+    Each is planned as one query for the union of its tokens' selections, so that a row which several of them select is
+    copied once, and none of them evicts a row that another one needs.
+    """
+
+    def __init__(self, spans: Sequence[SegmentSpan], seats: Sequence[int], device: torch.device) -> None:
+        width = max(span.last - span.first for span in spans)
+        tokens = [[*range(span.first, span.last), *[EMPTY] * (width - span.last + span.first)] for span in spans]
+        self._tokens = list_to_device(tokens, torch.int64, device)  # [segments, width], EMPTY-padded
+        self._seats = list_to_device([seats[span.segment] for span in spans], torch.int64, device)
+        self._starts = list_to_device([span.length - span.last + span.first for span in spans], torch.int64, device)
+        self._valid = self._tokens != EMPTY
+
+    def plan(self, hot: HotBuffers, group: int, positions: Tensor, rows: Tensor) -> SwapPlan:
+        """Plans the swap-in of the selections `positions` [tokens, k], and writes their rows to `rows` [tokens, k]."""
+        selected = torch.where(self._valid[:, :, None], positions[self._tokens.clamp_min(0)], EMPTY)
+        swap = hot.plan(group, self._seats, selected.flatten(1), self._starts)
+        rows[self._tokens[self._valid]] = swap.rows.view_as(selected)[self._valid]
+        return swap
+
+
 class TieredView(ResidentView):
-    """Implements `View`. A segment of a tiered request has one token; a streamed segment has its own workspace.
+    """Implements `View`. A segment of a tiered request has one token, or several if some are drafts; a streamed segment
+    has its own workspace.
 
     If no segment is streamed, device tensors tell the kernels which requests are tiered and where their rows are. A
     decode step can therefore be captured once and replayed for other decode steps with the same number of tokens.
@@ -64,12 +89,16 @@ class TieredView(ResidentView):
             self._new_rows = torch.where(tiered, tables.tail_at(seats, positions), self._new_rows)
         self._streamed: list[StreamedSegment] = []
         self._newest: Tensor | None = None  # index of each segment's last token; None: each segment has one token
+        self._verified: TieredSegments | None = None  # None: each tiered segment has one token
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
             self._inspect_segments()
 
     def _inspect_segments(self) -> None:
-        """Finds the streamed segments, and the last token of each segment."""
+        """Finds the streamed segments, those of tiered requests with drafts, and the last token of each segment."""
         pool, tables, segments = self._pool, self._tables, self.segments
+        tiered = [span for span in segments if self._batch.seats[span.segment] in tables.tiered_seats]
+        if any(span.last - span.first > 1 for span in tiered):
+            self._verified = TieredSegments(tiered, self._batch.seats, pool.device)
         newest: list[int] = []
         first_row = 0
         for span in segments:
@@ -129,7 +158,10 @@ class TieredView(ResidentView):
 
         Missing rows of tiered requests are copied into the group's first layer; `_swap` lists them for later layers.
         """
-        if self._has_tiered:
+        if self._verified is not None:
+            self._selected = self._find(positions)
+            self._swap = self._verified.plan(self._hot, group, positions, self._selected)
+        elif self._has_tiered:
             self._swap = self._hot.plan(group, self.seat_of, positions, self.segments.positions)
             self._selected = self._swap.rows
         else:

@@ -28,6 +28,7 @@ class Shape:
     tiered: int = 2  # number of tiered seats
     resident: int = 1  # number of resident seats
     width: int = 5  # bytes per row
+    tail_pages: int = 2
 
     @property
     def seats(self) -> int:
@@ -110,7 +111,7 @@ class SwapInModel:
         self.random = random.Random(seed)
         self.stamp = stamp
         generator = torch.Generator().manual_seed(seed)
-        tiered_pages = 2 + shape.slot_page_count + shape.map_page_count  # per seat; 2 are tail pages
+        tiered_pages = shape.tail_pages + shape.slot_page_count + shape.map_page_count  # per seat
         device_pages = shape.tiered * tiered_pages + shape.resident * shape.context_pages + 3
         host_pages = shape.tiered * shape.context_pages + device_pages
         self.free_device = self.random.sample(range(device_pages), device_pages)
@@ -140,7 +141,7 @@ class SwapInModel:
             "row_pages": torch.full((shape.seats, shape.context_pages), NOWHERE),
             "host_pages": torch.full((shape.seats, shape.context_pages), NOWHERE),
             "slot_pages": torch.full((shape.seats, shape.slot_page_count), NOWHERE),
-            "tail_pages": torch.full((shape.seats, 2), NOWHERE),
+            "tail_pages": torch.full((shape.seats, shape.tail_pages), NOWHERE),
             "map_pages": torch.full((shape.seats, shape.map_page_count), NOWHERE),
         }
         for name, table in tables.items():
@@ -244,7 +245,7 @@ class SwapInModel:
     def tail_first(self, stamp: int) -> int:
         """Returns the first position of the tail.
 
-        The tail is the page of the newest row (position `stamp`) and the page before it.
+        The tail is the page of position `stamp`, the page before it, and all later pages.
         """
         return max(0, stamp // self.shape.page_rows - 1) * self.shape.page_rows
 
@@ -260,7 +261,7 @@ class SwapInModel:
         if seat not in self.tiered_seats:
             return int(self.tables.row_pages[seat, page]) * self.shape.page_rows + offset
         if stamp is not None and position >= self.tail_first(stamp):
-            return int(self.tables.tail_pages[seat, page % 2]) * self.shape.page_rows + offset
+            return int(self.tables.tail_pages[seat, page % self.shape.tail_pages]) * self.shape.page_rows + offset
         return self.slot_row(seat, self.maps[seat].slot_of(position))
 
     def slot_row(self, seat: int, slot: int) -> int:

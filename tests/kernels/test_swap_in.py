@@ -205,6 +205,15 @@ def test_positions_in_the_tail_touch_neither_maps_nor_counts(op: Op) -> None:
 
 
 @with_each_op
+def test_pages_of_drafts_are_in_a_longer_tail(op: Op) -> None:
+    model = SwapInModel(replace(ODD, tail_pages=3), seed=9)
+    # The first token of the step is in page 6, so the tail holds positions from 25 on. Drafts are in pages 6 and 7.
+    swap = model.check_step(op, one_seat(model, [39, 25, 34, 24, 30, 35], stamp=32, ignore_tail=False))
+    assert model.counts.tolist() == [1, 1] and swap.copies.counts.tolist() == [1]
+    assert len({row // ODD.page_rows for row in swap.rows[0].tolist()}) == 4, "three tail pages and a slot"
+
+
+@with_each_op
 def test_padded_queries_write_nothing(op: Op) -> None:
     model = SwapInModel(ODD, seed=8)
     before = model.words.clone()

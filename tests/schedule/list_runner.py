@@ -8,7 +8,7 @@ workspace of a request are poisoned again in each step of the request, so a page
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from hotset.memory.geometry import TAIL_PAGES, Geometry
+from hotset.memory.geometry import Geometry
 from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, Reservation, StepResult
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
@@ -143,8 +143,8 @@ class ListRunner:
                 self._load(seat, length, to)
             case Demote(_, length, _, slots, tail, maps):
                 newest = length // self.geometry.page_rows
-                kept = seat.pages[PageUse.ROWS][newest - 1 : newest + 1]
-                assert [tail[(newest - 1 + n) % TAIL_PAGES] for n in range(len(kept))] == kept, "tail pages moved"
+                kept = seat.pages[PageUse.ROWS][newest - 1 : newest - 1 + len(tail)]
+                assert [tail[(newest - 1 + n) % len(tail)] for n in range(len(kept))] == kept, "tail pages moved"
                 seat.pages[PageUse.ROWS] = []
                 seat.pages |= {PageUse.SLOTS: [*slots], PageUse.TAIL: [*tail], PageUse.MAPS: [*maps]}
                 seat.tiered = True
@@ -215,7 +215,8 @@ class ListRunner:
         if not seat.tiered:
             return self._row(seat, PageUse.ROWS, position)
         page_rows = self.geometry.page_rows
-        return seat.pages[PageUse.TAIL][position // page_rows % TAIL_PAGES], position % page_rows
+        tail = seat.pages[PageUse.TAIL]
+        return tail[position // page_rows % len(tail)], position % page_rows
 
     def _row(self, seat: Seat, use: PageUse, position: int) -> Row:
         return seat.pages[use][position // self.geometry.page_rows], position % self.geometry.page_rows

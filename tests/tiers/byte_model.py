@@ -1,6 +1,6 @@
 """Simple models of the KV memory: the bytes that every context has, and the slots of tiered seats."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -11,7 +11,7 @@ from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
 from hotset.kernels.segments import Segments
 from hotset.memory.device_pool import DevicePool, KvShape
-from hotset.memory.geometry import TAIL_PAGES, Geometry
+from hotset.memory.geometry import Geometry
 from hotset.memory.host_store import HostStore
 from hotset.memory.view import View
 from hotset.tiers.commands import Command, Demote, Load, Promote
@@ -80,12 +80,12 @@ class Contents:
 
 
 class Written:
-    """The rows that one request has: the numbers of its contexts, and the positions that its newest token selected."""
+    """The rows that one request has: the numbers of its contexts, and the positions that its newest tokens selected."""
 
     def __init__(self, numbers: Sequence[int], groups: int, length: int = 0) -> None:
         self.numbers = numbers  # of every position, computed or not
         self.length = length
-        self.last_chosen: list[set[int]] = [set() for _ in range(groups)]
+        self.chosen: list[list[list[int]]] = [[[]] for _ in range(groups)]  # by each token of the newest step
 
 
 class Attention:
@@ -140,10 +140,11 @@ class Attention:
         numbers of the contexts at these positions."""
         topk, chosen, numbers = self._shape.topk, [], []
         for segment, first, last, length in segments:
+            earlier = set(batch[segment].chosen[group][-1])
             for newest in range(length - (last - first), length):
-                chosen.append(self._choose_from(newest, batch[segment].last_chosen[group]))
+                chosen.append(self._choose_from(newest, earlier))
                 numbers += [batch[segment].numbers[position] for position in chosen[-1]]
-            batch[segment].last_chosen[group] = set(chosen[-1])
+            batch[segment].chosen[group] = chosen[first:last]
         padded = [row + [EMPTY] * (topk - len(row)) for row in chosen]
         return torch.tensor(padded, dtype=torch.int64), torch.tensor(numbers, dtype=torch.int64)
 
@@ -152,7 +153,7 @@ class Attention:
         count = min(self._shape.topk, newest + 1)
         if self._random.random() < 0.1:
             count = self._random.randint(0, count)
-        again = [position for position in last_chosen if self._random.random() < 0.5]
+        again = [position for position in last_chosen if position <= newest and self._random.random() < 0.5]
         recent = [position for position in range(max(0, newest - 4), newest + 1) if self._random.random() < 0.2]
         anywhere = self._random.sample(range(newest + 1), count)
         return sorted(list(dict.fromkeys(again + recent + anywhere))[:count])
@@ -167,7 +168,7 @@ class Slots:
 
     def use(self, positions: Sequence[int], stamp: int) -> int:
         """Puts missing positions into slots and stamps the slots of all `positions`. Returns how many were missing."""
-        missing = [position for position in positions if position not in self.position_of]
+        missing = list(dict.fromkeys(position for position in positions if position not in self.position_of))
         for slot, position in enumerate(self.position_of):
             if position in positions:
                 self.last_used[slot] = stamp
@@ -183,7 +184,7 @@ class SlotModel:
 
     def __init__(self, shape: KvShape, geometry: Geometry, seats: int) -> None:
         self._geometry = geometry
-        self._opened_at: dict[int, int] = {}  # context length at which each seat became tiered
+        self._tail_first: dict[int, int] = {}  # the first position that each tiered seat reads from its tail
         self.last_chosen: list[list[list[int]]] = [[[] for _ in range(shape.groups)] for _ in range(seats)]
         self.slots: dict[int, list[Slots]] = {}  # by seat, one for each index group
         self.lookups, self.misses = [0] * shape.groups, [0] * shape.groups
@@ -192,10 +193,10 @@ class SlotModel:
         """Changes the slots as the KV memory should when it executes a command."""
         match command:
             case Demote(seat, length, first):
-                self._opened_at[seat] = length
+                self._tail_first[seat] = self._geometry.tail_first(length)
                 self.slots[seat] = [self._demoted(chosen, length, first) for chosen in self.last_chosen[seat]]
             case Load(seat, length, Residence.TIERED):
-                self._opened_at[seat] = length
+                self._tail_first[seat] = self._geometry.tail_first(length)
                 self.slots[seat] = [self._opened(chosen, length) for chosen in self.last_chosen[seat]]
             case Promote(seat):
                 self.remove(seat)
@@ -205,26 +206,30 @@ class SlotModel:
         self.slots.pop(seat, None)
 
     def move_tail_to_slots(self, seat: int, start: int) -> None:
-        """If the row at `start` is the first to overwrite a tail page, moves the newest rows of that page into slots.
+        """Moves the newest of the rows that a step whose first token is at `start` does not read from the tail any more
+        into slots.
 
-        Moves the whole page if all rows outside the tail fit into slots. Otherwise the previous step may have used up
-        to topk slots, and the number of rows that move is limited to the others.
+        Moves all of them if all rows outside the tail fit into slots. Otherwise the previous step may have used up to
+        topk slots for each of its tokens, and the number of rows that move is limited to the others.
         """
-        page_rows, slots = self._geometry.page_rows, self._geometry.slots
-        first = start - TAIL_PAGES * page_rows
-        if seat not in self.slots or start % page_rows or first < 0 or start == self._opened_at[seat]:
+        geometry = self._geometry
+        if seat not in self.slots or self._tail_first[seat] == geometry.tail_first(start):
             return
-        count = page_rows if first + page_rows <= slots else min(page_rows, slots - self._geometry.topk)
+        first, last = self._tail_first[seat], geometry.tail_first(start)
+        self._tail_first[seat] = last
+        unused = geometry.slots - geometry.topk * (1 + geometry.max_drafts)
+        count = last - first if last <= geometry.slots else min(last - first, unused)
         for slots_of_group in self.slots[seat]:
-            slots_of_group.use(range(first + page_rows - count, first + page_rows), start - 1)
+            slots_of_group.use(range(last - count, last), start - 1)
 
-    def choose(self, seat: int, newest: int, chosen: Sequence[Iterable[int]]) -> None:
-        """Looks up the positions that the token at `newest` selected in each index group."""
-        self.last_chosen[seat] = [sorted(positions) for positions in chosen]
-        tail_first = self._geometry.tail_first(newest)
+    def choose(self, seat: int, start: int, chosen: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Looks up the positions that each token of a step, of which the first is at `start`, selected in each index
+        group."""
+        self.last_chosen[seat] = [sorted(of_tokens[-1]) for of_tokens in chosen]
+        tail_first = self._geometry.tail_first(start)
         for group, slots in enumerate(self.slots.get(seat, [])):
-            looked_up = [position for position in self.last_chosen[seat][group] if position < tail_first]
-            missed = slots.use(looked_up, newest)
+            looked_up = [position for of_token in chosen[group] for position in of_token if position < tail_first]
+            missed = slots.use(looked_up, start)
             assert not missed or tail_first > self._geometry.slots, "a row was missing, but all rows fit into slots"
             self.lookups[group] += len(looked_up)
             self.misses[group] += missed

@@ -3,13 +3,16 @@
 Most requests begin with the tokens of earlier ones and reuse their pages. A row's bytes depend on the salt and on all
 tokens up to its own, so a request that reuses a page expects the bytes that the first owner of the page wrote.
 
+Steps of decoding requests compute drafts, too: tokens of which some or all are rejected afterwards, so that their rows
+are computed again with other bytes.
+
 All memory that must not be read is poisoned, except pages in the prefix cache. Commands are executed before the next
 step, as in the engine. By then, a page may have had several owners.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -109,7 +112,9 @@ class TiersMachine(RandomMachine):
         super().__init__(random)
         kv = SHAPES[random.choices([*WEIGHTS], [*WEIGHTS.values()])[0]]
         page_rows, context, seats = random.randint(1, 5), random.randint(24, 64), random.randint(2, 4)
-        geometry = kv.geometry(page_rows, kv.topk + random.randint(0, 7) if kv.groups else 0)
+        max_drafts = random.choice([0, 0, 1, 2, 3, 5])
+        slots = kv.topk * (1 + max_drafts) + random.randint(0, 7) if kv.groups else 0
+        geometry = replace(kv.geometry(page_rows, slots), max_drafts=max_drafts)
         device_pages = int(random.uniform(0.7, 2.5) * geometry.resident_pages(context)) + 1
         host_pages = int(random.uniform(1, 3.5) * geometry.row_pages(context)) + 1
         policy, seed = random.choice(POLICIES), random.getrandbits(32)
@@ -388,7 +393,8 @@ class TiersMachine(RandomMachine):
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Computes a batch of randomly selected requests: a chunk of each prompt, and one token of each that decodes.
+        """Computes a batch of randomly selected requests: a chunk of each prompt, and one token of each that decodes,
+        with drafts of the tokens after it.
 
         Returns False if no request was selected, or if none of those selected got pages for its next row.
         """
@@ -396,16 +402,18 @@ class TiersMachine(RandomMachine):
         if not batch:
             return False
         self.random.shuffle(batch)
-        self.execute_pending()
         seats, starts = [request.holding.seat for request in batch], [request.length for request in batch]
         counts = [self.random_count(request) for request in batch]
+        accepted = [self.draft(*drafted) for drafted in zip(batch, counts, strict=True)]
+        self.execute_pending()
         for seat, start in zip(seats, starts, strict=True):
             self.slots.move_tail_to_slots(seat, start)
         view = self.kv_memory.view(seats, starts, counts)
         self.attention.forward(view, [request.written for request in batch])
         self.kv_memory.mirror_filled_pages(seats, starts, counts)
-        for request in batch:
-            self.slots.choose(request.holding.seat, request.length - 1, request.written.last_chosen)
+        for request, start, length in zip(batch, starts, accepted, strict=True):
+            self.slots.choose(request.holding.seat, start, request.written.chosen)
+            self.reject(request, start, length)
         residences = Counter(request.holding.residence for request in batch)
         SEEN["steps"] += 1
         SEEN["mixed steps"] += len(residences) > 1
@@ -430,9 +438,35 @@ class TiersMachine(RandomMachine):
             own = request.holding.pages[PageUse.HOST]
             SEEN["own copy"] += any(cached.page not in own for cached in request.holding.cached)
 
+    def draft(self, request: Request, count: int) -> int:
+        """Lets the last of the `count` tokens that a step computes be drafts that will be rejected, if they are drafts.
+        Returns how many rows are final after the step."""
+        if not request.decoding:
+            return request.length + count
+        final = request.length + self.random.randint(1, count)
+        wrong = [self.random.randrange(1 << 30) for _ in range(request.length + count - final)]
+        request.written.numbers = self.contents.numbers(request.salt, request.tokens[:final] + wrong)
+        return final
+
+    def reject(self, request: Request, start: int, final: int) -> None:
+        """Takes back the drafts that a step has computed after the first `final` rows."""
+        page_rows, residence, last = self.pool.geometry.page_rows, request.holding.residence, request.length
+        SEEN[f"rejected {residence.value}"] += final < last
+        SEEN[f"rejected in the next page, {residence.value}"] += final // page_rows < (last - 1) // page_rows
+        SEEN[f"accepted {residence.value}"] += request.decoding and start + 1 < final
+        SEEN["accepted two pages"] += request.decoding and start // page_rows + 1 < final // page_rows
+        request.written.length = final
+        request.written.numbers = self.contents.numbers(request.salt, request.tokens)
+
     def random_count(self, request: Request) -> int:
-        """Returns how many tokens of the request the step computes."""
-        remaining = 1 if request.decoding else request.prompt - request.length
+        """Returns how many tokens of the request the step computes. Those that decode compute drafts if there are pages
+        for them."""
+        if request.decoding:
+            most = min(1 + self.pool.geometry.max_drafts, request.limit - request.length)
+            count = self.random.randint(1, most)
+            fits = self.change(lambda: self.ledger.grow(request.holding, request.length + count))
+            return count if fits else 1
+        remaining = request.prompt - request.length
         return remaining if self.random.random() < 0.1 else self.random.randint(1, min(remaining, 8))
 
     def end_or_make_tiered(self, request: Request) -> None:
@@ -643,6 +677,8 @@ SEEN: Counter[str] = Counter()  # how often each event has happened since the te
 EVENTS = ["demotions", "promotions", "misses", "hits", "mixed steps", "refused", "finished", "aborts"]
 EVENTS += ["admitted resident", "admitted streamed", "parked resident", "parked tiered", "parked streamed"]
 EVENTS += ["resumed resident", "resumed tiered", "resumed streamed", "several streamed", "several streamed and others"]
+EVENTS += ["rejected resident", "rejected tiered", "accepted resident", "accepted tiered", "accepted two pages"]
+EVENTS += ["rejected in the next page, resident", "rejected in the next page, tiered"]
 EVENTS += ["hit resident", "hit streamed", "hit tiered", "partial hit", "hit of unused pages", "hit of used pages"]
 EVENTS += ["evictions", "other salt", "own copy", "aborts of a first owner"]
 EVENTS += ["demotions of a sharer", "promotions of a sharer", "parked sharer"]

@@ -43,13 +43,14 @@ SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KE
 
 
 class IntegerModel:
-    """A `RunnerModel` that computes in integers. It records the selection of each segment's last token."""
+    """A `RunnerModel` that computes in integers. It records the selections of each segment's tokens."""
 
     device = CPU
     kv_shape = SHAPE
 
     def __init__(self) -> None:
-        self.chosen: list[tuple[int, int, list[list[int]]]] = []  # seat, position of the token, selections by group
+        # Seat, position of the first token, and selections by group and token
+        self.chosen: list[tuple[int, int, list[list[list[int]]]]] = []
 
     def forward(self, token_ids: Tensor, view: View) -> Tensor:
         hidden = _mix(token_ids.long() + 1, view.segments.positions + 1)
@@ -61,9 +62,12 @@ class IntegerModel:
                 view.keys(len(selections)).store(view.segments.positions, new_keys)
                 selections.append(self._choose(view, len(selections), _spread(hidden, 200 + layer, KEY_WIDTH, 7)))
             hidden = self._attend(view, layer, selections[-1], hidden)
-        for _segment, _first, last, length in view.segments:
-            selected = [[p for p in positions[last - 1].tolist() if p != EMPTY] for positions in selections]
-            self.chosen.append((int(view.seat_of[last - 1]), length - 1, selected))
+        for _segment, first, last, length in view.segments:
+            selected = [
+                [[p for p in of_token if p != EMPTY] for of_token in positions[first:last].tolist()]
+                for positions in selections
+            ]
+            self.chosen.append((int(view.seat_of[first]), length - (last - first), selected))
         return hidden
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:

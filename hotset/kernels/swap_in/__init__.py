@@ -20,7 +20,7 @@ MAX_SLOTS = 32_767  # slot numbers are int16 in the maps
 def plan(
     positions: Tensor,  # [batch, k] int64, EMPTY-padded anywhere, in any order, duplicates allowed
     seats: Tensor,  # [batch] int64; EMPTY: a padding query. A tiered seat occurs at most once; others may repeat
-    stamps: Tensor,  # [batch] int64: position of the newest row, below 2**31, not below any stamp in that seat's maps
+    stamps: Tensor,  # [batch] int64: position of the step's first token, below 2**31, not below any stamp in its maps
     tables: SeatTables,
     words: Tensor,  # [device pages * words_per_page] int32: the map pages of this index group
     words_per_page: int,
@@ -32,11 +32,11 @@ def plan(
 ) -> SwapPlan:
     """Finds the device row of every position. Misses evict the least recently used slots; ties evict the lower slot.
 
-    Positions of resident seats are looked up in `row_pages`. Of a tiered seat, the page with its newest row and the
-    page before it are in the tail; positions in these two pages use no map. For all other positions of a tiered seat,
-    the maps in `words` are updated in place as if the copies were complete. Therefore the caller must call `copy` for
-    every layer of the group that this call does not copy, before the next `plan` for that seat. Padding queries change
-    nothing.
+    Positions of resident seats are looked up in `row_pages`. Of a tiered seat, the page of the stamp, the page before
+    it and all later pages are in the tail; positions in these pages use no map. For all other positions of a tiered
+    seat, the maps in `words` are updated in place as if the copies were complete. Therefore the caller must call `copy`
+    for every layer of the group that this call does not copy, before the next `plan` for that seat. Padding queries
+    change nothing.
 
     The missing positions, in the order of their first occurrence, get the evicted slots in ascending order. On a
     GPU, planning and copying in one call is faster than in two. Raises ConfigError before anything is written if the

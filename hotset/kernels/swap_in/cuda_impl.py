@@ -175,6 +175,7 @@ def _plan_constants(k: int, tables: SeatTables, words: Tensor, words_per_page: i
         "SHARED_BYTES": shared_bytes,
         "SLOTS": tables.slots,
         "PAGE_ROWS": tables.page_rows,
+        "TAIL_PAGES": tables.tail_pages.shape[1],
         "WORDS_PER_PAGE": words_per_page,
         "WIDE": int(wide),
     }

@@ -7,6 +7,7 @@
 //   TABLE           entries of the hash table: a power of two, at least k
 //   SHARED_BYTES    per block, as set by the launch
 //   SLOTS, PAGE_ROWS, WORDS_PER_PAGE    as in SeatTables
+//   TAIL_PAGES      per seat
 //   WIDE            1: reads four words of the maps at once; SLOTS, SLOTS_HELD, WORDS_PER_PAGE are multiples of 4
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
 //   CLUSTER         blocks per query, neighbours in the grid: the first one plans, all of them copy
@@ -168,7 +169,7 @@ struct Planner {
     Maps maps;
     const i64 *slot_pages;
     int stamp, tail_first;
-    unsigned even_tail, odd_tail;
+    unsigned tail[TAIL_PAGES];
     int position[ENTRIES];
     int slot[ENTRIES];        // 0 if not looked up, EMPTY if missing
     unsigned place[ENTRIES];  // hash table entry of a missing position
@@ -213,8 +214,8 @@ struct Planner {
             return;
         }
         rows_are_written = false;
-        even_tail = load_now(in.tail_pages + seat * in.tail_pages_stride);
-        odd_tail = load_now(in.tail_pages + seat * in.tail_pages_stride + 1);
+#pragma unroll
+        for (int i = 0; i < TAIL_PAGES; ++i) tail[i] = load_now(in.tail_pages + seat * in.tail_pages_stride + i);
         tail_first = in.ignore_tail ? 0x7fffffff : max(0, stamp / PAGE_ROWS - 1) * PAGE_ROWS;
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) slot[i] = is_looked_up(i) ? __ldcg(maps.slot_of(position[i], page[i])) : 0;
@@ -268,8 +269,7 @@ struct Planner {
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
             const unsigned at = is_looked_up(i) ? slot[i] : position[i];
-            const unsigned tail_page = at / PAGE_ROWS % 2 ? odd_tail : even_tail;
-            const unsigned page = is_looked_up(i) ? page_of_slot(at) : tail_page;
+            const unsigned page = is_looked_up(i) ? page_of_slot(at) : tail_page(at);
             if (is_looked_up(i)) *maps.last_used(at) = stamp;
             const i64 row = position[i] == EMPTY ? EMPTY : row_at(page, at % PAGE_ROWS);
             if (list_index(i) < in.k) out.rows[list_index(i)] = row;
@@ -283,6 +283,15 @@ struct Planner {
   private:
     __device__ __forceinline__ bool is_looked_up(int i) const {
         return position[i] != EMPTY && position[i] < tail_first;
+    }
+
+    // Chooses among registers: an index that is known at run time would put the pages into local memory.
+    __device__ __forceinline__ unsigned tail_page(unsigned at) const {
+        const int number = at / PAGE_ROWS % TAIL_PAGES;
+        unsigned page = tail[0];
+#pragma unroll
+        for (int i = 1; i < TAIL_PAGES; ++i) page = number == i ? tail[i] : page;
+        return page;
     }
 
     static __device__ __forceinline__ void add(i64 *count, unsigned more) {

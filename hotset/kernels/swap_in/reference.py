@@ -125,7 +125,7 @@ def _plan_tiered(topk: _TieredTopk, tables: SeatTables, maps: _Maps, counts: Ten
     counts += torch.stack([looked_up.sum(), missing.sum()])
 
     in_slots = _rows_in(tables.slot_pages, topk.seat, slot, looked_up, tables.page_rows)
-    tail_page = tables.tail_pages[topk.seat, topk.positions // tables.page_rows % 2]
+    tail_page = tables.tail_pages[topk.seat, topk.positions // tables.page_rows % tables.tail_pages.shape[1]]
     tail_rows = tail_page * tables.page_rows + topk.positions % tables.page_rows
     rows = torch.where(looked_up, in_slots, torch.where(in_tail, tail_rows, EMPTY))
     host_rows = _rows_in(tables.host_pages, topk.seat, topk.positions, missing, tables.page_rows)

@@ -22,7 +22,7 @@ class SeatTables:
     row_pages: Tensor  # [seats, n] int64: the device page of each page of the context, for resident seats
     host_pages: Tensor  # [seats, n] int64: the host page of each page of the context, for tiered seats
     slot_pages: Tensor  # [seats, m] int64: the device pages with the slots in order, `page_rows` per page
-    tail_pages: Tensor  # [seats, 2] int64: page n of the context is in tail page n % 2
+    tail_pages: Tensor  # [seats, t] int64: page n of the context is in tail page n % t; t is at least 2
     map_pages: Tensor  # [seats, j] int64: pages of the map words, in order
     tiered: Tensor  # [seats] bool
     page_rows: int
