@@ -38,6 +38,11 @@ class Segments:
         """Whether every segment has exactly one token."""
         return len(self.counts) == self.positions.shape[0]
 
+    @property
+    def leading_single_tokens(self) -> int:
+        """The number of segments before the first one that does not have exactly one token."""
+        return next((n for n, count in enumerate(self.counts) if count != 1), len(self.counts))
+
     def __iter__(self) -> Iterator[SegmentSpan]:
         first = 0
         for segment, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):

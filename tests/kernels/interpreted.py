@@ -20,10 +20,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
 
 
-def triton_impl(op: str) -> ModuleType:
-    """Returns the Triton implementation of an op, for CPU tensors. Requires TRITON_INTERPRET=1."""
+def triton_impl(op: str, module: str = "triton_impl") -> ModuleType:
+    """Returns a module with Triton kernels of an op, for CPU tensors. Requires TRITON_INTERPRET=1."""
     assert INTERPRETED, "start the process with TRITON_INTERPRET=1"
-    return importlib.import_module(f"hotset.kernels.{op}.triton_impl")
+    return importlib.import_module(f"hotset.kernels.{op}.{module}")
 
 
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Compares paged decoding in Triton with the reference: odd page sizes, splits, groups of heads, padded queries."""
+"""Compares paged attention in Triton with the reference: odd page sizes, splits, groups of heads, padded queries."""
 
-import importlib
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,12 +20,23 @@ needs_interpreter = pytest.mark.interpreted
 
 
 class Batch:
-    """One query per context, over a pool that is NaN wherever no context has a row. The last query is padding."""
+    """The newest tokens of each context (by default one), over a pool that is NaN wherever no context has a row.
+
+    The last query is padding.
+    """
 
     def __init__(
-        self, lengths: list[int], heads: int, kv_heads: int, dim: int, page_rows: int, dtype: torch.dtype
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        page_rows: int,
+        dtype: torch.dtype,
+        counts: list[int] | None = None,
     ) -> None:
         self.kv_heads, self.scale, self.lengths = kv_heads, dim**-0.5, lengths
+        self.counts = counts or [1] * len(lengths)
         self.layout = gqa_row(kv_heads, dim, dtype)
         page_counts = [-(-length // page_rows) for length in lengths]
         order = torch.randperm(sum(page_counts) + 2).tolist()
@@ -40,25 +51,26 @@ class Batch:
             self.blocks[0, pages] = filled.view(count, page_rows, -1)
             self.runs.append([])
             extend_runs(self.runs[-1], pages)
-        self.q = torch.randn(len(lengths) + 1, heads + 3, dim).to(dtype)[:, 1 : heads + 1]
-        self.positions = torch.tensor([*(length - 1 for length in lengths), 10**9])
-        self.seat_of = torch.tensor([*range(len(lengths)), EMPTY])
+        starts = [length - count for length, count in zip(lengths, self.counts, strict=True)]
+        self.real = make_segments(starts, self.counts, CPU)
+        self.q = torch.randn(sum(self.counts) + 1, heads + 3, dim).to(dtype)[:, 1 : heads + 1]
+        self.positions = torch.cat((self.real.positions, torch.tensor([10**9])))
+        self.segment_of = torch.cat((self.real.segment_of, torch.tensor([len(lengths)])))
+        self.seat_of = torch.cat((self.real.segment_of, torch.tensor([EMPTY])))
 
     def context(self, device: torch.device) -> PagedRows:
         """Returns the context as in a captured graph: without runs."""
         return PagedRows(self.blocks.to(device), [], self.layout, self.table.to(device), self.seat_of.to(device))
 
     def segments(self, device: torch.device) -> Segments:
-        queries = len(self.positions)
-        segment_of = torch.arange(queries, device=device)
-        return Segments([1] * queries, [1] * queries, self.positions.to(device), segment_of)
+        counts = [*self.counts, 1]
+        return Segments(counts, counts, self.positions.to(device), self.segment_of.to(device))
 
     def expect(self, wide: torch.dtype) -> Tensor:
         """Returns the result of the reference in a wider dtype, and zeros for the padded query."""
         layout = gqa_row(self.kv_heads, self.q.shape[2], wide)
         context = PagedRows(self.blocks.to(wide), self.runs, layout, self.table, self.seat_of[:-1])
-        segments = make_segments([length - 1 for length in self.lengths], [1] * len(self.lengths), CPU)
-        out = reference.paged_attention(self.q[:-1].to(wide), context, segments, self.kv_heads, self.scale)
+        out = reference.paged_attention(self.q[:-1].to(wide), context, self.real, self.kv_heads, self.scale)
         return torch.cat((out, torch.zeros_like(out[:1])))
 
 
@@ -77,8 +89,38 @@ def test_kernel_equals_the_reference(
     impl = triton_impl("paged_attention")
     monkeypatch.setattr(impl, "MIN_SPLIT_ROWS", min_split_rows)
     batch = Batch([1, 33, 100, 64], heads, kv_heads, dim, page_rows, torch.float32)
-    got = impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale)
+    got = torch.empty(batch.q.shape)
+    impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale, got)
     torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
+
+
+def prefill(impl: ModuleType, batch: Batch) -> Tensor:
+    out = torch.full(batch.q.shape, float("nan"))
+    impl.prefill(batch.q, batch.context(CPU), batch.positions, batch.segment_of, batch.kv_heads, batch.scale, out=out)
+    return out
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("page_rows", "heads", "kv_heads", "dim"), matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)])
+)
+def test_prompts_equal_the_reference_also_where_a_tile_crosses_segments(
+    page_rows: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    impl = triton_impl("paged_attention", "triton_prefill")
+    batch = Batch([40, 7, 33, 100, 64, 1], heads, kv_heads, dim, page_rows, torch.float32, [40, 3, 1, 37, 2, 1])
+    torch.testing.assert_close(prefill(impl, batch).double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
+
+
+@needs_interpreter
+def test_the_result_of_a_token_does_not_depend_on_its_place_in_the_batch() -> None:
+    impl = triton_impl("paged_attention", "triton_prefill")
+    batch = Batch([90], 2, 1, 16, 16, torch.float32, [50])
+    whole = prefill(impl, batch)[:-1]
+    for first in (1, 31, 33):
+        later = Batch([90], 2, 1, 16, 16, torch.float32, [50 - first])
+        later.blocks, later.table, later.q = batch.blocks, batch.table, batch.q[first:]
+        assert torch.equal(prefill(impl, later)[:-1], whole[first:])
 
 
 @needs_interpreter
@@ -148,11 +190,25 @@ def test_heads_that_a_gpu_cannot_decode_are_refused(heads: int, kv_heads: int, d
 
 
 @pytest.mark.gpu
-def test_prefill_on_a_gpu_uses_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    impl = importlib.import_module("hotset.kernels.paged_attention.triton_impl")
-    monkeypatch.setattr(impl, "decode", None)
-    batch = Batch([40], 4, 2, 64, 64, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "counts", "heads", "kv_heads", "dim", "page_rows"),
+    [
+        (torch.bfloat16, [9000], [9000], 32, 8, 128, 64),
+        (torch.bfloat16, [9000, 5, 4097], [1000, 5, 4096], 32, 8, 128, 64),
+        (torch.bfloat16, [700, 3000, 1, 65, 2000, 129, 40], [1, 1, 1, 64, 300, 2, 40], 32, 8, 128, 64),
+        (torch.bfloat16, [77, 1000, 1], [77, 500, 1], 16, 1, 80, 48),
+        (torch.bfloat16, [513, 20, 2000], [100, 20, 1000], 4, 4, 256, 32),
+        (torch.float32, [5, 300, 1025], [5, 299, 700], 9, 3, 64, 64),
+        (torch.float32, [400], [333], 4, 2, 192, 64),
+    ],
+    ids=str,
+)
+def test_prompts_and_mixed_steps_on_a_gpu_equal_the_reference(
+    dtype: torch.dtype, lengths: list[int], counts: list[int], heads: int, kv_heads: int, dim: int, page_rows: int
+) -> None:
     device = torch.device("cuda")
-    context = PagedRows(batch.blocks.cuda(), batch.runs, batch.layout, batch.table.cuda(), torch.zeros(3).long().cuda())
-    q = torch.randn(3, 4, 64).bfloat16().cuda()
-    assert paged_attention(q, context, make_segments([37], [3], device), 2, 0.1).isfinite().all()
+    batch = Batch(lengths, heads, kv_heads, dim, page_rows, dtype, counts)
+    got = paged_attention(batch.q.cuda(), batch.context(device), batch.segments(device), kv_heads, batch.scale)
+    again = paged_attention(batch.q.cuda(), batch.context(device), batch.segments(device), kv_heads, batch.scale)
+    assert error(got, batch.expect(torch.float64)) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert bool((got[-1] == 0).all()) and torch.equal(got, again)

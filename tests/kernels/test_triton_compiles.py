@@ -76,6 +76,7 @@ SMALL_OPS = (
     "gqa append",
     "fp32 linear",
     "decode",
+    "prompts",
     "merge",
     "decode rows",
     "page table lookup",
@@ -232,6 +233,15 @@ def small_op_cases() -> dict[str, Case]:
             | {"page_rows": 64, "block_rows": 64, "one_split": False},
             warps=4,
             fusion=True,
+        ),
+        "prompts": Case(
+            "paged_attention.triton_prefill",
+            "_prefill_kernel",
+            {"*bf16": "q blocks out", "*i64": "table seat_of segment_of positions", "fp32": "scale"},
+            {"heads": 32, "dim": 128, "block_dim": 128, "group": 4}
+            | {"page_rows": 64, "block_queries": 128, "block_rows": 64},
+            {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True},
+            aligned=("stride",),
         ),
         "merge": case(
             "paged_attention",

@@ -1,10 +1,13 @@
 """paged_attention: full causal attention with grouped heads, over contexts found through page tables.
 
-On a GPU, in bfloat16 and float32, a decode step (one query per context) uses only the page table, seats and positions
-on the device, so it can be captured in a graph. On this path, a padding query (seat EMPTY) gets zeros. All other
+On a GPU, in bfloat16 and float32, kernels read only the page table, seats and positions on the device. A step in which
+every segment has one query can therefore be captured in a graph. A padding query (seat EMPTY) gets zeros. All other
 calls use the reference, which reads `PagedRows.runs`.
 """
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError, InternalError
@@ -33,11 +36,19 @@ def paged_attention(
         raise InternalError(f"{heads} heads are not a multiple of {kv_heads} KV heads")
     if context.layout.width != 2 * kv_heads * head_dim:
         raise InternalError(f"rows of {context.layout.width} values cannot hold K and V")
-    if not (has_fast_path(q) and segments.decoding):
+    if not has_fast_path(q):
         return reference.paged_attention(q, context, segments, kv_heads, scale)
     if head_dim > MAX_FAST_DIM or head_dim % 8:
         raise ConfigError(f"heads of {head_dim} values: a GPU supports multiples of 8 up to {MAX_FAST_DIM}")
     if heads // kv_heads > MAX_FAST_GROUP:
         raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU supports up to {MAX_FAST_GROUP}")
-    out: Tensor = kernels_of("paged_attention").decode(q, context, segments.positions, kv_heads, scale)
+    # Decoding requests precede prompts in a step. A prompt's tile would have only one token of such a request.
+    single = segments.leading_single_tokens
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    positions, seat_of = segments.positions, context.seat_of
+    decoding, prompts = (replace(context, seat_of=part) for part in (seat_of[:single], seat_of[single:]))
+    kernels_of("paged_attention").decode(q[:single], decoding, positions[:single], kv_heads, scale, out[:single])
+    kernels_of("paged_attention", "triton_prefill").prefill(
+        q[single:], prompts, positions[single:], segments.segment_of[single:], kv_heads, scale, out[single:]
+    )
     return out

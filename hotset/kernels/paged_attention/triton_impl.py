@@ -31,18 +31,13 @@ _EMPTY = tl.constexpr(EMPTY)
 _MIN_LSE = tl.constexpr(-1e30)  # replaces -inf, which must not be subtracted from itself
 
 
-def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scale: float) -> Tensor:
+def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scale: float, out: Tensor) -> None:
+    """Writes the attention of every query to `out`. Each query is a segment of its own."""
     queries, heads, dim = q.shape
-    blocks, table = context.blocks, context.table
-    if blocks.shape[0] != 1:
-        raise InternalError(f"pages with {blocks.shape[0]} parts cannot hold KV rows")
-    if not (blocks.stride(3) == 1 and table.stride(1) == 1):
-        raise InternalError("values and pages must be adjacent")
-    if not (q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()):
-        raise InternalError("values of q, seats and positions must be adjacent")
-    out = torch.empty(queries, heads, dim, dtype=q.dtype, device=q.device)
     if queries == 0:
-        return out
+        return
+    check_strides(q, context, positions, out)
+    blocks, table = context.blocks, context.table
     page_rows = blocks.shape[2]
     splits = _num_splits(queries * kv_heads, table.shape[1] * page_rows, _multiprocessors(q.device))
     partial, lse = out, out
@@ -90,7 +85,19 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
             num_warps=4,
             **OPTIONS,
         )
-    return out
+
+
+def check_strides(q: Tensor, context: PagedRows, positions: Tensor, out: Tensor) -> None:
+    """Checks what the kernels assume about the memory of their arguments."""
+    blocks, table = context.blocks, context.table
+    if blocks.shape[0] != 1:
+        raise InternalError(f"pages with {blocks.shape[0]} parts cannot hold KV rows")
+    if not (blocks.stride(3) == 1 and table.stride(1) == 1):
+        raise InternalError("values and pages must be adjacent")
+    if not (q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()):
+        raise InternalError("values of q, seats and positions must be adjacent")
+    if not out.is_contiguous():
+        raise InternalError("the result must be contiguous")
 
 
 def _num_splits(programs: int, longest: int, multiprocessors: int) -> int:
@@ -153,13 +160,13 @@ def _decode_kernel(
     max_score = tl.full([block_group], float("-inf"), tl.float32)
     weight_sum = tl.zeros([block_group], tl.float32)
     sums = tl.zeros([block_group, block_dim], tl.float32)
-    page = _page_of(pages, begin, end, page_rows, block_rows)
+    page = page_of(pages, begin, end, page_rows, block_rows)
     for start in range(begin, end, block_rows):
         position = start + tl.arange(0, block_rows)
         seen = position < end
         rows = page * page_stride + (position % page_rows).to(tl.int64) * row_stride
         # The page is looked up one tile ahead, so that the loads of rows never wait for the lookup.
-        page = _page_of(pages, start + block_rows, end, page_rows, block_rows)
+        page = page_of(pages, start + block_rows, end, page_rows, block_rows)
         readable = seen[:, None] & (value < dim)[None, :]
         k = tl.load(k_values + rows[:, None], mask=readable, other=0)
         scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee") * scale
@@ -187,7 +194,7 @@ def _decode_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _page_of(
+def page_of(
     pages: tl.tensor, start: tl.tensor, end: tl.tensor, page_rows: tl.constexpr, block_rows: tl.constexpr
 ) -> tl.tensor:
     """Returns the page of each row of a tile, or a single page if all rows of a tile share it.
