@@ -239,8 +239,8 @@ def small_op_cases() -> dict[str, Case]:
             "_prefill_kernel",
             {"*bf16": "q blocks out", "*i64": "table seat_of segment_of positions", "fp32": "scale"},
             {"heads": 32, "dim": 128, "block_dim": 128, "group": 4}
-            | {"page_rows": 64, "block_queries": 128, "block_rows": 64},
-            {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True},
+            | {"page_rows": 64, "block_queries": 64, "block_rows": 64},
+            {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True},
             aligned=("stride",),
         ),
         "merge": case(
@@ -426,6 +426,11 @@ def test_decoding_prefetches_rows_with_16_byte_copies_and_uses_tensor_cores(
 ) -> None:
     ptx = compiled["decode"].ptx
     assert "cp.async.cg.shared.global" in ptx and "mma.sync" in ptx and "cp.async.ca" not in ptx
+
+
+def test_attention_of_prompts_prefetches_rows_and_uses_wgmma(compiled: dict[str, CompiledKernel]) -> None:
+    ptx = compiled["prompts"].ptx
+    assert "cp.async.cg.shared.global" in ptx and "wgmma.mma_async" in ptx and "cp.async.ca" not in ptx
 
 
 def test_fp8_values_are_divided_exactly_and_rounded_by_the_hardware(compiled: dict[str, CompiledKernel]) -> None:

@@ -18,7 +18,7 @@ from hotset.kernels.paged_attention.triton_impl import LOG2_E, OPTIONS, check_st
 from hotset.kernels.rows import PagedRows
 
 # Tokens per tile, rows per tile, warps, stages.
-SHAPES = {torch.bfloat16: (128, 64, 8, 3), torch.float32: (32, 32, 4, 2)}
+SHAPES = {torch.bfloat16: (64, 64, 4, 3), torch.float32: (32, 32, 4, 2)}
 WIDE_SHAPES = {torch.bfloat16: (64, 64, 4, 2), torch.float32: (16, 16, 4, 2)}  # heads of more than 128 values
 
 _EMPTY = tl.constexpr(EMPTY)
