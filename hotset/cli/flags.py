@@ -39,6 +39,7 @@ BASICS = (
     "url",
     "prefill",
     "decode",
+    "workers_file",
     "host",
     "port",
     "api_key",

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from hotset import __version__
-from hotset.base.errors import HotsetError, NoRoomLeft, NoWorkers, RequestError, WrongApiKey
+from hotset.base.errors import HotsetError, NoRoomLeft, NotAllowed, NoWorkers, RequestError, WrongApiKey
 from hotset.serve.errors import error_response, http_error_response
 from hotset.serve.middleware import DOCS_PATHS, middleware_of
 from hotset.serve.page import page_response
@@ -31,7 +31,7 @@ class WorkerAddress(StrictModel):
 
 def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: RouterMetrics) -> Starlette:
     """Builds the application. The caller keeps ownership of fleet and relay."""
-    local = _LocalRoutes(fleet, metrics, has_key=config.api_key is not None)
+    local = _LocalRoutes(fleet, metrics, config)
     live = LiveFleet(fleet)
     routes = [
         Route("/v1/chat/completions", relay.generate, methods=["POST"]),
@@ -74,10 +74,11 @@ def _page_routes(live: LiveFleet) -> list[Route]:
 class _LocalRoutes:
     """The routes that the router answers without a worker."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, *, has_key: bool) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, config: RouterConfig) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._has_key = has_key
+        self._has_key = config.api_key is not None
+        self._workers_file = config.workers_file
 
     async def health(self, request: Request) -> Response:
         """Reports how many workers of each role are alive. Raises NoWorkers if a role has none, and NoRoomLeft if all
@@ -119,6 +120,8 @@ class _LocalRoutes:
         # A worker receives the prompts of all clients, so only holders of the API key may change the workers.
         if not self._has_key:
             raise WrongApiKey("a router without an API key cannot change its workers; start it with --api-key-file")
+        if self._workers_file is not None:
+            raise NotAllowed(f"the workers of this router are those of {self._workers_file}; change that file")
         try:
             return WorkerAddress.model_validate_json(await request.body()).url
         except ValidationError:

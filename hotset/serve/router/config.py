@@ -28,6 +28,11 @@ class RouterConfig:
 
     prefill: tuple[str, ...] = setting((), "URLs of prefill workers (hotset serve --role prefill).")
     decode: tuple[str, ...] = setting((), "URLs of decode workers (hotset serve --role decode).")
+    workers_file: str | None = setting(
+        None,
+        "File with the URLs of all workers, which is read again whenever it changes, instead of --prefill and --decode: "
+        'a JSON object like {"prefill": ["http://host:port"], "decode": []}. Replace it by renaming a complete file.',
+    )
     allow_workers: tuple[str, ...] = setting(
         LOOPBACK_HOSTS,
         "Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. Workers of "
@@ -85,6 +90,8 @@ class RouterConfig:
                 raise ConfigError(
                     f"--allow-workers takes host names, IP addresses or networks like 10.0.0.0/24, got {host!r}"
                 )
+        if self.workers_file is not None and (self.prefill or self.decode):
+            raise ConfigError("--workers-file names all workers; leave it out, or leave out --prefill and --decode")
         urls = [worker_url(url) for url in (*self.prefill, *self.decode)]
         repeated = next((url for url in urls if urls.count(url) > 1), None)
         if repeated is not None:

@@ -5,6 +5,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 
@@ -24,6 +25,7 @@ from hotset.serve.router.config import RouterConfig, worker_url
 from hotset.serve.router.fleet import Fleet
 from hotset.serve.router.metrics import RouterMetrics
 from hotset.serve.router.relay import Relay
+from hotset.serve.router.workers_file import apply_workers, follow_workers_file, read_workers
 
 logger = logging.getLogger("hotset.router")
 
@@ -59,13 +61,18 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
             fleet.add(worker_url(url), "prefill")
         for url in config.decode:
             fleet.add(worker_url(url), "decode")
+        following: asyncio.Task[None] | None = None
+        if config.workers_file is not None:
+            path = Path(config.workers_file)
+            apply_workers(fleet, read_workers(path))
+            following = asyncio.create_task(follow_workers_file(path, fleet, config.poll_seconds))
         metrics = RouterMetrics(fleet)
         relay = Relay(fleet, session, config, metrics)
         app = create_app(fleet, relay, config, metrics)
         server = HttpServer(
             uvicorn_config(app, config.drain_seconds),
             ConnectionLimits.of(config),
-            lambda: _announce(config, listener),
+            lambda: _announce(fleet, listener),
         )
         shutdown = _Shutdown(server, relay, config.drain_seconds, app.state.close_streams)
         for number in STOP_SIGNALS:
@@ -74,6 +81,8 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
             await server.serve(sockets=[listener])
         finally:
             shutdown.close()
+            if following is not None:
+                following.cancel()
             await fleet.close()
     return 0
 
@@ -119,6 +128,7 @@ class _Shutdown:
             self._drain.cancel()
 
 
-def _announce(config: RouterConfig, listener: socket.socket) -> None:
-    workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers"
+def _announce(fleet: Fleet, listener: socket.socket) -> None:
+    roles = [worker.role for worker in fleet.workers]
+    workers = f"{roles.count('prefill')} prefill and {roles.count('decode')} decode workers"
     print(f"Hotset listens at {url_of(listener)} and routes to {workers}", flush=True)

@@ -1,5 +1,8 @@
 """Workers join and leave a router. A worker of another model or role, or on a host that is not allowed, is rejected."""
 
+import json
+from pathlib import Path
+
 import httpx
 import plain_http
 import pytest
@@ -7,6 +10,7 @@ from running_router import Cluster, Router, Stub, wait_until
 
 from hotset.base.errors import ConfigError
 from hotset.serve.router.config import LOOPBACK_HOSTS, RouterConfig, is_allowed
+from hotset.serve.router.workers_file import read_workers
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -151,3 +155,63 @@ def test_the_host_of_a_worker_is_compared_with_names_addresses_and_networks(
 def test_an_allowed_host_that_is_none_is_refused_at_startup(host: str) -> None:
     with pytest.raises(ConfigError, match="--allow-workers takes host names"):
         RouterConfig(allow_workers=(host,))
+
+
+def write_workers(path: Path, **workers: list[str]) -> None:
+    """Replaces the file as its readers expect: in one piece."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(workers))
+    new.rename(path)
+
+
+def test_the_workers_of_a_file_come_and_go_while_requests_run(
+    shared_cluster: Cluster, idle_workers: list[Stub], tmp_path: Path
+) -> None:
+    p1, _, d1, d2 = idle_workers
+    file = tmp_path / "workers.json"
+    write_workers(file, prefill=[p1.url], decode=[d1.url])
+    router = shared_cluster.router([], [], "--workers-file", str(file), "--api-key", "sesame")
+    assert router.up(p1, d1, **KEY)
+    d1.behave(behaviour="drip")
+    with plain_http.stream(
+        "POST", f"{router.url}/v1/completions", json={"stream": True}, headers=KEY, timeout=30
+    ) as stream:
+        pieces = stream.iter_raw()
+        next(pieces)
+        write_workers(file, prefill=[p1.url], decode=[d2.url])
+        assert wait_until(lambda: router.up(p1, d2, **KEY))
+        answer = plain_http.post(f"{router.url}/v1/completions", json={}, headers=KEY, timeout=10)
+        assert answer.headers["x-worker"] == "d2"
+        assert all(next(pieces) for _ in range(3)), "a request in flight must continue after its worker is removed"
+    file.write_text("{")
+    assert wait_until(lambda: "must contain a JSON object" in router.log())
+    file.unlink()
+    assert router.up(p1, d2, **KEY), "a file that cannot be read must not remove workers"
+    refused = change_workers(router, "POST", d1.url, **KEY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+    write_workers(file, prefill=[p1.url], decode=[d1.url, d2.url])
+    assert wait_until(lambda: router.up(p1, d1, d2, **KEY)), "a file that returns is read"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "must contain a JSON object"),
+        ('{"prefil": []}', "must contain a JSON object"),
+        ('{"prefill": ["http://a:1"], "decode": ["http://a:1/"]}', "names a worker twice"),
+        ('{"prefill": ["a:1"]}', "must look like http://host:port"),
+        (json.dumps({"decode": [f"http://a:{port}" for port in range(1, 258)]}), "names 257 workers"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_does_not_name_workers_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
+    file = tmp_path / "workers.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        read_workers(file)
+
+
+def test_workers_come_from_a_file_or_from_flags() -> None:
+    with pytest.raises(ConfigError, match="leave out --prefill and --decode"):
+        RouterConfig(workers_file="w.json", decode=("http://a:1",))
