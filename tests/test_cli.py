@@ -20,14 +20,14 @@ from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
 from hotset import LLM, SamplingParams, __version__
-from hotset.base.config import EngineConfig
+from hotset.base.config import CHAT_SETTINGS, EngineConfig
 from hotset.base.errors import ContextLengthExceeded
 from hotset.base.host_memory import HostMemory
 from hotset.base.numa import HugePages, NumaNode
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli import app, machine, main
-from hotset.cli.flags import BASICS, CHAT_SETTINGS, PANELS, SERVER_ONLY_SETTINGS, config_values
+from hotset.cli.flags import BASICS, PANELS, SERVER_ONLY_SETTINGS, config_values
 from hotset.cli.machine import Gpu, MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
 from hotset.engine import sizing
@@ -58,7 +58,7 @@ def fields_as_flags(*config_types: Any) -> set[str]:
     return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in fields(config_type)}
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "eval", "bench", "info"])
+@pytest.mark.parametrize("command", ["serve", "router", "cluster", "generate", "chat", "eval", "bench", "info"])
 def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert shown.exit_code == 0

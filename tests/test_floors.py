@@ -32,10 +32,11 @@ FLOORS = {
     "__init__": 7,
     "plan": 8,
     "simulate": 9,
-    "cli": 10,
-    "__main__": 11,
+    "cluster": 10,
+    "cli": 11,
+    "__main__": 12,
 }
-NO_TORCH = ("base", "bench", "grammar", "kv_events", "schedule", "serve")
+NO_TORCH = ("base", "bench", "cluster", "grammar", "kv_events", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),

@@ -416,6 +416,25 @@ class EngineConfig:
 
 # The settings that only prefill and decode workers have.
 HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
+# Settings that have no effect outside a chat.
+CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
+# Settings that must be the same for all engines behind one router, or that whoever starts them chooses for each.
+COMMON_SETTINGS = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "load_format",
+    "kv_dtype",
+    "index_dtype",
+    "role",
+    "control",
+    "advertise",
+    "handoff_secret",
+    "transfer",
+    "transfer_interface",
+    "transfer_protocol",
+    *CHAT_SETTINGS,
+)
 EVENT_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.name.startswith("kv_events"))
 
 

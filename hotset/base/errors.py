@@ -23,6 +23,7 @@ HotsetError
 ├── NoRoomLeft               pages in quarantine leave too little memory for a request
 ├── NoWorkers                the router has no live worker for a request
 ├── WorkerLost               the workers that the router tried died or did not respond
+├── HeadLost                 the head of the Ray cluster does not answer, so that the processes of `hotset cluster` end
 ├── DeadlineExceeded         the response did not begin within its time limit
 ├── EngineStopped            the engine is draining, stopped or dead; no further output will come
 └── IllegalTransition        a bug in Hotset: a change of phase or residence that its table does not allow
@@ -164,6 +165,12 @@ class WorkerLost(HotsetError):
     """All attempts of the router failed, or the worker was lost after the response had begun."""
 
     code = "worker_lost"
+
+
+class HeadLost(HotsetError):
+    """The head of the Ray cluster does not answer. Nobody would restart or remove the processes on its nodes."""
+
+    code = "head_lost"
 
 
 class DeadlineExceeded(HotsetError):

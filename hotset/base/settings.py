@@ -48,6 +48,13 @@ def flag_name(field_name: str) -> str:
     return field_name.replace("_", "-")
 
 
+def flag_words(field_name: str, value: Any) -> tuple[str, ...]:
+    """Returns the words of a command line that set a field: `seed, 3 -> --seed 3`, `page, False -> --no-page`."""
+    if isinstance(value, bool):
+        return (f"--{'' if value else 'no-'}{flag_name(field_name)}",)
+    return (f"--{flag_name(field_name)}", str(value))
+
+
 def nearest(unknown: str, known: Iterable[str]) -> str | None:
     """Returns the known name that is most similar to the misspelt name `unknown`, or None if no name is similar."""
     plain = {name.replace("_", "-").lower(): name for name in known}

@@ -1,6 +1,5 @@
 """The `hotset` command. Heavy packages are imported only by the commands that need them, so `--help` is quick."""
 
-import importlib.util
 import json
 import socket
 import sys
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset import __version__
-from hotset.base.config import EMBEDDED, MODEL_HELP, EngineConfig
+from hotset.base.config import CHAT_SETTINGS, EMBEDDED, MODEL_HELP, EngineConfig
 from hotset.base.descriptors import raise_descriptor_limit
-from hotset.base.errors import ConfigError, HotsetError, MissingDependency
+from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.listeners import bound_socket, listening_address
 from hotset.base.sampling import SamplingParams
 from hotset.base.serve_config import ServeConfig
-from hotset.cli import evaluation
+from hotset.cli import cluster, evaluation
 from hotset.cli.benchmark import add_bench
 from hotset.cli.flags import (
-    CHAT_SETTINGS,
     SERVER_ONLY_SETTINGS,
     ApiKeyFile,
     CliCommand,
@@ -31,6 +29,7 @@ from hotset.cli.flags import (
     with_key_of_file,
 )
 from hotset.cli.local_engine import open_llm
+from hotset.cli.packages import check_packages
 from hotset.cli.plan import add_plan
 from hotset.cli.simulate import add_simulate
 from hotset.cli.terminal import (
@@ -48,16 +47,6 @@ from hotset.serve.router.config import RouterConfig
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-SERVE_PACKAGES = (
-    "aiohttp",
-    "fastapi",
-    "fastapi_swagger",
-    "prometheus_client",
-    "pydantic",
-    "starlette",
-    "uvicorn",
-    "yarl",
-)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 
 app = typer.Typer(
@@ -72,6 +61,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(evaluation.app, name="eval")
 add_bench(app)
 add_top(app)
@@ -183,7 +173,7 @@ def _serve_disaggregated(
     from hotset.cli.roles import EngineCounts, check_engines, role_engines
 
     engines = role_engines(EngineCounts.parse(counts), values, prefill_args, decode_args)
-    _check_serve_packages("server")
+    check_packages("server", "serve")
     check_engines(engines)
     with bound_socket(serve_config.host, serve_config.port) as listener:
         from hotset.cli.disaggregate import run
@@ -196,7 +186,7 @@ def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> s
     before processes are started and torch is imported."""
     from hotset.engine.model_checks import check_model
 
-    _check_serve_packages("server")
+    check_packages("server", "serve")
     check_model(engine_config)
     listener = bound_socket(serve_config.host, serve_config.port)
     try:
@@ -241,18 +231,11 @@ def router(
     urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
     allowed = {"allow_workers": tuple(allow_workers)} if allow_workers else {}
     config = RouterConfig(**config_values(RouterConfig, {**values, **urls, **allowed}))
-    _check_serve_packages("router")
+    check_packages("router", "serve")
     with bound_socket(config.host, config.port) as listener:
         from hotset.serve.router.server import run
 
         raise typer.Exit(run(config, listener))
-
-
-def _check_serve_packages(program: str) -> None:
-    """Raises MissingDependency, with the command to install it, if a package of the `serve` extra is missing."""
-    for package in SERVE_PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependency(f'the {program} needs {package}; run: pip install "hotset[serve]"')
 
 
 @app.command(

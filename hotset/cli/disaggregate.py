@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from hotset.base.child_process import ChildProcess
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import url_of
 from hotset.base.logs import log_to_stderr
 from hotset.base.serve_config import ServeConfig
-from hotset.base.settings import flag_name
+from hotset.base.settings import flag_words
 from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
-from hotset.cli.child_process import ChildProcess
 from hotset.cli.roles import RoleEngine
 from hotset.cli.shares import place_engines
 from hotset.cli.terminal import print_note
@@ -234,13 +234,7 @@ def router_arguments(serve: ServeConfig, prefill: Sequence[str], decode: Sequenc
 def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[str]:
     """Returns flags for the named fields whose values differ from their defaults."""
     changed = [s for s in fields(config) if s.name in names and getattr(config, s.name) != s.default]
-    return [word for s in changed for word in _flag(s.name, getattr(config, s.name))]
-
-
-def _flag(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return (f"--{'' if value else 'no-'}{flag_name(name)}",)
-    return (f"--{flag_name(name)}", str(value))
+    return [word for s in changed for word in flag_words(s.name, getattr(config, s.name))]
 
 
 def _answers(url: str) -> bool:

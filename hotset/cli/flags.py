@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, environment_defaults
+from hotset.base.config import CHAT_SETTINGS, EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, environment_defaults
 from hotset.base.errors import ConfigError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name, nearest
@@ -24,8 +24,6 @@ CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
 SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS, *EVENT_SETTINGS)
-# Settings that have no effect outside a chat.
-CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
 MAX_KEY_CHARACTERS = 4096
 EXIT_USAGE = 2  # the exit status of a wrong command line
 ApiKeyFile = Annotated[
@@ -39,7 +37,6 @@ BASICS = (
     "url",
     "prefill",
     "decode",
-    "workers_file",
     "host",
     "port",
     "api_key",
@@ -82,6 +79,7 @@ PANELS: Panels = {
         "ranks_per_gpu",
     ),
     "Prefill and decode workers": (
+        "workers_file",
         "role",
         "control",
         "advertise",

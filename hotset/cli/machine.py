@@ -80,7 +80,7 @@ OPTIONAL_PACKAGES = (
         ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "pip install mooncake-transfer-engine",
     ),
-    Package("ray", "planned", ("ray",), 'pip install "hotset[cluster]"'),
+    Package("ray", "several machines", ("ray",), 'pip install "hotset[cluster]"'),
 )
 
 

@@ -7,33 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotset.base.config import EngineConfig
+from hotset.base.config import COMMON_SETTINGS, EngineConfig
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
-from hotset.cli.flags import CHAT_SETTINGS, config_values, given_flags
+from hotset.cli.flags import config_values, given_flags
 from hotset.engine.model_checks import check_model, dtype_name
 from hotset.models.spec import ModelSpec
 
 MAX_ENGINES = 64
-# Settings of engines that must be the same for both roles, or that the command itself chooses for each engine.
-COMMON_SETTINGS = (
-    "model",
-    "tokenizer",
-    "dtype",
-    "load_format",
-    "kv_dtype",
-    "index_dtype",
-    "role",
-    "control",
-    "advertise",
-    "handoff_secret",
-    "transfer",
-    "transfer_interface",
-    "transfer_protocol",
-    *CHAT_SETTINGS,
-)
 
 
 @dataclass(frozen=True, slots=True)

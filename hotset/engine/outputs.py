@@ -163,3 +163,16 @@ class EngineStats:
     slot_lookups: Mapping[int, int] = field(default_factory=dict)  # layer that runs the indexer -> selected positions
     slot_misses: Mapping[int, int] = field(default_factory=dict)  # same layer -> positions that were in no slot
     requests_finished: Mapping[str, int] = field(default_factory=dict)  # finish reason -> count
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the KV memory that requests use, or that is in quarantine."""
+        # The host store has a page for every row; the device pool is its cache, and being full does not limit it.
+        if self.host_pages_total:
+            return self.host_pages_held / self.host_pages_total
+        return self.device_pages_held / max(1, self.device_pages_total)
+
+    @property
+    def tier_pressure(self) -> float:
+        """The share of the admitted requests that are tiered or parked, because the device has no room for them."""
+        return (self.tiered + self.parked) / max(1, self.running + self.parked)

@@ -30,6 +30,10 @@ TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
 GAUGES = {
     "running": ("hotset_requests_running", "Requests that are being prefilled or decoded."),
     "waiting": ("hotset_requests_waiting", "Requests in the queue that are not parked."),
+    "tokens_to_prefill": (
+        "hotset_tokens_waiting",
+        "Tokens of waiting, parked and prefilling requests that this engine has yet to compute.",
+    ),
     "resident": ("hotset_requests_resident", "Running requests with all KV rows on the device."),
     "tiered": ("hotset_requests_tiered", "Running requests with KV rows on the host and the hot ones on the device."),
     "parked": ("hotset_requests_parked", "Preempted requests with all KV rows on the host."),
@@ -37,6 +41,14 @@ GAUGES = {
     "device_pages_total": ("hotset_device_pages_total", "Total pages of the device pool."),
     "host_pages_held": ("hotset_host_pages_held", "Pages of the host store in use."),
     "host_pages_total": ("hotset_host_pages_total", "Total pages of the host store."),
+    "kv_usage": (
+        "hotset_kv_usage",
+        "Share of the KV memory in use, from 0 to 1: of the host store, or with --tiers off of the device pool.",
+    ),
+    "tier_pressure": (
+        "hotset_tier_pressure",
+        "Share of the admitted requests that are tiered or parked, from 0 to 1.",
+    ),
     "quarantined_pages": ("hotset_pages_quarantined", "Pages that a lost prefill worker may still write to."),
 }
 COUNTERS = {
@@ -198,8 +210,6 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
     for field, (name, help) in GAUGES.items():
         yield GaugeMetricFamily(name, help, value=getattr(stats, field))
     yield _host_pages(stats)
-    help = "Share of the KV memory in use, from 0 to 1: of the host store, or with --tiers off of the device pool."
-    yield GaugeMetricFamily("hotset_kv_usage", help, value=_kv_usage(stats))
     for field, (name, help) in COUNTERS.items():
         yield CounterMetricFamily(name, help, value=getattr(stats, field))
     for field, (name, help) in LAYER_COUNTERS.items():
@@ -231,13 +241,6 @@ def _host_pages(stats: EngineStats) -> Metric:
     family.add_metric(("used",), stats.host_pages_held - stats.host_pages_quarantined)
     family.add_metric(("quarantined",), stats.host_pages_quarantined)
     return family
-
-
-def _kv_usage(stats: EngineStats) -> float:
-    # The host store has a page for every row; the device pool is its cache, and being full does not limit it.
-    if stats.host_pages_total:
-        return stats.host_pages_held / stats.host_pages_total
-    return stats.device_pages_held / max(1, stats.device_pages_total)
 
 
 def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:

@@ -260,6 +260,8 @@ class WorkerState(BaseModel):
     degraded: str | None = Field(default=None, max_length=1024)  # why it cannot admit a request of the maximum length
     stored_tokens: int = Field(default=0, ge=0)  # tokens whose KV is in the host store, of requests and in the cache
     host_tokens: int = Field(default=0, ge=0)  # tokens for which the host store has room; 0 if unknown, or without one
+    kv_usage: float = Field(default=0.0, ge=0)  # share of the KV memory that requests use
+    tier_pressure: float = Field(default=0.0, ge=0)  # share of the admitted requests that are tiered or parked
     kv_events: list[KvEventsPorts] = Field(default=[], max_length=64)  # one entry for each data parallel rank
     # For the live page of a router.
     resident: int = Field(default=0, ge=0)  # running requests by tier

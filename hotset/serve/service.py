@@ -41,8 +41,10 @@ SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.na
 
 NOT_IN_FINGERPRINT = {"model", "tokenizer", "device", "role", "seed", "step_timeout"}
 NOT_IN_FINGERPRINT |= {*HANDOFF_SETTINGS, *EVENT_SETTINGS}
-# The numbers of EngineStats that the live page of a router shows.
-SHOWN_BY_ROUTER = (
+# The numbers of EngineStats that /handoff reports under the same names.
+REPORTED_STATS = (
+    "kv_usage",
+    "tier_pressure",
     "resident",
     "tiered",
     "parked",
@@ -235,7 +237,7 @@ class Service:
             ],
             stored_tokens=0 if hasher is None else (stats.host_pages_held + stats.host_pages_cached) * hasher.page_rows,
             host_tokens=0 if hasher is None else stats.host_pages_total * hasher.page_rows,
-            **{name: getattr(stats, name) for name in SHOWN_BY_ROUTER},
+            **{name: getattr(stats, name) for name in REPORTED_STATS},
         )
 
     @property

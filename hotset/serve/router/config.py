@@ -30,7 +30,7 @@ class RouterConfig:
     decode: tuple[str, ...] = setting((), "URLs of decode workers (hotset serve --role decode).")
     workers_file: str | None = setting(
         None,
-        "File with the URLs of all workers, which is read again whenever it changes, instead of --prefill and --decode: "
+        "File with the URLs of all workers, instead of --prefill and --decode. It is read again whenever it changes: "
         'a JSON object like {"prefill": ["http://host:port"], "decode": []}. Replace it by renaming a complete file.',
     )
     allow_workers: tuple[str, ...] = setting(

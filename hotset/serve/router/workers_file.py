@@ -21,8 +21,8 @@ logger = logging.getLogger("hotset.router")
 class WorkersFile(StrictModel):
     """The contents of the file: the URLs of the workers of each role."""
 
-    prefill: list[str] = []
-    decode: list[str] = []
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
 
 
 def read_workers(path: Path) -> dict[str, Role]:

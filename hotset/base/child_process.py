@@ -96,6 +96,10 @@ class ChildProcess:
             hurried.cancel()
         await asyncio.shield(self._readers)
 
+    def kill(self) -> None:
+        """Sends SIGKILL, without a drain."""
+        self._signal(signal.SIGKILL)
+
     def _signal(self, number: signal.Signals) -> None:
         if self.running:
             self._process.send_signal(number)
