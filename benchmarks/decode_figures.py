@@ -43,7 +43,7 @@ class Figure:
     def predicted(self) -> StepTime:
         import torch
 
-        from hotset.engine.loading import worker_kv_shape
+        from hotset.models.decoder import worker_kv_shape
         from hotset.models.spec import KvStorage
 
         spec, split = self.spec(), Split(dp_size=self.ranks)

@@ -26,7 +26,7 @@ from hotset.engine.decode_graphs import RunnerModel, captures_graphs
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import ModelLoader, choose_dtype, use_device, worker_kv_shape
+from hotset.engine.loading import ModelLoader, choose_dtype, use_device
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budget
@@ -41,6 +41,7 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME
+from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory

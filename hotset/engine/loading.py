@@ -13,14 +13,11 @@ from hotset.engine.model_checks import dtype_name, kv_storage
 from hotset.engine.sizing import device_memory
 from hotset.engine.start_plan import WorkerPlan, estimated_steps, usable_bytes
 from hotset.kernels.linear import packed
-from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
-from hotset.models.dsa import dsa_kv_shape
-from hotset.models.gqa import gqa_kv_shape
-from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
+from hotset.models.spec import ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import plan_weights
 
@@ -92,14 +89,6 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     dtype = getattr(torch, dtype_name(name, spec, device.type))
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def worker_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage, split: Split = WHOLE_MODEL) -> KvShape:
-    """Returns the shape of one worker's KV, by default of the whole model."""
-    stage = split.layer_range(spec.layers)
-    if isinstance(spec.attention, GqaSpec):
-        return gqa_kv_shape(len(stage), spec.attention, split, dtype)
-    return dsa_kv_shape(stage, spec.attention, dtype, stored)
 
 
 class ModelLoader:

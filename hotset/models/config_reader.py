@@ -5,11 +5,11 @@ refused here, by name, before any weight is read.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from hotset.models.config_fields import ConfigFields
-from hotset.models.spec import FP8_BLOCK, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from hotset.models.spec import FP8_BLOCK, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, MtpSpec, RopeSpec
 
 MAX_LAYERS = 1024
 MAX_PARTS = 1 << 16  # attention heads, or experts
@@ -44,6 +44,7 @@ class _DsaDefaults:
     topk_group: int
     interleaved_index_rope: bool
     shares_indexers: bool
+    carries_normed: bool  # `MtpSpec.carries_normed`
 
 
 GQA_DEFAULTS = {
@@ -62,6 +63,7 @@ DSA_DEFAULTS = {
         topk_group=4,
         interleaved_index_rope=False,
         shares_indexers=False,
+        carries_normed=False,
     ),
     "glm_moe_dsa": _DsaDefaults(
         context=202752,
@@ -74,14 +76,18 @@ DSA_DEFAULTS = {
         topk_group=1,
         interleaved_index_rope=True,
         shares_indexers=True,
+        carries_normed=True,
     ),
 }
 ARCHITECTURES = (*GQA_DEFAULTS, *DSA_DEFAULTS)
 
 
-def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelSpec:
+def read_spec(
+    config: Mapping[str, Any], generation: Mapping[str, Any], source: str, *, with_mtp: bool = False
+) -> ModelSpec:
     """Returns the model that `config` describes. Stop tokens in `generation` take precedence over those in `config`.
 
+    Unless `with_mtp`, the spec says that there is no MTP layer, so that none is loaded.
     Error messages start with `source`, the path of the file that `config` comes from, or with generation_config.json.
     Raises `CheckpointError`, with a message of one line, for fields that are missing, have the wrong type, or request a
     feature that Hotset does not implement.
@@ -94,7 +100,8 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: 
     fields.choice("hidden_act", "silu", ("silu",))
     read: Callable[[ConfigFields, ConfigFields, str], ModelSpec]
     read = _read_gqa if architecture in GQA_DEFAULTS else _read_dsa
-    return read(fields, ConfigFields(generation, "generation_config.json"), architecture)
+    spec = read(fields, ConfigFields(generation, "generation_config.json"), architecture)
+    return spec if with_mtp else replace(spec, mtp=None)
 
 
 def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str) -> ModelSpec:
@@ -182,6 +189,16 @@ def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         dtype=_read_dtype(fields),
         eos_ids=_read_eos(fields, generation, (1,)),
         fp8_weights=_read_fp8(fields),
+        mtp=_read_mtp(fields, defaults),
+    )
+
+
+def _read_mtp(fields: ConfigFields, defaults: _DsaDefaults) -> MtpSpec | None:
+    """Returns None unless there is exactly one MTP layer. No published model has more."""
+    if fields.count("num_nextn_predict_layers", 0, low=0) != 1:
+        return None
+    return MtpSpec(
+        carries_normed=defaults.carries_normed, shares_selection=fields.flag("index_share_for_mtp_iteration", False)
     )
 
 

@@ -1,49 +1,23 @@
 """The decoder: embedding, layers of attention and MLP, logits. A `Split` selects the part that one worker holds."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
-from hotset.kernels.rope import Rotation
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
-from hotset.models.dsa import DsaAttention, dsa_kv_shape
-from hotset.models.gqa import GqaAttention, gqa_kv_shape
-from hotset.models.layers import Embedding, LmHead, Mlp, Moe, RmsNorm, ShardLoader, feed_forward, pack_linears
+from hotset.models.decoder_layer import DecoderLayer, build_layer
+from hotset.models.dsa import dsa_kv_shape
+from hotset.models.gqa import gqa_kv_shape
+from hotset.models.layers import Embedding, LmHead, Moe, ShardLoader, pack_linears
+from hotset.models.mtp import MtpLayer, MtpOutput
 from hotset.models.rope import Rope
-from hotset.models.spec import AS_COMPUTED, GqaSpec, KvStorage, ModelSpec
+from hotset.models.spec import AS_COMPUTED, GqaSpec, KvStorage, MlaSpec, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split, check_data_parallel, check_tensor_parallel
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: RmsNorm
-    attention: GqaAttention | DsaAttention
-    post_attention_norm: RmsNorm
-    mlp: Mlp | Moe
-
-    def __call__(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        view: View,
-        selected: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes one layer. The residual stream is x + delta; the next norm computes that sum.
-
-        Returns the new x and delta [tokens, hidden], and the selected positions, which the next layers of the index
-        group reuse (None in a GQA model).
-        """
-        x, normed = (x, self.input_norm(x)) if delta is None else self.input_norm.add_then_norm(x, delta)
-        attended, selected = self.attention(normed, rotation, view, selected)
-        x, normed = self.post_attention_norm.add_then_norm(x, attended)
-        return x, self.mlp(normed, view.padded_seats), selected
 
 
 class Decoder:
@@ -84,15 +58,21 @@ class Decoder:
         skipping = ShardLoader(SkippedWeights(weights), split, collectives)
         stage = split.layer_range(spec.layers)
         self.first, self.last = stage.start == 0, stage.stop == spec.layers
-        self._layers: list[_Layer] = []
+        self._layers: list[DecoderLayer] = []
         for layer in range(spec.layers):
-            built = _build_layer(loader if layer in stage else skipping, layer, layer - stage.start, spec)
+            built = build_layer(loader if layer in stage else skipping, layer, layer - stage.start, spec)
             if layer in stage:
                 self._layers.append(built)
-        embedding = Embedding(loader if self.first else skipping, spec)
-        tied = embedding.weight if self.first and spec.tied_embeddings else None
+        drafts = self.last and spec.mtp is not None
+        embeds = self.first or drafts
+        embedding = Embedding(loader if embeds else skipping, spec)
+        tied = embedding.weight if embeds and spec.tied_embeddings else None
         head = LmHead(loader if self.last else skipping, spec, tied)
-        self._embedding, self._head = embedding if self.first else None, head if self.last else None
+        self._embedding, self._head = embedding if embeds else None, head if self.last else None
+        self._mtp: MtpLayer | None = None
+        if spec.mtp is not None:
+            mtp = MtpLayer(loader if drafts else skipping, len(stage), spec, spec.mtp)
+            self._mtp = mtp if drafts else None
         like = self._layers[0].input_norm.weight
         self.dtype, self.device = like.dtype, like.device
         self._rope = Rope(spec.rope, like.dtype, like.device)
@@ -102,17 +82,14 @@ class Decoder:
     @property
     def kv_shape(self) -> KvShape:
         """The shape of this worker's KV: its layers, numbered from 0, and its KV heads."""
-        attention, stage = self.spec.attention, self._split.layer_range(self.spec.layers)
-        if isinstance(attention, GqaSpec):
-            return gqa_kv_shape(len(stage), attention, self._split, self.dtype)
-        return dsa_kv_shape(stage, attention, self.dtype, self._storage)
+        return worker_kv_shape(self.spec, self.dtype, self._storage, self._split)
 
     def forward(self, token_ids: Tensor, view: View) -> Tensor:
         """Returns the residual stream [tokens, hidden] after the last layer, for `logits`."""
         return self.run_layers(self.embed(token_ids), view)
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [tokens] int64 -> [tokens, hidden]
-        assert self._embedding is not None, "only the first stage holds the embedding"
+        assert self._embedding is not None, "this stage does not hold the embedding"
         return self._embedding(token_ids)
 
     def run_layers(self, x: Tensor, view: View) -> Tensor:
@@ -135,6 +112,26 @@ class Decoder:
         self.on_layer()
         return logits
 
+    def mtp_input(self, x: Tensor) -> Tensor:
+        """Returns the hidden states that the first iteration of the MTP layer gets, of the residual stream `x` after
+        the last layer: they are normed."""
+        assert self._head is not None, "only the last stage holds the last norm"
+        return self._head.norm(x)
+
+    def run_mtp(
+        self, token_ids: Tensor, hidden: Tensor, view: View, selected: Tensor | None = None
+    ) -> MtpOutput:  # token_ids [tokens] int64, hidden [tokens, hidden]
+        """Computes one iteration of the MTP layer. The token at position p of a context comes with `hidden` of
+        position p, and its token id is that of position p + 1. `selected` are the positions that the first iteration
+        selected for these requests; None in the first iteration."""
+        assert self._mtp is not None, "the model has no MTP layer"
+        return self._mtp(self.embed(token_ids), hidden, self._rope.at(view.segments.positions), view, selected)
+
+    def mtp_logits(self, normed: Tensor) -> Tensor:
+        """Returns the logits [n, vocab] of the tokens at position p + 2, from rows of `MtpOutput.normed`."""
+        assert self._head is not None, "only the last stage holds the LM head"
+        return self._head.logits(normed)
+
     def idle_moe_step(self) -> None:
         """Data parallel: runs this rank's experts in a step in which only other ranks have tokens."""
         if self._split.dp_size <= 1:
@@ -146,17 +143,12 @@ class Decoder:
             self.on_layer()
 
 
-def _build_layer(loader: ShardLoader, layer: int, local_layer: int, spec: ModelSpec) -> _Layer:
-    """Builds layer `layer` of the whole model, which this worker's views number `local_layer`."""
-
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(loader.weights.load(f"model.layers.{layer}.{name}.weight", (spec.hidden,)), spec.norm_eps)
-
-    input_norm = norm("input_layernorm")
-    like = input_norm.weight
-    attention: GqaAttention | DsaAttention
+def worker_kv_shape(spec: ModelSpec, dtype: torch.dtype, storage: KvStorage, split: Split = WHOLE_MODEL) -> KvShape:
+    """Returns the shape of one worker's KV, by default of the whole model. The MTP layer is the last layer of it."""
+    stage = split.layer_range(spec.layers)
     if isinstance(spec.attention, GqaSpec):
-        attention = GqaAttention(loader, layer, local_layer, spec, spec.attention, like)
-    else:
-        attention = DsaAttention(loader, layer, local_layer, spec, spec.attention, like)
-    return _Layer(input_norm, attention, norm("post_attention_layernorm"), feed_forward(loader, layer, spec, like))
+        return gqa_kv_shape(len(stage), spec.attention, split, dtype)
+    if spec.mtp is not None and stage.stop == spec.layers:
+        stage, spec = range(stage.start, spec.layers + 1), spec.with_mtp_layer
+    assert isinstance(spec.attention, MlaSpec)
+    return dsa_kv_shape(stage, spec.attention, dtype, storage)

@@ -120,8 +120,11 @@ class DsaAttention:
         # On a GPU, with so many heads, converting fp8 rows for every token again takes a third of attention's time.
         self._decodes_contexts = like.is_cuda and len(heads) >= MIN_HEADS_TO_DECODE
 
-    def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer."""
+    def __call__(
+        self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None, *, selects: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer, or if not
+        `selects`."""
         spec = self._spec
         q_down, *index_key, kv_down = self._down(x).split(self._down_sizes, dim=1)
         q_up, *index_query = self._up(self._q_norm(q_down)).split(self._up_sizes, dim=1)
@@ -130,7 +133,7 @@ class DsaAttention:
         mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
 
         positions = previous
-        if self._indexer is not None:
+        if self._indexer is not None and selects:
             positions = self._indexer(x, index_query[0], index_key[0], rotation, view)
         assert positions is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
         selected = view.select(self._layer, positions)

@@ -258,15 +258,19 @@ class LmHead:
 
     def __init__(self, loader: ShardLoader, spec: ModelSpec, tied: Tensor | None) -> None:
         """`tied` is the embedding's weight if the LM head shares it and this worker has already loaded it."""
-        self._norm = RmsNorm(loader.weights.load("model.norm.weight", (spec.hidden,)), spec.norm_eps)
+        self.norm = RmsNorm(loader.weights.load("model.norm.weight", (spec.hidden,)), spec.norm_eps)
         name = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
         self._product = Linear(_vocabulary_shard(loader, name, spec) if tied is None else tied)
         self._collectives = loader.tp_collectives
         self._vocab = spec.vocab
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, hidden] -> [tokens, vocab], accumulation dtype
-        logits = self._collectives.all_gather_columns(self._product(self._norm(x)))
-        return logits[:, : self._vocab].to(accumulation_dtype(x.dtype))
+        return self.logits(self.norm(x))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Returns the logits of hidden states to which a norm was already applied."""
+        logits = self._collectives.all_gather_columns(self._product(normed))
+        return logits[:, : self._vocab].to(accumulation_dtype(normed.dtype))
 
 
 def _vocabulary_shard(loader: ShardLoader, name: str, spec: ModelSpec) -> Tensor:

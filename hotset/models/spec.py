@@ -1,6 +1,6 @@
 """The values that describe a model. Readers (config.json, GGUF) produce a `ModelSpec`; decoders consume it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FP8_BLOCK = 128  # an fp8 weight has one scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs
@@ -78,6 +78,14 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """How the layer for multi-token prediction (MTP), which follows the last layer, drafts several tokens."""
+
+    carries_normed: bool  # the next iteration gets the hidden state after the last norm (GLM), else before (DeepSeek)
+    shares_selection: bool  # later iterations attend to the positions that the first one selected
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One causal language model, as its configuration describes it."""
 
@@ -96,6 +104,20 @@ class ModelSpec:
     dtype: str  # the checkpoint's dtype: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
     fp8_weights: bool = False  # whether matrices are stored in fp8, in blocks, and stay so in memory
+    mtp: MtpSpec | None = None  # None: there is no MTP layer, or it is not loaded
+
+    @property
+    def with_mtp_layer(self) -> "ModelSpec":
+        """This model with the MTP layer as its last layer, which has an indexer, and experts if any layer has them."""
+        number, attention, moe = self.layers, self.attention, self.moe
+        assert isinstance(attention, MlaSpec) and self.mtp is not None, "the model has no MTP layer"
+        index = replace(attention.index, full_layers=(*attention.index.full_layers, number))
+        return replace(
+            self,
+            layers=number + 1,
+            attention=replace(attention, index=index),
+            moe=None if moe is None else replace(moe, layers=(*moe.layers, number)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

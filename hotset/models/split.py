@@ -176,10 +176,12 @@ def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
     """Returns the bounds with the fewest weights in the heaviest stage and, among these, the least sum of squares."""
     weights_before = [0, *accumulate(layer_weights(spec))]  # the weights of all layers before each layer
     vocabulary_weights = spec.vocab * spec.hidden  # of the embedding, and of the LM head
+    mtp_weights = 0 if spec.mtp is None else layer_weights(spec.with_mtp_layer)[-1] + 2 * spec.hidden**2
 
     def weights_of(stage: int, first: int, last: int) -> int:
         vocabulary_matrices = (stage == 0) + (stage == stages - 1)
-        return weights_before[last] - weights_before[first] + vocabulary_matrices * vocabulary_weights
+        of_mtp = mtp_weights if stage == stages - 1 else 0
+        return weights_before[last] - weights_before[first] + vocabulary_matrices * vocabulary_weights + of_mtp
 
     bounds = (*starts, spec.layers)
     lightest = _cheapest(bounds, stages, weights_of, max)

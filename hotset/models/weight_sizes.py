@@ -32,8 +32,10 @@ def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
     layers = split.layer_range(spec.layers)
     counts = _vocabulary(spec, split, first=layers.start == 0, last=layers.stop == spec.layers)
     for layer in layers:
-        norms = _Counts(plain=2 * spec.hidden)
-        counts += _attention(spec, split, layer) + _feed_forward(spec, split, layer) + norms
+        counts += _layer(spec, split, layer)
+    if spec.mtp is not None and layers.stop == spec.layers:
+        glue = _Counts(matrices=2 * spec.hidden**2, plain=3 * spec.hidden)  # the projection, and norms
+        counts += _layer(spec.with_mtp_layer, split, spec.layers) + glue
     matrices = round(counts.matrices * _matrix_bytes(spec, dtype_bytes))
     return matrices + counts.plain * dtype_bytes + counts.fp32 * max(4, dtype_bytes)
 
@@ -58,8 +60,14 @@ def _matrix_bytes(spec: ModelSpec, dtype_bytes: int) -> float:
     return FP8_BYTES if spec.fp8_weights else dtype_bytes
 
 
+def _layer(spec: ModelSpec, split: Split, layer: int) -> _Counts:
+    norms = _Counts(plain=2 * spec.hidden)
+    return _attention(spec, split, layer) + _feed_forward(spec, split, layer) + norms
+
+
 def _vocabulary(spec: ModelSpec, split: Split, *, first: bool, last: bool) -> _Counts:
-    matrices = 1 if first and last and spec.tied_embeddings else first + last
+    embeds = first or (last and spec.mtp is not None)
+    matrices = 1 if embeds and last and spec.tied_embeddings else embeds + last
     norm = spec.hidden if last else 0
     return _Counts(plain=matrices * split.vocabulary_shard_size(spec.vocab) * spec.hidden + norm)
 

@@ -8,12 +8,13 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, DeviceMemory
 from hotset.base.units import GIB, show_bytes
-from hotset.engine.loading import choose_dtype, worker_kv_shape
+from hotset.engine.loading import choose_dtype
 from hotset.engine.model_checks import context_length, kv_storage, model_splits
 from hotset.engine.sizing import KvBudget, shared_budget, store_writer
 from hotset.engine.start_plan import WorkerPlan, estimated_steps, planned_memories, usable_bytes
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.decoder import worker_kv_shape
 from hotset.models.split import Split
 from hotset.models.weight_plan import WeightPlan, plan_weights
 from hotset.models.weight_sizes import worker_weight_bytes

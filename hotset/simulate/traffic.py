@@ -18,9 +18,10 @@ from hotset.bench.workload import TRACE_BLOCK_TOKENS, TraceEntry
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import Choice
-from hotset.engine.loading import choose_dtype, worker_kv_shape
+from hotset.engine.loading import choose_dtype
 from hotset.engine.model_checks import kv_storage
 from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.decoder import worker_kv_shape
 from hotset.plan.capacity import Capacity, plan_capacity
 from hotset.plan.gpus import Machine
 from hotset.plan.planner import make_plan, rank_costs

@@ -19,7 +19,6 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.loading import worker_kv_shape
 from hotset.engine.model_checks import kv_storage, model_splits
 from hotset.engine.progress import Progress
 from hotset.engine.sizing import device_memory, shared_budget
@@ -30,7 +29,7 @@ from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.collectives import SINGLE_RANK, Collectives
-from hotset.models.decoder import Decoder
+from hotset.models.decoder import Decoder, worker_kv_shape
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 from hotset.models.weight_plan import plan_weights

@@ -18,7 +18,6 @@ from tokenizers import models, pre_tokenizers
 from hotset.base.config import EngineConfig
 from hotset.base.errors import RequestError, StartupError
 from hotset.engine.frontend import load_frontend
-from hotset.engine.loading import worker_kv_shape
 from hotset.engine.model_checks import check_weights_fit
 from hotset.models import gguf_tokenizer, tokenizer_probe
 from hotset.models import tokenizer as tokenizer_module
@@ -26,6 +25,7 @@ from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.config_reader import ARCHITECTURES, read_spec
+from hotset.models.decoder import worker_kv_shape
 from hotset.models.rope import Rope, softmax_gain
 from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotset.engine.loading import worker_kv_shape
+from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import AS_COMPUTED, KvStorage
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_sizes import embedding_bytes, routed_expert_bytes, worker_weight_bytes

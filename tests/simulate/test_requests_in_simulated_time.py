@@ -20,8 +20,8 @@ from hotset.base.host_memory import host_memory
 from hotset.bench.workload import read_trace
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
-from hotset.engine.loading import worker_kv_shape
 from hotset.engine.workers.executor import Step, StepFuture
+from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import KvStorage
 from hotset.models.split import Split
 from hotset.plan.capacity import plan_capacity

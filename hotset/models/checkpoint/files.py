@@ -47,11 +47,12 @@ class ModelFiles:
         return digest.hexdigest()[:16]
 
 
-def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto") -> ModelFiles:
+def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto", *, with_mtp: bool = False) -> ModelFiles:
     """Finds the files of `model`: a directory, a `.gguf` file, the word 'embedded', or the name of a hub's model that
     was downloaded.
 
-    With `weight_dtype="bfloat16"`, the spec says that no weight stays in fp8. Reads only configuration and metadata.
+    With `weight_dtype="bfloat16"`, the spec says that no weight stays in fp8. For `with_mtp`, see `read_spec`.
+    Reads only configuration and metadata.
     Raises `CheckpointError` if the model does not exist, is damaged or is not supported, and `MissingDependency` if the
     embedded model is not installed.
     """
@@ -68,7 +69,7 @@ def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto") -
         contained = ", ".join(str(model) for model in models_in(path)[:MAX_LISTED])
         raise CheckpointError(f"{path} holds no config.json" + (f"; it contains {contained}" if contained else ""))
     generation = read_optional_json(path / "generation_config.json")
-    spec = read_spec(read_json(config_path), generation, str(config_path))
+    spec = read_spec(read_json(config_path), generation, str(config_path), with_mtp=with_mtp)
     return ModelFiles(path, replace(spec, fp8_weights=spec.fp8_weights and weight_dtype == "auto"), generation)
 
 

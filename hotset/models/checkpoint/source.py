@@ -201,14 +201,16 @@ def check_shape(file: str, name: str, found: tuple[int, ...], expected: tuple[in
 def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> None:
     """Raises `CheckpointError` if `unused` contains tensors that do not belong to the model.
 
-    Layers beyond the model's last layer are reported in one log line. Three kinds of tensor are ignored: rotary
-    frequencies, which are computed; the LM head of tied embeddings; and the indexer of a layer that reuses another
-    layer's selection.
+    Layers beyond the model's last layer are reported in one log line. Four kinds of tensor are ignored: rotary
+    frequencies, which are computed; the LM head of tied embeddings; the indexer of a layer that reuses another layer's
+    selection; and the copies of embedding and LM head that belong to an MTP layer.
     """
     extra_layers: set[int] = set()
     foreign: list[str] = []
     for name in unused:
         layer = _LAYER.match(name)
+        if spec.mtp is not None and name.startswith(_mtp_copies(spec)):
+            continue
         if layer is not None and int(layer[1]) >= spec.layers:
             extra_layers.add(int(layer[1]))
         elif not (name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_unused_indexer(name, spec)):
@@ -221,6 +223,10 @@ def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> N
     if extra_layers:
         listed = ", ".join(str(layer) for layer in sorted(extra_layers))
         LOGGER.warning("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)
+
+
+def _mtp_copies(spec: ModelSpec) -> tuple[str, ...]:
+    return tuple(f"model.layers.{spec.layers}.{name}.weight" for name in ("embed_tokens", "shared_head.head"))
 
 
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:

@@ -1,0 +1,67 @@
+"""The layer for multi-token prediction (MTP, "nextn") of DeepSeek-V3.2 and GLM-5, which drafts tokens.
+
+docs/mtp.md describes the layer, with sources.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotset.kernels.linear import Linear
+from hotset.kernels.rope import Rotation
+from hotset.memory.view import View
+from hotset.models.decoder_layer import build_layer
+from hotset.models.dsa import DsaAttention
+from hotset.models.layers import RmsNorm, ShardLoader
+from hotset.models.spec import ModelSpec, MtpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MtpOutput:
+    """What one iteration computed for each of its tokens."""
+
+    carried: Tensor  # [tokens, hidden]: the hidden states for the next iteration
+    normed: Tensor  # [tokens, hidden]: the hidden states for the LM head
+    selected: Tensor  # [tokens, topk] int64, EMPTY-padded: the positions to which attention was given
+
+
+class MtpLayer:
+    """Predicts the token at position p + 2 from the hidden state of position p and the token at position p + 1.
+
+    The two are normed, concatenated and projected to one hidden state, which passes through a decoder layer with rows
+    and index keys of its own at position p. Embedding and LM head are the model's.
+    """
+
+    def __init__(self, loader: ShardLoader, local_layer: int, spec: ModelSpec, mtp: MtpSpec) -> None:
+        """Loads the layer, which views number `local_layer`."""
+        prefix = f"model.layers.{spec.layers}"
+
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(loader.weights.load(f"{prefix}.{name}.weight", (spec.hidden,)), spec.norm_eps)
+
+        self._mtp = mtp
+        self._token_norm, self._hidden_norm = norm("enorm"), norm("hnorm")
+        self._projection = Linear(
+            loader.weights.load_weight(f"{prefix}.eh_proj.weight", (spec.hidden, 2 * spec.hidden))
+        )
+        self._layer = build_layer(loader, spec.layers, local_layer, spec.with_mtp_layer)
+        self._norm = norm("shared_head.norm")
+
+    def __call__(
+        self,
+        embedded: Tensor,  # [tokens, hidden]
+        hidden: Tensor,  # [tokens, hidden]
+        rotation: Rotation,
+        view: View,
+        selected: Tensor | None,
+    ) -> MtpOutput:
+        """Computes one iteration. `selected` are the positions of the first one; None in the first one."""
+        layer = self._layer
+        assert isinstance(layer.attention, DsaAttention)
+        x = self._projection(torch.cat((self._token_norm(embedded), self._hidden_norm(hidden)), dim=1))
+        selects = selected is None or not self._mtp.shares_selection
+        attended, selected = layer.attention(layer.input_norm(x), rotation, view, selected, selects=selects)
+        x, normed = layer.post_attention_norm.add_then_norm(x, attended)
+        x, normed = self._norm.add_then_norm(x, layer.mlp(normed, view.padded_seats))
+        return MtpOutput(normed if self._mtp.carries_normed else x, normed, selected)
