@@ -54,16 +54,18 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         """Releases pages. Each must be held: releasing a page twice raises InternalError."""
-        for page in sorted(pages):
-            if not self._held[page]:
-                raise InternalError(f"page {page} was released while it was free")
-            self._held[page] = 0
-            first, length = page, 1
-            if page in self._first_before:
-                first = self._first_before[page]
-                length += self._drop_run(first)
-            if page + 1 in self._length_at:
-                length += self._drop_run(page + 1)
+        runs: list[tuple[int, int]] = []
+        extend_runs(runs, sorted(pages))
+        for first, length in runs:
+            if self._held.count(1, first, first + length) < length:
+                free = next(page for page in range(first, first + length) if not self._held[page])
+                raise InternalError(f"page {free} was released while it was free")
+            self._held[first : first + length] = bytes(length)
+            if first in self._first_before:
+                before = self._first_before[first]
+                first, length = before, length + self._drop_run(before)
+            if first + length in self._length_at:
+                length += self._drop_run(first + length)
             self._add_run(first, length)
 
     def audit(self) -> None:
@@ -79,10 +81,8 @@ class PageAllocator:
         length = self._drop_run(first)
         if count < length:
             self._add_run(first + count, length - count)
-        pages = list(range(first, first + count))
-        for page in pages:
-            self._held[page] = 1
-        return pages
+        self._held[first : first + count] = b"\1" * count
+        return list(range(first, first + count))
 
     def _add_run(self, first: int, length: int) -> None:
         self._length_at[first] = length

@@ -84,7 +84,7 @@ class RankCosts:
     """The costs of one worker. Its requests are those of its replica; a pipeline stage computes its own layers."""
 
     def __init__(self, spec: ModelSpec, split: Split, shape: KvShape, gpu: Gpu, slots: int, dtype_bytes: int) -> None:
-        self._spec, self._split, self._shape, self._gpu, self._slots = spec, split, shape, gpu, slots
+        self._spec, self._split, self._shape, self._gpu = spec, split, shape, gpu
         rates = COEFFICIENTS
         self._copy = gpu.tb_per_s * 1e12 * rates.copy_share
         self._bus = gpu.bus_gb_per_s * 1e9 * rates.bus_share
@@ -97,6 +97,13 @@ class RankCosts:
         self._dense = (
             worker_weight_bytes(spec, split, dtype_bytes) - embedding_bytes(spec, split, dtype_bytes) - self._experts
         )
+        layers = split.layer_range(spec.layers)
+        self._collectives = 0 if split.size == 1 else 2 * len(layers)  # of one step
+        if split.dp_size > 1:
+            self._collectives = 2 * len(set(layers) & set(spec.moe.layers)) if spec.moe else 0
+        self._miss_rate = miss_rate(slots / shape.topk) if slots else 0.0
+        self._row_bytes, self._key_bytes = shape.row.row_bytes, shape.key.row_bytes if shape.key else 0
+        self._prefills: dict[tuple[int, int], tuple[float, float]] = {}
 
     def decode(self, requests: int, context: float, tiered: int = 0) -> StepTime:
         """Returns the time of a step in which `requests` requests decode one token each, `tiered` of them tiered.
@@ -107,16 +114,15 @@ class RankCosts:
         weights_s = (self._dense + self._experts * self._used_experts(requests)) / self._copy
         links_s = self._links_seconds(requests)
         if isinstance(attention, GqaSpec):
-            rows = requests * context * shape.row.row_bytes * shape.layers
+            rows = requests * context * self._row_bytes * shape.layers
             layers_s = shape.layers * rates.gqa_layer_us * 1e-6
             return StepTime(weights_s, 0.0, rows / self._copy, layers_s, 0.0, links_s, 0.0, 0.0, 0.0)
-        assert shape.key is not None
-        keys = requests * context * shape.key.row_bytes * shape.groups
+        keys = requests * context * self._key_bytes * shape.groups
         selected = min(context, shape.topk)
         heads = len(self._split.tp_shard(attention.heads))
         products = 2 * requests * shape.layers * selected * heads * (2 * attention.kv_lora_rank + attention.rope_dim)
-        missed_rows = tiered * shape.layers * selected * miss_rate(self._slots / shape.topk) if tiered else 0.0
-        bus_s = missed_rows * shape.row.row_bytes / self._bus
+        missed_rows = tiered * shape.layers * selected * self._miss_rate
+        bus_s = missed_rows * self._row_bytes / self._bus
         selecting = shape.groups / shape.layers
         return StepTime(
             weights_s=weights_s,
@@ -126,7 +132,7 @@ class RankCosts:
             swap_s=bus_s * (rates.swap_first * selecting + rates.swap_shared * (1 - selecting)),
             links_s=links_s,
             missed_rows=missed_rows,
-            swap_bytes=missed_rows * shape.row.row_bytes,
+            swap_bytes=missed_rows * self._row_bytes,
             bus_s=bus_s,
         )
 
@@ -136,11 +142,14 @@ class RankCosts:
         The experts of this rank receive tokens of all data parallel ranks: by default as many from each as this rank
         has, else the share `expert_share` of that.
         """
-        seconds = 0.0
-        for product in prefill_products(self._spec, self._split, first, last):
-            share = expert_share if product.name == ROUTED else 1.0
-            seconds += share * product.flops / self._flops[product.kind]
-        return COEFFICIENTS.prefill * seconds
+        known = self._prefills.get((first, last))
+        if known is None:
+            products = prefill_products(self._spec, self._split, first, last)
+            seconds = {product.name: product.flops / self._flops[product.kind] for product in products}
+            routed = seconds.pop(ROUTED, 0.0)
+            self._prefills[first, last] = known = sum(seconds.values()), routed
+        others, routed = known
+        return COEFFICIENTS.prefill * (others + expert_share * routed)
 
     def _used_experts(self, requests: int) -> float:
         """Returns the expected share of this rank's experts that a step uses, if routing is even."""
@@ -151,16 +160,8 @@ class RankCosts:
 
     def _links_seconds(self, requests: int) -> float:
         """Returns the time of all-reduces (tensor parallel), or of gathers and scatters for experts (data parallel)."""
-        ranks, spec = self._split.size, self._spec
-        if ranks == 1 or (self._split.dp_size > 1 and spec.moe is None):
-            return 0.0
-        layers = self._split.layer_range(spec.layers)
-        token_bytes = spec.hidden * 2
-        if self._split.dp_size > 1:
-            assert spec.moe is not None
-            collectives = 2 * len(set(layers) & set(spec.moe.layers))
-            nbytes = float(collectives * requests * token_bytes * (ranks - 1))
-        else:
-            collectives = 2 * len(layers)
-            nbytes = collectives * requests * token_bytes * 2 * (ranks - 1) / ranks
-        return nbytes / (self._gpu.link_gb_per_s * 1e9) + collectives * COEFFICIENTS.collective_us * 1e-6
+        ranks = self._split.size
+        nbytes = self._collectives * requests * self._spec.hidden * 2 * (ranks - 1.0)
+        if self._split.dp_size == 1:
+            nbytes *= 2 / ranks
+        return nbytes / (self._gpu.link_gb_per_s * 1e9) + self._collectives * COEFFICIENTS.collective_us * 1e-6

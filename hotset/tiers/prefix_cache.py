@@ -9,7 +9,7 @@ In the order of eviction, every page therefore comes after all pages that contin
 the end of a prefix before its beginning.
 """
 
-from array import array
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from hotset.memory.pages import PageAllocator
 # (benchmarks/prefix_trace.py), runs of allocated pages are 2 times as long as if only needed pages were evicted, and
 # at most 1 % of the hits are lost.
 EVICTED_SHARE = 64
+TOKEN_BYTES = 8  # of a token id that is hashed
 
 
 class PageHasher:
@@ -36,8 +37,10 @@ class PageHasher:
         if max_pages is not None:
             pages = min(pages, known + max_pages)
         parent = hashes[-1] if hashes else self.root(salt)
-        for first in range(known * page_rows, pages * page_rows, page_rows):
-            parent = sha256(parent + array("q", tokens[first : first + page_rows]).tobytes()).digest()
+        unhashed = tokens[known * page_rows : pages * page_rows]
+        packed, page_bytes = struct.pack(f"{len(unhashed)}q", *unhashed), page_rows * TOKEN_BYTES
+        for first in range(0, len(packed), page_bytes):
+            parent = sha256(parent + packed[first : first + page_bytes]).digest()
             hashes.append(parent)
 
     def root(self, salt: str) -> bytes:
@@ -142,11 +145,10 @@ class PrefixCache(PageAllocator):
         page_rows = len(token_ids) // len(hashes)
         parent = used[-1].page_hash if used else None
         first = 0  # pages [first, number) are new
-        for number, page_hash in enumerate(hashes):
-            cached = self._cached.get(page_hash)
-            if cached is None:
-                self._cached[page_hash] = cached = CachedPage(pages[number], page_hash)
-            else:
+        for number, (page, page_hash) in enumerate(zip(pages, hashes, strict=True)):
+            own = CachedPage(page, page_hash)
+            cached = self._cached.setdefault(page_hash, own)
+            if cached is not own:
                 self.use([cached])
                 self._announce(parent, hashes[first:number], token_ids[first * page_rows : number * page_rows], salt)
                 parent, first = page_hash, number + 1
