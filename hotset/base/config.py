@@ -154,6 +154,17 @@ class EngineConfig:
         "pipeline stage.",
         minimum=1,
     )
+    speculate: int = setting(
+        0,
+        "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token. "
+        "Needs --speculate-by. With more requests, fewer tokens are drafted.",
+        minimum=0,
+    )
+    speculate_by: Literal["lookup"] | None = setting(
+        None,
+        "How tokens are drafted. 'lookup': as they follow the newest tokens elsewhere in the prompt or answer.",
+        choices=("lookup",),
+    )
     step_timeout: float = setting(
         60.0,
         "Time without a sign of life after which a process of the engine counts as stopped, in seconds. A step that "
@@ -283,6 +294,8 @@ class EngineConfig:
         self._check_workers()
         self._check_gpus()
         self._check_events()
+        if self.speculate_by is not None and self.speculate == 0:
+            raise ConfigError(f"--speculate-by {self.speculate_by} needs --speculate N, the number of tokens to draft")
         if self.role == "prefill" and self.tiers == "off":
             raise ConfigError(
                 "--role prefill sends KV from the host store, which --tiers off disables; leave --tiers out"

@@ -67,6 +67,8 @@ PANELS: Panels = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "plans_in_flight",
+        "speculate",
+        "speculate_by",
         "cuda_graphs",
         "step_timeout",
     ),

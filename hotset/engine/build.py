@@ -43,6 +43,7 @@ from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.schedule.drafts import LookupDrafter
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
@@ -348,6 +349,8 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
         stages=config.pipeline_parallel_size,
         hasher=card.page_hasher,
         extend_locally=config.extend_locally,
+        drafter=LookupDrafter() if config.speculate_by == "lookup" else None,
+        max_drafts=config.speculate,
     )
     return Replica(scheduler, ledger)
 

@@ -7,7 +7,7 @@ forward pass needs the tokens of all seats, so the other seats of the step lose 
 do not wait.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,9 +18,10 @@ from hotset.base.errors import RequestError
 from hotset.base.sampling import PromptSpec
 from hotset.base.structure import Structure
 from hotset.grammar.compiler import GrammarCompiler
-from hotset.grammar.matcher import Matcher, StructureFailed
+from hotset.grammar.matcher import Bits, Matcher, StructureFailed
 from hotset.kernels.device_copies import list_to_device, to_device
 from hotset.models.sampler import TokenMasks
+from hotset.schedule.plan import NO_DRAFT
 
 
 class TokenSource(Protocol):
@@ -30,11 +31,28 @@ class TokenSource(Protocol):
         """Returns a sampled token. Waits until it is known, but not for later steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Tokens that a step samples for one seat: the one with this index, and those that follow accepted drafts."""
+
+    step: TokenSource
+    index: int
+    drafts: Sequence[int]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the tokens that are kept. Waits until they are known."""
+        for index, draft in enumerate((*self.drafts, NO_DRAFT), self.index):
+            token = self.step.token_id(index)
+            yield token
+            if token != draft:
+                return
+
+
 @dataclass(slots=True)
 class _Seat:
     structure: Structure
     matcher: Future[Matcher]
-    newest: tuple[TokenSource, int] | None = None  # the sampled token that the matcher has not accepted yet
+    newest: "_Sampled | None" = None  # the sampled tokens that the matcher has not accepted yet
     failure: str | None = None
 
 
@@ -47,6 +65,21 @@ class SeatMasks:
 
 
 UNCONSTRAINED = SeatMasks()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The sampled tokens of one seat: the one with this index, and one more for each of the drafts."""
+
+    seat: int
+    index: int
+    drafts: Sequence[int]
+
+
+def _runs(seats: Sequence[int], followed: Sequence[int]) -> Iterator[_Run]:
+    firsts = [index for index, draft in enumerate(followed) if draft == NO_DRAFT]
+    for first, last in zip(firsts, (*firsts[1:], len(followed)), strict=True):
+        yield _Run(seats[first], first, followed[first + 1 : last])
 
 
 class Constraints:
@@ -74,36 +107,67 @@ class Constraints:
         matcher = self._thread.submit(_matcher_after, compiler, structure, prompt.stop_ids, answer)
         self._seats[seat] = _Seat(structure, matcher)
 
-    def masks(self, seats: Sequence[int]) -> SeatMasks:
-        """Returns the masks for the next tokens of these seats. Waits for the newest tokens of constrained seats."""
-        constrained = [(index, self._seats[seat]) for index, seat in enumerate(seats) if seat in self._seats]
+    def masks(self, seats: Sequence[int], followed: Sequence[int]) -> SeatMasks:
+        """Returns the masks for the next tokens of these seats. Waits for the newest tokens of constrained seats.
+
+        `followed[i]` is the draft before token i, or NO_DRAFT if a final token is before it.
+        """
+        constrained = [run for run in _runs(seats, followed) if run.seat in self._seats] if self._seats else []
         if not constrained:
             return UNCONSTRAINED
         failures: dict[int, str] = {}
-        matchers: list[tuple[int, Matcher]] = []
-        for index, seat in constrained:
-            matcher = self._advanced(seat)
+        matchers: list[tuple[_Run, Matcher]] = []
+        for run in constrained:
+            matcher = self._advanced(self._seats[run.seat])
             if matcher is None:
-                failures[index] = seat.failure or ""
+                failures[run.index] = self._seats[run.seat].failure or ""
             else:
-                matchers.append((index, matcher))
+                matchers.append((run, matcher))
         if not matchers:
             return SeatMasks(None, failures)
-        bits = matchers[0][1].masks.empty(len(matchers))
-        for row, (index, matcher) in enumerate(matchers):
-            try:
-                matcher.fill(bits, row)
-            except StructureFailed as error:
-                bits[row] = -1
-                failures[index] = self._fail(self._seats[seats[index]], str(error))
-        requests = list_to_device([index for index, _ in matchers], torch.int64, self._device)
+        indices = [run.index + number for run, _ in matchers for number in range(1 + len(run.drafts))]
+        bits = matchers[0][1].masks.empty(len(indices))
+        row = 0
+        for run, matcher in matchers:
+            of_run = bits[row : row + 1 + len(run.drafts)]
+            failures |= self._fill(self._seats[run.seat], matcher, run, of_run)
+            row += len(of_run)
+        requests = list_to_device(indices, torch.int64, self._device)
         return SeatMasks(TokenMasks(requests, to_device(torch.from_numpy(bits), self._device)), failures)
 
-    def record(self, seats: Sequence[int], step: TokenSource) -> None:
+    def record(self, seats: Sequence[int], followed: Sequence[int], step: TokenSource) -> None:
         """Records that `step` samples the next token of `seats[i]` as its i-th token."""
-        for index, seat_number in enumerate(seats) if self._seats else ():
-            if (seat := self._seats.get(seat_number)) is not None:
-                seat.newest = (step, index)
+        for run in _runs(seats, followed) if self._seats else ():
+            if (seat := self._seats.get(run.seat)) is not None:
+                seat.newest = _Sampled(step, run.index, run.drafts)
+
+    def _fill(self, seat: _Seat, matcher: Matcher, run: _Run, bits: Bits) -> dict[int, str]:
+        """Writes the masks of a seat's next token and of those after its drafts. Leaves the matcher as it was.
+
+        No mask is needed after a draft that does not fit: it is rejected, and so are all after it. Returns why the
+        answer cannot be continued, by the index of the token.
+        """
+        failures: dict[int, str] = {}
+        bits[:] = -1
+        accepted = 0
+        try:
+            for number, draft in enumerate((*run.drafts, NO_DRAFT)):
+                matcher.fill(bits, number)
+                if draft == NO_DRAFT or not matcher.masks.allows(bits[number], draft):
+                    break
+                matcher.accept(draft)
+                accepted += 1
+        except StructureFailed as error:
+            bits[accepted] = -1
+            failures[run.index + accepted] = str(error)
+            if accepted == 0:
+                self._fail(seat, str(error))
+                return failures
+        try:
+            matcher.rollback(accepted)
+        except StructureFailed as error:
+            self._fail(seat, str(error))  # the next step reports it
+        return failures
 
     def _advanced(self, seat: _Seat) -> Matcher | None:
         """Returns the matcher of a seat after its newest token. Returns None if the answer cannot be continued."""
@@ -111,10 +175,9 @@ class Constraints:
             return None
         try:
             matcher = seat.matcher.result()
-            if seat.newest is not None:
-                step, index = seat.newest
-                matcher.accept(step.token_id(index))
-                seat.newest = None
+            for token in seat.newest or ():
+                matcher.accept(token)
+            seat.newest = None
             return matcher
         except (RequestError, StructureFailed) as error:
             self._fail(seat, str(error))

@@ -183,6 +183,8 @@ class Engine:
             bytes_swapped=traffic.bytes_swapped,
             slot_lookups=traffic.lookups,
             slot_misses=traffic.misses,
+            drafts_verified=dict(counters.drafts_verified),
+            drafts_accepted=dict(counters.drafts_accepted),
             requests_finished={str(reason): count for reason, count in counters.finished.items()},
         )
 

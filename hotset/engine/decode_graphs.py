@@ -111,8 +111,11 @@ def choose_graph(step: Sequence[Plan | None], seats: int) -> StepGraph | None:
 
 
 def _suits_graphs(plan: Plan) -> bool:
-    """Returns whether graphs can compute this plan, and faster than without them. A tiered request has one token."""
+    """Returns whether graphs can compute this plan, and faster than without them. In a graph, a tiered request has one
+    token; drafts of resident requests are computed like short prompts."""
     if plan.prompt_ranges or Residence.STREAMED in plan.residences:
+        return False
+    if plan.drafts and Residence.TIERED in plan.residences:
         return False
     of_prompts = ((start, count) for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1)
     return sum(count * (start + count) for start, count in of_prompts) <= MAX_PROMPT_KEYS

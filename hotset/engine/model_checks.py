@@ -21,7 +21,7 @@ from hotset.models.weight_sizes import worker_weight_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 MAX_SUGGESTED_SIZE = 64  # the largest degree of parallelism that an error message suggests
-SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer, as a multiple of the model's top-k
+SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer without drafts, as a multiple of the model's top-k
 
 
 def check_model(config: EngineConfig) -> ModelFiles:
@@ -44,6 +44,7 @@ def check_model(config: EngineConfig) -> ModelFiles:
     spec = files.spec
     context_length(config, spec.context)
     kv_storage(config, spec)
+    check_speculation(config)
     hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
     splits = model_splits(config, spec)
     if not on_gpu:
@@ -137,10 +138,25 @@ def hot_slots(config: EngineConfig, topk: int | None) -> int:
         return 0
     if config.tiers == "off":
         return 0
-    slots = SLOTS_PER_TOPK * topk if config.hot_slots is None else config.hot_slots
+    slots = (SLOTS_PER_TOPK + config.speculate) * topk if config.hot_slots is None else config.hot_slots
+    selected = (1 + config.speculate) * topk
     if slots < topk:
         raise ConfigError(f"--hot-slots {slots} cannot hold the {topk} rows that one step selects; raise it")
+    if slots < selected:
+        raise ConfigError(
+            f"--hot-slots {slots} cannot hold the {selected} rows that one step with --speculate {config.speculate} "
+            f"selects ({topk} for each of {1 + config.speculate} tokens); raise it, or lower --speculate"
+        )
     return slots
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """Raises ConfigError if the model cannot make the configured drafts."""
+    if config.speculate and config.speculate_by is None:
+        raise ConfigError(
+            f"--speculate {config.speculate} needs --speculate-by lookup; drafting with a model's own layer for "
+            "multi-token prediction is not supported yet"
+        )
 
 
 def model_splits(config: EngineConfig, spec: ModelSpec) -> list[Split]:

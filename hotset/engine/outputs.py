@@ -162,6 +162,9 @@ class EngineStats:
     bytes_swapped: int = 0
     slot_lookups: Mapping[int, int] = field(default_factory=dict)  # layer that runs the indexer -> selected positions
     slot_misses: Mapping[int, int] = field(default_factory=dict)  # same layer -> positions that were in no slot
+    # Drafts that were verified and those of them that were accepted, by place: 1 is the first draft of a step.
+    drafts_verified: Mapping[int, int] = field(default_factory=dict)
+    drafts_accepted: Mapping[int, int] = field(default_factory=dict)
     requests_finished: Mapping[str, int] = field(default_factory=dict)  # finish reason -> count
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotset.engine.constraints import UNCONSTRAINED, Constraints, SeatMasks
+from hotset.engine.constraints import Constraints, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
 from hotset.grammar.compiler import GrammarCompiler
 from hotset.kernels.device_copies import list_to_device, to_host_async
@@ -156,10 +156,23 @@ class Runner:
     @torch.inference_mode()
     def write_sampled(self, tokens: Sequence[SampledToken]) -> None:
         """Stores tokens that the last pipeline stage sampled, with one upload. No seat may have two of one position."""
-        if tokens:
-            columns = [(token.seat, token.position, token.token_id) for token in tokens]
+        self._write_tokens([(token.seat, token.position, token.token_id) for token in tokens])
+
+    def _write_tokens(self, columns: Sequence[tuple[int, int, int]]) -> None:
+        """Stores tokens, each with its seat and its position before its id."""
+        if columns:
             seats, positions, token_ids = list_to_device(columns, torch.int64, self._device).unbind(1)
             self._tokens[seats, positions] = token_ids.to(torch.int32)
+
+    def _write_drafts(self, plan: Plan) -> None:
+        """Stores the drafts of a plan in the places of the tokens that they guess. Rejected ones are overwritten by the
+        tokens sampled in their places, or by later drafts, before they are read again."""
+        columns: list[tuple[int, int, int]] = []
+        for segment, drafts in plan.drafts.items():
+            end = plan.starts[segment] + plan.counts[segment]
+            positions = range(end - len(drafts), end)
+            columns += [(plan.seats[segment], *token) for token in zip(positions, drafts, strict=True)]
+        self._write_tokens(columns)
 
     @torch.inference_mode()
     def submit(self, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
@@ -179,6 +192,7 @@ class Runner:
             self._memory.execute(command)
         if not plan.seats:
             return SubmittedStep(plan.number)
+        self._write_drafts(plan)
         sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan)
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
@@ -187,13 +201,14 @@ class Runner:
         prompts = None if computed is None else PromptLogprobsCopy(plan.prompt_ranges, computed)
         if not plan.sampled:
             return SubmittedStep(plan.number, prompts=prompts)
-        seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[index] for index in plan.sampled]
-        next_positions = sampled_logits.positions + 1
-        allowed = self._constraints.masks(seats)
-        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed)
+        all_decode = len(plan.sampled) == len(plan.seats) and not plan.drafts
+        seats = plan.seats if all_decode else [plan.seats[index] for index in plan.sampled]
+        next_positions, followed = sampled_logits.positions + 1, plan.followed
+        allowed = self._constraints.masks(seats, followed)
+        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         step = SubmittedStep(plan.number, sampled, prompts, allowed.failures)
-        self._constraints.record(seats, step)
+        self._constraints.record(seats, followed, step)
         return step
 
     @torch.inference_mode()
@@ -216,13 +231,13 @@ class Runner:
         return SampledLogits(logits[last_tokens], positions[last_tokens], seat_of[last_tokens])
 
     def _sample(
-        self, logits: Tensor, seats: Sequence[int], positions: Tensor, allowed: SeatMasks = UNCONSTRAINED
+        self, logits: Tensor, seats: Sequence[int], positions: Tensor, allowed: SeatMasks, followed: Sequence[int]
     ) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""
         if self._collectives.rank > 0:
             token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
             return SamplerOutput(self._collectives.broadcast(token_ids), None)
-        sampled = self._sampler.sample(logits, seats, positions, allowed.masks)
+        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed)
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _forward(self, plan: Plan) -> SampledLogits | None:
@@ -269,9 +284,14 @@ class Runner:
             self._constraints.assign(seat, prompt, command.answer)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
-        """Returns the index, among the step's tokens, of the last token of each sampled segment. Returns None if these
-        are all tokens of the step."""
-        if len(plan.sampled) == len(plan.counts) == plan.num_tokens:
+        """Returns the index, among the step's tokens, of the last token of each sampled segment, and of the drafts
+        before it. Returns None if these are all tokens of the step."""
+        if len(plan.sampled) == plan.num_tokens:
             return None
         ends = list(accumulate(plan.counts))
-        return list_to_device([ends[index] - 1 for index in plan.sampled], torch.int64, self._device)
+        if not plan.drafts:
+            return list_to_device([ends[index] - 1 for index in plan.sampled], torch.int64, self._device)
+        indices: list[int] = []
+        for segment in dict.fromkeys(plan.sampled):
+            indices += range(ends[segment] - 1 - len(plan.drafts.get(segment, ())), ends[segment])
+        return list_to_device(indices, torch.int64, self._device)

@@ -13,6 +13,7 @@ from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, DeviceMemory, cpu_po
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels.swap_in import MAX_SLOTS
+from hotset.kernels.swap_in.cuda_impl import MAX_POSITIONS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 from hotset.models.split import Split
@@ -105,6 +106,7 @@ def shared_budget(
     hold a context of two tokens.
     """
     geometry = _common_geometry(config, [worker.shape for worker in workers])
+    _check_drafts(config, geometry, device)
     context = context_length(config, model_context)
     host_free = free_bytes(CPU) if host_free is None else host_free
     device_pages, flag = _device_pages(config, geometry, context, device, workers, host_free)
@@ -129,7 +131,10 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometr
     """Returns one geometry for all workers. They share page numbers, so a context has the same number of key pages and
     the same number of workspace pages on every worker: the maximum over the workers. A worker with fewer index groups
     per layer leaves the ends of its key pages unused."""
-    geometries = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
+    geometries = [
+        replace(shape.geometry(config.page_rows, _slots(config, shape)), max_drafts=config.speculate)
+        for shape in shapes
+    ]
     layers = min(geometry.layers for geometry in geometries)
     most_keys = max(geometries, key=lambda geometry: Fraction(geometry.key_groups, geometry.blocks_per_page))
     most_blocks = max(geometry.max_blocks_of_group for geometry in geometries)
@@ -140,8 +145,23 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
     """Returns the number of slots in a hot buffer, or 0 if no request can be tiered."""
     slots = hot_slots(config, shape.topk if shape.groups else None)
     if slots > MAX_SLOTS:
+        if config.hot_slots is None:
+            raise ConfigError(
+                f"--speculate {config.speculate} needs hot buffers of {slots} slots, but {MAX_SLOTS} are the maximum; "
+                "lower it"
+            )
         raise ConfigError(f"--hot-slots {slots} exceeds the maximum of {MAX_SLOTS}; lower it")
     return slots
+
+
+def _check_drafts(config: EngineConfig, geometry: Geometry, device: torch.device) -> None:
+    """Raises ConfigError if a GPU cannot swap in all rows that a step with drafts selects."""
+    most = MAX_POSITIONS // geometry.topk - 1 if geometry.slots else config.speculate
+    if device.type == "cuda" and config.speculate > most:
+        raise ConfigError(
+            f"--speculate {config.speculate} swaps in up to {(1 + config.speculate) * geometry.topk} rows of a request "
+            f"at once, more than the {MAX_POSITIONS} that a GPU supports; lower it to {most}, or use --tiers off"
+        )
 
 
 def _device_pages(

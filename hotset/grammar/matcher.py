@@ -26,6 +26,9 @@ class MaskShape:
     def empty(self, requests: int) -> Bits:
         return np.zeros((requests, (self.width + 31) // 32), dtype=np.int32)
 
+    def allows(self, mask: npt.NDArray[np.int32], token: int) -> bool:
+        return token < self.vocab and bool(mask[token // 32] >> (token % 32) & 1)
+
     def of(self, token_ids: Iterable[int]) -> npt.NDArray[np.int32]:
         """Returns the mask of these tokens, without those outside the vocabulary."""
         mask: npt.NDArray[np.int32] = self.empty(1)[0]

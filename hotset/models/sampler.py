@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.base.sampling import SamplingParams
+from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw, draw_key
 from hotset.models.logprobs import SampledLogprobs, finite_logits, token_logprobs
@@ -130,22 +132,34 @@ class Sampler:
         self._batch = None
 
     def sample(
-        self, logits: Tensor, seats: Sequence[int], positions: Tensor, masks: TokenMasks | None = None
+        self,
+        logits: Tensor,
+        seats: Sequence[int],
+        positions: Tensor,
+        masks: TokenMasks | None = None,
+        followed: Sequence[int] = (),
     ) -> SamplerOutput:
         """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
 
         `positions` [n] int64: the position of each new token in its context (the prompt length for the first token of
         an answer). The token is counted if its request has penalties. `masks` exclude tokens after all other changes of
         the logits. NaN logits count as -inf; if all logits of a request are -inf, its token is 0.
+
+        If `followed[i]` is not EMPTY, `logits[i]` follow this draft, which follows `logits[i - 1]` of the same request.
+        Penalties then apply as if the draft had been sampled, but only tokens before the first wrong draft are counted.
         """
         batch = self._batch_of(seats)
+        drafts = None
+        if batch.penalised is not None and any(token != EMPTY for token in followed):
+            drafts = _Drafts(followed, self._device)
         raw = finite_logits(logits)
-        x = self._adjusted(raw, batch, positions) if batch.adjusts_logits else raw
+        x = self._adjusted(raw, batch, positions, drafts) if batch.adjusts_logits else raw
         if masks is not None:
             x = _masked(x, masks, in_place=x is not raw)
         token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
         if batch.penalised is not None:
-            self._counts.add(batch.count_rows, token_ids[batch.penalised])
+            kept = None if drafts is None else drafts.kept(token_ids)[batch.penalised]
+            self._counts.add(batch.count_rows, token_ids[batch.penalised], kept)
         if not batch.logprobs:
             return SamplerOutput(token_ids, None)
         index = batch.logprob_index
@@ -153,7 +167,7 @@ class Sampler:
         computed = token_logprobs(raw[index], token_ids[index], most)
         return SamplerOutput(token_ids, SampledLogprobs(batch.logprobs, token_ids[index], computed))
 
-    def _adjusted(self, raw: Tensor, batch: _Batch, positions: Tensor) -> Tensor:
+    def _adjusted(self, raw: Tensor, batch: _Batch, positions: Tensor, drafts: "_Drafts | None") -> Tensor:
         """Returns a copy of `raw` after bias, penalties and banned ids, in this order."""
         x = raw.clone()
         if batch.biased is not None:
@@ -161,7 +175,8 @@ class Sampler:
             x[entries] = x[entries] + batch.biases.to(x.dtype)
         if batch.penalised is not None:
             penalties = Penalties(*self._floats[batch.index[batch.penalised], 2:].unbind(-1))
-            x[batch.penalised] = self._counts.penalised(x[batch.penalised], batch.count_rows, penalties)
+            guessed = None if drafts is None else drafts.counts(x.shape[1])[batch.penalised]
+            x[batch.penalised] = self._counts.penalised(x[batch.penalised], batch.count_rows, penalties, guessed)
         if batch.banned is not None:
             entries = (batch.banned.requests, batch.banned.token_ids)
             allowed = (positions >= self._integers[batch.index, 3])[batch.banned.requests]
@@ -222,6 +237,29 @@ class Sampler:
         return list_to_device(numbers, torch.int64, self._device)
 
 
+class _Drafts:
+    """The drafts that some logits of a batch follow. See `Sampler.sample`."""
+
+    def __init__(self, followed: Sequence[int], device: torch.device) -> None:
+        self._followed = list_to_device(followed, torch.int64, device)  # [n]
+        firsts = accumulate((index if token == EMPTY else 0 for index, token in enumerate(followed)), max)
+        self._first = list_to_device(list(firsts), torch.int64, device)  # [n]: where the same request begins
+
+    def counts(self, vocab: int) -> Tensor:
+        """Returns [n, vocab] int32: how often each token is among the drafts that logits follow."""
+        is_draft = (self._followed != EMPTY).int()
+        counts = torch.zeros(len(self._followed), vocab, dtype=torch.int32, device=self._followed.device)
+        counts.scatter_(1, self._followed.clamp_min(0)[:, None], is_draft[:, None])
+        total = counts.cumsum(0, dtype=torch.int32)
+        return total - total[self._first]
+
+    def kept(self, token_ids: Tensor) -> Tensor:
+        """Returns [n] bool: whether all drafts that logits follow equal the tokens sampled in their places."""
+        wrong = (self._followed != EMPTY) & (self._followed != token_ids.roll(1))
+        total = wrong.cumsum(0)
+        return total == total[self._first]
+
+
 def _masked(x: Tensor, masks: TokenMasks, *, in_place: bool) -> Tensor:
     """Returns the logits `x` [n, vocab] with -inf for excluded tokens."""
     x = x if in_place else x.clone()
@@ -279,19 +317,21 @@ class TokenCounts:
             raise InternalError(f"count row {row} was freed twice")
         self._free.append(row)
 
-    def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Counts `token_ids[i]` as an answer token in count row `rows[i]`; a count row may occur more than once."""
+    def add(self, rows: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
+        """Counts `token_ids[i]` as an answer token in count row `rows[i]`, if `kept[i]` (None: all are kept). A count
+        row may occur more than once."""
         entries = rows * self._in_answer.shape[1] + token_ids
-        one = torch.ones_like(entries, dtype=torch.int32)
+        one = torch.ones_like(entries, dtype=torch.int32) if kept is None else kept.int()
         self._in_answer.view(-1).scatter_add_(0, entries, one)
 
-    def penalised(self, x: Tensor, rows: Tensor, penalties: Penalties) -> Tensor:
-        """Returns `x` [m, vocab] after the repetition, then the presence and frequency penalties, as a new tensor."""
+    def penalised(self, x: Tensor, rows: Tensor, penalties: Penalties, guessed: Tensor | None = None) -> Tensor:
+        """Returns `x` [m, vocab] after the repetition, then the presence and frequency penalties, as a new tensor.
+        `guessed` [m, vocab] counts further tokens of the answers."""
         repetition, presence, frequency = (
             penalty.unsqueeze(-1).to(x.dtype)
             for penalty in (penalties.repetition, penalties.presence, penalties.frequency)
         )
-        in_answer = self._in_answer[rows]
+        in_answer = self._in_answer[rows] if guessed is None else self._in_answer[rows] + guessed
         seen = self._in_prompt[rows] | (in_answer > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - presence * (in_answer > 0) - frequency * in_answer

@@ -10,6 +10,7 @@ from hotset.schedule.request import FinishReason, Request
 from hotset.tiers.commands import Command
 from hotset.tiers.residence import Residence
 
+NO_DRAFT = -1  # EMPTY in tensors
 Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
 
@@ -119,9 +120,10 @@ class Plan:
     """Describes one step. Plans are executed in the order of their numbers; several can be in flight.
 
     Columns have one entry per segment: `seats[i]` computes tokens [starts[i], starts[i] + counts[i]) of its context.
-    The last token of segment `sampled[j]` yields the j-th token of the result. Token ids are not in the plan. The
-    worker has the prompt from `AssignSeat` and the answer from its own sampling, so the next plan can be made while
-    this one runs.
+    The last token of segment `sampled[j]` yields the j-th token of the result. If a segment has drafts, they are its
+    last tokens. Each of them, and the token before them, yields a token, so the segment is in `sampled` several times.
+    Other token ids are not in the plan. The worker has the prompt from `AssignSeat` and the answer from its own
+    sampling, so the next plan can be made while this one runs.
     """
 
     number: int
@@ -134,10 +136,33 @@ class Plan:
     announcements: Sequence[Announcement] = ()  # about prompts computed for peers
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
     residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # segment -> token ids to verify
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def followed(self) -> Sequence[int]:
+        """For each entry of `sampled`: the draft whose logits yield the token, or NO_DRAFT if a final token's do."""
+        if not self.drafts:
+            return (NO_DRAFT,) * len(self.sampled)
+        segments = dict.fromkeys(self.sampled)
+        return [token for segment in segments for token in (NO_DRAFT, *self.drafts.get(segment, ()))]
+
+    def kept(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the indices of the sampled tokens that continue their requests.
+
+        A draft is accepted if it equals the token that was sampled in its place. The tokens that follow accepted
+        drafts are kept, and so is the one that follows the final token of a segment.
+        """
+        if not self.drafts:
+            return range(len(token_ids))
+        kept: list[int] = []
+        for index, draft in enumerate(self.followed):
+            if draft == NO_DRAFT or (kept[-1] == index - 1 and draft == token_ids[index - 1]):
+                kept.append(index)
+        return kept
 
 
 class PlanBuilder:
@@ -154,6 +179,7 @@ class PlanBuilder:
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.sampled: list[int] = []
+        self.drafts: dict[int, Sequence[int]] = {}
         self.prompt_ranges: list[PromptRange] = []
 
     def add_prompt_range(self, request: Request, count: int) -> None:
@@ -188,6 +214,7 @@ class PlanBuilder:
             announcements=announcements,
             reads_host=reads_host or Residence.STREAMED in residences,
             residences=residences,
+            drafts=self.drafts,
         )
         self.number += 1
         self._clear()

@@ -164,6 +164,9 @@ class Counters:
     retries: int = 0  # attempts after a landing that failed
     extended: int = 0  # prompts meant for prefill workers that were computed here, from a cached prefix on
     handed_off: int = 0  # prompts computed for decode workers
+    # Drafts that were verified and those of them that were accepted, by place: 1 is the first draft of a step.
+    drafts_verified: Counter[int] = field(default_factory=Counter)
+    drafts_accepted: Counter[int] = field(default_factory=Counter)
     finished: Counter[FinishReason] = field(default_factory=Counter)
 
     @classmethod

@@ -9,13 +9,15 @@ from which cached pages it starts, and `preemption` which request is preempted. 
 and decode workers.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
+from hotset.schedule.drafts import Drafter, Speculation
 from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import (
     Alternatives,
@@ -38,6 +40,7 @@ from hotset.tiers.residence import Residence
 
 READS_HOST = (Load, Demote, Promote)  # commands that read host pages
 PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
+MAX_VERIFIED = 64  # tokens, drafts included, that decoding requests have in a plan, if there are not more seats
 MAX_ATTEMPTS = 3  # attempts to have one prompt computed by a prefill worker
 
 
@@ -62,6 +65,8 @@ class Scheduler:
         stages: int = 1,
         hasher: PageHasher | None = None,
         extend_locally: int = 0,
+        drafter: Drafter | None = None,
+        max_drafts: int = 0,
     ) -> None:
         """At most `seats` requests run at once.
 
@@ -71,13 +76,19 @@ class Scheduler:
         `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
         requests are therefore divided among `stages` plans in flight. With a `hasher` and a host store, prefixes are
         reused. If at most `extend_locally` tokens follow the cached prefix of a prompt, they are computed here even if
-        the request names a prefill worker.
+        the request names a prefill worker. With a `drafter`, a step also verifies up to `max_drafts` drafted tokens of
+        each decoding request. What it can draft depends on the newest tokens, so a request then decodes in one plan in
+        flight at a time.
         """
         self.counters = Counters()
         self._ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
         self._stages = stages
         self._next_plan = PlanBuilder()
+        self._speculation: Speculation | None = None
+        if drafter is not None:
+            verified = min(max_num_batched_tokens, max(seats, MAX_VERIFIED))
+            self._speculation = Speculation(drafter, ledger, self._next_plan, max_drafts, verified)
         self._queues = Queues(seats)
         self._landings = Landings(ledger.geometry)
         self._announcements = Announcements(ledger.geometry)
@@ -241,7 +252,7 @@ class Scheduler:
         queues, next_plan, pending = self._queues, self._next_plan, self._preemptor.pending
         self._preemptor.apply_pending()
         prefills = self._schedule_decodes()
-        budget = max(self._max_num_batched_tokens - len(next_plan.seats), 1)
+        budget = max(self._max_num_batched_tokens - sum(next_plan.counts), 1)
         for request in prefills:
             if budget > 0 and request.running and request not in pending:
                 budget -= self._schedule_chunk(request, budget)
@@ -266,20 +277,22 @@ class Scheduler:
         in_flight = self._in_flight.popleft()
         if result.number != in_flight.plan.number:
             raise InternalError(f"plan {result.number} committed before {in_flight.plan.number}")
-        outputs, requests = self._outputs, in_flight.requests
+        outputs, plan, requests = self._outputs, in_flight.plan, in_flight.requests
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
-        for request, start, count in zip(requests, in_flight.plan.starts, in_flight.plan.counts, strict=True):
+        kept = plan.kept(result.token_ids)
+        self._reject_drafts(in_flight, kept)
+        for request, start, count in zip(requests, plan.starts, plan.counts, strict=True):
             request.in_flight -= 1
             if start + count >= request.publish_at:
-                self._prefixes.publish(request, start + count)
-        for prompt_range, columns in zip(in_flight.plan.prompt_ranges, result.prompt_logprobs, strict=True):
+                self._prefixes.publish(request, min(start + count, request.num_scheduled))
+        for prompt_range, columns in zip(plan.prompt_ranges, result.prompt_logprobs, strict=True):
             request = requests[prompt_range.segment]
             if request.phase is not Phase.ENDING:
                 outputs.prompt_logprobs.append((request.request_id, columns))
-        for index, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
-            request = requests[segment]
-            if request.phase is Phase.ENDING:
-                continue  # the request ended while this plan was in flight
+        for index in kept:
+            request, token = requests[plan.sampled[index]], result.token_ids[index]
+            if request.phase in (Phase.ENDING, Phase.FINISHED):
+                continue  # the request ended while this plan was in flight, or with an earlier token of this plan
             alternatives, failure = result.alternatives.get(index), result.failures.get(index)
             if request.for_peer:
                 self._hand_off(request, token, alternatives, failure)
@@ -321,10 +334,14 @@ class Scheduler:
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _schedule_decodes(self) -> list[Request]:
-        """Adds one token of each decoding request to the plan. Returns requests with several tokens left to compute."""
+        """Adds one token of each decoding request to the plan, and drafts. Returns requests with several tokens left to
+        compute."""
         prefills = []
         running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
         pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
+        needs_newest = self._stages > 1 or self._speculation is not None  # the newest token must be sampled
+        if self._speculation is not None:
+            self._speculation.begin_plan(len(running))
         for request in tuple(running):
             if request.seat is None or (pending and request in pending):
                 continue  # it was preempted for an older request in this plan, or its change is pending
@@ -332,14 +349,17 @@ class Scheduler:
             remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
             if remaining > 1:
                 prefills.append(request)
-            elif self._stages > 1 and (request.num_unsampled or len(seats) == max_decodes):
+            elif (needs_newest and request.num_unsampled) or len(seats) == max_decodes:
                 continue  # its newest token is not sampled yet, or the plan has its share of decodes
             elif (
                 remaining == 1
                 and (num_scheduled < request.holding.capacity or preemptor.grow(request))
                 and not self._becomes_tiered(request)
             ):
-                self._schedule(request, 1)
+                drafts: Sequence[int] = ()
+                if self._speculation is not None and request.phase is Phase.DECODE:
+                    drafts = self._speculation.draft(request)
+                self._schedule(request, 1 + len(drafts), drafts)
         return prefills
 
     def _becomes_tiered(self, request: Request) -> bool:
@@ -354,8 +374,9 @@ class Scheduler:
         self._schedule(request, count)
         return count
 
-    def _schedule(self, request: Request, count: int) -> None:
-        """Adds the next `count` tokens of a request, which has pages for them, to the plan."""
+    def _schedule(self, request: Request, count: int, drafts: Sequence[int] = ()) -> None:
+        """Adds the next `count` tokens of a request, which has pages for them, to the plan. `drafts` are the last of
+        them."""
         next_plan, seat = self._next_plan, request.seat
         assert seat is not None
         next_plan.seats.append(seat)
@@ -368,11 +389,24 @@ class Scheduler:
             next_plan.add_prompt_range(request, count)
         if request.for_peer:
             self._announcements.announce_rows(request)
-        if request.num_scheduled == len(request.tokens) + request.num_unsampled:
-            next_plan.sampled.append(len(next_plan.requests))
-            request.num_unsampled += 1
+        if request.num_scheduled == len(request.tokens) + request.num_unsampled + len(drafts):
+            next_plan.sampled += [len(next_plan.requests)] * (1 + len(drafts))
+            request.num_unsampled += 1 + len(drafts)
+        if drafts:
+            next_plan.drafts[len(next_plan.requests)] = drafts
         next_plan.requests.append(request)
         request.in_flight += 1
+
+    def _reject_drafts(self, in_flight: _InFlight, kept: Sequence[int]) -> None:
+        """Takes back the rows of rejected drafts. `kept` are the indices of the sampled tokens that are kept."""
+        plan = in_flight.plan
+        num_kept = Counter(plan.sampled[index] for index in kept) if plan.drafts else {}
+        for segment, drafts in plan.drafts.items():
+            accepted, request = num_kept[segment] - 1, in_flight.requests[segment]
+            request.num_scheduled -= len(drafts) - accepted
+            request.num_unsampled -= len(drafts) - accepted
+            self.counters.drafts_verified.update(range(1, 1 + len(drafts)))
+            self.counters.drafts_accepted.update(range(1, 1 + accepted))
 
     def _make_room_for_first(self) -> None:
         """Makes room for the first request in the queue that does not wait for a prefix. It does not fit although no
@@ -465,6 +499,8 @@ class Scheduler:
         self._queues.release_seat(request)
         self._prefixes.publish_rest(request)
         self._ledger.release(request.holding)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         del self._requests[request.request_id]
         self._snapshots.on_released(request)
 

@@ -142,6 +142,13 @@ REFUSED: list[tuple[str, KvShape, dict[str, Any], list[str]]] = [
     ("host below device", GQA, SMALL | {"host_kv_tokens": 40}, ["40 tokens", "96", "--host-kv-tokens", "--tiers off"]),
     ("slots below top-k", DSA, SMALL | {"hot_slots": 5}, ["--hot-slots 5", "6 rows"]),
     ("too many slots", DSA, SMALL | {"hot_slots": 32_768}, ["--hot-slots 32768", "32767"]),
+    (
+        "slots below drafts",
+        DSA,
+        SMALL | {"hot_slots": 20, "speculate": 3},
+        ["--hot-slots 20", "24 rows", "--speculate 3", "6 for each of 4 tokens"],
+    ),
+    ("too many drafts", DSA, SMALL | {"speculate": 6000}, ["--speculate 6000", "36012 slots", "32767"]),
     ("gqa always", GQA, SMALL | {"tiers": "always"}, ["--tiers always", "sparse attention"]),
     ("gqa slots", GQA, SMALL | {"hot_slots": 64}, ["--hot-slots", "sparse attention"]),
     ("longer than the model", DSA, SMALL | {"max_model_len": 4001}, ["--max-model-len 4001", "4000 tokens"]),

@@ -31,10 +31,12 @@ from hotset.base.structure import Structure
 from hotset.engine.constraints import Constraints
 from hotset.grammar.compiler import GrammarCompiler
 from hotset.models.decoder import Decoder
+from hotset.schedule.plan import NO_DRAFT
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 VOCAB = 61
 CPU = torch.device("cpu")
+BOTH = [NO_DRAFT, NO_DRAFT]  # two sampled tokens that follow final tokens
 ROOMY = {"device_kv_tokens": 2000, "page_rows": 8, "max_num_seqs": 8, "max_model_len": 96, "tiers": "off"}
 
 
@@ -185,17 +187,17 @@ def test_a_mask_waits_for_the_previous_token_of_its_own_seat_only() -> None:
     prompt = PromptSpec((1,), SamplingParams(seed=0, structure=Structure("choice", '["ab", "12"]')), frozenset({END}))
     constraints.assign(0, PromptSpec((1,), SamplingParams(seed=0)), ())
     constraints.assign(1, prompt, ())
-    constraints.masks([0, 1])
+    constraints.masks([0, 1], BOTH)
     step = LateToken(tokenizer.token_to_id("a"))
-    constraints.record([0, 1], step)
-    assert constraints.masks([0]).masks is None and step.asked == 0
-    masks = constraints.masks([0, 1]).masks
+    constraints.record([0, 1], BOTH, step)
+    assert constraints.masks([0], BOTH[:1]).masks is None and step.asked == 0
+    masks = constraints.masks([0, 1], BOTH).masks
     assert masks is not None and step.asked == 1
     words = masks.bits[0].tolist()
     assert masks.requests.tolist() == [1]
     assert [token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1] == [tokenizer.token_to_id("b")]
     constraints.assign(1, PromptSpec((1,), SamplingParams(seed=0)), ())
-    assert constraints.masks([0, 1]).masks is None
+    assert constraints.masks([0, 1], BOTH).masks is None
 
 
 @pytest.fixture(scope="module")

@@ -103,10 +103,17 @@ class ListRunner:
         assert len(plan.seats) == len(set(plan.seats)), "a plan has the same seat twice"
         results = []
         for segment, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
+            drafts = plan.drafts.get(segment, ())
+            first_draft = start + count - len(drafts)
+            if drafts:
+                self.seats[seat].tokens[first_draft:] = drafts
             context = self._compute(self.seats[seat], start, count)
             if segment in plan.sampled:
-                results.append(next_token(context))
-                self.seats[seat].tokens.append(results[-1])
+                assert plan.sampled.count(segment) == 1 + len(drafts)
+                sampled = [next_token(context[:end]) for end in range(first_draft, start + count + 1)]
+                accepted = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
+                self.seats[seat].tokens[first_draft + accepted :] = [sampled[accepted]]
+                results += sampled
         scored = [self._score(plan, prompt_range) for prompt_range in plan.prompt_ranges]
         return StepResult(plan.number, results, prompt_logprobs=scored)
 
@@ -175,7 +182,7 @@ class ListRunner:
                 assert key[0] not in seat.pages[PageUse.KEYS][: seat.shared_keys], "a shared key page was written"
                 self.keys[key] = tuple(seat.tokens[: position + 1])
         self._poison([*seat.pages[PageUse.SLOTS], *seat.pages[PageUse.MAPS], *seat.pages[PageUse.WORK]])
-        only_on_host = end if streamed else self.geometry.tail_first(end - 1) if seat.tiered else 0
+        only_on_host = end if streamed else self.geometry.tail_first(start) if seat.tiered else 0
         for position in range(end):
             expected = tuple(seat.tokens[: position + 1])
             for key in self._keys_at(seat.pages[PageUse.KEYS], position):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from imposed_drafts import ImposedDrafter
 from random_rules import RandomMachine, rule, run_example
 from schedule.list_runner import ListRunner, next_token
 
@@ -40,7 +41,10 @@ class SchedulerMachine(RandomMachine):
         policy = random.choice(POLICIES)
         self.for_peers = host_pages is not None and random.random() < 0.3
         keys_per_block = 5 if slots else 0
-        geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_block, slots, topk=min(2, slots))
+        max_drafts = random.choice([0, 0, 1, 2, 3, 5])
+        geometry = Geometry(
+            page_rows, 2, 64 * page_rows, keys_per_block, slots, topk=min(2, slots), max_drafts=max_drafts
+        )
         host = None if host_pages is None else PrefixCache(pages + host_pages)
         self.ledger = Ledger(geometry, PageAllocator(pages), host, policy)
         self.mode: TiersMode = mode if self.ledger.tiers else "auto"
@@ -57,6 +61,8 @@ class SchedulerMachine(RandomMachine):
             promote_after_plans=random.randint(0, 3),
             hasher=PageHasher("model", page_rows) if random.random() < 0.7 else None,
             extend_locally=random.choice([0, 4]),
+            drafter=ImposedDrafter(lambda _name, tokens: next_token(tuple(tokens)), 23, random) if max_drafts else None,
+            max_drafts=max_drafts,
         )
         self.runner = ListRunner(geometry, policy)
         self.depth = random.randint(1, 3)

@@ -5,10 +5,13 @@ plain decoder uses only lists, without pages, seats or tiers. Equal scores are f
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from random import Random
 
 import torch
+from imposed_drafts import ImposedDrafter
 from tiers.byte_model import Poisoner, as_bytes
 from torch import Tensor
 from torch.nn import functional as F
@@ -195,14 +198,25 @@ class Bench:
         depth: int = 1,
         context: int = 160,
         memory: type[KvMemory] = KvMemory,
+        max_drafts: int = 0,
+        right_drafts: float = 0.7,
     ) -> None:
-        self.geometry = SHAPE.geometry(page_rows, slots)
+        """If `max_drafts`, so many tokens are drafted for each request, of which the share `right_drafts` is right."""
+        self.geometry = replace(SHAPE.geometry(page_rows, slots), max_drafts=max_drafts)
         self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PrefixCache(host_pages))
         self.pool = DevicePool(SHAPE, self.geometry, device_pages, CPU)
         self.host = HostStore(SHAPE, host_pages, page_rows, CPU)
         self.poisoner = Poisoner(self.pool, self.host)
         self.memory = memory(self.pool, self.host, seats, context)
-        self.scheduler = Scheduler(self.ledger, seats, step_tokens, tiers)
+        self.drafter = ImposedDrafter(self._following, VOCAB, Random(max_drafts), right_drafts)
+        self.scheduler = Scheduler(
+            self.ledger,
+            seats,
+            step_tokens,
+            tiers,
+            drafter=self.drafter if max_drafts else None,
+            max_drafts=max_drafts,
+        )
         self.model = IntegerModel()
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
         runner = Runner(self.model, self.memory, seats, context, VOCAB)
@@ -284,6 +298,10 @@ class Bench:
             on_host = as_bytes(self.host.keys[:, host_rows[:keys]])
             assert torch.equal(on_host, key_bytes[:, :keys]), f"{name}, {residence}: keys differ"
             self.compared[residence] += rows
+
+    def _following(self, name: str, tokens: Sequence[int]) -> int:
+        """Returns the token after `tokens` in the context of a request. After a wrong token, it is any token."""
+        return alone(*self._prompt_and_answer(self.requests[name])).tokens[len(tokens)]
 
     @staticmethod
     def _prompt_and_answer(request: Request) -> tuple[tuple[int, ...], int]:

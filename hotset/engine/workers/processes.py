@@ -376,8 +376,11 @@ def _unexpected(worker: WorkerHandle, report: WorkerReport) -> EngineStopped:
 
 
 def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
-    """Returns the sampled tokens with their seats and positions. The first stage needs them for the next step."""
-    positions = [(plan.seats[index], plan.starts[index] + plan.counts[index]) for index in plan.sampled]
-    return [
-        SampledToken(seat, position, token) for (seat, position), token in zip(positions, result.token_ids, strict=True)
-    ]
+    """Returns the kept tokens with their seats and positions. The first stage needs them for the next step."""
+    tokens, first = [], {segment: index for index, segment in reversed([*enumerate(plan.sampled)])}
+    for index in plan.kept(result.token_ids):
+        segment = plan.sampled[index]
+        not_drafted = plan.counts[segment] - len(plan.drafts.get(segment, ()))
+        position = plan.starts[segment] + not_drafted + index - first[segment]
+        tokens.append(SampledToken(plan.seats[segment], position, result.token_ids[index]))
+    return tokens
