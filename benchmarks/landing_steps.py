@@ -37,6 +37,7 @@ from hotset.handoff.sender import Sender
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.transfer.engines import open_transfer
+from hotset.transfer.workers import WorkerTransfers
 
 BAR = 1.05
 LANDING_TOKENS = 4096
@@ -59,9 +60,10 @@ def serve_contexts(case: SenderCase, pipe: Connection) -> None:
     shards = [HostShard(0, 0, case.shape, 1, host)]
     host.rows.view(torch.uint8).zero_()
     pool = DevicePool(case.shape, case.shape.geometry(PAGE_ROWS), 1, GPU)
-    probes, transfer = ProbeMemory(pool), open_transfer(case.engine)
+    probes, registered = ProbeMemory(pool), open_transfer(case.engine)
     for region in (*regions(shards, None), *probes.regions):
-        transfer.register(region)
+        registered.register(region)
+    transfer = WorkerTransfers([registered])
     stores, channel, woken = host_stores(shards), open_channel(f"{HOST}:0"), threading.Event()
     hello = Hello(channel.address, case.model, stores, transfer.name, transfer.describe(), probes=probes.ranges)
     agent = PrefillAgent(Sender(stores["host"]), hello, channel, transfer, wake=woken.set)

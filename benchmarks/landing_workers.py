@@ -16,7 +16,7 @@ import torch
 from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
-from hotset.engine.stores import host_stores, landing_store_name, landing_stores, regions
+from hotset.engine.stores import landing_store_name, landing_stores, pool_shard, regions
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
@@ -223,7 +223,7 @@ class Worker:
             self.pool = DevicePool(self.shape, geometry, case.pages + case.key_pages + SPARE_PAGES, GPU)
             for region in regions([], self.pool):
                 self.transfer.register(region)
-            return landing_stores([], self.pool)["device"]
+            return landing_stores([], [pool_shard(self.pool)])["device"]
         if case.keys == "device":
             self.pool = DevicePool(self.shape, geometry, case.key_pages + SPARE_PAGES, GPU)
         stores = self._open_host(self.pool)
@@ -235,7 +235,7 @@ class Worker:
         shards = [HostShard(0, 0, self.shape, 1, self.host)]
         for region in regions(shards, pool):
             self.transfer.register(region)
-        return landing_stores(shards, pool) if pool is not None else host_stores(shards)
+        return landing_stores(shards, [] if pool is None else [pool_shard(pool)])
 
     @property
     def memory(self) -> torch.Tensor:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 from hotset.transfer.api import Transfer
-from hotset.transfer.engines import LANES, open_transfer
+from hotset.transfer.engines import LANES, TransferSettings
 
 if TYPE_CHECKING:
     from hotset.kv_events.publisher import KvEventPublisher
@@ -158,12 +157,12 @@ def assemble(
     *,
     weights: str = "",
     wake: Callable[[], None] = lambda: None,
-    transfer_opener: Callable[[], Transfer] | None = None,
+    open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
 ) -> Engine:
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `transfer_opener` opens an endpoint that replaces the configured transfer engine.
+    with different values. `open_transfer` opens a transfer endpoint of this process.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
     replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
@@ -173,8 +172,7 @@ def assemble(
         key = None if kv_shape.key is None else kv_shape.key.description
         identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.description, key, kv_shape.groups, weights)
         host = control_port(config.control, config.advertise, config.handoff_secret).peers.host
-        opener = transfer_opener or partial(
-            open_transfer,
+        settings = TransferSettings(
             config.transfer,
             host=host,
             interface=config.listening_interface,
@@ -182,7 +180,7 @@ def assemble(
             lanes=1 if config.role == "decode" else LANES,  # a decode worker writes nothing
         )
         schedulers = [replica.scheduler for replica in replicas]
-        endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, opener, wake)
+        endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, settings, open_transfer, wake)
         card = replace(card, control=channel.address, control_listens_on=channel.listens_on)
     try:
         publishers = _open_publishers(config, replicas)

@@ -9,7 +9,8 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,15 +22,18 @@ from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
 from hotset.engine.stores import (
+    PoolShard,
     ProbeMemory,
     host_store_name,
+    in_process,
     landing_policy,
     landing_store_name,
     landing_stores,
+    pool_shard,
     regions,
-    stores_in_host_memory,
+    unpackable_stores,
 )
-from hotset.engine.workers.executor import Executor, Step
+from hotset.engine.workers.executor import Executor, Step, WorkerPool
 from hotset.handoff import messages as msg
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
@@ -41,11 +45,14 @@ from hotset.handoff.receiver import Receiver
 from hotset.handoff.routes import show_routes
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
+from hotset.memory.device_pool import DevicePool
 from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import DeviceEvent, Transfer
+from hotset.transfer.engines import DEADLINE_S, TransferSettings
+from hotset.transfer.workers import RemoteTransfer, WorkerTransfers, engine_address
 
 if TYPE_CHECKING:
     from hotset.handoff.channel import Channel
@@ -85,6 +92,12 @@ class TransferResources:
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
     staging: StagingMemory | None
     probes: ProbeMemory
+    workers: Sequence[WorkerPool]
+
+    def close(self) -> None:
+        self.transfer.close()
+        for worker in self.workers:
+            worker.connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +172,7 @@ class DecodeEndpoint:
 
     def close(self, drain_seconds: float) -> None:
         self._agent.close(drain_seconds)
-        self._resources.transfer.close()
+        self._resources.close()
 
     def _choose_landing(self, measured: msg.RoutesMeasured) -> None:
         policy = landing_policy(measured.routes, self._landing)
@@ -244,7 +257,7 @@ class PrefillEndpoint:
 
     def close(self, drain_seconds: float) -> None:
         self._agent.close(drain_seconds)
-        self._resources.transfer.close()
+        self._resources.close()
 
     def _start(self, prefill: msg.StartPrefill) -> None:
         refusal = self._refusal(prefill.prompt)
@@ -272,10 +285,10 @@ class PrefillEndpoint:
 
 
 def unmeasured_landing_policy(config: EngineConfig, device: torch.device) -> LandingPolicy:
-    """Returns where KV from prefill workers lands whose routes are not measured yet. Peers can write to the device pool
-    only if the engine has one worker, because then the pool belongs to the engine's own process. GPU memory is avoided
-    until its route is known to be fast."""
-    on_device, on_gpu = config.workers == 1, device.type == "cuda"
+    """Returns where KV from prefill workers lands whose routes are not measured yet. GPU memory is avoided until its
+    route is known to be fast. With pipeline stages, KV lands on the host: the stages divide pages of index keys
+    differently."""
+    on_device, on_gpu = config.pipeline_parallel_size == 1, device.type == "cuda"
     return LandingPolicy(on_device, keys_on_host=on_gpu or not on_device, prefer_host=on_gpu)
 
 
@@ -285,67 +298,90 @@ def open_endpoint(
     schedulers: Sequence[Scheduler],
     executor: Executor,
     card: ModelCard,
-    open_transfer: Callable[[], Transfer],
+    settings: TransferSettings,
+    open_transfer: Callable[[TransferSettings], Transfer],
     wake: Callable[[], None],
 ) -> tuple[HandoffEndpoint, "Channel"]:
     """Opens the endpoint of a prefill or decode worker. Returns it with its control channel, which it owns.
 
-    `open_transfer` opens a transfer endpoint: one at a prefill worker, and one for each peer at a decode worker. Raises
-    StartupError if the control port cannot be bound, if memory cannot be registered, or if the staging memory is too
-    small.
+    `open_transfer` opens a transfer endpoint of this process: one at a prefill worker, and one for each peer at a
+    decode worker. Raises StartupError if the control port cannot be bound, if memory cannot be registered, or if the
+    staging memory is too small.
     """
     is_prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if is_prefill else executor.pool
-    stores, probes = landing_stores(hosts, pool), ProbeMemory(executor.pool)
+    workers = () if is_prefill or not card.landing.on_device else executor.serve_transfers(settings)
+    stores, probes = landing_stores(hosts, _pool_shards(pool, workers)), ProbeMemory(executor.pool)
     staging = _staging(config, stores)
     registered = [*regions(hosts, pool), *probes.regions, *([] if staging is None else [staging.region])]
 
     def open_registered() -> Transfer:
-        opened = open_transfer()
-        try:
+        with ExitStack() as undo:
+            opened = open_transfer(settings)
+            undo.callback(opened.close)
             for region in registered:
                 opened.register(region)
-        except BaseException:
-            opened.close()
-            raise
-        return opened
+            endpoints = [opened]
+            for worker in workers:
+                endpoints.append(RemoteTransfer(worker.connection, DEADLINE_S))
+                undo.callback(endpoints[-1].close)
+            undo.pop_all()
+        return WorkerTransfers(endpoints)
 
-    transfer = open_registered() if is_prefill else Endpoints(open_registered)
-    try:
+    with ExitStack() as undo:
+        for worker in workers:
+            undo.callback(worker.connection.close)
+        transfer = open_registered() if is_prefill else Endpoints(open_registered)
+        undo.callback(transfer.close)
         channel = open_channel(config.control, secret=config.handoff_secret, advertise=config.advertise)
-    except BaseException:
-        transfer.close()
-        raise
-    try:
+        undo.callback(channel.close)
         ring = None if is_prefill or staging is None else staging.memory_range
-        description = b"" if isinstance(transfer, Endpoints) else transfer.describe()
         hello = Hello(
             control=channel.address,
             model=model,
             stores=stores,
             transfer=transfer.name,
-            description=description,
+            description=b"" if isinstance(transfer, Endpoints) else transfer.describe(),
             ring=ring,
             process=this_process(),
-            probes=probes.ranges,
+            probes={**_worker_probes(workers), **probes.ranges},
         )
         agent: HandoffAgent
         if isinstance(transfer, Endpoints):
-            unpackable = stores_in_host_memory(stores, pool)
+            unpackable = unpackable_stores(stores, pool)
             receiver = Receiver(staging=None if ring is None else ReceiverStaging(ring, unpackable))
             agent = DecodeAgent(receiver, hello, channel, transfer, wake=wake)
         else:
             sender = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)
             agent = PrefillAgent(sender, hello, channel, transfer, wake=wake)
         agent.start()
-    except BaseException:
-        channel.close()
-        transfer.close()
-        raise
-    resources = TransferResources(transfer, staging, probes)
+        undo.pop_all()
+    resources = TransferResources(transfer, staging, probes, workers)
     if is_prefill:
         return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel
     return DecodeEndpoint(agent, resources, schedulers, executor, card.landing), channel
+
+
+def _pool_shards(pool: DevicePool | None, workers: Sequence[WorkerPool]) -> list[PoolShard]:
+    """Describes the device pools with engine addresses. Process 0 is this one; the workers follow."""
+    if pool is not None:
+        return [pool_shard(pool)]
+    shards = []
+    for process, worker in enumerate(workers, 1):
+        rows, keys = worker.described.rows, worker.described.keys
+        keys = None if keys is None else in_process(keys, process)
+        row_bytes = worker.shape.row.row_bytes
+        shards.append(PoolShard(worker.replica, worker.kv_heads, row_bytes, in_process(rows, process), keys))
+    return shards
+
+
+def _worker_probes(workers: Sequence[WorkerPool]) -> dict[str, msg.MemoryRange]:
+    """Returns the probe memory of the first worker process, with engine addresses."""
+    return {
+        kind: replace(memory, address=engine_address(1, memory.address))
+        for worker in workers[:1]
+        for kind, memory in worker.described.probes.items()
+    }
 
 
 def _staging(config: EngineConfig, stores: Mapping[msg.StoreName, Store]) -> StagingMemory | None:

@@ -182,7 +182,7 @@ class InputProcessor:
             raise RequestError("landing 'host' needs a host store, which --tiers off disables", param="landing")
         if landing == "device" and not card.landing.on_device:
             raise RequestError(
-                "landing 'device' needs an engine with one worker, and this one has several; leave it out",
+                "landing 'device' needs an engine without pipeline stages, and this one has several; leave it out",
                 param="landing",
             )
         if landing == "device" and (tiers == "tiered" or tokens > card.resident_len):

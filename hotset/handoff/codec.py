@@ -149,7 +149,8 @@ def _check_message(message: Message, sender_address: str) -> None:
                 for shard in store.shards:
                     _check_span(shard.span)
                     _check_slices(shard.slices)
-                _check_span(store.keys)
+                for keys in store.all_keys:
+                    _check_span(keys)
         case msg.Refused() | msg.Ping() | msg.Pong():
             pass
         case _:
@@ -158,11 +159,10 @@ def _check_message(message: Message, sender_address: str) -> None:
             _check_contents(message)
 
 
-def _check_span(span: PagedSpan | None) -> None:
-    if span is not None:
-        numbers = [span.page_bytes, span.part_rows, span.row_bytes, span.step]
-        numbers += [base for parts in span.bases for base in parts]
-        _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
+def _check_span(span: PagedSpan) -> None:
+    numbers = [span.page_bytes, span.part_rows, span.row_bytes, span.step]
+    numbers += [base for parts in span.bases for base in parts]
+    _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
 
 
 def _check_slices(slices: msg.RowSlices) -> None:

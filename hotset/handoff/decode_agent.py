@@ -288,5 +288,5 @@ class DecodeAgent(HandoffAgent):
 
     def _context_bytes(self, request: msg.HandoffRequest) -> int:
         store: Store = self._hello.stores[request.landing]
-        spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
+        spans = [*(shard.span for shard in store.shards), *store.all_keys]
         return (len(request.prompt) - request.first) * sum(len(span.bases) * span.row_bytes for span in spans)

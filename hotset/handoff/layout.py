@@ -257,8 +257,9 @@ def plan_context_writes(
         same = _same_bytes(overlap, source_shard, target_shard)
         plan = plan_writes if same else partial(_plan_slice_writes, overlap)
         plans.append(plan(source_shard.span, source_pages, target_shard.span, row_pages, first, last))
-    if source.keys is not None and target.keys is not None:
-        plans.append(plan_writes(source.keys, source_pages, target.keys, key_pages, first, last))
+    if source.keys is not None:
+        for keys in target.all_keys:
+            plans.append(plan_writes(source.keys, source_pages, keys, key_pages, first, last))
     return np.concatenate(plans)
 
 
@@ -282,8 +283,8 @@ def count_writes(
             count += whole_row_writes(source_shard.span, target_shard.span, row_pages)
         else:
             count += len(source_shard.span.bases) * (last - first) * len(overlap.byte_ranges)
-    if source.keys is not None and target.keys is not None:
-        count += whole_row_writes(source.keys, target.keys, key_pages)
+    if source.keys is not None:
+        count += sum(whole_row_writes(source.keys, keys, key_pages) for keys in target.all_keys)
     return count
 
 
@@ -374,9 +375,13 @@ def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
     if (missing := first_gap(store)) is not None:
         return f"none of its {len(store.shards)} shards holds byte {missing} of rows of {row_bytes(store)} bytes"
     spans = [("rows", shard.span, model.layers) for shard in store.shards]
-    for what, span, layers in [*spans, ("index keys", store.keys, model.groups)]:
-        if span is not None and (flaw := _flaw_of_span(what, span, layers)):
+    for what, span, layers in [*spans, *(("index keys", span, model.groups) for span in store.all_keys)]:
+        if flaw := _flaw_of_span(what, span, layers):
             return flaw
+    keys = store.keys
+    for copy in store.key_copies:
+        if keys is None or (copy.part_rows, copy.row_bytes, copy.step) != (keys.part_rows, keys.row_bytes, keys.step):
+            return "copies of its index keys have different layouts"
     return None
 
 

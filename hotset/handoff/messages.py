@@ -34,7 +34,7 @@ from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
@@ -76,7 +76,7 @@ class PagedSpan:
     Row r of part q of page number n in layer i begins at bases[i][q] + n * page_bytes + r * row_bytes.
     """
 
-    bases: tuple[tuple[int, ...], ...]  # [layers][parts] addresses of page 0
+    bases: tuple[tuple[int, ...], ...]  # [layers][parts] addresses of page 0 (see transfer/workers.py)
     page_bytes: int  # distance between the same part of consecutive pages
     part_rows: int
     row_bytes: int  # distance between consecutive rows
@@ -103,6 +103,12 @@ class Store:
 
     shards: tuple[Shard, ...]
     keys: PagedSpan | None  # index keys are never sharded
+    key_copies: tuple[PagedSpan, ...] = ()  # further copies of the index keys, which a writer must write, too
+
+    @property
+    def all_keys(self) -> tuple[PagedSpan, ...]:
+        """Returns every copy of the index keys. It is empty if the model has none."""
+        return () if self.keys is None else (self.keys, *self.key_copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def unpack(piece: PackedPiece) -> None:
         for shard in block.targets:
             layers = _layer_tensors(piece.target.shards[shard].span, piece.row_pages)
             slice_unpack(packed, layers, piece.row_pages, piece.first, piece.last, slices)
-    if (keys := piece.target.keys) is not None:
+    for keys in piece.target.all_keys:
         _copy(plan_writes(_packed_keys(piece, keys), (0,), keys, piece.key_pages, piece.first, piece.last))
 
 

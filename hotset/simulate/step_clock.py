@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
-from hotset.engine.workers.executor import HostShard, Step, StepFuture
+from hotset.engine.workers.executor import HostShard, Step, StepFuture, WorkerPool
 from hotset.memory.device_pool import DevicePool
 from hotset.plan.costs import RankCosts
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 from hotset.transfer.api import DeviceEvent
+from hotset.transfer.engines import TransferSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,9 @@ class SimulatedExecutor:
     @property
     def pool(self) -> DevicePool | None:
         return None
+
+    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
+        return ()
 
     def traffic(self) -> Traffic:
         return NO_TRAFFIC

@@ -1,6 +1,7 @@
 """Opens a transfer engine by its name."""
 
 import logging
+from dataclasses import dataclass
 from typing import Literal
 
 from hotset.base.errors import ConfigError
@@ -15,6 +16,22 @@ log = logging.getLogger(__name__)
 NAMES = ("nixl", "mooncake")
 LANES = 4
 DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """The arguments of `open_transfer`, for every process of an engine."""
+
+    name: str
+    host: str
+    interface: str
+    protocol: Literal["tcp", "rdma"]
+    lanes: int
+
+    def open(self) -> Transfer:
+        return open_transfer(
+            self.name, host=self.host, interface=self.interface, protocol=self.protocol, lanes=self.lanes
+        )
 
 
 def open_transfer(

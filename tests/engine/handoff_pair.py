@@ -5,12 +5,13 @@ Every context that lands is compared byte by byte with its source in the prefill
 
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_stores
+from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.layout import landing_pages
 from hotset.handoff.messages import (
     Fetch,
@@ -44,6 +46,8 @@ from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, KvStorage
+from hotset.transfer.engines import TransferSettings
+from hotset.transfer.workers import process_and_address
 
 DEADLINE_S = 200.0
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
@@ -111,9 +115,9 @@ def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
     config = EngineConfig(**{"max_num_seqs": 4, **settings})
     budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
-    opener = None if hub is None else partial(Loopback, hub)
+    opener = TransferSettings.open if hub is None else lambda _settings: Loopback(hub)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=opener)
+    return assemble(config, card, decoder.kv_shape, budget, executor, open_transfer=opener)
 
 
 @lru_cache
@@ -137,10 +141,15 @@ class ContextComparer:
         assert isinstance(prefill._endpoint, PrefillEndpoint) and isinstance(decode._endpoint, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
         self.targets = decode._endpoint._agent._hello.stores
+        executor = decode.executor
+        self._in_other_processes = isinstance(executor, MultiprocessExecutor) and any(
+            worker.process.pid != os.getpid() for worker in executor.workers
+        )
         self.requests: dict[HandoffKey, HandoffRequest] = {}
         self.source_pages: dict[HandoffKey, tuple[int, ...]] = {}  # pages in the prefill worker's host store
         self.released: list[ReleasePages] = []
         self.withheld: list[ReleasePages] = []
+        self._landed: set[HandoffKey] = set()
         self.compared: dict[HandoffKey, int] = {}  # landed contexts, with the number of rows that were sent
         sender, receiver = prefill._endpoint._agent, decode._endpoint._agent
         self._take_sender_events, self._take_receiver_events = sender.take_events, receiver.take_events
@@ -163,7 +172,7 @@ class ContextComparer:
         releases = [event for event in events if isinstance(event, ReleasePages)]
         self.released += releases
         self.withheld += releases
-        passed_on = [event for event in self.withheld if event.key in self.compared]
+        passed_on = [event for event in self.withheld if event.key in self._landed]
         self.withheld = [event for event in self.withheld if event not in passed_on]
         return [event for event in events if not isinstance(event, ReleasePages)] + passed_on
 
@@ -175,15 +184,19 @@ class ContextComparer:
         return events
 
     def compare(self, key: HandoffKey) -> None:
+        self._landed.add(key)
         request, pages = self.requests[key], self.source_pages.get(key)
-        if pages is None:
-            return  # another prefill worker computed this context
         target = self.targets[request.landing]
+        spans = [*(shard.span for shard in target.shards), *target.all_keys]
+        if pages is None or (
+            self._in_other_processes and any(process_and_address(span.bases[0][0])[0] for span in spans)
+        ):
+            return  # another prefill worker computed this context, or it landed in the memory of a worker process
         rows, landed = range(request.first, len(request.prompt)), landing_pages(request, target)
         assert rows_of(self.source, pages, rows) == rows_of(target, landed.rows, rows), "rows differ"
-        if self.source.keys is not None and target.keys is not None:
-            keys = bytes_of(target.keys, landed.keys, rows)
-            assert bytes_of(self.source.keys, pages, rows) == keys, "index keys differ"
+        for keys in target.all_keys:
+            assert self.source.keys is not None
+            assert bytes_of(self.source.keys, pages, rows) == bytes_of(keys, landed.keys, rows), "index keys differ"
         self.compared[key] = len(rows)
 
     @property
@@ -246,7 +259,7 @@ def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: range) -> list[bytes
         for position in rows:
             block, row = divmod(position, span.part_rows)
             page, part = divmod(block * span.step + span.first_part(layer), len(bases))
-            address = bases[part] + pages[page] * span.page_bytes + row * span.row_bytes
+            address = process_and_address(bases[part])[1] + pages[page] * span.page_bytes + row * span.row_bytes
             stored.append(ctypes.string_at(address, span.row_bytes))
     return stored
 

@@ -59,7 +59,7 @@ def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
     opened = transfer or RecordingTransfer(Hub())
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=lambda: opened)
+    return assemble(config, card, decoder.kv_shape, budget, executor, open_transfer=lambda _settings: opened)
 
 
 class FakeAgent:

@@ -24,6 +24,7 @@ from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import regions
 from hotset.handoff.routes import PROBE_BYTES
 from hotset.transfer.api import Region, Transfer
+from hotset.transfer.engines import TransferSettings
 
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -40,13 +41,13 @@ class RecordingLoopback(Loopback):
         super().register(region)
 
 
-def make(opener: Callable[[], Transfer] | None = None, **settings: Any) -> Engine:
+def make(open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open, **settings: Any) -> Engine:
     spec, decoder = MODELS["dsa"]
     config = EngineConfig(max_model_len=96, device_kv_tokens=400, **settings)
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = build.model_card(config, spec, budget, CPU, torch.float64)
     executor = build.in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return build.assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=opener)
+    return build.assemble(config, card, decoder.kv_shape, budget, executor, open_transfer=open_transfer)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +68,19 @@ def make(opener: Callable[[], Transfer] | None = None, **settings: Any) -> Engin
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_kv_memory(
-    role: Literal["prefill", "decode"], settings: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+    role: Literal["prefill", "decode"], settings: dict[str, str], address: str
 ) -> None:
-    opened: list[dict[str, Any]] = []
+    opened: list[TransferSettings] = []
     transfer = RecordingLoopback()
 
-    def open_transfer(name: str, **arguments: Any) -> Loopback:
-        opened.append({"name": name, **arguments})
+    def open_transfer(settings: TransferSettings) -> Loopback:
+        opened.append(settings)
         return transfer
 
-    monkeypatch.setattr(build, "open_transfer", open_transfer)
-    engine = make(role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
+    engine = make(open_transfer, role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
     try:
         lanes = 4 if role == "prefill" else 1  # a decode worker writes nothing
-        expected = {"name": "mooncake", "host": address, "interface": "lo", "protocol": "rdma", "lanes": lanes}
-        assert opened == [expected]
+        assert opened == [TransferSettings("mooncake", address, "lo", "rdma", lanes)]
         assert engine.card.control is not None and engine.card.control.rpartition(":")[0] == address
         assert engine.executor.pool is not None
         pool = engine.executor.pool.bytes
@@ -100,7 +99,7 @@ def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted
     aborted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The peer refuses the request, because the peer is a decode worker too."""
-    decode, peer = (make(lambda: Loopback(Hub()), role="decode") for _ in range(2))
+    decode, peer = (make(lambda _settings: Loopback(Hub()), role="decode") for _ in range(2))
     try:
         (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FOUR_TOKENS, prefill_at=peer.card.control)
         decode.add(choice)

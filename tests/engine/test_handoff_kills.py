@@ -1,4 +1,4 @@
-"""Prefill workers are killed, or stopped for 10 s, at random moments during traffic. No token is wrong, no page is lost.
+"""Prefill workers are killed, or stopped for 10 s, at random moments during traffic. No token is wrong, no page lost.
 
 Clients send prompts to a decode worker, which asks one of two prefill workers for each. A request that fails must fail
 with HandoffLost, and the client sends it again, as a router would. The tests print what happened.
@@ -119,9 +119,7 @@ def test_faults_of_prefill_workers_during_traffic_change_no_token_and_lose_no_pa
         traffic.stopped = True
         await asyncio.gather(*clients)
         stats = await wait_for_audit(decode)
-        print(
-            f"\n{len(seconds)} times: {dict(traffic.outcomes)}; nothing in quarantine after {max(seconds):.1f} s at most"
-        )
+        print(f"\n{len(seconds)} times: {dict(traffic.outcomes)}; quarantine empty after {max(seconds):.1f} s at most")
         assert not traffic.wrong, traffic.wrong
         assert max(seconds) < MAX_QUARANTINE_S
         assert pages_held(stats) == quarantined(stats) == num_open(stats) == 0

@@ -70,7 +70,15 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=opener, weights=f"random {SEED}")
+    return assemble(
+        config,
+        card,
+        decoder.kv_shape,
+        budget,
+        executor,
+        open_transfer=lambda _settings: opener(),
+        weights=f"random {SEED}",
+    )
 
 
 @contextmanager
@@ -117,6 +125,8 @@ def test_answers_do_not_change_if_the_two_engines_have_different_parallelism(
     with pair(model, sender, receiver, transfer_name) as workers:
         assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process(model)
         assert workers.comparer.num_compared == len(LENGTHS)
+        landings = {request.landing.split()[0] for request in workers.comparer.requests.values()}
+        assert ("device" in landings) == ("PP" not in receiver), f"the contexts landed on {landings}"
         stats = workers.decode.stats()
     assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
 

@@ -34,6 +34,7 @@ from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 from hotset.models.weight_plan import plan_weights
 from hotset.transfer.api import Transfer
+from hotset.transfer.engines import TransferSettings
 
 WAIT_S = 60.0
 
@@ -84,7 +85,14 @@ class ThreadProcess:
 class ThreadWorkers(MultiprocessExecutor):
     """Implements `Executor` with workers that are threads of this process."""
 
-    def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        splits: Sequence[Split],
+        kv_heads: int,
+        open_transfer: Callable[[TransferSettings], Transfer],
+    ) -> None:
+        self._open_transfer = open_transfer
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
         devices = [WorkerDevice("cpu")] * len(splits)
@@ -101,7 +109,7 @@ class ThreadWorkers(MultiprocessExecutor):
             return ThreadWorld(collectives, rank.number, self._queues)
 
         def serve() -> None:
-            worker_module.serve(worker_end, progress, join_world, lambda: None)
+            worker_module.serve(worker_end, progress, join_world, lambda: None, self._open_transfer)
             worker_end.close()
 
         return pipe, ThreadProcess(serve, self._abort_barriers)
@@ -126,6 +134,7 @@ def split_engine(
     `on_load` is called with each worker's decoder, in the worker's thread. `on_pinned` is the argument of `init_cache`.
     """
     config = EngineConfig(**settings)
+    open_transfer = TransferSettings.open if opener is None else lambda _settings: opener()
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
     class RandomModelLoader:
@@ -148,14 +157,14 @@ def split_engine(
             return device_memory(CPU).free
 
     with mock.patch.object(worker_module, "ModelLoader", RandomModelLoader):
-        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads)
+        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads, open_transfer)
         workers.plan()
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)
     workers.init_cache(budget, on_pinned)
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = worker_kv_shape(spec, torch.float64, kv_storage(config, spec))
-    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer_opener=opener)
+    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", open_transfer=open_transfer)
 
 
 @contextmanager

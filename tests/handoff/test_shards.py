@@ -13,6 +13,7 @@ from sharded_memory import HEAD_BYTES, ShardedMemory, fresh_pages
 
 from hotset.handoff.layout import (
     check_peers,
+    count_writes,
     first_gap,
     head_shards,
     overlaps,
@@ -168,3 +169,20 @@ def test_a_store_with_invalid_shards_is_refused() -> None:
     ):
         reason = check_peers(hello(valid), hello(store))
         assert reason is not None and error in reason, f"{reason!r} does not contain {error!r}"
+
+
+def test_every_copy_of_rows_and_index_keys_is_written() -> None:
+    """Ranks whose rows have no heads hold whole rows on the device, and all index keys."""
+    source = ShardedMemory(1, 1, page_rows=16, seed=1)
+    copies = [ShardedMemory(1, 1, page_rows=8) for _ in range(3)]
+    pages = fresh_pages(source, copies[0], rows=40)
+    source.compute(pages[0], 0, 40)
+    first, *further = (copy.store for copy in copies)
+    keys = tuple(store.keys for store in further if store.keys is not None)
+    target = Store(tuple(shard for copy in copies for shard in copy.store.shards), first.keys, keys)
+    planned = plan_context_writes(source.store, pages[0], target, pages[1], pages[2], 0, 40)
+    assert len(planned) >= count_writes(source.store, target, pages[1], pages[2], 0, 40)
+    for local, remote, nbytes in planned.tolist():
+        ctypes.memmove(remote, local, nbytes)
+    for copy in copies:
+        copy.check(pages[1], pages[2], 0, 40)

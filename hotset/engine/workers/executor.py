@@ -6,11 +6,14 @@ from typing import Protocol
 
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.workers.messages import PoolDescribed
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, KvMemory, Traffic, TrafficCopy
 from hotset.transfer.api import DeviceEvent
+from hotset.transfer.engines import TransferSettings
+from hotset.transfer.workers import WorkerConnection
 
 Step = Sequence[Plan | None]  # one plan per replica; None for a replica that computes nothing in this step
 
@@ -43,6 +46,17 @@ def whole_host_store(memory: KvMemory) -> list[HostShard]:
     return [] if memory.host is None else [HostShard(0, 0, memory.pool.shape, 1, memory.host)]
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPool:
+    """The device pool of a worker process, and the connection over which it serves transfer endpoints."""
+
+    replica: int
+    kv_heads: int  # as in HostShard
+    shape: KvShape
+    described: PoolDescribed
+    connection: WorkerConnection
+
+
 class Executor(Protocol):
     """Executes steps in the order of submission. Only `mirrored_event` and its result may be used from any thread."""
 
@@ -67,6 +81,10 @@ class Executor(Protocol):
     @property
     def pool(self) -> DevicePool | None:
         """The device pool if it belongs to this process, else None."""
+
+    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
+        """Makes every worker process serve transfer endpoints for its device pool. Returns nothing if there are none.
+        Call it once, while no step is in flight."""
 
     def traffic(self) -> Traffic:
         """Returns the traffic between host and device, over all workers, from the start to the last step whose results
@@ -125,6 +143,9 @@ class InProcessExecutor:
     @property
     def pool(self) -> DevicePool:
         return self.memory.pool
+
+    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
+        return ()
 
     def traffic(self) -> Traffic:
         return NO_TRAFFIC if self.newest_traffic is None else self.newest_traffic.result()

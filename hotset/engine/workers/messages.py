@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
@@ -9,9 +10,11 @@ from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.engine.start_plan import WorkerPlan
+from hotset.handoff.messages import MemoryRange, PagedSpan
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
+from hotset.transfer.engines import TransferSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,24 @@ class WarmedUp:
 
 
 @dataclass(frozen=True, slots=True)
+class ServeTransfers:
+    """Commands a worker of a decode engine to open transfer endpoints for its device pool, as the engine's process
+    directs it over `connection`."""
+
+    settings: TransferSettings
+    connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescribed:
+    """Answers `ServeTransfers`. Addresses are those of the worker's process."""
+
+    rows: PagedSpan
+    keys: PagedSpan | None
+    probes: Mapping[str, MemoryRange]  # memory for measuring routes, by kind
+
+
+@dataclass(frozen=True, slots=True)
 class ExecuteStep:
     """Commands a worker to execute a step, after all earlier ones."""
 
@@ -169,13 +190,16 @@ class StopWorker:
     """Commands a worker to release its memory and exit."""
 
 
-WorkerCommand = InitWorker | LoadWeights | InitCache | WarmUp | ExecuteStep | RunAudit | AbortSteps | StopWorker
+WorkerCommand = (
+    InitWorker | LoadWeights | InitCache | ServeTransfers | WarmUp | ExecuteStep | RunAudit | AbortSteps | StopWorker
+)
 WorkerReport = (
     Planned
     | LoadProgress
     | Loaded
     | CacheProgress
     | CacheReady
+    | PoolDescribed
     | WarmUpProgress
     | WarmedUp
     | WorkerFailed

@@ -1,6 +1,7 @@
 """The executor with worker processes on this machine: sends them steps and collects their results."""
 
 import logging
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
-from hotset.engine.workers.executor import HostShard, Step, StepFuture
+from hotset.engine.workers.executor import HostShard, Step, StepFuture, WorkerPool
 from hotset.engine.workers.group import ABORT_SECONDS, StartProcess, WorkerGroup, start_process
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.messages import (
@@ -32,7 +33,9 @@ from hotset.engine.workers.messages import (
     LoadProgress,
     LoadWeights,
     Planned,
+    PoolDescribed,
     RunAudit,
+    ServeTransfers,
     StepDone,
     WarmedUp,
     WarmUp,
@@ -49,6 +52,8 @@ from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
 from hotset.transfer.api import DeviceEvent
+from hotset.transfer.engines import TransferSettings
+from hotset.transfer.workers import WorkerConnection
 
 LOGGER = logging.getLogger("hotset.engine")
 T = TypeVar("T", bound=WorkerReport)
@@ -271,6 +276,16 @@ class MultiprocessExecutor:
     @property
     def pool(self) -> None:
         """None, because the device pools belong to the workers."""
+
+    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
+        pools = []
+        for worker in self.workers:
+            ours, theirs = multiprocessing.Pipe()
+            described = self._request(worker, ServeTransfers(settings, theirs), PoolDescribed)
+            theirs.close()
+            replica = worker.rank.replica
+            pools.append(WorkerPool(replica, self._kv_heads, worker.shape, described, WorkerConnection(ours)))
+        return pools
 
     def traffic(self) -> Traffic:
         """Returns the total traffic of all workers. Rows and lookups that several workers share are counted once."""

@@ -27,6 +27,7 @@ from hotset.engine.frontend import grammar_compiler
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.stores import ProbeMemory, pool_spans, regions
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
@@ -41,7 +42,9 @@ from hotset.engine.workers.messages import (
     LoadProgress,
     LoadWeights,
     Planned,
+    PoolDescribed,
     RunAudit,
+    ServeTransfers,
     StepDone,
     StopWorker,
     WarmedUp,
@@ -57,6 +60,9 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import KvMemory, TrafficCopy
+from hotset.transfer.api import Transfer
+from hotset.transfer.engines import TransferSettings
+from hotset.transfer.workers import serve_transfers
 
 LOGGER = logging.getLogger("hotset.engine")
 ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure
@@ -91,13 +97,14 @@ def serve(
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
     on_abort: Callable[[], None],
+    open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
 ) -> int | None:
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
 
     Returns None after `StopWorker`. Otherwise the process must end at once, with the returned exit code.
 
     `join_world` connects this worker to the others. `on_abort` is called from another thread after `AbortSteps`, or
-    when the pipe has closed.
+    when the pipe has closed. `open_transfer` opens a transfer endpoint of this process.
     """
     inbox = Inbox(pipe, on_abort)
     send_lock = threading.Lock()
@@ -118,7 +125,7 @@ def serve(
     try:
         with progress.beating(), contextlib.ExitStack() as cleanup:
             try:
-                _serve(inbox, send, progress, join_world, cleanup)
+                _serve(inbox, send, progress, join_world, open_transfer, cleanup)
             except Exception as error:
                 report_failure(error)  # before the clean-up, which waits for steps and releases pinned memory
     except Exception as error:
@@ -195,6 +202,7 @@ def _serve(
     send: Callable[[WorkerReport], None],
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
+    open_transfer: Callable[[TransferSettings], Transfer],
     cleanup: contextlib.ExitStack,
 ) -> None:
     init, _ = inbox.get()
@@ -215,7 +223,7 @@ def _serve(
     if isinstance(cache, StopWorker):
         return
     assert isinstance(cache, InitCache), f"the third command must be InitCache or StopWorker, not {cache}"
-    worker = Worker(init, world, stage, cache, memory, send)
+    worker = Worker(init, world, stage, cache, memory, send, open_transfer)
     cleanup.callback(worker.close)
     send(CacheReady())
     while worker.handle(command := _next_command(inbox, progress)):
@@ -268,8 +276,10 @@ class Worker:
         cache: InitCache,
         memory: SharedMemory | None,
         send: Callable[[WorkerReport], None],
+        open_transfer: Callable[[TransferSettings], Transfer],
     ) -> None:
         config, budget, shape = init.config, cache.budget, stage.kv_shape
+        self._open_transfer = open_transfer
         self._rank: WorkerRank = init.rank
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
@@ -312,6 +322,8 @@ class Worker:
                 self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
                 self._abort.check()
                 self._send(WarmedUp(self._runner.has_graphs))
+            case ServeTransfers(settings, connection):
+                self._serve_transfers(settings, connection)
             case RunAudit(tiered):
                 self._send(AuditReport(self._find_flaw(tiered)))
             case StopWorker():
@@ -324,6 +336,24 @@ class Worker:
         self._submitted.put(None)
         self._reporter.join()
         self._memory.close()
+
+    def _serve_transfers(self, settings: TransferSettings, connection: Connection) -> None:
+        """Serves transfer endpoints in threads of their own. They register the device pool and the probe memory."""
+        pool = self._memory.pool
+        probes = ProbeMemory(pool, host=False)
+        registered = [*regions([], pool), *probes.regions]
+
+        def open_endpoint() -> Transfer:
+            opened = self._open_transfer(settings)
+            for region in registered:
+                opened.register(region)
+            check_listeners(self._rank.name, interfaces=(LOOPBACK_INTERFACE, *settings.interface.split(",")))
+            return opened
+
+        rows, keys = pool_spans(pool)
+        # The thread keeps the probe memory until the connection closes.
+        threading.Thread(target=serve_transfers, args=(connection, open_endpoint), daemon=True).start()
+        self._send(PoolDescribed(rows, keys, probes.ranges))
 
     def _execute(self, step: ExecuteStep) -> None:
         self._runner.write_sampled(step.sampled)
