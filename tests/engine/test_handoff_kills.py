@@ -98,6 +98,7 @@ async def stop_and_continue(traffic: Traffic, _workers: Workers, slot: int) -> f
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)  # a fault takes 5 to 15 s
 @pytest.mark.parametrize("fault", [kill_and_replace, stop_and_continue])
 def test_faults_of_prefill_workers_during_traffic_change_no_token_and_lose_no_page(
     fault: Callable[[Traffic, Workers, int], Awaitable[float]], tmp_path: Path
