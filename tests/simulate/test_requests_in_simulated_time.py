@@ -20,6 +20,7 @@ from hotset.base.host_memory import host_memory
 from hotset.bench.workload import read_trace
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
+from hotset.engine.outputs import EngineStats, RankStats
 from hotset.engine.workers.executor import Step, StepFuture
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import KvStorage
@@ -87,10 +88,13 @@ def simulate(config: EngineConfig, requests: Sequence[Arrival], cost: StepCost) 
 
 
 def fitted(samples: Sequence[tuple[StepWork, float]]) -> FixedCosts:
-    """Fits the costs of steps to measured ones, with the least squared error."""
-    terms = [(1.0, work.prompt_tokens, work.decodes, work.tiered, positions(work)) for work, _seconds in samples]
-    solution, *_ = np.linalg.lstsq(np.array(terms), np.array([seconds for _work, seconds in samples]), rcond=None)
-    return FixedCosts(*(max(0.0, float(value)) for value in solution))
+    """Fits the costs of steps to measured ones, with the least squared error. All steps together take as long as they
+    were measured to take: costs below 0 are replaced by 0, which would make them longer."""
+    terms = np.array([(1.0, work.prompt_tokens, work.decodes, work.tiered, positions(work)) for work, _ in samples])
+    measured = np.array([seconds for _work, seconds in samples])
+    solution, *_ = np.linalg.lstsq(terms, measured, rcond=None)
+    costs = np.maximum(solution, 0.0)
+    return FixedCosts(*map(float, costs * measured.sum() / (terms @ costs).sum()))
 
 
 def config_of(folder: Path, **settings: Any) -> EngineConfig:
@@ -99,26 +103,27 @@ def config_of(folder: Path, **settings: Any) -> EngineConfig:
         "host_kv_tokens": 20000,
         "max_num_seqs": 24,
         "max_model_len": 2048,
+        "page_rows": 16,
     }
     return EngineConfig(
         model=tiny_directory(folder, **SPARSE | {"max_position_embeddings": 4096}),
         load_format="dummy",
         device="cpu",
-        page_rows=16,
         max_num_batched_tokens=256,
         **(defaults | settings),
     )
 
 
-def random_arrivals(count: int, rate: float, answer: float = 12) -> list[Arrival]:
-    """Returns requests like those of a trace: a few of them long, some with a common prefix."""
+def random_arrivals(count: int, rate: float, prompt: float = 200, answer: float = 12) -> list[Arrival]:
+    """Returns requests like those of a trace: a few of them long, some with a common prefix. `prompt` and `answer` are
+    mean lengths."""
     generator, seconds, found = random.Random(0), 0.0, []
     for _ in range(count):
         seconds += generator.expovariate(rate)
-        length = min(1500, 20 + int(generator.expovariate(1 / 180)))
+        length = int(min(7.5 * prompt, prompt / 10 + generator.expovariate(1 / (0.9 * prompt))))
         prefix = [20] * generator.choice((0, 0, 32))
-        prompt = (prefix + generator.choices(range(16, VOCAB), k=length))[:length]
-        found.append(Arrival(seconds, tuple(prompt), 1 + int(generator.expovariate(1 / answer))))
+        tokens = (prefix + generator.choices(range(16, VOCAB), k=length))[:length]
+        found.append(Arrival(seconds, tuple(tokens), 1 + int(generator.expovariate(1 / answer))))
     return found
 
 
@@ -193,33 +198,57 @@ def test_memory_pressure_makes_requests_tiered_and_parked_as_in_a_real_engine(tm
 
 
 def traced_arrivals(busy_s: float) -> list[Arrival]:
-    """Returns 200 requests that arrive a little faster than they are served, if each takes `busy_s` of computation.
+    """Returns 200 requests that arrive 1.5 times as fast as they are served, if each takes `busy_s` of computation.
 
-    They are those of the trace in Mooncake's format that HOTSET_TRACE names, scaled down, or random ones.
+    They are those of the trace in Mooncake's format that HOTSET_TRACE names, with prompts of 1/256 and answers of 1/8
+    of their lengths, or random ones. The answers are long, because requests are parked only if they grow by pages.
     """
     if "HOTSET_TRACE" not in os.environ:
-        return random_arrivals(200, rate=1.1 / busy_s, answer=40)
-    scale, path = 1 / 64, Path(os.environ["HOTSET_TRACE"])
-    entries = read_trace(path, 1.0, scale)[:200]
-    speed = entries[-1].offset / 200 / busy_s * 1.1
-    return arrivals([replace(entry, offset=entry.offset / speed) for entry in entries], scale, VOCAB)
+        return random_arrivals(200, rate=1.5 / busy_s, prompt=50, answer=45)
+    scale, path = 1 / 256, Path(os.environ["HOTSET_TRACE"])
+    entries, answers = read_trace(path, 1.0, scale)[:200], read_trace(path, 1.0, 1 / 8)[:200]
+    speed = entries[-1].offset / 200 / busy_s * 1.5
+    scaled = [
+        replace(entry, offset=entry.offset / speed, output_tokens=answer.output_tokens)
+        for entry, answer in zip(entries, answers, strict=True)
+    ]
+    return arrivals(scaled, scale, VOCAB)
 
 
 @pytest.mark.slow
 def test_simulated_traffic_is_within_10_percent_of_a_real_run_of_200_requests(tmp_path: Path) -> None:
     """The costs of steps are fitted to those of the real run: a busy machine is not as fast in the next minute."""
-    config = config_of(tmp_path, device_kv_tokens=2100)
+    config = config_of(tmp_path, device_kv_tokens=500, max_model_len=768, page_rows=4)
     _result, samples = run_real(config, traced_arrivals(1e-4)[:50])
     requests = traced_arrivals(sum(seconds for _work, seconds in samples) / 50)
     real, samples = run_real(config, requests)
     cost = fitted(samples)
     simulated = simulate(config, requests, cost)
-    print(cost, real, simulated, np.mean(real.first_token_s), np.mean(simulated.first_token_s))
-    assert real.requests >= 195 and real.max_tiered > 0
+    for name, result in (("real", real), ("simulated", simulated)):
+        at_once = f"at once: mean {result.mean_running:.2f}, most {result.max_running}"
+        moves = f"parks: {result.parks}, demotions: {result.demotions}"
+        wait = f"to first token: {np.mean(result.first_token_s):.3f} s, waiting requests: {result.mean_waiting:.2f}"
+        print(name, at_once, moves, wait, sep="; ")
+    assert real.requests >= 195 and real.max_tiered > 0 and real.parks > 0
     assert simulated.mean_running == pytest.approx(real.mean_running, rel=0.1)
     assert simulated.max_running == pytest.approx(real.max_running, rel=0.1)
     assert simulated.parks == pytest.approx(real.parks, rel=0.1, abs=1)
     assert np.mean(simulated.first_token_s) == pytest.approx(np.mean(real.first_token_s), rel=0.1)
+    assert simulated.mean_waiting == pytest.approx(real.mean_waiting, rel=0.1)
+
+
+def test_the_ranks_of_a_data_parallel_engine_have_the_requests_and_pages_of_the_whole(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data_parallel_size=2, device_kv_tokens=500, max_model_len=768)
+    files, clock = find_config(config.model), SimulatedClock()
+    capacity = plan_capacity(config, files, Machine(host_memory().free))
+    engine = simulated_engine(capacity, files, False, clock, FixedCosts(step_s=0.01))
+    seen: list[EngineStats] = []
+    run_traffic(engine, clock, random_arrivals(12, 50.0, prompt=100), lambda done, total: seen.append(engine.stats()))
+    for stats in seen:
+        assert len(stats.ranks) == 2
+        for name in RankStats.__dataclass_fields__:
+            assert sum(getattr(rank, name) for rank in stats.ranks) == getattr(stats, name), name
+    assert any(all(rank.running for rank in stats.ranks) for stats in seen)
 
 
 def test_blocks_of_a_trace_become_equal_prefixes(tmp_path: Path) -> None:
