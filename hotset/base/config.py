@@ -332,6 +332,16 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
+    def split_name(self) -> str:
+        """How the model is divided over workers, like 'TP2 x PP4'. Empty with one worker."""
+        sizes = (
+            ("TP", self.tensor_parallel_size),
+            ("PP", self.pipeline_parallel_size),
+            ("DP", self.data_parallel_size),
+        )
+        return " x ".join(f"{name}{size}" for name, size in sizes if size > 1)
+
+    @property
     def gpu_numbers(self) -> tuple[int, ...] | None:
         """The numbers in `gpus`; None if that is not set."""
         return None if self.gpus is None else parse_gpus(self.gpus)

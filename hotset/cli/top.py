@@ -118,6 +118,7 @@ class Watched:
         self.requests: dict[str, Json] = {}
         self.layers: list[int] = []
         self.workers: list[Json] = []
+        self.ranks: list[Json] = []  # data parallel ranks of a server, if there are several
         self.now = 0.0  # by the server's clock
 
     def apply(self, message: Json) -> None:
@@ -131,6 +132,7 @@ class Watched:
             self.samples.append(message["sample"])
         self.layers = message.get("layers", self.layers)
         self.workers = message.get("workers", self.workers)
+        self.ranks = message.get("ranks", self.ranks)
         for request in message.get("requests", ()):
             story = self.requests.get(request["id"], {}).get("story")
             self.requests[request["id"]] = {"story": story, **request}
@@ -152,7 +154,8 @@ def frame(watched: Watched, height: int) -> "RenderableType":
     from rich.text import Text
 
     hello = watched.hello
-    name = " ".join(str(hello[part]) for part in ("model", "role", "device") if hello.get(part, "both") != "both")
+    parts_of_name = [str(hello.get(part) or "") for part in ("model", "role", "device", "split")]
+    name = " ".join(part for part in parts_of_name if part not in ("", "both"))
     title = Text.assemble(
         ("hotset ", "bold"), f"{hello.get('version', '')} {name or hello.get('kind', '')} {watched.url}"
     )
@@ -165,7 +168,9 @@ def frame(watched: Watched, height: int) -> "RenderableType":
     if hello.get("kind") == "router":
         parts.append(_workers(watched.workers))
     else:
-        parts += [_memory(watched, last), _misses(watched, last), _requests(watched, max(3, height - 18))]
+        ranks = [_ranks(watched.ranks)] if watched.ranks else []
+        lines = height - 18 - (len(watched.ranks) + 1 if ranks else 0)
+        parts += [_memory(watched, last), *ranks, _misses(watched, last), _requests(watched, max(3, lines))]
     return Group(*parts)
 
 
@@ -265,6 +270,19 @@ def _requests(watched: Watched, limit: int) -> "RenderableType":
         age = max(0.0, watched.now - story[0][0])
         place = Text(tier, COLORS.get(tier, "white"))
         table.add_row(Text(request["id"][:40]), place, Text(request["phase"]), *map(str, numbers), f"{age:.1f}")
+    return table
+
+
+def _ranks(ranks: list[Json]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bright_black")
+    names = ("running", "waiting", "resident", "tiered", "parked")
+    for column in ("rank", *names, "device pages", "host pages"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for number, rank in enumerate(ranks):
+        pages = [f"{rank[f'{kind}_pages_held']}/{rank[f'{kind}_pages_total']}" for kind in ("device", "host")]
+        table.add_row(str(number), *(str(rank[name]) for name in names), *pages)
     return table
 
 

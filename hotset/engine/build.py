@@ -208,6 +208,7 @@ def model_card(
         dtype=str(dtype).removeprefix("torch."),
         role=config.role,
         host_store=budget.host_pages > 0,
+        split=config.split_name,
         bus_bytes_per_second=_bus_bytes_per_second(config, device),
         landing=unmeasured_landing_policy(config, device),
     )

@@ -11,7 +11,7 @@ from typing import Protocol
 from hotset.base.errors import EngineStopped
 from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.input_processor import Choice, ModelCard
-from hotset.engine.outputs import EngineStats
+from hotset.engine.outputs import EngineStats, RankStats
 from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import TokenOutputs
@@ -186,6 +186,7 @@ class Engine:
             drafts_verified=dict(counters.drafts_verified),
             drafts_accepted=dict(counters.drafts_accepted),
             requests_finished={str(reason): count for reason, count in counters.finished.items()},
+            ranks=[_rank_stats(replica) for replica in self.replicas] if len(self.replicas) > 1 else (),
         )
 
     def take_snapshots(self) -> list[RequestSnapshot]:
@@ -237,6 +238,21 @@ class Engine:
         self.executor.audit([scheduler.tiered_seats() for scheduler in self._schedulers])
         if self._endpoint is not None:
             self._endpoint.audit()
+
+
+def _rank_stats(replica: Replica) -> RankStats:
+    scheduler, device, host = replica.scheduler, replica.ledger.device, replica.ledger.host
+    return RankStats(
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        resident=scheduler.in_residence(Residence.RESIDENT),
+        tiered=scheduler.in_residence(Residence.TIERED),
+        parked=scheduler.parked,
+        device_pages_held=device.held,
+        device_pages_total=device.capacity,
+        host_pages_held=host.held if host else 0,
+        host_pages_total=host.capacity if host else 0,
+    )
 
 
 def _start_thread(close: Callable[[float], None], seconds: float) -> threading.Thread:

@@ -35,6 +35,7 @@ class ModelCard:
     control_listens_on: Address | None = None  # the address on which the handoff agent listens
     kv_events: tuple[EventsEndpoint, ...] = ()  # one for each data parallel rank; empty if none are published
     host_store: bool = False
+    split: str = ""  # how the model is divided over workers, like "TP2 x PP4"; empty with one worker
     bus_bytes_per_second: float | None = None  # from the host to all GPUs together; None without GPUs, or if unknown
     page_hasher: PageHasher | None = field(default=None, compare=False)  # None without a prefix cache
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive

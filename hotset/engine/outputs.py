@@ -122,6 +122,21 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStats:
+    """The current state of one data parallel rank."""
+
+    running: int
+    waiting: int
+    resident: int
+    tiered: int
+    parked: int
+    device_pages_held: int
+    device_pages_total: int
+    host_pages_held: int
+    host_pages_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The current state of an engine, and totals since its start."""
 
@@ -166,6 +181,7 @@ class EngineStats:
     drafts_verified: Mapping[int, int] = field(default_factory=dict)
     drafts_accepted: Mapping[int, int] = field(default_factory=dict)
     requests_finished: Mapping[str, int] = field(default_factory=dict)  # finish reason -> count
+    ranks: Sequence[RankStats] = ()  # of each data parallel rank; empty if there is only one
 
     @property
     def kv_usage(self) -> float:

@@ -109,17 +109,11 @@ def _splits(config: EngineConfig, machine: Machine) -> list[tuple[str, EngineCon
     """Returns all ways to use each GPU for one worker, or that of `config`."""
     count = machine.gpus
     if config.workers > 1 or count == 1 or machine.gpu is None:
-        return [(split_name(config), config)]
+        return [(config.split_name or "one GPU", config)]
     sizes = [size for size in range(count, 0, -1) if count % size == 0]
     ways = [replace(config, tensor_parallel_size=size, pipeline_parallel_size=count // size) for size in sizes]
     ways.append(replace(config, data_parallel_size=count))
-    return [(split_name(way), way) for way in ways]
-
-
-def split_name(config: EngineConfig) -> str:
-    tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
-    names = (("TP", tp), ("PP", pp), ("DP", dp))
-    return " x ".join(f"{name}{size}" for name, size in names if size > 1) or "one GPU"
+    return [(way.split_name, way) for way in ways]
 
 
 def _split_plan(

@@ -7,6 +7,7 @@ since the previous one, latencies of requests in between, and the newest numbers
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hotset.engine.outputs import EngineStats
@@ -31,6 +32,7 @@ class Live:
         self._requests: dict[str, Json] = {}  # open requests, as they were sent last, with their stories
         self._ended: deque[Json] = deque(maxlen=ENDED)
         self._layers: list[int] = []
+        self._ranks: list[Json] = []  # data parallel ranks, if there are several
         self._previous: tuple[float, EngineStats] | None = None
         self.feed = Feed(self._state, self._heartbeat)
 
@@ -40,13 +42,20 @@ class Live:
         self._history.append(sample)
         changed, ended = self._update(report.requests)
         if self.feed.watched:
-            message: Json = {"sample": sample, "requests": changed, "ended": ended, "layers": self._layers}
+            message: Json = {
+                "sample": sample,
+                "requests": changed,
+                "ended": ended,
+                "layers": self._layers,
+                "ranks": self._ranks,
+            }
             self.feed.publish({key: value for key, value in message.items() if value})
 
     def _state(self) -> Json:
         return {
             "hello": self._hello(),
             "layers": self._layers,
+            "ranks": self._ranks,
             "history": list(self._history),
             "requests": list(self._requests.values()),
             "ended": list(self._ended),
@@ -83,6 +92,7 @@ class Live:
         self._previous = now, stats
         seconds = max(now - then, 1e-3)
         self._layers = sorted(stats.slot_lookups)
+        self._ranks = [asdict(rank) for rank in stats.ranks]
         lookups = _change(stats.slot_lookups, before.slot_lookups, self._layers)
         misses = _change(stats.slot_misses, before.slot_misses, self._layers)
         handoff = stats.handoff

@@ -188,6 +188,7 @@ class Service:
             "model": self.model_name,
             "role": self.client.role,
             "device": model.device,
+            "split": model.split,
             "max_model_len": model.max_model_len,
             "bus": model.bus_bytes_per_second,
         }

@@ -4,14 +4,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tiers.whole_numbers import Bench
 
 from hotset.base.errors import QueueFull
 from hotset.base.story import MAX_EVENTS, Story, StoryEvent
-from hotset.engine.outputs import EngineStats
+from hotset.cli.top import Watched, frame
+from hotset.engine.outputs import EngineStats, RankStats
 from hotset.engine.process import StateReport
 from hotset.schedule.snapshots import MAX_ENDED, MAX_OPEN, RequestSnapshot
 from hotset.serve import feed as feed_module
@@ -110,6 +113,30 @@ def test_rates_and_latencies_are_those_since_the_previous_report(monkeypatch: py
     assert (sample["tokens"], sample["swap"], sample["miss"]) == (100.0, 2000, [250, None])
     assert sample["ttft"] == [0.49, 0.94] and sample["gap"] is None
     assert not metrics.newest_first_token_seconds, "a latency must not count twice"
+
+
+def test_ranks_of_a_data_parallel_engine_are_shown_by_the_stream_and_by_hotset_top() -> None:
+    async def scenario() -> None:
+        live, watched = make_live(), Watched("http://here")
+        stats = EngineStats(
+            ranks=[RankStats(5, 1, 3, 2, 0, 40, 50, 60, 700), RankStats(4, 0, 4, 0, 0, 31, 50, 32, 700)]
+        )
+        async with aclosing(live.feed.watch()) as lines:
+            watched.apply(await next_message(lines))
+            assert watched.ranks == []
+            live.record(StateReport(stats, ()))
+            watched.apply(await next_message(lines))
+        late = Watched("http://here")
+        late.apply(json.loads(json.dumps(live._state())))
+        assert watched.ranks == late.ranks == [asdict(rank) for rank in stats.ranks]
+        console = Console(width=120)
+        with console.capture() as captured:
+            console.print(frame(watched, 40))
+        lines_of_ranks = [line.split() for line in captured.get().splitlines()]
+        assert ["0", "5", "1", "3", "2", "0", "40/50", "60/700"] in lines_of_ranks
+        assert ["1", "4", "0", "4", "0", "0", "31/50", "32/700"] in lines_of_ranks
+
+    asyncio.run(scenario())
 
 
 def test_history_requests_stories_and_snapshots_are_bounded() -> None:

@@ -286,6 +286,25 @@ def test_the_page_at_work_in_a_browser(demo_server: RunningServer, tmp_path: Pat
 
 @pytest.mark.slow
 @NEEDS_CHROMIUM
+def test_the_page_shows_the_ranks_of_a_data_parallel_server_and_leads_to_the_plan(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    flags = ["--load-format", "dummy", "--device", "cpu", "--data-parallel-size", "2"]
+    (tmp_path / "profile").mkdir()
+    with serving(tmp_path, tiny_model, *flags) as server, browser(tmp_path / "profile") as page:
+        page.open(server.url)
+        page.wait_for("document.getElementById('what').textContent.includes('DP2')")
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "ignore_eos": True, "n": 4}
+        assert plain_http.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_SECONDS).status_code == 200
+        page.wait_for("document.querySelectorAll('#workers tr').length === 3")  # a head and two ranks
+        assert not page.evaluate("document.getElementById('fleet').hidden")
+        page.evaluate("document.getElementById('plan').click()")
+        page.wait_for("location.pathname === '/plan' && document.readyState === 'complete'")
+        assert page.errors == []
+
+
+@pytest.mark.slow
+@NEEDS_CHROMIUM
 def test_the_page_asks_for_the_key(server: RunningServer, tmp_path: Path) -> None:
     with browser(tmp_path) as page:
         page.open(server.url, dark=True)
