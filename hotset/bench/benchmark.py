@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random, SystemRandom
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from hotset import __version__
 from hotset.base.errors import ConfigError, RequestError
 from hotset.bench.config import BenchConfig, Load
+from hotset.bench.drafts import DraftFigures
 from hotset.bench.results import LoadResult, RequestRecord, Summary, summarize
 from hotset.bench.runner import LoadRun, Tally
 from hotset.bench.target import ServerReport, Target
@@ -149,7 +150,9 @@ class Benchmark:
             stop=self._stop,
             on_update=on_update,
         )
-        return await run.run(self._workload.requests(source, index))
+        before = await self._target.counters()
+        result = await run.run(self._workload.requests(source, index))
+        return replace(result, drafts=DraftFigures.between(before, await self._target.counters()))
 
     async def _warm_up(self, source: PromptSource) -> None:
         """Sends the requests of --warmup. Raises RequestError if all of them fail."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from hotset.bench.answer import Failure
 from hotset.bench.config import Load
+from hotset.bench.drafts import DraftFigures
 
 # The generator's own delays and CPU time distort the latencies above these limits.
 MAX_DELAY_SECONDS = 0.02
@@ -99,6 +100,7 @@ class LoadResult:
     records: Sequence[RequestRecord]
     unfinished: int  # requests that an interrupt cancelled; they have no record
     generator: GeneratorHealth
+    drafts: DraftFigures | None = None  # None if nothing was drafted, or the server does not tell
 
     @property
     def completed(self) -> list[RequestRecord]:
@@ -171,6 +173,7 @@ class Summary:
     goodput: Goodput | None
     errors: tuple[ErrorCount, ...]  # most frequent first
     generator: GeneratorHealth
+    drafts: DraftFigures | None
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -201,6 +204,7 @@ def summarize(result: LoadResult, objectives: dict[str, float]) -> Summary:
         goodput=goodput,
         errors=tuple(ErrorCount(failure.status, failure.message, count) for failure, count in failures.most_common()),
         generator=result.generator,
+        drafts=result.drafts,
     )
 
 

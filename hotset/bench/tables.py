@@ -37,6 +37,8 @@ def print_load(console: Console, load: Load, summary: Summary) -> None:
         line(f"mean length: prompts {prompts}, answers {summary.output_tokens.mean:.1f} tokens{shorter}")
     if summary.cached_share:
         line(f"prefix cache: {summary.cached_share:.1%} of the input tokens were not computed again")
+    if summary.drafts is not None:
+        line(str(summary.drafts))
     if (goodput := summary.goodput) is not None:
         line(f"within --slo: {goodput.share:.1%} of requests, {goodput.requests_per_second:.2f} requests/s")
     if summary.completed:

@@ -14,6 +14,7 @@ import aiohttp
 from hotset.base.errors import ConfigError, RequestError, StartupError
 from hotset.bench.answer import Failure, StreamedAnswer, failure_of
 from hotset.bench.config import BenchConfig
+from hotset.bench.drafts import Counters, read_counters
 from hotset.bench.words import WORDS
 from hotset.bench.workload import PlannedRequest, Prompt, PromptSource
 
@@ -90,6 +91,15 @@ class Target:
         ids = await self._token_ids()
         source = PromptSource(ids) if ids is not None else PromptSource(WORDS)
         return await self._calibrated(source)
+
+    async def counters(self) -> Counters:
+        """Returns the counters of drafts, if the server is a Hotset server and can be reached. They are up to half a
+        second old."""
+        try:
+            status, scrape = await self._request("GET", "/metrics", None)
+        except StartupError:
+            return {}
+        return read_counters(scrape.decode(errors="replace")) if status == 200 else {}
 
     def payload(self, request: PlannedRequest) -> bytes:
         """Returns the body of a request."""

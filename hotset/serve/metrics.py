@@ -102,6 +102,13 @@ HANDOFF_LABELLED = {
     "phase_seconds": ("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
     "dropped": ("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
 }
+PLACE_COUNTERS = {
+    "drafts_verified": (
+        "hotset_drafts_verified",
+        "Drafted tokens that were verified, by their place: 1 is the first draft of a step.",
+    ),
+    "drafts_accepted": ("hotset_drafts_accepted", "Drafted tokens that were accepted, by their place."),
+}
 LAYER_COUNTERS = {
     "slot_lookups": (
         "hotset_slot_lookups",
@@ -212,11 +219,12 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
     yield _host_pages(stats)
     for field, (name, help) in COUNTERS.items():
         yield CounterMetricFamily(name, help, value=getattr(stats, field))
-    for field, (name, help) in LAYER_COUNTERS.items():
-        by_layer = CounterMetricFamily(name, help, labels=("layer",))
-        for layer, count in getattr(stats, field).items():
-            by_layer.add_metric((str(layer),), count)
-        yield by_layer
+    for label, table in (("layer", LAYER_COUNTERS), ("place", PLACE_COUNTERS)):
+        for field, (name, help) in table.items():
+            labelled = CounterMetricFamily(name, help, labels=(label,))
+            for key, count in getattr(stats, field).items():
+                labelled.add_metric((str(key),), count)
+            yield labelled
     finished = CounterMetricFamily(
         "hotset_requests_finished", "Finished requests by finish reason.", labels=("reason",)
     )
