@@ -48,6 +48,11 @@ def children_of(pid: int) -> set[int]:
     return {child for child, parent in _parents().items() if parent == pid}
 
 
+def parent_of(pid: int) -> int:
+    """Returns the parent of a running process."""
+    return _parents()[pid]
+
+
 def descendants_of(pid: int) -> set[int]:
     """Returns the running processes that `pid` and its descendants have started."""
     parents = _parents()

@@ -5,6 +5,7 @@ of the Ray head, so that a controller that Ray has restarted continues where the
 """
 
 import logging
+import os
 import pickle
 import threading
 import time
@@ -103,12 +104,19 @@ class Controller:
                 "drained": sorted(wanted.drained),
                 "shutdown": wanted.shutdown,
                 "restarts": self._state.num_restarts,
+                "controller_pid": os.getpid(),
                 "controller_error": self._error,
                 "members": members,
             }
 
     def spec(self) -> ClusterSpec:
         return self._spec
+
+    def knows(self, name: str) -> bool:
+        """Returns whether a process belongs to the application, so that it should go on."""
+        with self._lock:
+            member = self._state.members.get(name)
+            return member is not None and member.phase not in ("failed", "gone")
 
     def scale(self, counts: Mapping[Role, int]) -> None:
         """Changes the wanted numbers of processes."""

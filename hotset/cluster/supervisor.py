@@ -7,8 +7,10 @@ finishes its requests and ends.
 
 import asyncio
 import json
+import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -32,9 +34,10 @@ from hotset.cluster.spec import ClusterSpec, Restart, Role
 from hotset.engine.progress import StallTimer
 
 POLL_SECONDS = 0.5  # interval between two looks at the process
-ANSWER_SECONDS = 2.0  # time for one answer of the process
+ANSWER_SECONDS = 2.0  # time for one answer of the process, or of the controller
 HEAD_POLL_SECONDS = 2.0
 KILL_SECONDS = 30.0  # time for a process to free its memory and exit after its drain
+WORKERS_FILE = "workers.json"
 READY_LINE = re.compile(r" at (http://\S+)")
 
 
@@ -85,7 +88,7 @@ class Supervisor:
         self._epoch = ""  # of the controller that asked last
         self._num_reports = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._folder = Path(tempfile.mkdtemp(prefix=f"hotset-{launch.name}-"))
+        self._folder: Path | None = None  # of a router's workers
 
     async def start(self) -> None:
         """Starts the process, unless it was started before. A failure is in the report."""
@@ -94,7 +97,9 @@ class Supervisor:
         self._is_started = True
         try:
             self._check_versions()
-            self._write_workers(self._launch.workers)
+            if self._launch.role == "router":
+                self._folder = Path(tempfile.mkdtemp(prefix=f"hotset-{self._launch.name}-"))
+                self._write_workers(self._launch.workers)
             arguments, self._host = self._arguments()
             self._print(f"starts: hotset {' '.join(arguments)}")
             self._child = await ChildProcess.start(
@@ -150,21 +155,18 @@ class Supervisor:
         spec, role = self._launch.spec, self._launch.role
         host = ray.util.get_node_ip_address()
         if role == "router":
-            settings = {**spec.router_settings(), "workers_file": str(self._workers_file)}
+            settings = {**spec.router_settings(), "workers_file": f"{self._folder}/{WORKERS_FILE}"}
             return ["router", *_flags(settings)], host if spec.routers.host in WILDCARD_HOSTS else spec.routers.host
         settings = {**spec.engine_settings(role), "host": host, "port": 0, "control": f"{host}:0"}
         if not is_loopback(host):
             settings.setdefault("transfer_interface", _interface_of(host))
         return ["serve", spec.model, *_flags(settings)], host
 
-    @property
-    def _workers_file(self) -> Path:
-        return self._folder / "workers.json"
-
     def _write_workers(self, workers: Mapping[str, Sequence[str]]) -> None:
-        new = self._folder / "workers.new"
-        new.write_text(json.dumps({role: list(urls) for role, urls in workers.items()}))
-        new.rename(self._workers_file)
+        if self._folder is not None and self._ended is None:
+            new = self._folder / "new.json"
+            new.write_text(json.dumps({role: list(urls) for role, urls in workers.items()}))
+            new.rename(self._folder / WORKERS_FILE)
 
     async def _watch_process(self) -> None:
         """Waits until the process is ready, and then until it has ended."""
@@ -182,6 +184,8 @@ class Supervisor:
             self._end(f"{self._launch.name} was not ready after {seconds:g} s (restart.start-seconds)")
         reason = await ending
         self._ended = self._ended or reason
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self, reason: str) -> None:
         """Kills the process, which has failed for this reason."""
@@ -226,22 +230,43 @@ class Supervisor:
         return True
 
     async def _watch_controller(self) -> None:
-        """Lets Ray restart the controller if it asks for no report. One supervisor does so for each controller."""
+        """Asks the controller for a sign of life if it asks for no report any more.
+
+        A controller that does not answer is restarted. One that does not know this process has replaced it, for example
+        because Ray lost the node for a while: then the process ends.
+        """
         silence = StallTimer(max_poll_seconds=2 * POLL_SECONDS)
-        while self._ended is None:
+        while self._ended is None and self._stopping is None:
             await asyncio.sleep(POLL_SECONDS)
             if silence.seconds(self._num_reports) <= self._policy.silent_seconds or not self._epoch:
                 continue
-            key = f"{self._launch.application}/killed/{self._epoch}".encode()
             try:
-                is_known = await asyncio.to_thread(internal_kv._internal_kv_put, key, b"", overwrite=False)
-                if not is_known:
-                    self._print("the controller does not answer; Ray restarts it")
-                    controller = await asyncio.to_thread(ray.get_actor, self._launch.controller)
-                    await asyncio.to_thread(ray.kill, controller, no_restart=False)
+                controller = await asyncio.to_thread(ray.get_actor, self._launch.controller)
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    is_known = await controller.knows.remote(self._launch.name)
+            except TimeoutError:
+                await self._restart_controller()
             except (ray.exceptions.RayError, ValueError, RuntimeError) as error:
-                self._print(f"the controller does not answer, and cannot be restarted: {error}")
-            self._num_reports += 1  # counts again from now on
+                self._print(f"the controller cannot be reached: {error}")  # Ray restarts it
+            else:
+                if not is_known:
+                    self._print("the controller has replaced this process, which finishes its requests and ends")
+                    await self.stop(now=False)
+                    await asyncio.gather(*([] if self._stopping is None else [self._stopping]))
+                    os._exit(0)
+            self._num_reports += 1  # the silence counts again from now on
+
+    async def _restart_controller(self) -> None:
+        """Lets Ray restart the controller. Of all supervisors that notice its silence, one does so."""
+        key = f"hotset-{self._launch.application}/killed/{self._epoch}".encode()
+        try:
+            was_killed = await asyncio.to_thread(internal_kv._internal_kv_put, key, b"", overwrite=False)
+            if not was_killed:
+                self._print("the controller does not answer; Ray restarts it")
+                controller = await asyncio.to_thread(ray.get_actor, self._launch.controller)
+                await asyncio.to_thread(ray.kill, controller, no_restart=False)
+        except (ray.exceptions.RayError, ValueError, RuntimeError) as error:
+            self._print(f"the controller does not answer, and cannot be restarted: {error}")
 
     async def _watch_head(self) -> None:
         """Ends the process if the Ray head is lost, because nobody would restart, remove or route it any more."""

@@ -1,0 +1,205 @@
+"""Each kind of process, and a node, is killed or stopped while requests run: the application heals, no answer is wrong,
+and nothing is left behind."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import plain_http
+import pytest
+from harness import tiny_directory
+from processes import children_of, is_spawned, parent_of, wait_until_ended
+from simulated import RAY_WARNINGS, SimulatedCluster, complete, simulated_cluster, spec_of, wait_for
+from traffic import NO_ROUTER, PROMPTS, Traffic, expected_tokens
+
+from hotset.cluster.spec import ClusterSpec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark += [pytest.mark.filterwarnings(warning) for warning in RAY_WARNINGS]
+
+SILENT_SECONDS = 6.0
+NOTICED_SECONDS = 10.0
+SERVED_SECONDS = 90.0
+# What a request may end with while something it needs is gone. Everything else is an error of ours.
+EXPECTED_FAILURES = {"worker_lost", "no_workers", "prefill_lost", "engine_stopped"}
+SETTINGS = {"load-format": "dummy", "dtype": "float64", "step-timeout": 5.0}
+Victim = Callable[[SimulatedCluster], int]
+
+
+def process_of(role: str) -> Victim:
+    return lambda cluster: int(random.choice(cluster.members(role, "ready"))["pid"])
+
+
+def engine_of(role: str) -> Victim:
+    """Returns the process that computes, the child of the server."""
+    return lambda cluster: next(pid for pid in children_of(process_of(role)(cluster)) if is_spawned(pid))
+
+
+def supervisor_of(role: str) -> Victim:
+    return lambda cluster: parent_of(process_of(role)(cluster))
+
+
+def controller(cluster: SimulatedCluster) -> int:
+    return int(cluster.status()["controller_pid"])
+
+
+VICTIMS: dict[str, Victim] = {
+    "decode process": process_of("decode"),
+    "prefill process": process_of("prefill"),
+    "decode engine": engine_of("decode"),
+    "router": process_of("router"),
+    "decode supervisor": supervisor_of("decode"),
+    "prefill supervisor": supervisor_of("prefill"),
+    "router supervisor": supervisor_of("router"),
+    "controller": controller,
+}
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ClusterSpec:
+    model = tiny_directory(tmp_path_factory.mktemp("model"))
+    return spec_of(
+        model, flags=SETTINGS, decode={"count": 2}, restart={"silent-seconds": SILENT_SECONDS, "head-seconds": 10.0}
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(spec: ClusterSpec) -> Iterator[SimulatedCluster]:
+    with simulated_cluster(cpus=1, nodes=2) as cluster:
+        cluster.up(spec)
+        cluster.wait_until_complete()
+        yield cluster
+        cluster.down()
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: SimulatedCluster) -> list[list[int]]:
+    """The answers of a decode engine that computes the prompts itself, without a router or a handoff."""
+    return expected_tokens(cluster.members("decode")[0]["url"])
+
+
+def quarantined(cluster: SimulatedCluster) -> float:
+    texts = [plain_http.get(f"{m['url']}/metrics", timeout=30).text for m in cluster.members("decode", "ready")]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("hotset_pages_quarantined ")]
+    return sum(float(line.split()[1]) for line in lines)
+
+
+def check_healed(cluster: SimulatedCluster, traffic: Traffic, began: float) -> None:
+    """Waits until everything serves again, and checks what clients got meanwhile."""
+    cluster.wait_until_complete(max(1.0, SERVED_SECONDS - (time.monotonic() - began)))
+    for prompt, tokens in zip(PROMPTS[:4], traffic.expected, strict=False):
+        answer = complete(cluster.url, prompt, max_tokens=24)
+        assert answer.json()["choices"][0]["token_ids"] == tokens
+    print(f"healed after {time.monotonic() - began:.1f} s; {dict(traffic.outcomes)}", file=sys.stderr)
+
+
+def names_of(cluster: SimulatedCluster) -> set[str]:
+    return {member["name"] for member in cluster.members()}
+
+
+def is_replaced(cluster: SimulatedCluster, victim: str, pid: int, names: set[str]) -> bool:
+    """Returns whether the controller has noticed a loss. During a restart of the controller, nobody knows."""
+    try:
+        if victim == "controller":
+            return int(cluster.status()["controller_pid"]) != pid
+        found = cluster.members()
+    except Exception:
+        return False
+    return {member["name"] for member in found} != names or any(member["phase"] != "ready" for member in found)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_lost_process_is_replaced(
+    cluster: SimulatedCluster, expected: list[list[int]], victim: str, how: signal.Signals
+) -> None:
+    cluster.wait_until_complete()
+    names = names_of(cluster)
+    pid = VICTIMS[victim](cluster)
+    traffic = Traffic(expected)
+    with traffic.running(lambda: cluster.url):
+        wait_for(lambda: traffic.outcomes["ok"] >= 8, "traffic")
+        os.kill(pid, how)
+        began = time.monotonic()
+        wait_for(lambda: is_replaced(cluster, victim, pid, names), "a reaction", 3 * NOTICED_SECONDS)
+        print(f"{victim}: noticed after {time.monotonic() - began:.1f} s", file=sys.stderr)
+        cluster.wait_until_complete(SERVED_SECONDS)
+    check_healed(cluster, traffic, began)
+    allowed = EXPECTED_FAILURES | ({*NO_ROUTER} if "router" in victim else set())
+    assert set(traffic.failures) <= allowed, (traffic.failures, traffic.details)
+    wait_until_ended([pid])
+    wait_for(lambda: quarantined(cluster) == 0, "the end of quarantine", 60)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_processes_of_a_lost_node_start_on_others(
+    cluster: SimulatedCluster, expected: list[list[int]], how: signal.Signals
+) -> None:
+    cluster.wait_until_complete()
+    names = names_of(cluster)
+    node = next(node for node in cluster.nodes if any(m["node"] == node.node_id for m in cluster.members()))
+    lost = [member for member in cluster.members() if member["node"] == node.node_id]
+    raylet = node.all_processes["raylet"][0].process.pid
+    traffic = Traffic(expected)
+    with traffic.running(lambda: cluster.url):
+        wait_for(lambda: traffic.outcomes["ok"] >= 8, "traffic")
+        os.kill(raylet, how)
+        began = time.monotonic()
+        wait_for(lambda: is_replaced(cluster, "node", raylet, names), "a reaction", 3 * NOTICED_SECONDS)
+        print(f"node: noticed after {time.monotonic() - began:.1f} s", file=sys.stderr)
+        cluster.wait_until_complete(SERVED_SECONDS)
+    check_healed(cluster, traffic, began)
+    assert set(traffic.failures) <= EXPECTED_FAILURES | {*NO_ROUTER}, (traffic.failures, traffic.details)
+    assert not {member["name"] for member in lost} & names_of(cluster)
+    # The processes of a node that is stopped still run: they end when they learn that they were replaced.
+    wait_until_ended([member["pid"] for member in lost])
+    cluster.nodes.remove(node)
+    os.kill(raylet, signal.SIGCONT) if how == signal.SIGSTOP else None
+    cluster.cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(1)
+
+
+def test_twenty_random_losses_in_one_run(cluster: SimulatedCluster, expected: list[list[int]]) -> None:
+    cluster.wait_until_complete()
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}", file=sys.stderr)
+    choice = random.Random(seed)
+    traffic = Traffic(expected)
+    with traffic.running(lambda: cluster.url):
+        wait_for(lambda: traffic.outcomes["ok"] >= 8, "traffic")
+        for _ in range(20):
+            victim, how = (
+                choice.choice(sorted(VICTIMS)),
+                choice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]),
+            )
+            with suppress(Exception):  # there is no such process at this moment
+                os.kill(VICTIMS[victim](cluster), how)
+                print(victim, how.name, file=sys.stderr)
+            time.sleep(choice.uniform(0.5, 6.0))
+        began = time.monotonic()
+        cluster.wait_until_complete(2 * SERVED_SECONDS)
+    check_healed(cluster, traffic, time.monotonic())
+    print(f"healed {time.monotonic() - began:.1f} s after the last loss", file=sys.stderr)
+    assert set(traffic.failures) <= EXPECTED_FAILURES | {*NO_ROUTER}, (traffic.failures, traffic.details)
+    wait_for(lambda: quarantined(cluster) == 0, "the end of quarantine", 60)
+
+
+def test_without_the_ray_head_processes_end_with_a_named_error(spec: ClusterSpec) -> None:
+    """This is the last test of the file, since two clusters at once are slow."""
+    with simulated_cluster(cpus=1, nodes=1) as cluster:
+        cluster.up(spec)
+        found = cluster.wait_until_complete()
+        pids = [member["pid"] for member in found["members"]]
+        logs = Path(cluster.cluster.head_node.get_logs_dir_path())
+        cluster.cluster.head_node.kill_gcs_server()
+        wait_until_ended(pids)
+        texts = [path.read_text(errors="replace") for path in logs.glob("worker-*.err")]
+        for member in found["members"]:
+            assert any(f"[{member['name']}] error: head_lost: the Ray head at" in text for text in texts), member[
+                "name"
+            ]

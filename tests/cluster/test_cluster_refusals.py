@@ -1,0 +1,173 @@
+"""What `hotset cluster` refuses before anything starts, what it says without Ray, and its commands on a cluster."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from harness import tiny_directory
+from ports import reserved_port
+from processes import children_of, wait_until_ended
+from simulated import (
+    RAY_WARNINGS,
+    SimulatedCluster,
+    complete,
+    model_directory,
+    simulated_cluster,
+    spec_of,
+    wait_for,
+)
+
+from hotset import __version__
+from hotset.base.errors import ConfigError
+from hotset.cluster import application
+
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in RAY_WARNINGS]
+ROOT = Path(__file__).resolve().parents[2]
+LAPTOP = ROOT / "docs" / "clusters" / "laptop.yaml"
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+from hotset.cli import main
+main()
+"""
+
+
+def hotset(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "hotset", "cluster", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+    )
+
+
+def refused(*arguments: str) -> str:
+    done = hotset(*arguments)
+    assert done.returncode in (1, 2) and done.stderr.startswith("error: "), done
+    return done.stderr
+
+
+def test_without_ray_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, "cluster", "status"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        'error: the cluster needs ray; run: pip install "hotset[serve,cluster]"\n',
+    )
+
+
+def test_a_cluster_that_does_not_answer_is_refused_at_once() -> None:
+    with reserved_port() as port:
+        began = time.monotonic()
+        for address, reason in (
+            (f"127.0.0.1:{port}", "no Ray cluster answers at"),
+            ("ray://127.0.0.1:10001", "Ray Client is not supported"),
+            ("here", "looks like 10.0.0.1:6379"),
+        ):
+            with pytest.raises(ConfigError, match=reason), application.connected(address, "x"):
+                pass
+        assert time.monotonic() - began < 10
+    with pytest.raises(ConfigError, match="expected the number of processes"):
+        from hotset.cli.cluster import _parse_counts
+
+        _parse_counts(["decode=4", "decode=x"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SimulatedCluster]:
+    with simulated_cluster(cpus=2, nodes=1) as cluster:
+        yield cluster
+
+
+def no_actors() -> bool:
+    return not ray.util.list_named_actors(all_namespaces=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_that_does_not_suit_the_spec_is_refused_before_anything_starts(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    model = tiny_directory(tmp_path)
+    dummy = {"load-format": "dummy"}
+    one_cpu = {"resources": {"cpus": 1}}
+    for spec, reason in (
+        (spec_of(model, flags={**dummy, "device": "cuda"}), "one prefill engine needs .* 1 GPUs on one node"),
+        (spec_of(model, flags=dummy, decode={**one_cpu, "count": 9}), "the nodes do not have room for"),
+        (spec_of(model, flags=dummy, decode={"split": {"tensor": 3}}), "decode engines cannot run on node .* 3"),
+        (spec_of("/nowhere/model"), "prefill engines cannot run on node .*/nowhere/model"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            cluster.up(spec)
+        assert no_actors()
+    good = spec_of(model, flags=dummy)
+    for name, source in (("none", None), ("other", "__version__ = '9.9.9'\n")):
+        folder = tmp_path / name / "hotset"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(source or "raise ImportError\n")
+        node = cluster.add_node(1, env_vars={"PYTHONPATH": str(folder.parent)})
+        expected = (
+            "has no Hotset" if source is None else f"has Hotset 9.9.9, but this machine has {re.escape(__version__)}"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            cluster.up(good)
+        assert no_actors()
+        cluster.cluster.remove_node(node)
+    with pytest.raises(ConfigError, match=r"no node is called '10\.9\.9\.9'; the nodes are "):
+        application.find_node("10.9.9.9")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_of_the_documentation_works(cluster: SimulatedCluster, tmp_path: Path) -> None:
+    laptop = tmp_path / "laptop.yaml"
+    laptop.write_text(LAPTOP.read_text().replace("port: 8000", "port: 0").replace("models/demo-dsa", model_directory()))
+    at = ("--address", cluster.address)
+    started = hotset("up", str(laptop), *at)
+    assert started.returncode == 0, started
+    assert re.search(r"Hotset serves .*demo-dsa at http://\S+ \(application hotset\)", started.stdout)
+    url = re.search(r"at (http://\S+)", started.stdout)
+    assert url is not None and complete(url[1], [5, 6, 7]).status_code == 200
+    table = hotset("status", *at)
+    assert table.returncode == 0 and "decode-" in table.stdout and "KV in use" in table.stdout
+    assert hotset("scale", "decode=2", *at).returncode == 0
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(hotset("status", "--json", *at).stdout)
+        return found
+
+    wait_for(lambda: application.is_complete(found := status()) and found["counts"]["decode"] == 2, "two engines")
+    assert "does not exist" not in refused("scale", "decode=99", *at)
+    (node,) = {member["node"] for member in status()["members"] if member["role"] == "router"}
+    assert hotset("drain", node[:8], *at).returncode == 0
+    wait_for(lambda: all(member["node"] != node for member in status()["members"]), "the drain")
+    assert hotset("drain", node[:8], "--undo", *at).returncode == 0
+    assert "no application 'other' runs" in refused("status", "--name", "other", *at)
+    assert "is up already" in refused("up", str(laptop), *at)
+    assert hotset("down", *at).returncode == 0
+    assert "no application 'hotset' runs" in refused("status", *at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_local_cluster_ends_with_its_command(tmp_path: Path) -> None:
+    laptop = tmp_path / "laptop.yaml"
+    laptop.write_text(LAPTOP.read_text().replace("port: 8000", "port: 0").replace("models/demo-dsa", model_directory()))
+    command = [sys.executable, "-m", "hotset", "cluster", "up", str(laptop), "--local"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = re.search(r"at (http://127.0.0.1:\d+)", process.stdout.readline())
+        assert url is not None and complete(url[1], [5, 6, 7]).status_code == 200
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    wait_until_ended(children)
