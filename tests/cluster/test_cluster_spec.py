@@ -145,11 +145,9 @@ def test_processes_that_do_not_fit_the_nodes_are_refused(spec: Any, found: list[
 def test_processes_that_fit_are_accepted() -> None:
     spec = parse_spec(EIGHT)
     check_fit(spec, spec.counts(), nodes(*[NODE] * 4))
-    # A large engine and two small ones fit on two nodes only if the large one is placed first.
-    mixed = parse_spec(
-        {"model": "m", "prefill": {"count": 2, "split": {"tensor": 4}}, "decode": {"split": {"data": 8}}}
-    )
-    check_fit(mixed, mixed.counts(), nodes(NODE, NODE))
+    # The large engine needs the first node, so it must be placed before the small one.
+    mixed = parse_spec({"model": "m", "prefill": {"split": {"tensor": 4}}, "decode": {"split": {"data": 8}}})
+    check_fit(mixed, mixed.counts(), nodes(NODE, {"CPU": 64.0, "GPU": 4.0}))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
