@@ -71,7 +71,8 @@ def up(
     loaded = load_spec(spec)
     api_key = with_key_of_file({"api_key": None}, api_key_file)["api_key"]
     with local_cluster(loaded.name) if local else connected(address, loaded.name) as ray_address:
-        print_note(f"the Ray cluster is at {ray_address}")
+        if local:
+            print_note(f"started a Ray cluster at {ray_address}, for --address of the other commands")
         check_cluster(loaded)
         with _Signals() as signals:
             start_application(loaded, api_key)

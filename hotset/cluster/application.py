@@ -174,7 +174,7 @@ def start_application(spec: ClusterSpec, api_key: str | None) -> None:
     variables = {"HOTSET_HANDOFF_SECRET": handoff_secret, **({"HOTSET_API_KEY": api_key} if api_key else {})}
     ray.remote(Controller).options(
         name=CONTROLLER, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=MAX_CALLS
-    ).remote(spec, variables)
+    ).remote(spec, variables, probe.probe_node())
 
 
 def _find_controller() -> Any:

@@ -74,8 +74,9 @@ class _Link:
 class Controller:
     """The actor. Its methods are called by the command line, in threads beside that of the loop."""
 
-    def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str]) -> None:
+    def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str], versions: Mapping[str, str | None]) -> None:
         self._spec = spec
+        self._versions = versions
         self._secrets = secrets
         self._namespace = namespace_of(spec.name)
         self._epoch = uuid.uuid4().hex
@@ -271,6 +272,7 @@ class Controller:
             secrets=self._secrets,
             workers=self._workers(),
             controller=CONTROLLER,
+            versions=self._versions,
         )
         avoided = set(self._state.wanted.drained)
         if member.role == "router" and self._spec.routers.port:

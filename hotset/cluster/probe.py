@@ -1,16 +1,24 @@
 """What `hotset cluster` asks every node before it starts anything.
 
-Ray sends this function by value, so that it also runs on a node without Hotset. It must not import anything else of
-Hotset at the top.
+Ray sends this function by value, so that it also runs on a node without Hotset. It must not import anything of Hotset.
 """
 
 import platform
+import subprocess
+import sys
+
+PROBE_SECONDS = 30.0
 
 
 def probe_node() -> dict[str, str | None]:
-    """Returns the versions of Python and Hotset on this node. The version of Hotset is None if it is not installed."""
+    """Returns the versions of Python and Hotset of processes on this node. That of Hotset is None if there is none.
+
+    A process answers, because Ray's workers also find the packages of the program that uses Ray.
+    """
+    command = [sys.executable, "-m", "hotset", "--version"]
     try:
-        from hotset import __version__
-    except ImportError:
-        return {"python": platform.python_version(), "hotset": None}
-    return {"python": platform.python_version(), "hotset": __version__}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        answer = done.stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        answer = []
+    return {"python": platform.python_version(), "hotset": answer[1] if answer[:1] == ["hotset"] else None}

@@ -8,7 +8,6 @@ finishes its requests and ends.
 import asyncio
 import json
 import os
-import platform
 import re
 import shutil
 import sys
@@ -23,12 +22,12 @@ import aiohttp
 import ray
 from ray.experimental import internal_kv
 
-from hotset import __version__
 from hotset.base.address import WILDCARD_HOSTS, is_loopback
 from hotset.base.child_process import ChildProcess
 from hotset.base.errors import ConfigError, HeadLost, StartupError
 from hotset.base.listeners import interface_addresses
 from hotset.base.settings import flag_words
+from hotset.cluster.probe import probe_node
 from hotset.cluster.scaling import Load
 from hotset.cluster.spec import ClusterSpec, Restart, Role
 from hotset.engine.progress import StallTimer
@@ -52,8 +51,7 @@ class Launch:
     secrets: Mapping[str, str]
     workers: Mapping[str, Sequence[str]]  # of a router, at its start
     controller: str  # the name of the controller, in the namespace of the supervisor
-    hotset_version: str = __version__
-    python_version: str = platform.python_version()
+    versions: Mapping[str, str | None]  # of Hotset and Python where the application was started
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class Supervisor:
             return
         self._is_started = True
         try:
-            self._check_versions()
+            await self._check_versions()
             if self._launch.role == "router":
                 self._folder = Path(tempfile.mkdtemp(prefix=f"hotset-{self._launch.name}-"))
                 self._write_workers(self._launch.workers)
@@ -140,14 +138,14 @@ class Supervisor:
             seconds = self._launch.spec.drain_seconds + KILL_SECONDS
             self._stopping = asyncio.create_task(self._child.stop(seconds, self._stop_now))
 
-    def _check_versions(self) -> None:
+    async def _check_versions(self) -> None:
         """Raises ConfigError on a node that joined the cluster with other versions."""
-        launch = self._launch
-        expected = (launch.hotset_version, launch.python_version)
-        if (__version__, platform.python_version()) != expected:
+        found = await asyncio.to_thread(probe_node)
+        if found != self._launch.versions:
+            wanted = self._launch.versions
             raise ConfigError(
-                f"its node has Hotset {__version__} and Python {platform.python_version()}, but the application runs "
-                f"with Hotset {expected[0]} and Python {expected[1]}; install the same on every node"
+                f"its node has Hotset {found['hotset']} and Python {found['python']}, but the application was started "
+                f"with Hotset {wanted['hotset']} and Python {wanted['python']}; install the same on every node"
             )
 
     def _arguments(self) -> tuple[list[str], str]:

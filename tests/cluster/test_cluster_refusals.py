@@ -95,7 +95,7 @@ def no_actors() -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_cluster_that_does_not_suit_the_spec_is_refused_before_anything_starts(
-    cluster: SimulatedCluster, tmp_path: Path
+    cluster: SimulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_directory(tmp_path)
     dummy = {"load-format": "dummy"}
@@ -110,10 +110,12 @@ def test_a_cluster_that_does_not_suit_the_spec_is_refused_before_anything_starts
             cluster.up(spec)
         assert no_actors()
     good = spec_of(model, flags=dummy)
-    for name, source in (("none", None), ("other", "__version__ = '9.9.9'\n")):
+    monkeypatch.chdir(tmp_path)  # the processes of nodes would find Hotset in the directory of the repository
+    for name, source in (("none", None), ("other", "print('hotset 9.9.9')\n")):
         folder = tmp_path / name / "hotset"
         folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text(source or "raise ImportError\n")
+        (folder / "__init__.py").touch()
+        (folder / "__main__.py").write_text(source or "raise ImportError\n")
         node = cluster.add_node(1, env_vars={"PYTHONPATH": str(folder.parent)})
         expected = (
             "has no Hotset" if source is None else f"has Hotset 9.9.9, but this machine has {re.escape(__version__)}"
@@ -146,7 +148,7 @@ def test_every_command_of_the_documentation_works(cluster: SimulatedCluster, tmp
         return found
 
     wait_for(lambda: application.is_complete(found := status()) and found["counts"]["decode"] == 2, "two engines")
-    assert "does not exist" not in refused("scale", "decode=99", *at)
+    assert "the nodes do not have room for" in refused("scale", "decode=99", *at)
     (node,) = {member["node"] for member in status()["members"] if member["role"] == "router"}
     assert hotset("drain", node[:8], *at).returncode == 0
     wait_for(lambda: all(member["node"] != node for member in status()["members"]), "the drain")
