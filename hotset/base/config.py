@@ -157,13 +157,14 @@ class EngineConfig:
     speculate: int = setting(
         0,
         "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token. "
-        "Needs --speculate-by. With more requests, fewer tokens are drafted.",
+        "With more requests, fewer tokens are drafted.",
         minimum=0,
     )
-    speculate_by: Literal["lookup"] | None = setting(
-        None,
-        "How tokens are drafted. 'lookup': as they follow the newest tokens elsewhere in the prompt or answer.",
-        choices=("lookup",),
+    speculate_by: Literal["mtp", "lookup"] = setting(
+        "mtp",
+        "How tokens are drafted. 'mtp': by the model's own layer for multi-token prediction. 'lookup': as they follow "
+        "the newest tokens elsewhere in the prompt or answer.",
+        choices=("mtp", "lookup"),
     )
     step_timeout: float = setting(
         60.0,
@@ -294,7 +295,7 @@ class EngineConfig:
         self._check_workers()
         self._check_gpus()
         self._check_events()
-        if self.speculate_by is not None and self.speculate == 0:
+        if self.speculate_by == "lookup" and self.speculate == 0:
             raise ConfigError(f"--speculate-by {self.speculate_by} needs --speculate N, the number of tokens to draft")
         if self.role == "prefill" and self.tiers == "off":
             raise ConfigError(
@@ -376,6 +377,11 @@ class EngineConfig:
                 f"--pipeline-layers must be the number of layers in each stage, like 16,15, got "
                 f"{self.pipeline_layers!r}"
             ) from None
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """Whether the model's MTP layer is loaded, and drafts tokens."""
+        return self.speculate > 0 and self.speculate_by == "mtp"
 
     def _check_workers(self) -> None:
         stages = self.pipeline_parallel_size

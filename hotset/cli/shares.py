@@ -190,7 +190,7 @@ def measure_free_memory() -> FreeMemory:
 
 def bytes_besides_kv(config: EngineConfig) -> int:
     """Returns the GPU memory that the largest rank of an engine needs for weights and steps."""
-    spec = find_model(config.model, config.weight_dtype).spec
+    spec = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp).spec
     dtype_bytes = DTYPE_BYTES[dtype_name(config.dtype, spec, "cuda")]
     context = context_length(config, spec.context)
     return max(

@@ -42,7 +42,7 @@ from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import GqaSpec, ModelSpec
-from hotset.schedule.drafts import LookupDrafter
+from hotset.schedule.drafts import LookupDrafter, MtpDrafter
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
@@ -144,6 +144,7 @@ def in_process_executor(
         vocab,
         graphs=graphs,
         compiler=grammar_compiler(config, vocab),
+        mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
     )
     return InProcessExecutor(runner, memory)
 
@@ -337,6 +338,12 @@ def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Pag
     return PageHasher(f"{card.name} {dtypes}", budget.geometry.page_rows)
 
 
+def _drafter(config: EngineConfig) -> LookupDrafter | MtpDrafter | None:
+    if config.speculate == 0:
+        return None
+    return MtpDrafter() if config.drafts_by_mtp else LookupDrafter()
+
+
 def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
     host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
@@ -348,7 +355,7 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
         stages=config.pipeline_parallel_size,
         hasher=card.page_hasher,
         extend_locally=config.extend_locally,
-        drafter=LookupDrafter() if config.speculate_by == "lookup" else None,
+        drafter=_drafter(config),
         max_drafts=config.speculate,
     )
     return Replica(scheduler, ledger)

@@ -66,6 +66,7 @@ class SampledLogits:
     positions: Tensor  # [tokens] int64: the position of each token in its context
     seat_of: Tensor  # [tokens] int64
     prompt_logprobs: LogprobTensors | None = None  # of all prompt ranges of the plan, in order; None if it has none
+    hidden: Tensor | None = None  # [tokens of the step, hidden]: what the model returned; None if it is not needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,13 @@ class DecodeGraphs:
         memory: KvMemory,
         tokens: Tensor,
         before_capture: Callable[[int], None] = lambda size: None,
+        *,
+        keep_hidden: bool = False,
     ) -> None:
         """`tokens` [seats, context + 1] int32 holds the token ids of every seat.
 
-        `before_capture(size)` is called before a step of `size` tokens is captured.
+        `before_capture(size)` is called before a step of `size` tokens is captured. If `keep_hidden`, results have the
+        model's hidden states.
         """
         self._model, self._memory, self._tokens = model, memory, tokens
         self._before_capture = before_capture
@@ -156,6 +160,8 @@ class DecodeGraphs:
         # [largest size, vocab], written by each replay. The first capture makes it, unless a later pipeline stage
         # computes the logits.
         self._logits: Tensor | None = None
+        self._keep_hidden = keep_hidden
+        self._hidden: Tensor | None = None  # [largest size, hidden], if hidden states are kept
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
@@ -186,7 +192,8 @@ class DecodeGraphs:
         captured.replay()
         if self._logits is None:
             return None
-        return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens])
+        hidden = None if self._hidden is None else self._hidden[:tokens]
+        return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens], hidden=hidden)
 
     def _fill(self, size: int, seats: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Copies the input of a step to the device. Returns the seats and the positions of `size` tokens."""
@@ -205,20 +212,25 @@ class DecodeGraphs:
         self._before_capture(graph.size)
         seat_of, positions = self._fill(graph.size, (), ())  # the batch is all padding, so this step writes no KV
 
-        def step() -> Tensor | None:
+        def step() -> tuple[Tensor, Tensor] | None:
             view = self._memory.captured_view(seat_of, positions, graph.has_tiered)
             hidden = self._model.forward(self._tokens[seat_of, positions], view)
-            return None if hidden is None else self._model.logits(hidden, None)
+            return None if hidden is None else (self._model.logits(hidden, None), hidden)
 
-        logits = step()  # compiles kernels and connects workers, which a capture cannot do
-        if logits is not None and self._logits is None:
+        computed = step()  # compiles kernels and connects workers, which a capture cannot do
+        if computed is not None and self._logits is None:
+            logits, hidden = computed
             self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
-        del logits
+            self._hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1]) if self._keep_hidden else None
+            del logits, hidden
+        del computed
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
         # Calls of other threads, which report steps or watch collectives, do not disturb a thread-local capture.
         with torch.cuda.graph(captured, pool=self._memory_pool, capture_error_mode="thread_local"):
-            captured_logits = step()
-            if captured_logits is not None and self._logits is not None:
-                self._logits[: graph.size].copy_(captured_logits)
+            computed = step()
+            if computed is not None and self._logits is not None:
+                self._logits[: graph.size].copy_(computed[0])
+                if self._hidden is not None:
+                    self._hidden[: graph.size].copy_(computed[1])
         return captured

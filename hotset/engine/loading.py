@@ -107,7 +107,7 @@ class ModelLoader:
         `ranks_on_gpu` workers share this worker's GPU, and divide the memory that the engine may use there. All of them
         must have created their CUDA contexts.
         """
-        self.files = find_model(config.model, config.weight_dtype)
+        self.files = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp)
         spec = self.files.spec
         self._device, self._split, self._collectives = device, split, collectives
         self._pack_weights = config.pack_weights

@@ -14,7 +14,14 @@ from hotset.base.host_memory import host_memory
 from hotset.base.listeners import check_free
 from hotset.base.units import show_bytes
 from hotset.models.chat_formats import read_template
-from hotset.models.checkpoint.files import ModelFiles, find_model, find_tokenizer, read_weight_index, shard_paths
+from hotset.models.checkpoint.files import (
+    ModelFiles,
+    find_model,
+    find_tokenizer,
+    has_mtp_layer,
+    read_weight_index,
+    shard_paths,
+)
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
 from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.models.weight_sizes import worker_weight_bytes
@@ -35,7 +42,7 @@ def check_model(config: EngineConfig) -> ModelFiles:
         check_free(endpoint.live, "--kv-events")
         if endpoint.replay is not None:
             check_free(endpoint.replay, "--kv-events-replay")
-    files = find_model(config.model, config.weight_dtype)
+    files = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp)
     if config.load_format == "auto" and files.gguf is None:
         shard_paths(files.path, read_weight_index(files.path))
     find_tokenizer(files, config.tokenizer)
@@ -44,7 +51,7 @@ def check_model(config: EngineConfig) -> ModelFiles:
     spec = files.spec
     context_length(config, spec.context)
     kv_storage(config, spec)
-    check_speculation(config)
+    check_speculation(config, files)
     hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
     splits = model_splits(config, spec)
     if not on_gpu:
@@ -150,12 +157,19 @@ def hot_slots(config: EngineConfig, topk: int | None) -> int:
     return slots
 
 
-def check_speculation(config: EngineConfig) -> None:
-    """Raises ConfigError if the model cannot make the configured drafts."""
-    if config.speculate and config.speculate_by is None:
+def check_speculation(config: EngineConfig, files: ModelFiles) -> None:
+    """Raises ConfigError if drafts are configured that the model cannot make."""
+    if not config.drafts_by_mtp:
+        return
+    if not has_mtp_layer(files, config.load_format):
         raise ConfigError(
-            f"--speculate {config.speculate} needs --speculate-by lookup; drafting with a model's own layer for "
-            "multi-token prediction is not supported yet"
+            f"--speculate {config.speculate}: {files.path} has no layer for multi-token prediction (MTP), which would "
+            "draft the tokens; add --speculate-by lookup"
+        )
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            "--speculate-by mtp is not supported with --data-parallel-size; use --speculate-by lookup, or tensor "
+            "parallelism"
         )
 
 

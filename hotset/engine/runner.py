@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hotset.engine.constraints import Constraints, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
+from hotset.engine.mtp_drafts import MtpDrafts, MtpModel
 from hotset.grammar.compiler import GrammarCompiler
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -44,6 +45,7 @@ class SubmittedStep:
         self._sampled = sampled
         self._prompts = prompts
         self._failures = failures or {}
+        self.drafts: Mapping[int, Sequence[int]] = {}  # by segment
         if sampled is not None:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
 
@@ -65,7 +67,7 @@ class SubmittedStep:
             on_host = self._sampled.logprobs.to_host()
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
-        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures)
+        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, self.drafts)
 
 
 class PromptLogprobsCopy:
@@ -119,13 +121,14 @@ class Runner:
         barrier: Callable[[], None] = lambda: None,
         before_capture: Callable[[int], None] = lambda size: None,
         compiler: GrammarCompiler | None = None,
+        mtp_drafts: int = 0,
     ) -> None:
         """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs;
         `before_capture(size)` is called before a step of `size` tokens is captured.
 
         `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
         `barrier` waits for the other workers that write to the same host store. `compiler` compiles the structures of
-        answers; a worker that does not sample needs none.
+        answers; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens.
         """
         self._model = model
         self._memory = memory
@@ -135,7 +138,14 @@ class Runner:
         self._vocab = vocab
         self._sampler = Sampler(seats, vocab, self._device)
         self._constraints = Constraints(compiler, self._device)
-        self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture) if graphs else None
+        self._mtp: MtpDrafts | None = None
+        if mtp_drafts:
+            assert isinstance(model, MtpModel), "the model cannot draft"
+            self._mtp = MtpDrafts(model, memory, self._tokens, mtp_drafts)
+        self._graphs: DecodeGraphs | None = None
+        if graphs:
+            keep_hidden = self._mtp is not None
+            self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture, keep_hidden=keep_hidden)
 
     @property
     def has_graphs(self) -> bool:
@@ -194,9 +204,27 @@ class Runner:
             return SubmittedStep(plan.number)
         self._write_drafts(plan)
         sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan)
-        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
+        mtp = None if sampled_logits is None else self._mtp
+        if mtp is None:
+            self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
             return SubmittedStep(plan.number)
+        step = self._sampled_step(plan, sampled_logits)
+        if mtp is not None:
+            step.drafts = self._draft(mtp, plan, sampled_logits, step)
+        return step
+
+    def _draft(
+        self, mtp: MtpDrafts, plan: Plan, sampled_logits: SampledLogits, step: SubmittedStep
+    ) -> Mapping[int, Sequence[int]]:
+        """Writes the rows of the MTP layer, mirrors the pages that are full with them, and drafts tokens."""
+        assert sampled_logits.hidden is not None, "the step kept no hidden states"
+        output = mtp.write_rows(self._memory.view(plan.seats, plan.starts, plan.counts), sampled_logits.hidden)
+        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
+        return mtp.draft(plan, output, [step.token_id(index) for index in range(len(plan.sampled))])
+
+    def _sampled_step(self, plan: Plan, sampled_logits: SampledLogits) -> SubmittedStep:
+        """Samples from the logits of a step, and stores the tokens."""
         computed = sampled_logits.prompt_logprobs
         prompts = None if computed is None else PromptLogprobsCopy(plan.prompt_ranges, computed)
         if not plan.sampled:
@@ -228,7 +256,7 @@ class Runner:
         if computed is None or last_tokens is None:
             return computed
         logits, positions, seat_of = computed.logits, computed.positions, computed.seat_of
-        return SampledLogits(logits[last_tokens], positions[last_tokens], seat_of[last_tokens])
+        return SampledLogits(logits[last_tokens], positions[last_tokens], seat_of[last_tokens], hidden=computed.hidden)
 
     def _sample(
         self, logits: Tensor, seats: Sequence[int], positions: Tensor, allowed: SeatMasks, followed: Sequence[int]
@@ -253,7 +281,7 @@ class Runner:
         logits = self._model.logits(hidden, last_tokens)
         if last_tokens is not None:
             positions, seat_of = positions[last_tokens], seat_of[last_tokens]
-        return SampledLogits(logits, positions, seat_of, prompts)
+        return SampledLogits(logits, positions, seat_of, prompts, hidden)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, seat_of: Tensor) -> LogprobTensors:
         """Computes the log-probabilities of the plan's prompt ranges. The tensors are of all tokens of the step."""

@@ -7,6 +7,7 @@ from hotset.base.errors import InternalError
 from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.request import Request
 from hotset.tiers.ledger import Ledger
+from hotset.tiers.residence import Residence
 
 NGRAM = 2  # tokens that must be equal before a match counts
 MAX_COMPARED = 16  # a match is not followed further back than this many tokens
@@ -21,8 +22,28 @@ class Drafter(Protocol):
         """Returns at most `count` tokens that may follow `tokens`, the prompt and the answer so far. Between two calls
         for one request, its tokens only grow."""
 
+    def receive(self, request_id: str, length: int, drafts: Sequence[int]) -> None:
+        """Takes what a step drafted for a request, which has `length` tokens after it."""
+
     def forget(self, request_id: str) -> None:
         """Drops all state of a request. Unknown ids are ignored."""
+
+
+class MtpDrafter:
+    """Drafts what the MTP layer computed at the end of the step that sampled the newest token."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, tuple[int, Sequence[int]]] = {}  # number of tokens, drafts of the next ones
+
+    def draft(self, request_id: str, tokens: Sequence[int], count: int) -> Sequence[int]:
+        length, drafts = self._received.get(request_id, (0, ()))
+        return drafts[:count] if length == len(tokens) else ()
+
+    def receive(self, request_id: str, length: int, drafts: Sequence[int]) -> None:
+        self._received[request_id] = (length, drafts)
+
+    def forget(self, request_id: str) -> None:
+        self._received.pop(request_id, None)
 
 
 class LookupDrafter:
@@ -42,6 +63,9 @@ class LookupDrafter:
         index.extend(tokens)
         end = max(index.matches(tokens), key=lambda match: _common_suffix(tokens, match), default=None)
         return () if end is None else _continued(tokens, end, count)
+
+    def receive(self, request_id: str, length: int, drafts: Sequence[int]) -> None:
+        """Does nothing: steps draft nothing."""
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
@@ -102,11 +126,11 @@ class Speculation:
             raise InternalError(f"{max_drafts} drafts are more than the {ledger.geometry.max_drafts} of the KV memory")
         self._drafter, self._ledger, self._next_plan = drafter, ledger, next_plan
         self._max_drafts, self._max_verified = max_drafts, max_verified
-        self._room = 0
+        self._room = self._running = 0
 
     def begin_plan(self, running: int) -> None:
         """Prepares for a plan in which at most `running` requests decode."""
-        self._room = self._max_verified - running
+        self._room, self._running = self._max_verified - running, running
 
     def draft(self, request: Request) -> Sequence[int]:
         """Returns drafts of the tokens after the newest one of a decoding request, and grants the pages of their rows.
@@ -122,6 +146,18 @@ class Speculation:
                 self._next_plan.commands += commands
         self._room -= len(drafts)
         return drafts
+
+    def draft_limit(self, request: Request) -> int:
+        """Returns the first position for which the MTP layer must write no row: 0 if it should draft nothing."""
+        if self._max_verified <= self._running or request.for_peer:
+            return 0
+        if request.holding.residence is Residence.STREAMED:
+            return 0  # its rows are about to move to a hot buffer
+        return min(request.holding.capacity, request.max_length)
+
+    def receive(self, request: Request, drafts: Sequence[int]) -> None:
+        """Takes what a step drafted for the tokens after the newest one of a request."""
+        self._drafter.receive(request.request_id, len(request.tokens), drafts)
 
     def forget(self, request: Request) -> None:
         """Drops what is known about a request that is being released."""

@@ -137,6 +137,7 @@ class Plan:
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
     residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # segment -> token ids to verify
+    draft_limits: Sequence[int] = ()  # of each segment: the first position for which the MTP layer must write no row
 
     @property
     def num_tokens(self) -> int:
@@ -180,6 +181,7 @@ class PlanBuilder:
         self.counts: list[int] = []
         self.sampled: list[int] = []
         self.drafts: dict[int, Sequence[int]] = {}
+        self.draft_limits: list[int] = []
         self.prompt_ranges: list[PromptRange] = []
 
     def add_prompt_range(self, request: Request, count: int) -> None:
@@ -215,6 +217,7 @@ class PlanBuilder:
             reads_host=reads_host or Residence.STREAMED in residences,
             residences=residences,
             drafts=self.drafts,
+            draft_limits=self.draft_limits,
         )
         self.number += 1
         self._clear()
@@ -231,6 +234,9 @@ class StepResult:
     prompt_logprobs: Sequence[LogprobColumns] = ()  # aligned with the plan's `prompt_ranges`
     # By index into `token_ids`: why an answer cannot be continued as its structure demands. Its token has no meaning.
     failures: Mapping[int, str] = field(default_factory=dict)
+    drafts: Mapping[int, Sequence[int]] = field(
+        default_factory=dict
+    )  # by segment: tokens that may follow its newest one
 
 
 @dataclass(slots=True)

@@ -305,6 +305,9 @@ class Scheduler:
                 continue
             outputs.add(request.request_id, token, alternatives)
             self._append_token(request, token)
+        for segment, drafts in result.drafts.items():
+            if self._speculation is not None and requests[segment].phase is Phase.DECODE:
+                self._speculation.receive(requests[segment], drafts)
         for request in requests:
             if request.phase is Phase.ENDING and request.in_flight == 0:
                 self._release(request)
@@ -394,6 +397,8 @@ class Scheduler:
             request.num_unsampled += 1 + len(drafts)
         if drafts:
             next_plan.drafts[len(next_plan.requests)] = drafts
+        if self._speculation is not None:
+            next_plan.draft_limits.append(self._speculation.draft_limit(request))
         next_plan.requests.append(request)
         request.in_flight += 1
 

@@ -166,7 +166,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, ow
         ([*serve, tiny, "--kv-dtype", "fp8"], "--kv-dtype fp8 needs a model with latent KV"),
         ([*serve, tiny, "--hot-slots", "64"], "--hot-slots needs a model with sparse attention"),
         ([*serve, sparse, "--hot-slots", "4"], "--hot-slots 4 cannot hold the 2048 rows"),
-        ([*serve, tiny, "--speculate", "3"], "--speculate 3 needs --speculate-by lookup"),
+        ([*serve, tiny, "--speculate", "3"], "has no layer for multi-token prediction (MTP), which would draft"),
         ([*serve, tiny, "--speculate-by", "lookup"], "--speculate-by lookup needs --speculate N"),
         ([*serve, tiny, "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
         ([*serve, str(tmp_path / "tinny"), "--disaggregate", "1P1D"], "does not exist"),

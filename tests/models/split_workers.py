@@ -150,14 +150,14 @@ class RecordingView(ResidentView):
 class Memory:
     """A device pool, filled with 0xAB, with pages for a full context on every seat."""
 
-    def __init__(self, shape: KvShape) -> None:
+    def __init__(self, shape: KvShape, context: int = CONTEXT) -> None:
         geometry = shape.geometry(PAGE_ROWS)
-        pages_per_seat = geometry.resident_pages(CONTEXT)
+        pages_per_seat = geometry.resident_pages(context)
         self.pool = DevicePool(shape, geometry, SEATS * pages_per_seat, CPU)
         self.pool.bytes.fill_(0xAB)
-        self.tables = PageTables(SEATS, CONTEXT, geometry, CPU)
+        self.tables = PageTables(SEATS, context, geometry, CPU)
         self.selected: list[Tensor] = []
-        rows = geometry.row_pages(CONTEXT)
+        rows = geometry.row_pages(context)
         for seat in range(SEATS):
             pages = list(range(seat * pages_per_seat, (seat + 1) * pages_per_seat))
             self.tables.extend_rows(seat, 0, pages[:rows])

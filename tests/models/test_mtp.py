@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import CPU, RandomWeights
 from models.mtp_oracle import Iteration, MtpOracle, Sizes
-from models.split_workers import PAGE_ROWS, SPECS, Memory, on_ranks
+from models.split_workers import CONTEXT, PAGE_ROWS, SPECS, Memory, on_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -68,8 +68,8 @@ def sizes(spec: ModelSpec) -> Sizes:
 class DraftingMemory:
     """A decoder with an MTP layer, and the pages of its requests. Seats are the requests, in order."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.memory = decoder, Memory(decoder.kv_shape)
+    def __init__(self, decoder: Decoder, context: int = CONTEXT) -> None:
+        self.decoder, self.memory = decoder, Memory(decoder.kv_shape, context)
 
     def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
         return ResidentView(self.memory.pool, self.memory.tables, make_batch(seats, starts, counts, CPU))
@@ -258,7 +258,7 @@ def test_a_checkpoint_with_the_layer_is_loaded_with_and_without_it(
     with_layer, without = (find_model(str(tmp_path), with_mtp=loads) for loads in (True, False))
     assert with_layer.spec.mtp == spec.mtp and without.spec.mtp is None
     assert without.fingerprint() != with_layer.fingerprint()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         for files in (with_layer, without):
             weights = open_weights(files, torch.float32, CPU)
             decoder = Decoder(files.spec, weights)

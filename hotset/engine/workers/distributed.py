@@ -27,6 +27,7 @@ from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
+from hotset.models.mtp import MtpOutput
 
 LOGGER = logging.getLogger("hotset.engine")
 
@@ -79,6 +80,15 @@ class Stage:
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
         return self._decoder.logits(hidden, indices)
+
+    def mtp_input(self, x: Tensor) -> Tensor:
+        return self._decoder.mtp_input(x)
+
+    def run_mtp(self, token_ids: Tensor, hidden: Tensor, view: View, selected: Tensor | None = None) -> MtpOutput:
+        return self._decoder.run_mtp(token_ids, hidden, view, selected)
+
+    def mtp_logits(self, normed: Tensor) -> Tensor:
+        return self._decoder.mtp_logits(normed)
 
     def idle_moe_step(self) -> None:
         """Takes part in the expert collectives of a step in which only other replicas compute tokens."""

@@ -308,6 +308,7 @@ class Worker:
             barrier=world.collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
             compiler=grammar_compiler(config, stage.vocab) if self._reports_samples else None,
+            mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
         )
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)

@@ -1,8 +1,10 @@
 """Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model. Does not import torch."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -71,6 +73,26 @@ def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto", *
     generation = read_optional_json(path / "generation_config.json")
     spec = read_spec(read_json(config_path), generation, str(config_path), with_mtp=with_mtp)
     return ModelFiles(path, replace(spec, fp8_weights=spec.fp8_weights and weight_dtype == "auto"), generation)
+
+
+def has_mtp_layer(files: ModelFiles, load_format: Literal["auto", "dummy"] = "auto") -> bool:
+    """Returns whether the model has an MTP layer. Many converted checkpoints have the field of config.json, but not the
+    weights. `files` must have been found `with_mtp`."""
+    if files.spec.mtp is None or load_format == "dummy":
+        return files.spec.mtp is not None
+    name, index = f"model.layers.{files.spec.layers}.eh_proj.weight", read_weight_index(files.path)
+    return name in index if index is not None else any(name in _tensor_names(path) for path in weight_files(files.path))
+
+
+def _tensor_names(path: Path) -> frozenset[str]:
+    """Returns the names in the header of a safetensors file, or none if it is damaged, which loading reports."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size) if size <= MAX_INDEX_BYTES else b""
+    with suppress(ValueError):
+        names = json.loads(header)
+        return frozenset(names) if isinstance(names, dict) else frozenset()
+    return frozenset()
 
 
 def find_tokenizer(files: ModelFiles, override: str | None) -> Path | None:

@@ -222,7 +222,7 @@ def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> N
         )
     if extra_layers:
         listed = ", ".join(str(layer) for layer in sorted(extra_layers))
-        LOGGER.warning("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)
+        LOGGER.info("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)
 
 
 def _mtp_copies(spec: ModelSpec) -> tuple[str, ...]:

@@ -1,0 +1,167 @@
+"""Drafts of the MTP layer in an engine: tokens are those without drafts, and drafts those of the published layer.
+
+An MTP layer with random weights guesses badly. The LM head therefore prefers four tokens, so that many guesses are
+right by chance.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from engine.test_invariance import REQUESTS, dsa_spec, workload
+from engine.threaded import closing, split_engine
+from harness import Answer, RandomWeights, make_engine, run_all
+from models.mtp_oracle import MtpOracle
+from models.test_mtp import DraftingMemory, oracle_drafts, sizes
+from torch import Tensor
+
+from hotset.base.config import EngineConfig, TiersMode
+from hotset.base.errors import ConfigError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.core import Engine
+from hotset.models.decoder import Decoder
+from hotset.models.spec import ModelSpec, MtpSpec
+from hotset.schedule.drafts import MtpDrafter
+
+LIKELY = 4  # tokens that the LM head prefers
+
+
+class FewLikelyTokens(RandomWeights):
+    def load(self, name: str, shape: tuple[int, ...], **options: Any) -> Tensor:
+        values = super().load(name, shape, **options)
+        if name == "lm_head.weight":
+            values[LIKELY:] *= 0.1
+        return values
+
+
+SPECS = {
+    "deepseek": replace(dsa_spec(2, (0, 1)), mtp=MtpSpec(carries_normed=False, shares_selection=False)),
+    "glm": replace(dsa_spec(3, (0, 2)), mtp=MtpSpec(carries_normed=True, shares_selection=True)),
+}
+WEIGHTS = FewLikelyTokens(torch.float64, seed=9)
+MODELS = {name: Decoder(spec, WEIGHTS) for name, spec in SPECS.items()}
+
+
+def plain(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, mtp=None)
+
+
+@cache
+def expected_answer(name: str, number: int) -> Answer:
+    """Returns the answer to a request that runs alone, without drafts and without the layer."""
+    spec = plain(SPECS[name])
+    sizes = {"device_kv_tokens": 96, "page_rows": 96, "max_num_seqs": 1, "max_model_len": 56}
+    (answer,) = run_all(make_engine(Decoder(spec, WEIGHTS), spec, **sizes, tiers="off"), *zip(REQUESTS[number]))
+    return answer
+
+
+class RecordedDrafts(MtpDrafter):
+    """Records what is drafted for which context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: dict[tuple[int, ...], Sequence[int]] = {}
+
+    def draft(self, request_id: str, tokens: Sequence[int], count: int) -> Sequence[int]:
+        drafts = super().draft(request_id, tokens, count)
+        self.recorded[tuple(tokens)] = drafts
+        return drafts
+
+
+def record_drafts(engine: Engine) -> RecordedDrafts:
+    (replica,) = engine.replicas
+    assert replica.scheduler._speculation is not None
+    drafter = replica.scheduler._speculation._drafter = RecordedDrafts()
+    return drafter
+
+
+def published_drafts(name: str, context: Sequence[int], count: int) -> list[int]:
+    """Returns what the published layer drafts after `context`, whose last token has no row yet."""
+    spec, drafting = SPECS[name], DraftingMemory(MODELS[name], context=64)
+    assert spec.mtp is not None
+    oracle = MtpOracle(sizes(spec), lambda name, shape: WEIGHTS.load(name, shape))
+    drafts: list[int] = []
+    with torch.inference_mode():
+        hidden = drafting.step([context], [0], [len(context) - 1])
+        while len(drafts) < count:
+            logits = oracle_drafts(oracle, context, hidden, drafts, spec.mtp.shares_selection)
+            drafts.append(int(logits[-1].argmax()))
+    return drafts
+
+
+def settings_of(load: Any, max_drafts: int) -> dict[str, Any]:
+    settings = load.settings | {"speculate": max_drafts, "max_model_len": 56}
+    if settings.get("hot_slots"):
+        settings["hot_slots"] += 6 * max_drafts
+        settings["host_kv_tokens"] += 16 * max_drafts
+    settings["device_kv_tokens"] += 16 * max_drafts
+    return settings
+
+
+@pytest.mark.parametrize("workloads", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
+    modes: list[TiersMode] = ["auto", "off", "always"]
+    rng, checked = random.Random(4), 0
+    accepted = rejected = 0
+    for number in range(workloads):
+        load, max_drafts = workload(rng, modes[number % 3], sparse=True), (3, 1, 2, 5)[number % 4]
+        # A page of the prefix cache has the last row of the layer for another continuation than some requests.
+        settings = settings_of(load, max_drafts) | {"prefix_cache": number % 2 == 0}
+        engine = make_engine(MODELS[name], SPECS[name], **settings)
+        drafter = record_drafts(engine)
+        prompts, params = zip(*(REQUESTS[request] for request in load.batch), strict=True)
+        answers = run_all(engine, prompts, params, load.arrive_at)
+        assert answers == [expected_answer(name, request) for request in load.batch], load
+        stats = engine.stats()
+        assert stats.device_pages_held == 0
+        accepted += sum(stats.drafts_accepted.values())
+        rejected += sum(stats.drafts_verified.values()) - sum(stats.drafts_accepted.values())
+        if not settings["prefix_cache"]:
+            contexts = [context for context, drafts in drafter.recorded.items() if drafts]
+            for context in rng.sample(contexts, min(4, len(contexts))):
+                drafts = drafter.recorded[context]
+                assert list(drafts) == published_drafts(name, context, len(drafts)), load
+                checked += 1
+    assert accepted > 8 and rejected > 20 and checked >= 12, (accepted, rejected, checked)
+
+
+@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_ranks_and_stages_draft_what_one_process_drafts(split: dict[str, int]) -> None:
+    prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [8, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57, 58], [6]]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    sizes = {"device_kv_tokens": 400, "host_kv_tokens": 500, "max_num_seqs": 3, "max_model_len": 56, "page_rows": 4}
+    spec, seed = SPECS["deepseek"], 6
+    one = make_engine(Decoder(spec, RandomWeights(torch.float64, seed)), spec, **sizes, speculate=3)
+    drafter = record_drafts(one)
+    expected = run_all(one, prompts, params)
+    with closing(split_engine(spec, seed, **sizes, **split, speculate=3)) as engine:
+        of_split = record_drafts(engine)
+        assert run_all(engine, prompts, params) == expected
+    assert of_split.recorded == drafter.recorded
+    assert sum(map(len, drafter.recorded.values())) > 100
+
+
+def test_a_tiered_request_drafts_only_what_its_slots_can_serve() -> None:
+    """Drafting and verification begin at the same position, so neither evicts slots of the other."""
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
+    prompts = [[(7 * number * number + seat) % 61 for number in range(28)] for seat in range(3)]
+    sizes = {"max_num_seqs": 3, "max_model_len": 56, "page_rows": 1, "device_kv_tokens": 400, "host_kv_tokens": 600}
+    settings = sizes | {"tiers": "always", "hot_slots": 4 * 6, "speculate": 3}
+    engine = make_engine(MODELS["deepseek"], SPECS["deepseek"], **settings)
+    drafter = record_drafts(engine)
+    spec = plain(SPECS["deepseek"])
+    expected = run_all(make_engine(Decoder(spec, WEIGHTS), spec, **sizes), prompts, [params] * 3)
+    assert run_all(engine, prompts, [params] * 3) == expected
+    assert max(map(len, drafter.recorded.values())) == 2
+
+
+def test_flags_that_need_the_layer_are_refused_without_it() -> None:
+    from hotset.engine.model_checks import check_model
+
+    with pytest.raises(ConfigError, match=r"no layer for multi-token prediction.*--speculate-by lookup"):
+        check_model(EngineConfig(model="embedded", speculate=3))
