@@ -13,6 +13,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import Executor, StepFuture
+from hotset.schedule.drafts import max_verified
 from hotset.schedule.plan import AssignSeat, Plan, PromptRange
 from hotset.tiers.commands import Command, Grant
 from hotset.tiers.residence import PageUse, Residence
@@ -64,6 +65,7 @@ def run_largest_steps(
     Its pages are overwritten, so no request may have been added yet. `progress(done, total)` counts steps.
     """
     plans = [*_largest_steps(config, budget), *_prompts(config, budget), *_uploads(budget)]
+    plans += _verifications(config, budget)
     submitted: deque[StepFuture] = deque()
     for done, plan in enumerate(plans):
         progress(done, len(plans))
@@ -102,6 +104,26 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
         counts=(chunk, *[1] * (seats - 1)),
         sampled=range(seats),
         residences=WITHOUT_GRAPH,
+    )
+
+
+def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
+    """Yields a step in which requests with drafts sample as many tokens as in any step, if there are drafts."""
+    if config.speculate == 0:
+        return
+    verified = max_verified(config.max_num_seqs, config.max_num_batched_tokens)
+    drafts = max(0, min(config.speculate, verified - 1, budget.max_model_len - 2))
+    seats = range(min(config.max_num_seqs, verified // (1 + drafts)))
+    commands = [command for seat in seats for command in _admit(seat, budget, 1, 1 + drafts, COSTLY_PARAMS)]
+    yield Plan(
+        number=4,
+        commands=commands,
+        seats=seats,
+        starts=[0] * len(seats),
+        counts=[1 + drafts] * len(seats),
+        sampled=[seat for seat in seats for _ in range(1 + drafts)],
+        residences=WITHOUT_GRAPH,
+        drafts={seat: [0] * drafts for seat in seats},
     )
 
 

@@ -17,7 +17,7 @@ from hotset.base.config import TiersMode
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
-from hotset.schedule.drafts import Drafter, Speculation
+from hotset.schedule.drafts import Drafter, Speculation, max_verified
 from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import (
     Alternatives,
@@ -40,7 +40,6 @@ from hotset.tiers.residence import Residence
 
 READS_HOST = (Load, Demote, Promote)  # commands that read host pages
 PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
-MAX_VERIFIED = 64  # tokens, drafts included, that decoding requests have in a plan, if there are not more seats
 MAX_ATTEMPTS = 3  # attempts to have one prompt computed by a prefill worker
 
 
@@ -87,7 +86,7 @@ class Scheduler:
         self._next_plan = PlanBuilder()
         self._speculation: Speculation | None = None
         if drafter is not None:
-            verified = min(max_num_batched_tokens, max(seats, MAX_VERIFIED))
+            verified = max_verified(seats, max_num_batched_tokens)
             self._speculation = Speculation(drafter, ledger, self._next_plan, max_drafts, verified)
         self._queues = Queues(seats)
         self._landings = Landings(ledger.geometry)

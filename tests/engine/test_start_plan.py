@@ -28,10 +28,12 @@ from hotset.kernels.linear import packed
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
 from hotset.models.config_reader import read_spec
+from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import WeightPlan
 from hotset.models.weight_sizes import worker_weight_bytes
+from hotset.transfer.engines import TransferSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "models" / "demo-dsa")
@@ -167,7 +169,7 @@ def published(name: str) -> ModelFiles:
 def gpu_plan(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> WorkerPlan:
     """Returns the plan of one worker on an empty GPU. The weights' sizes are computed from the configuration."""
     spec = files.spec
-    shape = loading.worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True))
+    shape = worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True))
     size = worker_weight_bytes(spec, split, 2)
     memory = DeviceMemory(total, total - GIB // 2)
     steps = estimated_steps(config, spec, split, CUDA, torch.bfloat16)
@@ -285,7 +287,7 @@ def test_a_step_needs_more_memory_with_more_seats_tokens_and_context() -> None:
 def test_the_progress_of_several_workers_counts_the_bytes_that_all_of_them_read() -> None:
     config = EngineConfig(model=DEMO, device="cpu", dtype="bfloat16", tensor_parallel_size=2)
     whole = ModelLoader(config, CPU).plan.weights
-    workers = ThreadWorkers(config, model_splits(config, check_model(config).spec), kv_heads=1)
+    workers = ThreadWorkers(config, model_splits(config, check_model(config).spec), 1, TransferSettings.open)
     try:
         plans = workers.plan()
         total = sum(plan.weights.read_bytes for plan in plans)

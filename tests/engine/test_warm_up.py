@@ -25,6 +25,7 @@ from hotset.engine.start_plan import check_start
 from hotset.engine.warm_up import run_largest_steps
 from hotset.engine.workers.executor import InProcessExecutor
 from hotset.models.decoder import Decoder
+from hotset.models.sampler import Sampler
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
@@ -125,6 +126,28 @@ def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int
     assert computed[:2] == [20, 20] and set(computed[2:]) == {*range(1, 11), 12, 14, 16, 17, 20}
     steps = len(computed) + 7  # prompts of 1, 2, 4, 8, 16, 32 and 64 tokens are uploaded and not computed
     assert reports[-1] == (steps, steps) and len(reports) == steps + 1
+
+
+def test_the_largest_step_with_drafts_runs_on_a_few_pages(computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        model=DEMO, device="cpu", load_format="dummy", max_model_len=100, max_num_seqs=7, max_num_batched_tokens=22,
+        page_rows=8, speculate=3, speculate_by="lookup",
+    )  # fmt: skip
+    sampled: list[int] = []
+    sample = Sampler.sample
+
+    def recording(self: Sampler, logits: Any, *arguments: Any) -> Any:
+        sampled.append(len(logits))
+        return sample(self, logits, *arguments)
+
+    monkeypatch.setattr(Sampler, "sample", recording)
+    loader = ModelLoader(config, CPU)
+    planned = check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
+    small = replace(planned, device_pages=4, host_pages=3)
+    executor = in_process_executor(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
+    run_largest_steps(executor, config, small, 1, lambda *_: None)
+    executor.close()
+    assert computed[-1] == sampled[-1] == 20, "five requests with three drafts each fit into 22 tokens"
 
 
 def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
