@@ -33,7 +33,7 @@ SPARSE = json.loads((ROOT / "models" / "demo-dsa" / "config.json").read_text()) 
 }
 DENSE = {"max_position_embeddings": 1024, "num_hidden_layers": 3, "hidden_size": 32}
 MIB = 1 / 1024  # in GiB
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # None is the demo model
     "sparse, resident": (SPARSE, {"device_kv_gib": 6 * MIB, "tiers": "off"}),
     "sparse, tiered": (SPARSE, {"device_kv_gib": 6 * MIB}),
     "sparse, fp8, small hot buffers": (
@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"device_kv_gib": 1.2 * MIB, "kv_dtype": "fp8", "index_dtype": "fp8", "hot_slots": 16, "host_kv_gib": 64 * MIB},
     ),
     "sparse, limited by the host": (SPARSE, {"device_kv_gib": 6 * MIB, "host_kv_tokens": 1300}),
+    "demo model, fp8 rows": (None, {"device_kv_gib": 6 * MIB, "host_kv_gib": 64 * MIB, "kv_dtype": "fp8"}),
     "dense": (DENSE, {"device_kv_gib": 0.5 * MIB}),
     "dense, limited by seats": (DENSE, {"device_kv_gib": 4 * MIB, "max_num_seqs": 7}),
 }
@@ -71,9 +72,9 @@ def admitted(config: EngineConfig, offered: int) -> int:
         engine.close()
 
 
-def config_of(folder: Path, model: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
+def config_of(folder: Path, model: dict[str, Any] | None, settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(
-        model=tiny_directory(folder, **model),
+        model=str(ROOT / "models" / "demo-dsa") if model is None else tiny_directory(folder, **model),
         load_format="dummy",
         device="cpu",
         page_rows=PAGE_ROWS,
@@ -93,7 +94,7 @@ def test_an_engine_runs_as_many_requests_as_planned(tmp_path: Path, case: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["pipeline_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
 def test_engines_of_several_workers_run_as_many_requests_as_planned(tmp_path: Path, split: str) -> None:
     config = config_of(tmp_path, SPARSE, {"device_kv_gib": 5 * MIB, split: 2})
     expected = predicted(config)
