@@ -202,6 +202,17 @@ class EngineConfig:
         "Raise it for more throughput with a mixture-of-experts model.",
         minimum=1,
     )
+    executor: Literal["processes", "ray"] = setting(
+        "processes",
+        "Where the workers run. 'processes': all of them on this machine; 'ray': on the nodes of the Ray cluster that "
+        "this machine belongs to (pip install 'hotset[cluster]').",
+        choices=("processes", "ray"),
+    )
+    ray_address: str | None = setting(
+        None,
+        "Address of the head of the Ray cluster for --executor ray, like 10.0.0.1:6379. Default: the cluster of this "
+        "machine, or the environment variable RAY_ADDRESS.",
+    )
     gpus: str | None = setting(
         None,
         "Numbers of the GPUs that the workers use, like 0,1,2,3, among those that CUDA_VISIBLE_DEVICES leaves. "
@@ -294,6 +305,7 @@ class EngineConfig:
         self._check_role()
         self._check_workers()
         self._check_gpus()
+        self._check_executor()
         self._check_events()
         if self.speculate_by == "lookup" and self.speculate == 0:
             raise ConfigError(f"--speculate-by {self.speculate_by} needs --speculate N, the number of tokens to draft")
@@ -423,6 +435,26 @@ class EngineConfig:
                 f"{' or '.join(map(str, fitting))}"
             )
         _ = self.gpu_numbers  # raises ConfigError if they are invalid
+
+    def _check_executor(self) -> None:
+        if self.executor != "ray":
+            if self.ray_address is not None:
+                raise ConfigError("--ray-address is for --executor ray; leave it out, or add --executor ray")
+            return
+        if self.workers == 1:
+            raise ConfigError(
+                "--executor ray divides a model over workers, but there is only one; set --tensor-parallel-size, "
+                "--pipeline-parallel-size or --data-parallel-size, or leave --executor out"
+            )
+        if self.gpus is not None or self.ranks_per_gpu > 1:
+            raise ConfigError(
+                "--gpus and --ranks-per-gpu are for --executor processes: Ray assigns a GPU to each worker"
+            )
+        if self.role != "both":
+            raise ConfigError(
+                f"--role {self.role} needs all host stores on one machine; use --executor processes for prefill and "
+                "decode workers, one engine per node"
+            )
 
     def _check_role(self) -> None:
         if self.role == "both":

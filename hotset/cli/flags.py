@@ -77,6 +77,8 @@ PANELS: Panels = {
         "pipeline_parallel_size",
         "pipeline_layers",
         "data_parallel_size",
+        "executor",
+        "ray_address",
         "gpus",
         "ranks_per_gpu",
     ),

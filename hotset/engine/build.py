@@ -32,6 +32,7 @@ from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budg
 from hotset.engine.start_plan import check_start
 from hotset.engine.warm_up import run_first_steps, run_largest_steps
 from hotset.engine.workers.executor import Executor, InProcessExecutor
+from hotset.engine.workers.launcher import Launcher, LocalLauncher
 from hotset.engine.workers.placement import WorkerDevice, place_workers
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.messages import ModelIdentity
@@ -286,11 +287,12 @@ def _start_workers(
     wake: Callable[[], None],
     advance: Callable[[], None],
 ) -> tuple[KvBudget, Executor]:
-    """Starts worker processes, each with a part of the model. `wake` is called when one of them has ended."""
+    """Starts workers, each with a part of the model. `wake` is called when one of them has ended."""
     spec = files.spec
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
     device = torch.device(devices[0].name)
-    workers = MultiprocessExecutor(config, model_splits(config, spec), devices, kv_heads, wake, advance)
+    launcher = _launcher(config, devices)
+    workers = MultiprocessExecutor(config, model_splits(config, spec), launcher, kv_heads, wake, advance)
     try:
         show_loading = show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True)
         plans = workers.plan()
@@ -304,6 +306,14 @@ def _start_workers(
         workers.close()
         raise
     return budget, workers
+
+
+def _launcher(config: EngineConfig, devices: Sequence[WorkerDevice]) -> Launcher:
+    if config.executor == "processes":
+        return LocalLauncher(devices)
+    from hotset.engine.workers.ray_launcher import RayLauncher  # `check_model` has found Ray
+
+    return RayLauncher(config.ray_address, "GPU" if devices[0].is_gpu else "CPU")
 
 
 def _open_publishers(config: EngineConfig, replicas: Sequence[Replica]) -> "list[KvEventPublisher]":

@@ -4,12 +4,13 @@ The command line makes these checks before it starts a process or imports torch,
 The engine makes them again, and also checks what depends on a GPU and on the contents of the weights.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.host_memory import host_memory
 from hotset.base.listeners import check_free
 from hotset.base.units import show_bytes
@@ -42,6 +43,8 @@ def check_model(config: EngineConfig) -> ModelFiles:
         check_free(endpoint.live, "--kv-events")
         if endpoint.replay is not None:
             check_free(endpoint.replay, "--kv-events-replay")
+    if config.executor == "ray" and any(importlib.util.find_spec(name) is None for name in ("ray", "zmq")):
+        raise MissingDependency("--executor ray needs Ray: pip install 'hotset[cluster]'")
     files = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp)
     if config.load_format == "auto" and files.gguf is None:
         shard_paths(files.path, read_weight_index(files.path))
@@ -54,7 +57,7 @@ def check_model(config: EngineConfig) -> ModelFiles:
     check_speculation(config, files)
     hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
     splits = model_splits(config, spec)
-    if not on_gpu:
+    if not on_gpu and config.executor == "processes":  # workers on other nodes check what they load themselves
         dtype = dtype_name(config.dtype, spec, "cpu")
         check_weights_fit(files, splits, DTYPE_BYTES[dtype], host_memory().free)
     return files

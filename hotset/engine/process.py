@@ -283,7 +283,7 @@ def _check_listeners(config: EngineConfig, engine: "Engine") -> None:
     try:
         check_listeners(
             "the engine",
-            addresses=events if control is None else [control, *events],
+            addresses=[*([] if control is None else [control]), *events, *engine.executor.addresses],
             interfaces=() if control is None else config.listening_interface.split(","),
         )
     except StartupError:

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -28,9 +28,11 @@ BEATS, ADVANCES, WAITING, STEPS, STEP_NS, OPEN_REQUESTS, EXPECTED_NS = range(7)
 class Progress:
     """Counters in shared memory. One process writes them; the process that started it reads them without waiting."""
 
-    def __init__(self, context: BaseContext) -> None:
-        """The object must be an argument of a process that `context` starts."""
+    def __init__(self, context: BaseContext, on_beat: Callable[[Sequence[int]], None] | None = None) -> None:
+        """The object must be an argument of a process that `context` starts. A process on another node has an object of
+        its own, and sends its counters with every beat: `on_beat` is called with them."""
         self._counters: Any = context.RawArray(ctypes.c_int64, 7)
+        self._on_beat = on_beat
         self._advanced_ns = 0
         self._longest_ns = 0  # the longest time between two advances since the newest step
         self._longest_of_steps: deque[int] = deque(maxlen=RECENT_STEPS)
@@ -43,6 +45,8 @@ class Progress:
         def beat() -> None:
             while not ended.wait(BEAT_SECONDS):
                 self._counters[BEATS] += 1
+                if self._on_beat is not None:
+                    self._on_beat(list(self._counters))
 
         self._advanced_ns, self._longest_ns = time.monotonic_ns(), 0  # steps during start-up do not count
         thread = threading.Thread(target=beat, name="hotset-beats", daemon=True)
@@ -79,6 +83,10 @@ class Progress:
             self._counters[EXPECTED_NS] = max(self._longest_of_steps)
             self._counters[STEP_NS] = time.monotonic_ns()
             self._counters[STEPS] = steps
+
+    def set_counters(self, counters: Sequence[int]) -> None:
+        """Sets the counters to those that a process on another node has sent. Its first beat has none."""
+        self._counters[: len(counters)] = counters
 
     @property
     def beats(self) -> int:

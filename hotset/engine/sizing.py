@@ -70,6 +70,8 @@ class WorkerMemory:
     shape: KvShape
     free: int
     owns_store: bool = True  # False if the worker shares the host store of another worker
+    node: str = ""  # name of the worker's node; workers of one node divide its host memory
+    host_free: int | None = None  # free bytes of the node's host memory; None: that of this machine
 
 
 def store_writer(split: Split, shape: KvShape) -> tuple[int, int]:
@@ -99,18 +101,18 @@ def shared_budget(
     device: torch.device,
     host_free: int | None = None,
 ) -> KvBudget:
-    """Chooses pool sizes that fit every worker, and the longest context that fits these pools.
+    """Chooses pool sizes that fit every worker on every node, and the longest context that fits these pools.
 
-    `host_free` is the free host memory of a machine with GPUs. Default: that of this machine.
+    `host_free` is the free host memory of a machine with GPUs. Default: what the workers measured on their nodes.
     Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
     hold a context of two tokens.
     """
     geometry = _common_geometry(config, [worker.shape for worker in workers])
     _check_drafts(config, geometry, device)
     context = context_length(config, model_context)
-    host_free = free_bytes(CPU) if host_free is None else host_free
-    device_pages, flag = _device_pages(config, geometry, context, device, workers, host_free)
-    host_pages, host_flag = _host_pages(config, geometry, context, device_pages, device, workers, host_free)
+    nodes = [_Node(those, host_free) for those in _by_node(workers)]
+    device_pages, flag = min(_device_pages(config, geometry, context, device, node) for node in nodes)
+    host_pages, host_flag = min(_host_pages(config, geometry, context, device_pages, device, node) for node in nodes)
     longest = _largest_count(geometry.resident_pages, device_pages, context)
     if geometry.slots:
         tiered = min(
@@ -118,13 +120,33 @@ def shared_budget(
             _largest_count(geometry.tiered_pages, device_pages, context),
         )
         longest = tiered if config.tiers == "always" else max(longest, tiered)
-    token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)
+    token_bytes = max(node.token_bytes for node in nodes)
     _check_context(config, token_bytes, longest, context, "device", flag)
     if host_pages:
         longest_on_host = min(context, host_pages * config.page_rows)
         _check_context(config, token_bytes, longest_on_host, context, "host", host_flag)
         longest = min(longest, longest_on_host)
     return KvBudget(geometry, device_pages, host_pages, min(context, longest))
+
+
+class _Node:
+    """The workers on one node, and the free bytes of its host memory."""
+
+    def __init__(self, workers: Sequence[WorkerMemory], host_free: int | None) -> None:
+        """`host_free` replaces what the workers have measured, if it is given."""
+        self.workers = workers
+        measured = [worker.host_free for worker in workers if worker.host_free is not None]
+        self.host_free = host_free if host_free is not None else min(measured, default=free_bytes(CPU))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the host stores of the node."""
+        return sum(worker.shape.token_bytes for worker in self.workers if worker.owns_store)
+
+
+def _by_node(workers: Sequence[WorkerMemory]) -> list[list[WorkerMemory]]:
+    nodes = dict.fromkeys(worker.node for worker in workers)
+    return [[worker for worker in workers if worker.node == node] for node in nodes]
 
 
 def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
@@ -169,10 +191,10 @@ def _device_pages(
     geometry: Geometry,
     context: int,
     device: torch.device,
-    workers: Sequence[WorkerMemory],
-    host_free: int,
+    node: _Node,
 ) -> tuple[int, str]:
-    """Returns the number of pages of each worker's device pool, and the flag that changes it."""
+    """Returns the number of pages of the device pool of each worker on a node, and the flag that changes it."""
+    workers = node.workers
     page_bytes = [worker.shape.layers * geometry.layer_page_bytes for worker in workers]
     if config.device_kv_tokens is not None:
         pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
@@ -185,7 +207,7 @@ def _device_pages(
         pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
         if device.type == "cuda" and config.tiers != "off":
             # Every row on the device also has a host page.
-            pages = _largest_count(geometry.max_row_pages, _max_host_pages(config, workers, host_free), pages)
+            pages = _largest_count(geometry.max_row_pages, _max_host_pages(config, node), pages)
     for worker, nbytes in zip(workers, page_bytes, strict=True):
         if pages * nbytes > worker.free:
             raise ConfigError(
@@ -195,17 +217,12 @@ def _device_pages(
     return pages, flag
 
 
-def _max_host_pages(config: EngineConfig, workers: Sequence[WorkerMemory], host_free: int) -> int:
+def _max_host_pages(config: EngineConfig, node: _Node) -> int:
     """Returns the number of host pages that the device pool of a GPU may require by default."""
     if config.host_kv_tokens is not None:
         return ceil_div(config.host_kv_tokens, config.page_rows)
-    nbytes = MAX_HOST_STORE_SHARE * host_free if config.host_kv_gib is None else config.host_kv_gib * GIB
-    return int(nbytes) // _host_page_bytes(config, workers)
-
-
-def _host_page_bytes(config: EngineConfig, workers: Sequence[WorkerMemory]) -> int:
-    """Returns the bytes of one page in the host stores of all workers."""
-    return sum(worker.shape.token_bytes for worker in workers if worker.owns_store) * config.page_rows
+    nbytes = MAX_HOST_STORE_SHARE * node.host_free if config.host_kv_gib is None else config.host_kv_gib * GIB
+    return int(nbytes) // (node.token_bytes * config.page_rows)
 
 
 def _host_pages(
@@ -214,20 +231,19 @@ def _host_pages(
     context: int,
     device_pages: int,
     device: torch.device,
-    workers: Sequence[WorkerMemory],
-    host_free: int,
+    node: _Node,
 ) -> tuple[int, str]:
-    """Returns the number of pages of the host store, and the flag that changes it.
+    """Returns the number of pages of the host stores of a node, and the flag that changes it.
 
     With `--tiers off` it is 0. Otherwise it is at least the number of device pages that can hold rows, because every
     row on the device also has a host page.
     """
     if config.tiers == "off":
         return 0, "--tiers"
-    page_bytes = _host_page_bytes(config, workers)
-    device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
+    page_bytes = node.token_bytes * config.page_rows
+    device_bytes = sum(worker.shape.layers for worker in node.workers) * geometry.layer_page_bytes * device_pages
     # On a CPU, the device pools and the weights are in host memory too.
-    free = min(worker.free for worker in workers) - device_bytes if device.type == "cpu" else host_free
+    free = min(worker.free for worker in node.workers) - device_bytes if device.type == "cpu" else node.host_free
     min_pages = geometry.max_row_pages(device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"

@@ -31,6 +31,8 @@ class WorkerPlan:
     steps: int  # bytes that are kept for steps, as estimated
     gpu: int = 0  # number of its GPU; without a meaning on a CPU
     ranks_on_gpu: int = 1  # number of workers that divide the memory of this GPU
+    node: str = ""  # name of the worker's node
+    host_free: int | None = None  # free bytes of the node's host memory; None: that of this machine
 
 
 def estimated_steps(
@@ -80,23 +82,31 @@ def planned_memories(
     plans: Sequence[WorkerPlan], owns_store: Sequence[bool], device: torch.device
 ) -> list[WorkerMemory]:
     """Returns the memory that each worker has for KV when its weights are loaded."""
-    weights = [plan.weights.device_bytes for plan in plans]
-    # The weights of all workers on a CPU are in the same memory.
-    before_kv = [sum(weights)] * len(plans) if device.type == "cpu" else weights
     return [
-        WorkerMemory(plan.weights.kv_shape, plan.usable - nbytes, owned)
-        for plan, nbytes, owned in zip(plans, before_kv, owns_store, strict=True)
+        WorkerMemory(
+            plan.weights.kv_shape, plan.usable - _weight_bytes(plan, plans, device), owned, plan.node, plan.host_free
+        )
+        for plan, owned in zip(plans, owns_store, strict=True)
     ]
+
+
+def _weight_bytes(plan: WorkerPlan, plans: Sequence[WorkerPlan], device: torch.device) -> int:
+    """Returns the bytes of weights in the memory of a worker's device. On a CPU, these are the weights of all workers
+    on its node."""
+    on_device = [plan] if device.type == "cuda" else [other for other in plans if other.node == plan.node]
+    return sum(each.weights.device_bytes for each in on_device)
 
 
 def _check_weights(
     config: EngineConfig, files: ModelFiles, plans: Sequence[WorkerPlan], device: torch.device, dtype: torch.dtype
 ) -> None:
     if device.type == "cpu":
-        needed, free = sum(plan.weights.device_bytes for plan in plans), min(plan.usable for plan in plans)
-        if needed > free:
-            packed_bytes = sum(plan.weights.packed_bytes for plan in plans)
-            raise weights_do_not_fit(files, needed, free, len(plans), packed_bytes=packed_bytes)
+        for plan in plans:
+            needed = _weight_bytes(plan, plans, device)
+            if needed > plan.usable:
+                on_node = [other for other in plans if other.node == plan.node]
+                packed_bytes = sum(other.weights.packed_bytes for other in on_node)
+                raise weights_do_not_fit(files, needed, plan.usable, len(on_node), packed_bytes=packed_bytes)
         return
     for plan in plans:
         if plan.weights.device_bytes > plan.usable:

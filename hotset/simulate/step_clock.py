@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
+from hotset.base.address import Address
 from hotset.engine.workers.executor import HostShard, Step, StepFuture, WorkerPool
 from hotset.memory.device_pool import DevicePool
 from hotset.plan.costs import RankCosts
@@ -99,6 +100,8 @@ class SimulatedClock:
 
 class SimulatedExecutor:
     """Implements `Executor` without a model. Waiting for the results of a step moves the clock to its end."""
+
+    addresses: Sequence[Address] = ()
 
     def __init__(self, clock: SimulatedClock, cost: StepCost, tiered: Callable[[int], int]) -> None:
         """`tiered(replica)` returns the number of tiered requests of a replica."""

@@ -110,7 +110,8 @@ def test_defect_21_an_engine_with_a_listener_that_nobody_asked_for_does_not_star
     """The listener is one of the test's own process."""
     closed: list[bool] = []
     card = SimpleNamespace(control_listens_on=None, kv_events=())
-    engine = SimpleNamespace(card=card, closing_seconds=0.0, close=lambda: closed.append(True))
+    executor = SimpleNamespace(addresses=())
+    engine = SimpleNamespace(card=card, executor=executor, closing_seconds=0.0, close=lambda: closed.append(True))
     monkeypatch.setattr(build, "build_engine", lambda config, **callbacks: engine)
     reports, child_end = multiprocessing.Pipe()
     with socket.create_server(("127.0.0.2", 0)):

@@ -95,6 +95,23 @@ def test_on_a_cpu_the_host_store_gets_only_what_weights_and_device_pool_leave() 
         shared_budget(config, [WorkerMemory(shape, 1 << 29)], 4096, CPU)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("sizes", [{}, {"device_kv_tokens": 640}, {"host_kv_gib": 0.01}])
+def test_each_node_divides_its_own_memory_and_the_smallest_node_decides(sizes: dict[str, Any], device: str) -> None:
+    def on_node(name: str, mib: int, workers: int = 2) -> list[WorkerMemory]:
+        """Returns tensor parallel ranks of one node, which share one host store."""
+        return [WorkerMemory(DSA, mib * MIB, number == 0, name, mib * MIB) for number in range(workers)]
+
+    def budget_of(workers: list[WorkerMemory]) -> KvBudget:
+        return shared_budget(EngineConfig(**sizes), workers, 4096, torch.device(device))
+
+    small = budget_of(on_node("small", 40))
+    assert budget_of(on_node("small", 40) + on_node("same", 40)) == small, "nodes do not share memory"
+    assert budget_of(on_node("large", 4000) + on_node("small", 40) + on_node("larger", 9000)) == small
+    if not sizes:
+        assert budget_of(on_node("one", 40, workers=4)) != small or device == "cuda", "ranks of one node share memory"
+
+
 def smallest_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
     """Returns the smallest `host_kv_tokens` that is accepted with these settings."""
     low, high = 1, 1 << 16

@@ -25,6 +25,7 @@ from hotset.engine.sizing import device_memory, shared_budget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.abort import AbortFlag
+from hotset.engine.workers.launcher import LocalLauncher
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.processes import MultiprocessExecutor
@@ -90,14 +91,14 @@ class ThreadWorkers(MultiprocessExecutor):
         config: EngineConfig,
         splits: Sequence[Split],
         kv_heads: int,
-        open_transfer: Callable[[TransferSettings], Transfer],
+        open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
     ) -> None:
         self._open_transfer = open_transfer
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
         devices = [WorkerDevice("cpu")] * len(splits)
         self._queues: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        super().__init__(config, splits, devices, kv_heads, start=self._start)
+        super().__init__(config, splits, LocalLauncher(devices, self._start), kv_heads)
 
     def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, Any]:
         pipe, worker_end = Pipe()

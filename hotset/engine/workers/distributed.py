@@ -2,17 +2,17 @@
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import permutations
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.symmetric import (
@@ -95,31 +95,36 @@ class Stage:
         self._decoder.idle_moe_step()
 
 
-def make_world(rank: WorkerRank, device: torch.device) -> World:
+RENDEZVOUS_SCHEME = "tcp://"
+
+
+def make_world(rank: WorkerRank, device: torch.device, listener: socket.socket | None = None) -> World:
     """Connects this worker to the others, and logs how. Blocks until all of them have called it.
+
+    If the rendezvous is an address, worker 0 passes the socket that listens there.
 
     | workers | collectives | between stages |
     |---|---|---|
     | on CPUs | gloo | gloo |
     | several on a GPU | symmetric memory, since NCCL refuses several ranks on a GPU | symmetric memory |
     | on different GPUs with peer access | symmetric memory up to `MAX_BYTES_BETWEEN_GPUS`, NCCL above | NCCL |
-    | on different GPUs without it | NCCL | NCCL |
+    | on different GPUs without it, or on several nodes | NCCL | NCCL |
     """
-    return SymmetricWorld(rank, device) if rank.ranks_on_gpu > 1 else DistributedWorld(rank, device)
+    return SymmetricWorld(rank, device) if rank.ranks_on_gpu > 1 else DistributedWorld(rank, device, listener)
 
 
 class DistributedWorld:
     """Implements `World` over torch.distributed: gloo between CPU processes, NCCL between GPUs."""
 
-    def __init__(self, rank: WorkerRank, device: torch.device) -> None:
+    def __init__(self, rank: WorkerRank, device: torch.device, listener: socket.socket | None = None) -> None:
         on_gpu, size = device.type == "cuda", rank.split.size
-        group = _join_group(rank, "nccl" if on_gpu else "gloo", device if on_gpu else None)
+        group = _join_group(rank, "nccl" if on_gpu else "gloo", device if on_gpu else None, listener)
         self.abort = AbortFlag(device)
         self.collectives: Collectives = SINGLE_RANK
         choice = "NCCL" if on_gpu else "gloo"
         if size > 1:
             self.collectives = DistributedCollectives(group, rank.split.rank, size, device)
-            obstacle = _obstacle_to_symmetric_memory(group, device) if on_gpu else None
+            obstacle = _obstacle_to_symmetric_memory(group, device, rank.node) if on_gpu else None
             if on_gpu and obstacle is None:
                 staging = allocate_staging(group, device, self.abort, rank.ranks_on_gpu)
                 self.collectives = SymmetricCollectives(staging, self.abort, large=self.collectives)
@@ -145,7 +150,7 @@ class SymmetricWorld:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         group, all_workers = _join_group(rank, "gloo"), dist.group.WORLD
         assert all_workers is not None, "init_process_group makes it"
-        if (obstacle := _obstacle_to_symmetric_memory(all_workers, device)) is not None:
+        if (obstacle := _obstacle_to_symmetric_memory(all_workers, device, rank.node)) is not None:
             raise ConfigError(f"ranks cannot share GPUs, because {obstacle}: use one GPU for each rank")
         self.abort = AbortFlag(device)
         self.collectives: Collectives = SINGLE_RANK
@@ -163,15 +168,14 @@ class SymmetricWorld:
         cuda_impl.receive(self._inboxes, x, source)
 
 
-def _join_group(rank: WorkerRank, backend: str, device: torch.device | None = None) -> dist.ProcessGroup:
-    """Joins the process group through the rendezvous file. Returns the group of this worker's stage.
-
-    All workers are on this machine. A file needs no port, and the connections between workers use loopback.
-    """
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+def _join_group(
+    rank: WorkerRank, backend: str, device: torch.device | None = None, listener: socket.socket | None = None
+) -> dist.ProcessGroup:
+    """Joins the process group through the rendezvous. Returns the group of this worker's stage."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rank.interface
     dist.init_process_group(
         backend,
-        store=dist.FileStore(rank.rendezvous, rank.workers),  # type: ignore[attr-defined]
+        store=_open_store(rank, listener),
         rank=rank.number,
         world_size=rank.workers,
         timeout=COLLECTIVE_TIMEOUT,
@@ -185,13 +189,34 @@ def _join_group(rank: WorkerRank, backend: str, device: torch.device | None = No
     return groups[rank.stage]
 
 
-def _obstacle_to_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns why the ranks of a group cannot use symmetric memory, or None if they can. All ranks get the same."""
+def _open_store(rank: WorkerRank, listener: socket.socket | None) -> Any:
+    """Opens the store through which workers exchange their addresses: a file, which needs no port, if all workers are
+    on this machine, else a socket of worker 0."""
+    if not rank.rendezvous.startswith(RENDEZVOUS_SCHEME):
+        return dist.FileStore(rank.rendezvous, rank.workers)  # type: ignore[attr-defined]
+    host, _, port = rank.rendezvous.removeprefix(RENDEZVOUS_SCHEME).rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host.strip("[]"),
+        int(port),
+        rank.workers,
+        is_master=rank.number == 0,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+    )
+
+
+def _obstacle_to_symmetric_memory(group: dist.ProcessGroup, device: torch.device, node: str) -> str | None:
+    """Returns why the ranks of a group cannot use symmetric memory, or None if they can. All ranks get the same.
+
+    `node` is the node of this rank.
+    """
     if group.size() > MAX_RANKS:
         return f"symmetric memory supports {MAX_RANKS} ranks, not {group.size()}"
-    indices: list[int] = [0] * group.size()
-    dist.all_gather_object(indices, device.index, group=group)
-    for first, second in permutations(sorted(set(indices)), 2):
+    gpus: list[tuple[str, int]] = [("", 0)] * group.size()
+    dist.all_gather_object(gpus, (node, device.index), group=group)
+    if len({node for node, _ in gpus}) > 1:
+        return "the ranks are on several nodes"
+    for first, second in permutations(sorted({index for _, index in gpus}), 2):
         if not torch.cuda.can_device_access_peer(first, second):
             return f"GPU {first} has no peer access to GPU {second}"
     return None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hotset.base.address import Address
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers.messages import PoolDescribed
@@ -100,6 +101,10 @@ class Executor(Protocol):
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are pinned, 0 without a GPU. Releasing pinned memory makes `close` slow."""
 
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """The addresses on which this process listens for its workers."""
+
     def close(self) -> None:
         """Stops the workers and releases their memory. Idempotent."""
 
@@ -116,6 +121,8 @@ class _SubmittedInProcess:
 
 class InProcessExecutor:
     """Implements `Executor` with one worker, in this process."""
+
+    addresses: Sequence[Address] = ()
 
     def __init__(self, runner: Runner, memory: KvMemory) -> None:
         self.runner, self.memory = runner, memory

@@ -6,14 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import wait
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer
-from hotset.engine.workers.handle import WorkerHandle
+from hotset.engine.workers.handle import WorkerHandle, WorkerPipe, WorkerProcess
 from hotset.engine.workers.messages import (
+    THIS_MACHINE,
     InitWorker,
     StopWorker,
     WorkerCommand,
@@ -21,24 +21,12 @@ from hotset.engine.workers.messages import (
     WorkerRank,
     WorkerReport,
 )
-from hotset.engine.workers.shared_memory import SharedMemory
-from hotset.engine.workers.worker import main
 
 LOGGER = logging.getLogger("hotset.engine")
 CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
 ABORT_SECONDS = 3.0  # time for workers to end by themselves after `AbortSteps`; then they are killed
 KILL_SECONDS = 10.0  # time for the system to end a killed process
-StartProcess = Callable[[WorkerRank, Progress], tuple[Connection, SpawnProcess]]
-
-
-def start_process(rank: WorkerRank, progress: Progress) -> tuple[Connection, SpawnProcess]:
-    """Starts a worker process, and returns the pipe to it."""
-    context = multiprocessing.get_context("spawn")
-    pipe, worker_end = context.Pipe()
-    process = context.Process(target=main, args=(worker_end, progress), name=f"hotset-worker-{rank.number}")
-    process.start()
-    worker_end.close()
-    return pipe, process
+StartProcess = Callable[[WorkerRank, Progress], tuple[WorkerPipe, WorkerProcess]]
 
 
 class WorkerGroup:
@@ -53,13 +41,16 @@ class WorkerGroup:
         wake: Callable[[], None],
         advance: Callable[[], None],
         oldest_step: Callable[[], int | None],
+        problem: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Starts all workers. `wake` is called from another thread when one has died or hangs. `advance` is called
-        again and again while `receive` waits. `oldest_step` returns the number of the oldest step in flight."""
+        again and again while `receive` waits. `oldest_step` returns the number of the oldest step in flight. `problem`
+        is called again and again; if it returns a reason, the workers are ended as if one had died."""
         self.workers: list[WorkerHandle] = []
         self.serving = False  # workers have started and are not being closed, so they must show signs of life
         self._step_timeout, self._wake, self._advance = config.step_timeout, wake, advance
-        self._oldest_step = oldest_step
+        self._oldest_step, self._find_problem = oldest_step, problem
+        self._problem: str | None = None
         self._lost: list[WorkerHandle] = []  # the workers that died or hung first; the others end because of them
         self._closing = threading.Event()
         try:
@@ -75,13 +66,14 @@ class WorkerGroup:
 
     def check(self) -> None:
         """Raises EngineStopped if a worker has died or hangs."""
+        if self._problem is not None:
+            raise EngineStopped(self._problem)
         if self._lost:
             raise self._error(self._lost[0])
 
-    def send(self, worker: WorkerHandle, command: WorkerCommand, memory: SharedMemory | None = None) -> None:
-        """Sends a command and, if given, the memory that follows it."""
+    def send(self, worker: WorkerHandle, command: WorkerCommand) -> None:
         try:
-            worker.send(command, memory)
+            worker.send(command)
         except OSError:
             raise self._failed(worker) from None
 
@@ -93,7 +85,7 @@ class WorkerGroup:
         worker that has caused it. In all these cases all workers are aborted, because they may wait for the one that
         has failed.
         """
-        by_pipe = {worker.pipe: worker for worker in self.workers if worker.rank.number in numbers}
+        by_pipe = {worker.pipe.fileno(): worker for worker in self.workers if worker.rank.number in numbers}
         by_sentinel = {worker.process.sentinel: worker for worker in self.workers}
         stall = StallTimer()
         while not (ready := wait([*by_pipe, *by_sentinel], POLL_SECONDS)):
@@ -105,9 +97,9 @@ class WorkerGroup:
                 raise EngineStopped(f"{names} made no progress in {task} for {timeout:.0f} s")
         self.check()  # a hung worker that was resumed may have sent a report
         for source in ready:
-            if isinstance(source, Connection) and (worker := by_pipe.get(source)) is not None:
+            if isinstance(source, int) and (worker := by_pipe.get(source)) is not None:
                 try:
-                    report: WorkerReport = source.recv()
+                    report: WorkerReport = worker.pipe.recv()
                 except (EOFError, OSError):
                     raise self._failed(worker) from None
                 if isinstance(report, WorkerFailed):
@@ -147,11 +139,12 @@ class WorkerGroup:
     def _watch(self, workers: Sequence[WorkerHandle]) -> None:
         """Waits until a worker has died or hangs. Then ends all others too, because they wait for it in their steps."""
         by_sentinel = {worker.process.sentinel: worker for worker in workers}
-        while not self._lost:
+        while not self._lost and self._problem is None:
             ended = wait(list(by_sentinel), POLL_SECONDS)
             if self._closing.is_set():
                 return
             self._lost = [by_sentinel[sentinel] for sentinel in ended if isinstance(sentinel, int)]
+            self._problem = None if self._lost else self._find_problem()
             for worker in workers if self.serving and not self._lost else ():
                 if worker.silence.seconds(worker.progress.beats) > self._step_timeout:
                     worker.hung = True
@@ -171,6 +164,8 @@ class WorkerGroup:
     def _error(self, worker: WorkerHandle) -> StartupError | EngineStopped:
         """Returns the error to raise after `worker` was found to have failed or ended. It names the worker that is the
         likely cause: one that hangs, or one that has died without a report."""
+        if self._problem is not None:
+            return EngineStopped(self._problem)
         if hung := next((each for each in self._lost if each.hung), None):
             step = self._oldest_step()
             during = "" if step is None else f", in step {step}"
@@ -191,13 +186,19 @@ class WorkerGroup:
                     return _death(other)
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)
-        if worker.free is None:
-            return failed.error
+        if worker.loaded is None:
+            return (
+                failed.error
+                if worker.rank.node == THIS_MACHINE
+                else StartupError(f"{worker.rank.name}: {failed.error}")
+            )
         return EngineStopped(f"{worker.rank.name} failed: {failed.error}")
 
 
 def _death(worker: WorkerHandle) -> EngineStopped:
-    return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
+    code = worker.process.exitcode
+    how = "it was killed, or its node is lost" if code is None else f"exit code {code}"
+    return EngineStopped(f"{worker.rank.name} died ({how})")
 
 
 def _still_running(workers: Iterable[WorkerHandle], seconds: float) -> list[WorkerHandle]:

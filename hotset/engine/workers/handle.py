@@ -6,17 +6,62 @@ import select
 import signal
 import threading
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import wait
+from typing import Any, Protocol
 
 from hotset.engine.progress import Progress, StallTimer
 from hotset.engine.start_plan import WorkerPlan
-from hotset.engine.workers.messages import AbortSteps, StopWorker, WorkerCommand, WorkerFailed, WorkerRank, WorkerReport
-from hotset.engine.workers.shared_memory import SharedMemory
+from hotset.engine.workers.messages import (
+    THIS_MACHINE,
+    AbortSteps,
+    Loaded,
+    StopWorker,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerRank,
+    WorkerReport,
+)
 from hotset.memory.device_pool import KvShape
 from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 
 POST_SECONDS = 0.5  # time for another thread to finish the command that it is sending to the same worker
+
+
+class WorkerProcess(Protocol):
+    """A worker process, as far as the controller uses it. A child process of `multiprocessing` is one."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the process has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None if the process runs, or if it is unknown how it has ended."""
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class WorkerPipe(Protocol):
+    """The controller's end of the connection to a worker. A `Connection` of `multiprocessing` is one.
+
+    Its methods raise OSError or EOFError if the worker has ended.
+    """
+
+    def fileno(self) -> int:
+        """A file descriptor that is readable if there is a report, and writable if `send` does not block."""
+
+    def send(self, obj: WorkerCommand) -> None: ...
+
+    def poll(self, timeout: float | None = 0.0) -> bool: ...
+
+    def recv(self) -> Any: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -24,14 +69,14 @@ class WorkerHandle:
     """One worker process, and what it has reported."""
 
     rank: WorkerRank
-    process: SpawnProcess
-    pipe: Connection
+    process: WorkerProcess
+    pipe: WorkerPipe
     progress: Progress
     silence: StallTimer = field(default_factory=StallTimer)
     hung: bool = False  # it has shown no sign of life for the step timeout
     killed: bool = False  # by the controller, because it did not end after `AbortSteps`
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
-    free: int | None = None  # bytes of its device that KV may take; None until its weights are loaded
+    loaded: Loaded | None = None  # None until its weights are loaded
     bytes_read: int = 0
     bytes_pinned: int = 0
     traffic: Traffic = NO_TRAFFIC  # as of the last step that it has reported
@@ -47,13 +92,10 @@ class WorkerHandle:
     def shape(self) -> KvShape:
         return self.planned.weights.kv_shape
 
-    def send(self, command: WorkerCommand, memory: SharedMemory | None = None) -> None:
-        """Sends a command and, if given, the memory that follows it. Raises OSError if the worker has died."""
+    def send(self, command: WorkerCommand) -> None:
+        """Sends a command. Raises OSError if the worker has died."""
         with self._sending:
             self.pipe.send(command)
-            if memory is not None:
-                assert self.process.pid is not None
-                memory.send(self.pipe, self.process.pid)
 
     def post(self, command: AbortSteps | StopWorker) -> None:
         """Sends a command to a worker that may be dead, stopped or hung. Any thread may call this, and it never blocks
@@ -75,8 +117,9 @@ class WorkerHandle:
         return not wait([self.process.sentinel], 0.0)
 
     def resume(self) -> None:
-        """Continues the process if it is stopped, so that it can end its GPU work and exit by itself."""
-        if self.process.pid is not None and self.running:
+        """Continues the process if it is stopped, so that it can end its GPU work and exit by itself. Does nothing for
+        a worker on another node: `kill` ends it, also if it is stopped."""
+        if self.rank.node == THIS_MACHINE and self.process.pid is not None and self.running:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self.process.pid, signal.SIGCONT)
 

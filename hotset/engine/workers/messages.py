@@ -1,4 +1,4 @@
-"""Messages between the controller (the engine process) and its workers. Each worker has one pipe to the controller."""
+"""Messages between the controller (the engine process) and its workers. Each worker has one connection to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,19 @@ from multiprocessing.connection import Connection
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.engine.start_plan import WorkerPlan
+from hotset.engine.workers.shared_memory import SharedName
 from hotset.handoff.messages import MemoryRange, PagedSpan
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
 from hotset.transfer.engines import TransferSettings
+
+THIS_MACHINE = ""  # the node of workers that are child processes of the controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +30,20 @@ class WorkerRank:
     stage: int  # in [0, stages)
     stages: int
     split: Split
-    rendezvous: str  # path of the file through which the workers exchange their addresses
+    rendezvous: str  # path of the file through which the workers exchange their addresses, or tcp://host:port
     device: str
     ranks_on_gpu: int = 1  # number of workers that share this worker's GPU, including itself
+    node: str = THIS_MACHINE  # name of the worker's node; workers of one node can share memory
+    interface: str = LOOPBACK_INTERFACE  # the network interface through which the other workers reach this one
 
     @property
     def name(self) -> str:
         """The name of the worker in error messages."""
+        node = "" if self.node == THIS_MACHINE else f", node {self.node}"
         if self.split.dp_size > 1:
-            return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.size})"
+            return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.size}{node})"
         rank = f"rank {self.split.rank} of {self.split.size}"
-        return f"worker {self.number} (stage {self.stage} of {self.stages}, {rank})"
+        return f"worker {self.number} (stage {self.stage} of {self.stages}, {rank}{node})"
 
     @property
     def replica(self) -> int:
@@ -72,16 +79,33 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Reports that the weights are loaded, and how many bytes of the worker's device KV may take."""
+    """Reports that the weights are loaded, and how much memory is free for KV."""
 
-    free: int
+    free: int  # bytes of the worker's device that KV may take
+    host_free: int  # bytes of its node's host memory
+
+
+@dataclass(frozen=True, slots=True)
+class CreateStore:
+    """Commands a worker to create memory for the host store that it shares with other workers of its node."""
+
+    nbytes: int
+    gpus: Sequence[int]  # the GPUs of all workers that use the store; empty on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCreated:
+    """Reports that the memory of a host store exists."""
+
+    store: SharedName
 
 
 @dataclass(frozen=True, slots=True)
 class InitCache:
-    """Commands a worker to allocate its KV memory. If the budget has host pages, a `SharedMemory` for them follows."""
+    """Commands a worker to allocate its KV memory."""
 
     budget: KvBudget
+    store: SharedName | None  # the memory of its host store; None if the budget has no host pages
     writer: int  # in [0, writers): this worker's index among the workers that write to the same host store
     writers: int
 
@@ -191,12 +215,22 @@ class StopWorker:
 
 
 WorkerCommand = (
-    InitWorker | LoadWeights | InitCache | ServeTransfers | WarmUp | ExecuteStep | RunAudit | AbortSteps | StopWorker
+    InitWorker
+    | LoadWeights
+    | CreateStore
+    | InitCache
+    | ServeTransfers
+    | WarmUp
+    | ExecuteStep
+    | RunAudit
+    | AbortSteps
+    | StopWorker
 )
 WorkerReport = (
     Planned
     | LoadProgress
     | Loaded
+    | StoreCreated
     | CacheProgress
     | CacheReady
     | PoolDescribed

@@ -37,7 +37,7 @@ def place_workers(config: EngineConfig) -> list[WorkerDevice]:
         device = choose_device(config.device)
         if device.type == "cpu" and shared > 1:
             raise ConfigError(f"--ranks-per-gpu {shared} needs a GPU; leave it out to compute on the CPU")
-        if device.type == "cpu" or config.workers == 1:
+        if device.type == "cpu" or config.workers == 1 or config.executor == "ray":  # Ray chooses the GPUs
             return [WorkerDevice(str(device))] * config.workers
     numbers = _gpu_numbers(config)
     for number in numbers:

@@ -1,8 +1,7 @@
-"""The executor with worker processes on this machine: sends them steps and collects their results."""
+"""The executor with worker processes: sends them steps and collects their results."""
 
 import logging
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
@@ -21,12 +21,15 @@ from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture, WorkerPool
-from hotset.engine.workers.group import ABORT_SECONDS, StartProcess, WorkerGroup, start_process
+from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
+from hotset.engine.workers.launcher import Launcher
 from hotset.engine.workers.messages import (
+    THIS_MACHINE,
     AuditReport,
     CacheProgress,
     CacheReady,
+    CreateStore,
     ExecuteStep,
     InitCache,
     Loaded,
@@ -37,15 +40,14 @@ from hotset.engine.workers.messages import (
     RunAudit,
     ServeTransfers,
     StepDone,
+    StoreCreated,
     WarmedUp,
     WarmUp,
     WarmUpProgress,
     WorkerCommand,
-    WorkerRank,
     WorkerReport,
 )
-from hotset.engine.workers.placement import WorkerDevice
-from hotset.engine.workers.shared_memory import SharedMemory
+from hotset.engine.workers.shared_memory import SharedMemory, SharedName
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.memory.mapping import store_nodes
 from hotset.models.split import Split
@@ -98,46 +100,32 @@ class MultiprocessExecutor:
         self,
         config: EngineConfig,
         splits: Sequence[Split],
-        devices: Sequence[WorkerDevice],
+        launcher: Launcher,
         kv_heads: int,
         wake: Callable[[], None] = lambda: None,
         advance: Callable[[], None] = lambda: None,
-        start: StartProcess = start_process,
     ) -> None:
-        """Starts all workers. `load` then waits until they have loaded their weights.
+        """Starts all workers with `launcher`, and owns it. `load` then waits until they have loaded their weights.
 
         `kv_heads` is the number of KV heads of the whole model if rows consist of heads, else 1. `wake` is called from
         another thread when a worker process has ended or hangs; `check` raises from then on. `advance` is called again
         and again while this object waits for workers, because it notices itself if they do not advance.
         """
-        self._config, self._kv_heads = config, kv_heads
-        self._on_gpu = devices[0].is_gpu
-        self._stores: list[HostShard] = []
-        self._shared: list[SharedMemory] = []
+        self._config, self._kv_heads, self._launcher = config, kv_heads, launcher
+        self._stores: list[HostShard] = []  # the host stores on this machine
+        self._shared: list[SharedMemory] = []  # the memory of these stores
+        self._store_names: list[SharedName] = []  # the memory of all host stores
         self._in_flight: deque[_StepState] = deque()
         self._steps_submitted = 0
         self.steps_finished = 0  # steps that every worker has reported
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._has_graphs = False  # all workers have captured the graphs of decode steps
-        # Like the shared memory, this file has no name in the file system and ends with the last process that uses it.
-        self._rendezvous = os.fdopen(os.memfd_create("hotset-rendezvous"), "wb")
-        ranks = [
-            WorkerRank(
-                number=number,
-                workers=len(splits),
-                stage=number // split.size,
-                stages=len(splits) // split.size,
-                split=split,
-                rendezvous=f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}",
-                device=device.name,
-                ranks_on_gpu=device.ranks_on_gpu,
-            )
-            for number, (split, device) in enumerate(zip(splits, devices, strict=True))
-        ]
         try:
-            self._group = WorkerGroup(config, ranks, start, wake, advance, self._oldest_step)
+            ranks = launcher.place(splits)
+            self._on_gpu = torch.device(ranks[0].device).type == "cuda"
+            self._group = WorkerGroup(config, ranks, launcher.start, wake, advance, self._oldest_step, launcher.problem)
         except BaseException:
-            self._rendezvous.close()
+            launcher.close()
             raise
         # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
@@ -178,14 +166,15 @@ class MultiprocessExecutor:
                 case LoadProgress(done):
                     worker.bytes_read = done
                     progress(sum(worker.bytes_read for worker in self.workers), total)
-                case Loaded(free):
-                    worker.free = free
+                case Loaded():
+                    worker.loaded = report
                     loading.discard(worker.rank.number)
                 case _:
                     raise _unexpected(worker, report)
         return [
-            WorkerMemory(worker.shape, worker.free or 0, owned)
+            WorkerMemory(worker.shape, worker.loaded.free, owned, worker.rank.node, worker.loaded.host_free)
             for worker, owned in zip(self.workers, self.owns_store, strict=True)
+            if worker.loaded is not None
         ]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
@@ -310,7 +299,11 @@ class MultiprocessExecutor:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(shared.nbytes for shared in self._shared) if self._on_gpu else 0
+        return sum(store.nbytes for store in self._store_names) if self._on_gpu else 0
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        return self._launcher.addresses
 
     def close(self) -> None:
         self._at_exit.cancel()
@@ -318,30 +311,47 @@ class MultiprocessExecutor:
             self._group.abort()  # a step never ends if one of its workers has died
         stop_seconds = ABORT_SECONDS if self._in_flight else STOP_SECONDS
         self._group.close(stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND)
-        self._rendezvous.close()
+        self._launcher.close()
         for shared in self._shared:
             shared.close()
 
     @property
     def _shares_stores(self) -> bool:
-        return len(self._stores) < len(self.workers)
+        return len(self._store_names) < len(self.workers)
 
     def _init_worker_cache(self, worker: WorkerHandle, budget: KvBudget) -> None:
-        rank, shape, page_rows = worker.rank, worker.shape, self._config.page_rows
         writer, writers = self._writer(worker)
         if budget.host_pages and writer == 0:
-            users = self.workers[rank.number : rank.number + writers]  # the ranks of a stage have successive numbers
-            gpus = [torch.device(user.rank.device).index for user in users] if self._on_gpu else []
-            shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows), nodes=store_nodes(gpus))
-            store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
-            self._shared.append(shared)
-            self._stores.append(HostShard(rank.replica, rank.split.first_layer, shape, self._kv_heads, store))
-        memory = self._shared[-1] if budget.host_pages else None
-        self._group.send(worker, InitCache(budget, writer, writers), memory)
+            # The ranks of a stage on one node have successive numbers.
+            users = self.workers[worker.rank.number : worker.rank.number + writers]
+            self._store_names.append(self._create_store(worker, users, budget))
+        store = self._store_names[-1] if budget.host_pages else None
+        self._group.send(worker, InitCache(budget, store, writer, writers))
+
+    def _create_store(self, worker: WorkerHandle, users: Sequence[WorkerHandle], budget: KvBudget) -> SharedName:
+        """Creates the host store that `users` share, of which `worker` is the first. The controller creates and maps
+        stores on its own machine, because handoffs use them."""
+        rank, shape, page_rows = worker.rank, worker.shape, self._config.page_rows
+        nbytes = host_bytes(shape, budget.host_pages, page_rows)
+        gpus = [torch.device(user.rank.device).index for user in users] if self._on_gpu else []
+        if rank.node != THIS_MACHINE:
+            return self._request(worker, CreateStore(nbytes, gpus), StoreCreated).store
+        shared = SharedMemory(nbytes, nodes=store_nodes(gpus))
+        store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
+        self._shared.append(shared)
+        self._stores.append(HostShard(rank.replica, rank.split.first_layer, shape, self._kv_heads, store))
+        return shared.name(THIS_MACHINE)
 
     def _writer(self, worker: WorkerHandle) -> tuple[int, int]:
-        """Returns the worker's index among the writers of its host store, and the number of these writers."""
-        return store_writer(worker.rank.split, worker.shape)
+        """Returns the worker's index among the writers of its host store, and the number of these writers. They are the
+        ranks of its stage on its node, since each node has its own copy of the rows that all ranks have."""
+        if store_writer(worker.rank.split, worker.shape)[1] == 1:
+            return 0, 1
+        rank = worker.rank
+        writers = [
+            each.rank.number for each in self.workers if (each.rank.stage, each.rank.node) == (rank.stage, rank.node)
+        ]
+        return writers.index(rank.number), len(writers)
 
     def _drain(self) -> None:
         while self._in_flight:

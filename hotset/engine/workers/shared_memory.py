@@ -1,15 +1,24 @@
-"""Memory that several processes of one machine share. It has no path, so it is freed when no process uses it."""
+"""Memory that several processes of one node share. It has no name in the file system, so it is freed when no process
+uses it."""
 
 import os
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from hotset.base.errors import StartupError
+from hotset.base.errors import InternalError, StartupError
 from hotset.base.units import show_bytes
 from hotset.memory.mapping import map_descriptor, shared_descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class SharedName:
+    """Names memory that another process of the same node can map while its creator keeps the descriptor open."""
+
+    node: str  # the node on which the memory is
+    path: str  # of the creator's descriptor
+    nbytes: int
 
 
 class SharedMemory:
@@ -33,18 +42,21 @@ class SharedMemory:
                 "lower --host-kv-gib"
             ) from error
 
-    def send(self, pipe: Connection, pid: int) -> None:
-        """Shares the memory with process `pid` at the other end of the pipe. That process must call `receive`."""
-        pipe.send(self.nbytes)
-        send_handle(pipe, self._descriptor, pid)
+    def name(self, node: str) -> SharedName:
+        """Returns the name of the memory for other processes of `node`, the node of this process."""
+        if self._descriptor < 0:
+            raise InternalError("closed memory has no name")
+        return SharedName(node, f"/proc/{os.getpid()}/fd/{self._descriptor}", self.nbytes)
 
     @classmethod
-    def receive(cls, pipe: Connection) -> "SharedMemory":
-        nbytes: int = pipe.recv()
-        return cls(nbytes, recv_handle(pipe))
+    def open(cls, name: SharedName, node: str) -> "SharedMemory":
+        """Maps the memory of another process, from a process on `node`."""
+        if name.node != node:
+            raise InternalError(f"a process on node {node!r} cannot map the memory {name}")
+        return cls(name.nbytes, os.open(name.path, os.O_RDWR))
 
     def close(self) -> None:
-        """Closes the descriptor. The memory can no longer be sent, but its mappings stay valid. Idempotent."""
+        """Closes the descriptor. Other processes can no longer map the memory, but mappings stay valid. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

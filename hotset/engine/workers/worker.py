@@ -13,8 +13,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +28,7 @@ from hotset.engine.frontend import grammar_compiler
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.sizing import free_bytes
 from hotset.engine.stores import ProbeMemory, pool_spans, regions
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
@@ -35,6 +37,7 @@ from hotset.engine.workers.messages import (
     AuditReport,
     CacheProgress,
     CacheReady,
+    CreateStore,
     ExecuteStep,
     InitCache,
     InitWorker,
@@ -47,6 +50,7 @@ from hotset.engine.workers.messages import (
     ServeTransfers,
     StepDone,
     StopWorker,
+    StoreCreated,
     WarmedUp,
     WarmUp,
     WarmUpProgress,
@@ -58,6 +62,7 @@ from hotset.engine.workers.messages import (
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
+from hotset.memory.mapping import store_nodes
 from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import KvMemory, TrafficCopy
 from hotset.transfer.api import Transfer
@@ -69,7 +74,18 @@ ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not
 EXIT_SECONDS = 2.0  # time for the main thread to end its step after `AbortSteps`, or after the controller has died
 
 
-def main(pipe: Connection, progress: Progress) -> None:
+class ControllerPipe(Protocol):
+    """A worker's end of the connection to the controller. A `Connection` of `multiprocessing` is one.
+
+    If the controller is dead, `send` raises BrokenPipeError, and `recv` raises EOFError or OSError.
+    """
+
+    def send(self, obj: WorkerReport) -> None: ...
+
+    def recv(self) -> Any: ...
+
+
+def main(pipe: ControllerPipe, progress: Progress) -> None:
     """Runs the worker process until it receives `StopWorker` or fails, or until the controller has died."""
     # The controller handles signals. It stops its workers; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -93,7 +109,7 @@ def _join_world(rank: WorkerRank, device: torch.device) -> World:
 
 
 def serve(
-    pipe: Connection,
+    pipe: ControllerPipe,
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
     on_abort: Callable[[], None],
@@ -152,16 +168,16 @@ class Inbox:
     It reads on after `StopWorker`, because a step before that command may never end.
     """
 
-    def __init__(self, pipe: Connection, on_abort: Callable[[], None]) -> None:
+    def __init__(self, pipe: ControllerPipe, on_abort: Callable[[], None]) -> None:
         self.aborted = False  # the controller has sent `AbortSteps`, or is dead
-        self._commands: queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
         self._flag: AbortFlag | None = None
         self._pipe, self._on_abort = pipe, on_abort
         threading.Thread(target=self._read, name="hotset-commands", daemon=True).start()
 
-    def get(self) -> tuple[WorkerCommand, SharedMemory | None]:
-        """Waits for the next command, and returns it with its memory. Raises EngineStopped after `AbortSteps`, also if
-        other commands have come before."""
+    def get(self) -> WorkerCommand:
+        """Waits for the next command, and returns it. Raises EngineStopped after `AbortSteps`, also if other commands
+        have come before."""
         received = self._commands.get()
         if self.aborted:
             raise EngineStopped("the controller has aborted all steps")
@@ -177,15 +193,12 @@ class Inbox:
         self.aborted = True  # before the flag is read: `set_on_abort` does it the other way round
         if self._flag is not None:
             self._flag.set()
-        self._commands.put((StopWorker(), None))  # wakes the main thread
+        self._commands.put(StopWorker())  # wakes the main thread
 
     def _read(self) -> None:
         while True:
             try:
                 command: WorkerCommand = self._pipe.recv()
-                memory = None
-                if isinstance(command, InitCache) and command.budget.host_pages:
-                    memory = SharedMemory.receive(self._pipe)
             except Exception as error:
                 if not isinstance(error, EOFError | OSError):  # these mean that the controller is dead
                     LOGGER.exception("cannot read a command; this worker ends")
@@ -194,7 +207,7 @@ class Inbox:
                 self._abort()
                 self._on_abort()
                 return
-            self._commands.put((command, memory))
+            self._commands.put(command)
 
 
 def _serve(
@@ -205,7 +218,7 @@ def _serve(
     open_transfer: Callable[[TransferSettings], Transfer],
     cleanup: contextlib.ExitStack,
 ) -> None:
-    init, _ = inbox.get()
+    init = inbox.get()
     assert isinstance(init, InitWorker), f"the first command must be InitWorker, not {init}"
     rank, device = init.rank, torch.device(init.rank.device)
     use_device(device)
@@ -214,16 +227,21 @@ def _serve(
     world = join_world(rank, device)
     inbox.set_on_abort(world.abort)
     loader = ModelLoader(init.config, device, rank.split, world.collectives, rank.ranks_on_gpu)
-    send(Planned(loader.plan))
-    if isinstance(command := inbox.get()[0], StopWorker):
+    send(Planned(replace(loader.plan, node=rank.node, host_free=free_bytes(torch.device("cpu")))))
+    if isinstance(command := inbox.get(), StopWorker):
         return
     assert isinstance(command, LoadWeights), f"the second command must be LoadWeights or StopWorker, not {command}"
     stage = _load(loader, rank, world, send, progress.advance)
-    cache, memory = inbox.get()
+    cache = inbox.get()
+    if isinstance(cache, CreateStore):
+        shared = SharedMemory(cache.nbytes, nodes=store_nodes(cache.gpus))
+        cleanup.callback(shared.close)  # not before, because other workers may not have mapped it yet
+        send(StoreCreated(shared.name(rank.node)))
+        cache = inbox.get()
     if isinstance(cache, StopWorker):
         return
-    assert isinstance(cache, InitCache), f"the third command must be InitCache or StopWorker, not {cache}"
-    worker = Worker(init, world, stage, cache, memory, send, open_transfer)
+    assert isinstance(cache, InitCache), f"InitCache or StopWorker must follow, not {cache}"
+    worker = Worker(init, world, stage, cache, send, open_transfer)
     cleanup.callback(worker.close)
     send(CacheReady())
     while worker.handle(command := _next_command(inbox, progress)):
@@ -234,7 +252,7 @@ def _serve(
 
 def _next_command(inbox: Inbox, progress: Progress) -> WorkerCommand:
     with progress.waiting():
-        return inbox.get()[0]
+        return inbox.get()
 
 
 def _load(
@@ -249,7 +267,7 @@ def _load(
     decoder.on_layer = advance
     previous_worker = None if rank.stage == 0 else rank.number - split.size
     next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
-    send(Loaded(loader.free_for_kv()))
+    send(Loaded(loader.free_for_kv(), free_bytes(torch.device("cpu"))))
     return Stage(decoder, world, previous_worker, next_worker)
 
 
@@ -274,7 +292,6 @@ class Worker:
         world: World,
         stage: Stage,
         cache: InitCache,
-        memory: SharedMemory | None,
         send: Callable[[WorkerReport], None],
         open_transfer: Callable[[TransferSettings], Transfer],
     ) -> None:
@@ -284,7 +301,8 @@ class Worker:
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
         host = None
-        if memory is not None:
+        if cache.store is not None:
+            memory = SharedMemory.open(cache.store, init.rank.node)
             host = HostStore(
                 shape,
                 budget.host_pages,

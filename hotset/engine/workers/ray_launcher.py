@@ -1,0 +1,168 @@
+"""Starts workers as actors of a Ray cluster. Ray places, starts and kills them; plans and reports do not pass through
+Ray."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from hotset.base.address import Address, normalized_host
+from hotset.base.errors import StartupError
+from hotset.base.listeners import listeners
+from hotset.engine.progress import Progress
+from hotset.engine.workers import ray_cluster
+from hotset.engine.workers.handle import WorkerPipe, WorkerProcess
+from hotset.engine.workers.launcher import worker_rank
+from hotset.engine.workers.messages import WorkerRank
+from hotset.engine.workers.placement import WorkerDevice
+from hotset.engine.workers.ray_actor import ActorFacts
+from hotset.engine.workers.sockets import ControllerSockets, RemoteWorker
+from hotset.models.split import Split
+
+START_SECONDS = 300.0  # time for actors to start and to import torch
+STARTING = "start the workers"
+HELLO_SECONDS = 60.0  # time for a started actor to connect
+KILL_SECONDS = 10.0  # Ray kills a stopped process after about 5 s
+
+
+def worker_stub() -> Any:
+    """Returns the class of the actors. Ray sends it to other nodes as code, because it is defined in a function: it can
+    tell which versions are installed there before it imports Hotset."""
+
+    class WorkerStub:
+        def versions(self) -> dict[str, str | None]:
+            import importlib
+            import importlib.metadata
+            import platform
+
+            import ray
+
+            def version_of(package: str) -> str | None:
+                try:
+                    return importlib.metadata.version(package)
+                except importlib.metadata.PackageNotFoundError:
+                    return None
+
+            try:
+                hotset = importlib.import_module("hotset").__version__
+            except ImportError:
+                hotset = None
+            return {
+                "node": f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:8]}",
+                "Python": ".".join(platform.python_version_tuple()[:2]),
+                "Hotset": hotset,
+                "torch": version_of("torch"),
+                "pyzmq": version_of("pyzmq"),
+            }
+
+        def describe(self, hosts_rendezvous: bool) -> Any:
+            from hotset.engine.workers.ray_actor import WorkerActor
+
+            self._actor = WorkerActor()
+            return self._actor.describe(hosts_rendezvous)
+
+        def run(self, number: int, controller: Any, gpus: Any) -> None:
+            self._actor.run(number, controller, gpus)
+
+    return WorkerStub
+
+
+class RayLauncher:
+    """Implements `Launcher` with actors of a Ray cluster."""
+
+    def __init__(self, address: str | None, resource: str) -> None:
+        """Each worker takes one `resource`, "GPU" or "CPU"."""
+        self._address, self._resource = address, resource
+        self._owns_connection = False
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._facts: list[ActorFacts] = []
+        self._runs: list[Any] = []  # a reference per worker that is ready when its actor has ended
+        self._sockets: ControllerSockets | None = None
+        self._of_ray: list[Address] = []  # where Ray makes this process listen
+        self._head: ray_cluster.HeadWatch | None = None
+        self._problem: str | None = None
+
+    def place(self, splits: Sequence[Split]) -> list[WorkerRank]:
+        before = {listener.address for listener in listeners()}
+        self._owns_connection = ray_cluster.connect(self._address)
+        self._of_ray = [listener.address for listener in listeners() if listener.address not in before]
+        self._head = ray_cluster.HeadWatch()
+        self._group, share = ray_cluster.reserve(len(splits), splits[0].tp_size, self._resource)
+        self._sockets = ControllerSockets(normalized_host(ray.util.get_node_ip_address()))
+        one = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
+        actor_class = ray.remote(worker_stub())
+        for number in range(len(splits)):
+            strategy = ray_cluster.in_bundle(self._group, number // share)
+            self._actors.append(actor_class.options(scheduling_strategy=strategy, **one).remote())
+        for versions in ray_cluster.get([actor.versions.remote() for actor in self._actors], START_SECONDS, STARTING):
+            ray_cluster.check_versions(versions)
+        described = [actor.describe.remote(number == 0) for number, actor in enumerate(self._actors)]
+        self._facts = ray_cluster.get(described, START_SECONDS, STARTING)
+        return [self._rank(number, splits) for number in range(len(splits))]
+
+    def start(self, rank: WorkerRank, progress: Progress) -> tuple[WorkerPipe, WorkerProcess]:
+        number, sockets = rank.number, self._sockets
+        assert sockets is not None, "`place` has made them"
+        actor, facts = self._actors[number], self._facts[number]
+        worker = RemoteWorker(
+            facts.pid,
+            progress,
+            send=lambda command: sockets.send(number, command),
+            kill=lambda: None if self._problem else _kill(actor),
+        )
+        sockets.allow(number, facts.key, worker)
+        gpus = [gpu for each in self._facts if each.node == facts.node for gpu in each.gpus]
+        self._runs.append(actor.run.remote(number, sockets.endpoint, gpus))
+        if not sockets.wait_connected(number, HELLO_SECONDS):
+            worker.close()
+            failed, _ = ray.wait(self._runs[-1:], timeout=0)
+            if failed:
+                ray_cluster.get(failed, 0.0, f"run {rank.name}")
+            raise StartupError(f"{rank.name} has not connected to the controller at {sockets.endpoint.commands}")
+        return worker, worker
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        return [*self._of_ray, *([] if self._sockets is None else self._sockets.addresses)]
+
+    def problem(self) -> str | None:
+        if self._problem is None and self._head is not None:
+            self._problem = self._head.problem()
+        return self._problem
+
+    def close(self) -> None:
+        if self._sockets is not None:
+            self._sockets.close()
+        if self._problem is not None:
+            return  # without its head, Ray answers no call; it ends what is left itself
+        if self._actors and ray.is_initialized():
+            for actor in self._actors:
+                _kill(actor)
+            if self._runs:
+                ray.wait(self._runs, num_returns=len(self._runs), timeout=KILL_SECONDS)
+        self._actors, self._runs = [], []
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        self._group = None
+        if self._owns_connection:
+            self._owns_connection = False
+            ray.shutdown()
+
+    def _rank(self, number: int, splits: Sequence[Split]) -> WorkerRank:
+        facts = self._facts[number]
+        device = "cpu"
+        if self._resource == "GPU":
+            device = f"cuda:{[each.pid for each in self._facts if each.node == facts.node].index(facts.pid)}"
+        rank = worker_rank(number, splits, self._facts[0].rendezvous, WorkerDevice(device))
+        return replace(rank, node=facts.node, interface=facts.interface)
+
+
+def _kill(actor: Any) -> None:
+    """Kills an actor. Ray ends also a process that is stopped, some seconds later."""
+    with contextlib.suppress(RayError, ValueError):  # it is dead already, or the cluster is lost
+        ray.kill(actor)

@@ -1,0 +1,136 @@
+"""One engine over two simulated nodes of a Ray cluster gives the tokens of one process. What cannot work is refused
+before anything starts."""
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.ray_nodes import SETTINGS, answers, pids_of, simulated_nodes, sparse_model, stores_by_node
+from harness import tiny_directory
+from processes import wait_until_ended
+
+from hotset import LLM, __version__
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, StartupError
+from hotset.engine.workers import ray_cluster
+
+REFUSED = [
+    ({}, "there is only one"),
+    ({"tensor_parallel_size": 2, "gpus": "0,1", "device": "cuda"}, "Ray assigns a GPU to each worker"),
+    ({"tensor_parallel_size": 2, "ranks_per_gpu": 2, "device": "cuda"}, "Ray assigns a GPU to each worker"),
+    ({"tensor_parallel_size": 2, "role": "decode"}, "one engine per node"),
+]
+
+
+def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_share_no_memory(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path)
+    with LLM(model, **SETTINGS) as single:
+        expected = answers(single, seed=3)
+    with (
+        simulated_nodes([1, 1]) as cluster,
+        LLM(model, **SETTINGS, tensor_parallel_size=2, executor="ray", ray_address=cluster.address) as llm,
+    ):
+        assert answers(llm, seed=3) == expected
+        llm.audit()
+        stats, (first, second), pids = llm.stats(), stores_by_node(llm).values(), pids_of(llm)
+        llm.close()
+        assert stats.parks > 0, "the pools were large enough, so this test checks nothing"
+        assert stats.host_pages_held == 0
+        assert len(first) == len(second) == 1 and not first & second, "nodes share memory"
+        wait_until_ended(pids)
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSED)
+def test_settings_that_ray_cannot_use_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(executor="ray", **settings)
+    with pytest.raises(ConfigError, match="--ray-address is for --executor ray"):
+        EngineConfig(ray_address="10.0.0.1:6379")
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port on which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def test_a_cluster_that_cannot_be_reached_is_refused_at_once(tmp_path: Path, silent_port: int) -> None:
+    model, threads = sparse_model(tmp_path), threading.active_count()
+    for address, reason in (
+        (f"127.0.0.1:{silent_port}", r"no Ray cluster can be reached at 127\.0\.0\.1:\d+ \(Connection refused\)"),
+        ("ray://head:10001", "must be the host and port of a Ray head"),
+    ):
+        with pytest.raises(StartupError, match=reason):
+            LLM(model, **SETTINGS, tensor_parallel_size=2, executor="ray", ray_address=address)
+    assert threading.active_count() == threads
+
+
+def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
+    code = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "ray" else find_spec(name, *package)
+from hotset.cli import main
+main()
+"""
+    flags = ["--load-format", "dummy", "--tensor-parallel-size", "2", "--executor", "ray", "--port", "0"]
+    command = [sys.executable, "-c", code, "serve", tiny_directory(tmp_path), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "--executor ray needs Ray: pip install 'hotset[cluster]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("workers", "tp_size", "capacities", "shares"),
+    [
+        (2, 2, [1, 1], [1]),
+        (2, 2, [2, 0], [2]),
+        (8, 4, [8, 8], [8, 4]),
+        (8, 8, [4, 4, 8], [4]),
+        (8, 8, [2, 2, 2, 2], [2]),
+        (6, 2, [3, 3], []),  # a stage would have one rank on one node and one on another, the next stage both on one
+        (6, 1, [3, 3], [3]),
+        (4, 2, [0, 4], []),  # the first node has none
+        (4, 2, [2, 1, 1], []),
+        (3, 3, [2, 2], []),
+    ],
+)
+def test_all_nodes_get_the_same_number_of_workers_and_stages_are_divided_evenly(
+    workers: int, tp_size: int, capacities: list[int], shares: list[int]
+) -> None:
+    assert ray_cluster.possible_shares(workers, tp_size, capacities) == shares
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({}, None),
+        ({"Hotset": "0.0.1"}, f"node 10.0.0.2 has Hotset 0.0.1, but this node has Hotset {__version__}; install"),
+        ({"Hotset": None}, "node 10.0.0.2 has no Hotset, but this node has"),
+        ({"Python": "3.10"}, "node 10.0.0.2 has Python 3.10, but this node has"),
+        ({"torch": "2.0"}, "node 10.0.0.2 has torch 2.0, but this node has"),
+    ],
+)
+def test_nodes_with_other_versions_are_refused(found: dict[str, str | None], message: str | None) -> None:
+    from hotset.engine.workers.ray_launcher import worker_stub
+
+    class Context:
+        def get_node_id(self) -> str:
+            return "0123456789"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.get_runtime_context", Context)
+        own = worker_stub()().versions()
+    if message is None:
+        ray_cluster.check_versions(own)
+        return
+    with pytest.raises(StartupError) as raised:
+        ray_cluster.check_versions(own | {"node": "10.0.0.2"} | found)
+    assert str(raised.value).startswith(message)
