@@ -45,7 +45,7 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import AS_COMPUTED, KvStorage
+from hotset.models.spec import AS_COMPUTED, KvStorage, MtpSpec
 from hotset.transfer.engines import TransferSettings
 from hotset.transfer.workers import process_and_address
 
@@ -83,13 +83,16 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True
 
 @lru_cache
 def decoder_of(model: str) -> Decoder:
-    """Returns the decoder of a model: a tiny one of test_invariance.py, one of CONFIGS with random weights, "demo-dsa",
-    "fp8" (the demo model with fp8 rows and index keys), or the embedded model.
+    """Returns the decoder of a model: a tiny one of test_invariance.py, also with an MTP layer ("mtp"), one of CONFIGS
+    with random weights, "demo-dsa", "fp8" (the demo model with fp8 rows and index keys), or the embedded model.
 
     All decoders compute in float64, where rounding is too small to make tokens depend on how steps are batched.
     """
     if model in MODELS:
         return Decoder(replace(MODELS[model][0], context=256), RandomWeights(torch.float64, seed=5))
+    if model == "mtp":
+        spec = replace(MODELS["dsa"][0], context=256, mtp=MtpSpec(carries_normed=False, shares_selection=False))
+        return Decoder(spec, RandomWeights(torch.float64, seed=5))
     if model in CONFIGS:
         spec = read_spec({"model_type": model, **DSA_CONFIG, **CONFIGS[model]}, {}, "config.json")
         return Decoder(spec, RandomWeights(torch.float64, seed=7))

@@ -8,10 +8,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.handoff_pair import Prompts, decoder_of, pair
 from engine.test_invariance import REQUESTS, dsa_spec, workload
 from engine.threaded import closing, split_engine
 from harness import Answer, RandomWeights, make_engine, run_all
@@ -19,14 +21,18 @@ from models.mtp_oracle import MtpOracle
 from models.test_mtp import DraftingMemory, oracle_drafts, sizes
 from torch import Tensor
 
+from hotset import LLM
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
+from hotset.evaluate.retrieval import LocalBackend
+from hotset.evaluate.tasks import make_questions
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec, MtpSpec
 from hotset.schedule.drafts import MtpDrafter
 
+DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 LIKELY = 4  # tokens that the LM head prefers
 
 
@@ -158,6 +164,39 @@ def test_a_tiered_request_drafts_only_what_its_slots_can_serve() -> None:
     expected = run_all(make_engine(Decoder(spec, WEIGHTS), spec, **sizes), prompts, [params] * 3)
     assert run_all(engine, prompts, [params] * 3) == expected
     assert max(map(len, drafter.recorded.values())) == 2
+
+
+def test_the_rows_of_the_layer_travel_with_a_handoff() -> None:
+    """After a landing, the decode worker drafts what an engine drafts that computed the prompts itself."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    decoder = decoder_of("mtp")
+    prompts = Prompts((1, 17, 40)).token_ids(decoder)
+    sizes = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
+    engine = make_engine(decoder, decoder.spec, max_num_seqs=4, speculate=2, **sizes)
+    of_one = record_drafts(engine)
+    expected = [answer.token_ids for answer in run_all(engine, prompts, [params] * 3)]
+    with pair("mtp", "loopback", (16, 16), speculate=2, **sizes) as workers:
+        drafter = record_drafts(workers.decode)
+        assert workers.answers(prompts, params, "auto") == expected
+        assert workers.decode.stats().landed == 3
+    compared = [context for context, drafts in drafter.recorded.items() if drafts]
+    for context in compared:
+        assert drafter.recorded[context] == of_one.recorded[context]
+    assert len(compared) > 20
+
+
+def test_the_demo_model_drafts_its_answers() -> None:
+    """Accepted lengths are measured by benchmarks/accepted_length.py."""
+    texts, greedy = [], SamplingParams(temperature=0.0, max_tokens=24)
+    for settings in ({}, {"speculate": 3}):
+        llm = LLM(DEMO, device="cpu", max_num_seqs=2, max_model_len=320, **settings)
+        questions = make_questions(["several", "sum"], 256, 2, 5, LocalBackend(llm).count_tokens)
+        prompts = [f"<|bos|>{question.prompt}" for question in questions]
+        texts.append([request.outputs[0].text for request in llm.generate(prompts, greedy)])
+        stats = llm.stats()
+        llm.close()
+    assert texts[0] == texts[1] == [question.answer for question in questions]
+    assert sum(stats.drafts_accepted.values()) >= 0.7 * sum(stats.drafts_verified.values()) > 0
 
 
 def test_flags_that_need_the_layer_are_refused_without_it() -> None:
