@@ -137,11 +137,6 @@ def verdict(case: AttentionCase, of_copy: float, of_matrix: float) -> str:
 
 
 def gpu_traits() -> GpuTraits:
-    """Returns the traits of the GPU, provided that the installed Triton version supports gluon_impl.
-
-    If Triton does not support it, the op uses the launches of PORTABLE even on Hopper, and the columns "kernel" and
-    "splits" are wrong there.
-    """
     properties = torch.cuda.get_device_properties(0)
     return GpuTraits(properties.multi_processor_count, properties.major == 9)
 

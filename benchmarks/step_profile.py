@@ -56,7 +56,7 @@ GROUP_OF_LIBRARY_KERNEL = (
 # Folders whose kernels no sparse-attention decoder launches. Some share names with other folders.
 UNUSED_FOLDERS = ("gqa_append", "paged_attention", "slice_pack")
 _DEFINITION = re.compile(
-    r"@(?:triton|gluon)\.jit\b[^\n]*\n(?:@[^\n]*\n)*def (\w+)"  # Triton and Gluon
+    r"@triton\.jit\b[^\n]*\n(?:@[^\n]*\n)*def (\w+)"  # Triton
     r"|__global__\s+void(?:\s+[A-Z_]+)?(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\s*\("  # CUDA C++
 )
 

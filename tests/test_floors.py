@@ -44,7 +44,7 @@ OPTIONAL = [
 ]
 # Modules that require an optional package. Other modules import them inside the functions that use them.
 REQUIRES_OPTIONAL = re.compile(
-    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+|hotset\.handoff\.(codec|channel)"
+    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|cuda)_\w+|hotset\.handoff\.(codec|channel)"
     r"|hotset\.kv_events\.(wire|event_log|publisher|subscriber)|hotset\.engine\.workers\.(sockets|ray_\w+)"
 )
 

@@ -58,6 +58,7 @@ static unsigned to_half(float value) {
     const unsigned sign = __float_as_uint(value) >> 31 << 15;
     const float size = fabsf(value);
     if (value != value) return 0x7FFF;
+    if (size == 0) return sign;
     if (size >= 65520) return sign | 0x7C00;
     int exponent;
     frexpf(size, &exponent);

@@ -1,6 +1,7 @@
-"""sparse_attention in CUDA C++, for Hopper and up to 32 heads: constants and launch shapes."""
+"""sparse_attention in CUDA C++, for Hopper: constants and launch shapes."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -8,10 +9,14 @@ from torch import Tensor
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
-from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.sparse_attention.launch import MAX_SPLITS, RANK, ROPE, AttentionShape, LaunchConfig
+from hotset.kernels.cuda_source import Kernel, LaunchShape
+from hotset.kernels.sparse_attention.launch import MAX_SPLITS, RANK, ROPE, WARPGROUP, AttentionShape, LaunchConfig
 
-ATTEND, MERGE = (Path(__file__).with_name(name) for name in ("kernel.cu", "merge.cu"))
+FEW_HEADS, MANY_HEADS, MERGE = (
+    Path(__file__).with_name(name) for name in ("few_heads.cu", "many_heads.cu", "merge.cu")
+)
+WARPGROUP_SHARED_BYTES = 219 << 10  # the size of `Shared` in many_heads_rows.cu
+# The kernel for few heads.
 WARPS = 4
 GROUP = 8  # rows per copy group; the kernel waits for whole groups
 MAX_AHEAD = 128  # rows whose copies can begin before the first step
@@ -20,27 +25,16 @@ SHARED_OF_SM, SHARED_OF_BLOCK, SHARED_RESERVED = 228 << 10, 227 << 10, 1 << 10
 
 
 def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """Launches the kernel for rank 512, rope 64, blocks of 16 or 32 heads. `tensors`: see `Attend` in triton_impl."""
-    if (shape.rank, shape.rope, launch.warps) != (RANK, ROPE, WARPS):
+    """Launches the kernel for rank 512, rope 64, blocks of 16, 32 or 64 heads. `tensors`: see `Attend`, triton_impl."""
+    if (shape.rank, shape.rope) != (RANK, ROPE):
         raise InternalError(f"{launch} for {shape}")
     q, rows, row_ids, out, lse = tensors
-    if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4:  # the kernel reads 8 bytes at a time
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:  # the kernels read up to 16 bytes at a time
         q = q.contiguous()
-    ring = _ring(shape, launch)
-    shared_bytes = _shared_bytes(shape, launch, ring)
-    kernel = cuda_source.kernel(
-        ATTEND,
-        "attend",
-        FP8=int(shape.fp8),
-        HEADS=launch.block_heads,
-        KEYS=launch.block_keys,
-        RING=ring,
-        BLOCKS=launch.programs_per_sm,
-        SHARED_BYTES=shared_bytes,
-    )
+    kernel, threads, shared_bytes = (_many_heads if launch.kernel == "warpgroup" else _few_heads)(shape, launch)
     blocks = shape.queries * launch.splits * ceil_div(shape.heads, launch.block_heads)
     kernel.launch(
-        LaunchShape(blocks, 32 * WARPS, shared_bytes),
+        LaunchShape(blocks, threads, shared_bytes),
         q,
         rows,
         row_ids,
@@ -56,6 +50,33 @@ def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, .
         launch.split_keys(shape),
         _bits(scale),
     )
+
+
+def _few_heads(shape: AttentionShape, launch: LaunchConfig) -> tuple[Kernel, int, int]:
+    """Returns the kernel for blocks of 16 or 32 heads, its number of threads, and the bytes of its shared memory."""
+    if launch.warps != WARPS:
+        raise InternalError(f"{launch} for {shape}")
+    ring = _ring(shape, launch)
+    shared_bytes = _shared_bytes(shape, launch, ring)
+    kernel = cuda_source.kernel(
+        FEW_HEADS,
+        "attend",
+        FP8=int(shape.fp8),
+        HEADS=launch.block_heads,
+        KEYS=launch.block_keys,
+        RING=ring,
+        BLOCKS=launch.programs_per_sm,
+        SHARED_BYTES=shared_bytes,
+    )
+    return kernel, 32 * WARPS, shared_bytes
+
+
+def _many_heads(shape: AttentionShape, launch: LaunchConfig) -> tuple[Kernel, int, int]:
+    """Returns the kernel for blocks of 64 heads, as `_few_heads` does."""
+    if replace(launch, splits=1) != WARPGROUP:
+        raise InternalError(f"{launch} for {shape}")
+    kernel = cuda_source.kernel(MANY_HEADS, "attend", FP8=int(shape.fp8), SHARED_BYTES=WARPGROUP_SHARED_BYTES)
+    return kernel, 32 * launch.warps, WARPGROUP_SHARED_BYTES
 
 
 def merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Tensor, out: Tensor) -> None:

@@ -103,4 +103,14 @@ __device__ __forceinline__ float level_of(float unit) {
     return static_cast<float>(static_cast<int>(__float_as_uint(unit) >> 23) - 127);
 }
 
+// Writes consecutive values; as bfloat16 to u16.
+__device__ __forceinline__ void store(float *to, float a, float b) { *reinterpret_cast<float2 *>(to) = float2{a, b}; }
+__device__ __forceinline__ void store(float *to, float a, float b, float c, float d) {
+    *reinterpret_cast<float4 *>(to) = float4{a, b, c, d};
+}
+__device__ __forceinline__ void store(u16 *to, float a, float b) { *reinterpret_cast<u32 *>(to) = packed_bfloat(a, b); }
+__device__ __forceinline__ void store(u16 *to, float a, float b, float c, float d) {
+    *reinterpret_cast<uint2 *>(to) = uint2{packed_bfloat(a, b), packed_bfloat(c, d)};
+}
+
 }  // namespace

@@ -11,15 +11,6 @@ __device__ __forceinline__ void leave_totals(Shared &shared, int head, float mos
     if (threadIdx.x % LANES_OF_HEAD == 0) shared.most[head] = most, shared.mass[head] = mass;
 }
 
-__device__ __forceinline__ void store(float *to, float a, float b) { *reinterpret_cast<float2 *>(to) = float2{a, b}; }
-__device__ __forceinline__ void store(float *to, float a, float b, float c, float d) {
-    *reinterpret_cast<float4 *>(to) = float4{a, b, c, d};
-}
-__device__ __forceinline__ void store(u16 *to, float a, float b) { *reinterpret_cast<u32 *>(to) = packed_bfloat(a, b); }
-__device__ __forceinline__ void store(u16 *to, float a, float b, float c, float d) {
-    *reinterpret_cast<uint2 *>(to) = uint2{packed_bfloat(a, b), packed_bfloat(c, d)};
-}
-
 // Writes sums / mass for the first `heads` heads of the block, or zeros if there was no key. T: float, or u16 for
 // bfloat16.
 template <class T>

@@ -78,11 +78,7 @@ def sparse_attention(
 
 
 def _attend_of(launch: LaunchConfig) -> Attend:
-    if launch.kernel == "gluon":
-        from hotset.kernels.sparse_attention import gluon_impl  # cannot be imported in the interpreter
-
-        return gluon_impl.attend
-    return cuda_impl.attend if launch.kernel == "cuda" else _attend
+    return _attend if launch.kernel == "triton" else cuda_impl.attend
 
 
 def _merge_of(launch: LaunchConfig) -> Merge:
@@ -95,16 +91,7 @@ def _gpu(device: torch.device) -> GpuTraits:
     if device.type != "cuda":
         return GpuTraits(multiprocessors=1, hopper=False)  # the interpreter
     properties = torch.cuda.get_device_properties(device)
-    return GpuTraits(properties.multi_processor_count, properties.major == 9 and _gluon_is_supported())
-
-
-def _gluon_is_supported() -> bool:
-    """Returns False if the installed Triton has another version of Gluon, which is experimental."""
-    try:
-        from hotset.kernels.sparse_attention import gluon_impl  # noqa: F401
-    except (ImportError, AttributeError):
-        return False
-    return True
+    return GpuTraits(properties.multi_processor_count, hopper=properties.major == 9)
 
 
 def _attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:

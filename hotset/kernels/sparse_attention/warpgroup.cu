@@ -1,0 +1,174 @@
+// GPU instructions of Hopper that C++ does not express and that the kernel for many heads uses: barriers in shared
+// memory, products of a warpgroup's tensor cores, and registers that pass from one warpgroup to another.
+#pragma once
+#include "instructions.cu"
+
+typedef unsigned long long u64;
+
+namespace {
+
+#ifdef __CUDACC__
+// Prepares a barrier that completes a round after `arrivals` arrivals. One thread prepares it; the others must wait for
+// that.
+__device__ __forceinline__ void prepare_barrier(u64 *barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(arrivals)
+                 : "memory");
+}
+__device__ __forceinline__ void arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Returns whether a round of a barrier is over; rounds are numbered as for `wait_for_round`.
+__device__ __forceinline__ bool round_is_over(u64 *barrier, u32 round) {
+    u32 over;
+    asm volatile("{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, done;\n\t}"
+                 : "=r"(over)
+                 : "r"(shared_address(barrier)), "r"(round)
+                 : "memory");
+    return over;
+}
+// Waits for a round of a barrier: 0 for its first, 1 for the second, 0 for the third, and so on. Does not wait for the
+// round before the first, which is 1.
+__device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
+    asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                 "r"(round)
+                 : "memory");
+}
+// Waits for the first `threads` threads of the block, which must all call this.
+__device__ __forceinline__ void wait_for_first(int threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+// Makes this thread's earlier writes to shared memory visible to products that begin after a barrier.
+__device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Sets the number of registers of every thread of this warpgroup, below or above its number at launch.
+template <int count> __device__ __forceinline__ void release_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count> __device__ __forceinline__ void claim_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// Begins a batch of products: must stand between the last write of a register that they read and their first.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `left` batches of products are in flight.
+template <int left> __device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}
+// Prevents the compiler from moving accesses of these registers past this place.
+template <int count> __device__ __forceinline__ void pin(float (&values)[count]) {
+#pragma unroll
+    for (int n = 0; n < count; ++n) asm volatile("" : "+f"(values[n])::"memory");
+}
+
+// Describes a matrix in shared memory to the tensor cores: blocks of 64 rows of 128 bytes, 8 KiB apart, which begin at
+// multiples of 1 KiB. The 16 bytes at column 16 * c of row r are at 16 * (c ^ r % 8).
+__device__ __forceinline__ u64 description_of(const void *at) {
+    const u64 swizzle_128 = 1ull << 62, eight_rows = static_cast<u64>(1024 >> 4) << 32;
+    const u64 block = static_cast<u64>(8192 >> 4) << 16;  // ignored, unless rows are summed over
+    return swizzle_128 | eight_rows | block | (shared_address(at) & 0x3FFFF) >> 4;
+}
+
+#define SUMS_4(sums, n) "+f"(sums[n]), "+f"(sums[n + 1]), "+f"(sums[n + 2]), "+f"(sums[n + 3])
+#define SUMS_16(sums, n) SUMS_4(sums, n), SUMS_4(sums, n + 4), SUMS_4(sums, n + 8), SUMS_4(sums, n + 12)
+#define SUMS_32(sums, n) SUMS_16(sums, n), SUMS_16(sums, n + 16)
+#define SUMS_128(sums) SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96)
+#define NAMES_32                                                                                                       \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
+    "%24, %25, %26, %27, %28, %29, %30, %31}"
+#define NAMES_128                                                                                                      \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
+    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "   \
+    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, "   \
+    "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "   \
+    "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "   \
+    "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
+
+// A warpgroup holds a [64, n] matrix in registers as follows: warp w has the rows 16 * w + lane / 4 + {0, 8}. Element
+// 4 * m + {0, 1} of a thread is column 8 * m + 2 * (lane % 4) + {0, 1} of the first row, 4 * m + {2, 3} of the other.
+
+// scores [64, 64] = (first ? 0 : scores) + a [64, 16] b [64, 16]^T, in float16 or bfloat16, with columns
+// [16 * step, 16 * step + 16) of the matrices described by `a` and `b`.
+template <bool half>
+__device__ __forceinline__ void multiply_columns(float (&scores)[32], u64 a, u64 b, int step, bool first) {
+    const u64 offset = (step / 4 * 8192 + step % 4 * 32) >> 4;
+    if (half) {
+        asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, %34, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " NAMES_32 ", %32, %33, add, 1, 1, 0, 0;\n\t}"
+                     : SUMS_32(scores, 0)
+                     : "l"(a + offset), "l"(b + offset), "r"(first ? 1 : 0));
+    } else {
+        asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, %34, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " NAMES_32 ", %32, %33, add, 1, 1, 0, 0;\n\t}"
+                     : SUMS_32(scores, 0)
+                     : "l"(a + offset), "l"(b + offset), "r"(first ? 1 : 0));
+    }
+}
+
+// sums [64, 256] += a [64, 16] b [16, 256], in float16 or bfloat16, with columns [16 * step, 16 * step + 16) of `a` and
+// the same rows of four blocks of the matrix described by `b`. Columns of `a` are in registers: words 0 and 2 are columns
+// 2 * (lane % 4) and 8 + 2 * (lane % 4) of the thread's first row, words 1 and 3 the same of the other.
+template <bool half>
+__device__ __forceinline__ void multiply_rows(float (&sums)[128], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int step) {
+    const u64 offset = (step * 2048) >> 4;
+    if (half) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 " NAMES_128
+                     ", {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+                     : SUMS_128(sums)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b + offset));
+    } else {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " NAMES_128
+                     ", {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+                     : SUMS_128(sums)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b + offset));
+    }
+}
+// The same with `a` in shared memory.
+template <bool half> __device__ __forceinline__ void multiply_rows(float (&sums)[128], u64 a, u64 b, int step) {
+    const u64 left = (step * 32) >> 4, right = (step * 2048) >> 4;
+    if (half) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 " NAMES_128 ", %128, %129, 1, 1, 1, 0, 1;"
+                     : SUMS_128(sums)
+                     : "l"(a + left), "l"(b + right));
+    } else {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " NAMES_128 ", %128, %129, 1, 1, 1, 0, 1;"
+                     : SUMS_128(sums)
+                     : "l"(a + left), "l"(b + right));
+    }
+}
+
+__device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {
+    u32 both;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+// Reads 16 bytes that are not written during the launch. Unless `there`, returns zeros and does not read `at`. Written so
+// that the value is loaded into its final register: a move would wait for it.
+__device__ __forceinline__ uint4 load_16(const u8 *at, bool there) {
+    uint4 to;
+    asm volatile("{\n\t.reg .pred there;\n\tsetp.ne.u32 there, %5, 0;\n\t"
+                 "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
+                 "@there ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "=&r"(to.x), "=&r"(to.y), "=&r"(to.z), "=&r"(to.w)
+                 : "l"(at), "r"(there ? 1 : 0));
+    return to;
+}
+// Returns the value itself. The compiler keeps it in a register instead of computing it again.
+__device__ __forceinline__ int kept(int value) {
+    asm volatile("mov.u32 %0, %0;" : "+r"(value));
+    return value;
+}
+// Writes four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. Of each matrix, it
+// holds the values of row n / 4 in columns 2 * (n % 4) and 2 * (n % 4) + 1.
+__device__ __forceinline__ void store_matrices(void *at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+#endif
+
+}  // namespace
