@@ -24,6 +24,7 @@ CHOSEN_SETTINGS = {
     "tensor_parallel_size": "give it as `split: {tensor: N}`",
     "pipeline_parallel_size": "give it as `split: {pipeline: N}`",
     "data_parallel_size": "give it as `split: {data: N}`",
+    **dict.fromkeys(("executor", "ray_address"), "each engine of an application runs on one node"),
     "gpus": "Ray assigns whole GPUs to each engine, so that no two engines share one",
     "drain_seconds": "give it as `drain-seconds` of the spec",
     "port": "give it as `routers: {port: N}`",

@@ -48,6 +48,7 @@ def nodes(*resources: dict[str, float]) -> list[Node]:
         ({"model": "m", "flags": {"api-key": "k"}}, "HOTSET_API_KEY"),
         ({"model": "m", "decode": {"flags": {"kv-dtype": "fp8"}}}, "must be the same for all engines"),
         ({"model": "m", "decode": {"flags": {"gpus": "0,1"}}}, "no two engines share one"),
+        ({"model": "m", "flags": {"executor": "ray"}}, "each engine of an application runs on one node"),
         ({"model": "m", "decode": {"flags": {"device": "cuda:1"}}}, "Ray assigns GPUs"),
         ({"model": "m", "decode": {"resources": {"gpus": 0.5}}}, "two engines would share one GPU"),
         ({"model": "m", "decode": {"resources": {"gpus": 2}}}, r"the split needs 1 \(1 ranks, 1 on each GPU\)"),
