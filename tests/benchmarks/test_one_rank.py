@@ -235,7 +235,7 @@ def test_rate_of_fp8_products_is_that_of_two_matrices_in_fp8() -> None:
 
 def test_kernels_are_grouped_by_the_folder_that_defines_them() -> None:
     names = {
-        "_attend_fp8_kernel": "attention",
+        "attend": "attention",
         "_score_kernel": "indexer",
         "copy_rows": "swap-in",
         "_gate_up_kernel": "experts",

@@ -13,6 +13,7 @@ from hotset.cluster import application
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in RAY_WARNINGS]
 
 
+@pytest.mark.slow
 def test_an_application_serves_and_ends(tmp_path: Path) -> None:
     spec = spec_of(tiny_directory(tmp_path), flags={"load-format": "dummy"})
     with simulated_cluster(cpus=1) as cluster:

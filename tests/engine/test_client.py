@@ -28,8 +28,8 @@ from hotset.engine.llm import LLM
 from hotset.engine.outputs import Delta
 from hotset.engine.process import AddRequests, EngineProcess, StopEngine
 from hotset.engine.progress import Progress
-from hotset.models import decoder as decoder_module
 from hotset.models.checkpoint.model_names import embedded_path
+from hotset.models.decoder_layer import DecoderLayer
 
 DEADLINE_S = 200.0
 NOTICE_S = 60.0  # time for a client to notice a process that is stopped or hangs; the limit is 3 s
@@ -45,7 +45,7 @@ ENGINE_CHILD = process_module._child
 
 def child_with_slow_layers(config: EngineConfig, pipe: Connection, progress: Progress) -> None:
     """Runs an engine process that sleeps in each layer of the prompts above."""
-    compute: Any = decoder_module._Layer.__call__
+    compute: Any = DecoderLayer.__call__
 
     def slowly(layer: Any, x: Any, *rest: Any) -> Any:
         if len(x) == len(SLOW_PROMPT):
@@ -55,7 +55,7 @@ def child_with_slow_layers(config: EngineConfig, pipe: Connection, progress: Pro
             threading.Event().wait()
         return compute(layer, x, *rest)
 
-    decoder_module._Layer.__call__ = slowly  # type: ignore[method-assign]
+    DecoderLayer.__call__ = slowly  # type: ignore[method-assign]
     process_module.LOST_PARENT_SECONDS = 0.5
     ENGINE_CHILD(config, pipe, progress)
 

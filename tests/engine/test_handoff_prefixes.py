@@ -22,6 +22,7 @@ from hotset.base.config import LandingChoice
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import PrefillEndpoint
 from hotset.models.decoder import Decoder
+from hotset.transfer.workers import WorkerTransfers
 
 PAGE_ROWS, PREFILL_PAGE_ROWS = 8, 16
 SIZES = {"max_model_len": 160, "max_num_batched_tokens": 24, "device_kv_tokens": 800, "host_kv_tokens": 4096}
@@ -164,8 +165,10 @@ def test_a_landing_after_a_prefix_that_fails_is_retried_and_no_page_is_lost() ->
         workers.answers([prompt], SAMPLED, "host")
         longer = [*prompt, *range(20)]
         endpoint = workers.prefill._endpoint
-        assert isinstance(endpoint, PrefillEndpoint) and isinstance(endpoint._resources.transfer, Loopback)
-        hub = endpoint._resources.transfer._hub
+        assert isinstance(endpoint, PrefillEndpoint)
+        transfer = endpoint._resources.transfer
+        assert isinstance(transfer, WorkerTransfers) and isinstance(transfer._endpoints[0], Loopback)
+        hub = transfer._endpoints[0]._hub
         hub.faults = Faults(cut=1.0)
 
         def repair() -> None:

@@ -159,11 +159,11 @@ def test_symmetric_memory_needs_peer_access_in_both_directions(
     members = mock.Mock()
     members.size.return_value = len(indices)
 
-    def gather(out: list[int], _own: int, group: object) -> None:
-        out[:] = indices
+    def gather(out: list[tuple[str, int]], _own: tuple[str, int], group: object) -> None:
+        out[:] = [("node", index) for index in indices]
 
     with (
         mock.patch.object(distributed.dist, "all_gather_object", gather),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in peers),
     ):
-        assert distributed._obstacle_to_symmetric_memory(members, torch.device("cuda:0")) == obstacle
+        assert distributed._obstacle_to_symmetric_memory(members, torch.device("cuda:0"), "node") == obstacle

@@ -240,8 +240,15 @@ class FakeGraphs:
     """Replaces `DecodeGraphs` on a CPU: computes the steps without padding, and records what would be replayed."""
 
     def __init__(
-        self, model: Any, memory: KvMemory, tokens: Tensor, before_capture: Callable[[int], None], log: "ReplayLog"
+        self,
+        model: Any,
+        memory: KvMemory,
+        tokens: Tensor,
+        before_capture: Callable[[int], None],
+        log: "ReplayLog",
+        keep_hidden: bool,
     ) -> None:
+        assert not keep_hidden, "only models that draft keep hidden states"
         self._model, self._memory, self._tokens, self._log = model, memory, tokens, log
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
