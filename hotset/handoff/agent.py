@@ -17,7 +17,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
@@ -112,8 +111,6 @@ class HandoffAgent(ABC):
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here
         self._routes: dict[str, tuple[msg.Route, ...]] = {}  # by peer; the newest is last
-        # Packs or unpacks pieces, so that this agent's thread never waits for a copy.
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="handoff copies")
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
     @abstractmethod
@@ -275,7 +272,6 @@ class HandoffAgent(ABC):
             self._failure = error
         finally:
             self._ended = True
-            self._copies.shutdown()
             try:
                 self._channel.close()
             finally:

@@ -19,15 +19,6 @@ if TYPE_CHECKING:
 HOLD_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class PieceCopied:
-    """A piece is in its pages, unless there is an error. The copying thread puts it into the agent's inbox."""
-
-    key: HandoffKey
-    number: int
-    error: BaseException | None
-
-
 @dataclass(slots=True)
 class _Introduction:
     """A Hello that is not answered yet. Fetches from this peer wait here, and their requests are not sent yet."""
@@ -60,9 +51,6 @@ class DecodeAgent(HandoffAgent):
         self._links = Links(endpoints, hello, self._enqueue)
         self._fetches: dict[HandoffKey, msg.Fetch] = {}  # fetches passed to the receiver; some may have ended
         self._new_events: list[msg.ReceiverEvent] = []
-        # Handoffs of which pieces are being copied: their number, and events that wait until these copies have ended.
-        self._copying: dict[HandoffKey, int] = {}
-        self._held_events: dict[HandoffKey, list[msg.ReceiverEvent]] = {}
         self._outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
         self._landed_bytes = 0
 
@@ -72,8 +60,6 @@ class DecodeAgent(HandoffAgent):
                 self._fetch(command, now)
             case msg.CancelFetch(key):
                 self._cancel(key, now)
-            case PieceCopied():
-                self._on_piece_copied(command)
             case EndpointOpened():
                 self._on_endpoint_opened(command, now)
             case EndpointClosed():
@@ -130,7 +116,7 @@ class DecodeAgent(HandoffAgent):
     @property
     def _busy(self) -> bool:
         """Returns whether the engine still waits for the end of a handoff."""
-        return self._num_open > 0 or bool(self._copying)
+        return self._num_open > 0
 
     @property
     def _num_open(self) -> int:
@@ -171,34 +157,17 @@ class DecodeAgent(HandoffAgent):
             match action:
                 case msg.SendMessage(peer, message):
                     self._send(peer, message)
-                case msg.UnpackPiece():
-                    self._begin_copy(action)
-                case msg.Landed(key) | msg.FetchFailed(key) | msg.Quiesced(key) if key in self._copying:
-                    self._held_events.setdefault(key, []).append(action)
+                case msg.UnpackPiece(piece):
+                    from hotset.handoff.packing import unpack  # imports torch, which only staging needs
+
+                    unpack(piece)
+                    self._num_pieces += 1
                 case _:
                     self._new_events.append(action)
         events, self._new_events = self._new_events, []
         for event in events:
             self._count(event)
         return events
-
-    def _begin_copy(self, action: msg.UnpackPiece) -> None:
-        from hotset.handoff.packing import unpack  # imports torch, which only staging needs
-
-        key, number = action.key, action.number
-        self._copying[key] = self._copying.get(key, 0) + 1
-        copied = self._copies.submit(unpack, action.piece)
-        copied.add_done_callback(lambda future: self._enqueue(PieceCopied(key, number, future.exception())))
-
-    def _on_piece_copied(self, copied: PieceCopied) -> None:
-        if copied.error is not None:
-            raise copied.error
-        self._num_pieces += 1
-        self._copying[copied.key] -= 1
-        if not self._copying[copied.key]:
-            del self._copying[copied.key]
-            self._new_events += self._held_events.pop(copied.key, [])
-        self._receiver.on_unpacked(copied.key, copied.number)
 
     @property
     def _nbytes(self) -> int:

@@ -1,8 +1,6 @@
 """The agent of a prefill worker: it connects to decode workers, drives the sender and submits its writes."""
 
-import itertools
 import logging
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Unpack
@@ -49,8 +47,7 @@ class _Connecting:
 class _ListInFlight:
     peer: str
     key: HandoffKey
-    ticket: WriteTicket  # that of the sender; `submitted` has that of the transfer engine
-    submitted: "Future[WriteTicket]"  # pending while a piece is packed
+    ticket: WriteTicket
 
 
 class PrefillAgent(HandoffAgent):
@@ -66,7 +63,6 @@ class PrefillAgent(HandoffAgent):
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
-        self._tickets = itertools.count()
         self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
         self._new_events: list[msg.SenderEvent] = []  # not returned by `_run_actions` yet
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
@@ -114,7 +110,6 @@ class PrefillAgent(HandoffAgent):
     def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
         # Writes must not wait here until the peer's next endpoint has taken the name of this one.
         self._run_pending_actions()
-        wait([submitted.submitted for submitted in self._lists if submitted.peer == peer])
         if peer in self._connecting:
             self._connecting[peer].peer_gone = True
         self._peers.pop(peer, None)
@@ -167,8 +162,7 @@ class PrefillAgent(HandoffAgent):
             self._sender.poll_events(now)
         pending = []
         for submitted in self._lists:
-            done = submitted.submitted.done()
-            state = self._transfer.poll(submitted.submitted.result()) if done else WriteState.PENDING
+            state = self._transfer.poll(submitted.ticket)
             if state is WriteState.PENDING:
                 pending.append(submitted)
             else:
@@ -188,31 +182,19 @@ class PrefillAgent(HandoffAgent):
                 case msg.SendMessage(peer, message):
                     self._count_end(peer, message)
                     self._send(peer, message)
-                case msg.SubmitWrites(peer, key, writes):
-                    ticket = WriteTicket(next(self._tickets), int(writes[:, 2].sum()))
+                case msg.SubmitWrites(peer, key, writes, after, piece):
+                    if piece is not None:
+                        from hotset.handoff.packing import pack  # imports torch, which only staging needs
+
+                        pack(piece)
+                        self._num_pieces += 1
+                    ticket = self._transfer.submit(peer, writes, after)
                     self._sender.on_submitted(peer, key, ticket)
-                    self._lists.append(_ListInFlight(peer, key, ticket, self._submit(action)))
+                    self._lists.append(_ListInFlight(peer, key, ticket))
                 case _:
                     if isinstance(action, msg.StartPrefill):
                         self._unreported.add((action.peer, action.key))
                     self._new_events.append(action)
-
-    def _submit(self, action: msg.SubmitWrites) -> "Future[WriteTicket]":
-        """Submits a list to the transfer engine: now or, if a piece must be packed first, in the copying thread."""
-        if action.pack is not None:
-            self._num_pieces += 1
-            packed = self._copies.submit(self._pack_and_submit, action, action.pack)
-            packed.add_done_callback(lambda _: self._channel.wake())
-            return packed
-        submitted: Future[WriteTicket] = Future()
-        submitted.set_result(self._transfer.submit(action.peer, action.writes, action.after))
-        return submitted
-
-    def _pack_and_submit(self, action: msg.SubmitWrites, piece: msg.PackedPiece) -> WriteTicket:
-        from hotset.handoff.packing import pack  # imports torch, which only staging needs
-
-        pack(piece)
-        return self._transfer.submit(action.peer, action.writes, action.after)
 
     @property
     def _nbytes(self) -> int:
