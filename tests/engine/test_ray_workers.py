@@ -27,6 +27,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_share_no_memory(tmp_path: Path) -> None:
     model = sparse_model(tmp_path)
     with LLM(model, **SETTINGS) as single:
