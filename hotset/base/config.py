@@ -479,7 +479,7 @@ class EngineConfig:
 HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
 # Settings that have no effect outside a chat.
 CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
-# Settings that must be the same for all engines behind one router, or that whoever starts them chooses for each.
+# Settings that must be the same for all engines behind one router, or that the program that starts the engines chooses.
 COMMON_SETTINGS = (
     "model",
     "tokenizer",
