@@ -32,7 +32,7 @@ from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import DecodeGraphs, StepGraph
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.progress import Progress
-from hotset.engine.workers import group
+from hotset.engine.workers import launcher
 from hotset.engine.workers.worker import Worker, main
 
 CONFIGS = Path(__file__).parents[1] / "hotset" / "plan" / "configs"
@@ -98,7 +98,7 @@ def measure(model: str, folder: str, requests: int, context: int, steps: int) ->
         max_model_len=context + answer + 1,
         device_kv_tokens=requests * (context + answer + 128),
     )
-    with mock.patch.object(group, "main", partial(timing_main, folder)):
+    with mock.patch.object(launcher, "main", partial(timing_main, folder)):
         engine = build_engine(config)
     try:
         request_ids = add_requests(engine, requests, context, answer)

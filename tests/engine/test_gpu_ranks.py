@@ -25,7 +25,7 @@ from hotset import LLM, SamplingParams
 from hotset.engine.loading import ModelLoader
 from hotset.engine.outputs import EngineStats
 from hotset.engine.progress import Progress
-from hotset.engine.workers import group as group_module
+from hotset.engine.workers import launcher as launcher_module
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.evaluate.tasks import Question, make_questions
@@ -193,7 +193,7 @@ def checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes workers record checksums of their residual streams in the returned folder."""
     folder = tmp_path / "checksums"
     folder.mkdir()
-    monkeypatch.setattr(group_module, "main", partial(record_checksums, str(folder)))
+    monkeypatch.setattr(launcher_module, "main", partial(record_checksums, str(folder)))
     return folder
 
 
