@@ -3,10 +3,10 @@
     python benchmarks/plan_starts.py --json plan_starts.json
 
 Each case starts an engine with random weights and limited KV memory, sends more requests of the same length than are
-predicted, and counts how many decode at the same time. The last case starts an engine with the default memory, and
-counts the requests that fit into it without computing them. The second table compares the tokens/s that the cost model
-predicts with the figures of `serving.py` and `one_rank.py` in docs/benchmarks.md. On a machine without a GPU, the cases
-are small, and the second table is the same.
+predicted, and counts how many decode at the same time if no answer ends before all others that fit have begun. The last
+case starts an engine with the default memory, and counts the requests that fit into it without computing them. The
+second table compares the tokens/s that the cost model predicts with the figures of `serving.py` and `one_rank.py` in
+docs/benchmarks.md. On a machine without a GPU, the cases are small, and the second table is the same.
 
 Bars (required results): predicted and admitted requests differ by at most one or 3 %, and tokens/s by at most 15 %.
 """
@@ -15,6 +15,7 @@ import gc
 import json
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.plan.capacity import Capacity, plan_capacity
 from hotset.plan.gpus import H200, Machine
 from hotset.plan.model_configs import EXAMPLES, find_config
+from hotset.schedule.request import Phase, Request
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo-dsa"
 ANSWER = 12  # tokens of each answer, which are in the last page
@@ -52,6 +54,7 @@ class Case:
 
 
 FP8 = {"kv_dtype": "fp8", "index_dtype": "fp8"}
+LONG_CHUNKS = {"max_num_batched_tokens": 4096}  # long prompts in less time
 GPU_CASES = (
     Case("Qwen3-8B", "qwen3-8b", 2048, {"device_kv_gib": 4, "tiers": "off"}),
     Case("Llama-3.1-8B", "llama-3.1-8b", 1024, {"device_kv_gib": 4, "tiers": "off"}),
@@ -59,14 +62,14 @@ GPU_CASES = (
         "DeepSeek-V3.2, 4 layers, tiers off",
         "deepseek-v3.2",
         8192,
-        {"device_kv_gib": 1, "tiers": "off", **FP8},
+        {"device_kv_gib": 1, "tiers": "off", **FP8, **LONG_CHUNKS},
         FOUR_LAYERS,
     ),
     Case(
         "DeepSeek-V3.2, 4 layers, tiers",
         "deepseek-v3.2",
         16384,
-        {"device_kv_gib": 0.5, "host_kv_gib": 8, **FP8},
+        {"device_kv_gib": 0.5, "host_kv_gib": 8, **FP8, **LONG_CHUNKS},
         FOUR_LAYERS,
     ),
     Case("demo model, tiers", str(DEMO), 2048, {"device_kv_gib": 0.1, "host_kv_gib": 2}),
@@ -88,24 +91,48 @@ def config_of(case: Case, folder: Path) -> EngineConfig:
     elif not Path(model).is_dir():
         (folder / "config.json").write_text((EXAMPLES / f"{case.model}.json").read_text())
         model = str(folder)
-    defaults: dict[str, Any] = {"max_num_seqs": 64, "prefix_cache": False, "load_format": "dummy"}
+    defaults: dict[str, Any] = {
+        "max_num_seqs": 64,
+        "prefix_cache": False,
+        "load_format": "dummy",
+        "plans_in_flight": 1 if case.computed else None,
+    }
     return EngineConfig(model=model, max_model_len=case.context, **defaults | case.settings)
 
 
 def admitted(engine: Engine, offered: int, context: int) -> int:
-    """Returns the most requests that decode at once, if `offered` requests of `context` tokens arrive together."""
+    """Returns how many of `offered` requests of `context` tokens, which arrive together, decode at once.
+
+    Steps compute prompts in chunks, and meanwhile earlier requests would decode and end. So each answer is held after
+    its first token, until every further request waits for memory. Then all held answers are completed together.
+    """
     processor = InputProcessor(engine.card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    requests: list[Request] = []
     for number in range(offered):
         prompt = [5 + (number * 7 + position) % 40 for position in range(context - ANSWER)]
-        for choice in processor.accept(str(number), prompt, params):
-            engine.add(choice)
-    most = 0
-    while not engine.idle:
+        requests += [choice.to_request() for choice in processor.accept(str(number), prompt, params)]
+    for number, request in enumerate(requests):
+        engine.replicas[number % len(engine.replicas)].scheduler.add(request)
+    steps = -1
+    while steps < engine.steps:  # until a call executes no step
+        steps = engine.steps
         engine.step()
-        stats = engine.stats()
-        most = max(most, stats.resident + stats.tiered)
-    return most
+        for request in requests:
+            if request.phase is Phase.DECODE:
+                assert request.in_flight == 0, "an answer can be held only if one plan at a time computes it"
+                request.max_length = len(request.prompt) + 1  # it has this many tokens, so no step computes more
+    stats = engine.stats()
+    for request in requests:
+        if request.running:
+            request.max_length = context
+        else:
+            engine.abort(request.request_id)
+    finished: Counter[str] = Counter()
+    while not engine.idle:
+        finished.update(engine.step().finished.values())
+    assert finished["length"] == stats.running == stats.resident + stats.tiered, "a held answer was not completed"
+    return stats.running
 
 
 def fitting(engine: Engine, planned: Capacity, context: int) -> int:

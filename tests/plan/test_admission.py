@@ -1,6 +1,7 @@
 """Requests that `hotset plan` predicts, against the requests that a started engine runs at the same time."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,16 @@ from harness import tiny_directory
 
 from hotset.base.config import EngineConfig
 from hotset.base.host_memory import host_memory
-from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine
-from hotset.engine.input_processor import InputProcessor
 from hotset.plan.capacity import plan_capacity
 from hotset.plan.gpus import Machine
 from hotset.plan.model_configs import find_config
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import plan_starts
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_ROWS = 16
-ANSWER = 12  # tokens, which are in the last page
 CONTEXT = 128  # a multiple of PAGE_ROWS
 SPARSE = json.loads((ROOT / "models" / "demo-dsa" / "config.json").read_text()) | {
     "vocab_size": 64,
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # None is th
     ),
     "sparse, limited by the host": (SPARSE, {"device_kv_gib": 6 * MIB, "host_kv_tokens": 1300}),
     "demo model, fp8 rows": (None, {"device_kv_gib": 6 * MIB, "host_kv_gib": 64 * MIB, "kv_dtype": "fp8"}),
+    # An answer would end before the next prompt is computed.
+    "sparse, tiered, prompts of many chunks": (SPARSE, {"device_kv_gib": 3 * MIB, "max_num_batched_tokens": 8}),
     "dense": (DENSE, {"device_kv_gib": 0.5 * MIB}),
     "dense, limited by seats": (DENSE, {"device_kv_gib": 4 * MIB, "max_num_seqs": 7}),
 }
@@ -53,21 +56,9 @@ def predicted(config: EngineConfig) -> int:
 
 
 def admitted(config: EngineConfig, offered: int) -> int:
-    """Returns the most requests that decode at once, if `offered` requests of almost CONTEXT tokens arrive together."""
     engine = build_engine(config)
     try:
-        processor = InputProcessor(engine.card, seed=0)
-        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
-        for number in range(offered):
-            prompt = [5 + (number * 7 + position) % 40 for position in range(CONTEXT - ANSWER)]
-            for choice in processor.accept(str(number), prompt, params):
-                engine.add(choice)
-        peak = 0
-        while not engine.idle:
-            engine.step()
-            stats = engine.stats()
-            peak = max(peak, stats.resident + stats.tiered)
-        return peak
+        return plan_starts.admitted(engine, offered, CONTEXT)
     finally:
         engine.close()
 
@@ -79,9 +70,8 @@ def config_of(folder: Path, model: dict[str, Any] | None, settings: dict[str, An
         device="cpu",
         page_rows=PAGE_ROWS,
         max_model_len=CONTEXT,
-        max_num_batched_tokens=8192,
         prefix_cache=False,
-        **({"max_num_seqs": 96} | settings),
+        **({"max_num_seqs": 96, "max_num_batched_tokens": 8192} | settings),
     )
 
 
