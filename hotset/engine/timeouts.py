@@ -9,7 +9,9 @@ STALL_MARGIN_SECONDS = 5.0  # time between the limits for a process without beat
 STOP_SECONDS = 10.0  # time for a child process to finish its step and exit before it is killed
 LOST_PARENT_SECONDS = 5.0  # time for an engine process to finish its step after its parent has died
 DRAIN_SECONDS = 5.0  # minimum time for open handoffs to finish
-ENDPOINT_SECONDS = NOTIFY_SECONDS + AGENT_SECONDS + CLOSE_S  # time for the handoff endpoint to close after its drain
+ENDPOINT_SECONDS = (
+    NOTIFY_SECONDS + 2 * AGENT_SECONDS + CLOSE_S
+)  # time for the handoff endpoint to close after its drain
 UNPINNED_BYTES_PER_SECOND = 1e9  # rate at which even a slow machine releases pinned memory
 
 

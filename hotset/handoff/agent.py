@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     from hotset.handoff.channel import Channel
 
 LOGGER = logging.getLogger("hotset.handoff")
-STOP_SECONDS = 5.0  # time for the thread to end after its drain
+STOP_SECONDS = 5.0  # time for the thread to end after its drain, and then for copies in progress to end
 NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
 IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff is open
+COPY_THREADS = 2  # threads that pack or unpack pieces
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand
 HandoffEvent = msg.ReceiverEvent | msg.SenderEvent
@@ -54,6 +56,14 @@ class HandoffStats:
     num_pieces: int = 0  # pieces that were packed or unpacked here
     ring_quarantined_bytes: int = 0
     routes: Mapping[str, tuple[msg.Route, ...]] = field(default_factory=dict)  # as measured when each peer connected
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEnded:
+    """A piece is packed or unpacked. The copying thread puts this into the agent's inbox."""
+
+    copy: "Future[None]"
+    on_copied: Callable[[], None]  # called in the agent's thread, unless the copy has raised an exception
 
 
 def open_channel(bind: str, *, secret: str | None = None, advertise: str | None = None) -> "Channel":
@@ -111,6 +121,9 @@ class HandoffAgent(ABC):
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here
         self._routes: dict[str, tuple[msg.Route, ...]] = {}  # by peer; the newest is last
+        # These threads pack or unpack pieces, so that the agent's thread never waits for a copy.
+        self._copy_threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="handoff copy")
+        self._copies: set[Future[None]] = set()  # copies that have not ended, or whose CopyEnded is not handled yet
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
     @abstractmethod
@@ -233,7 +246,8 @@ class HandoffAgent(ABC):
         A decode worker cancels its open handoffs and waits until the peers have confirmed. A prefill worker finishes
         its open handoffs. After the drain, it ends the unfinished ones as failed, and notifies the peer of each when
         its writes have ended. This takes at most `drain_seconds` or NOTIFY_SECONDS more, whichever is less. The pages
-        of a handoff that has not ended by then may still be written or read. A second call can shorten the drain.
+        of a handoff that has not ended by then may still be written or read by the transfer engine. This agent does not
+        copy pieces any more, unless the error log says so. A second call can shorten the drain.
         """
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:
@@ -241,11 +255,15 @@ class HandoffAgent(ABC):
             self._drain_until = until
             self._channel.wake()
         if self._thread.ident is None:
+            self._copy_threads.shutdown(wait=False, cancel_futures=True)
             self._channel.close()
         elif self._thread is not threading.current_thread():
             self._thread.join(drain_seconds + NOTIFY_SECONDS + STOP_SECONDS)
             if self._thread.is_alive():
                 LOGGER.error("the handoff thread did not end and is abandoned")
+        # The caller may release the memory afterwards. A copy in progress would then crash the process.
+        if wait([copy for copy in self._copies if not copy.cancelled()], STOP_SECONDS).not_done:
+            LOGGER.error("a piece is still being copied after %g s", STOP_SECONDS)
 
     def _add_routes(self, peer: str, routes: tuple[msg.Route, ...]) -> None:
         self._routes.pop(peer, None)
@@ -262,6 +280,23 @@ class HandoffAgent(ABC):
         self._inbox.put(command)
         self._channel.wake()
 
+    def _begin_copy(self, copy: Callable[[], None], on_copied: Callable[[], None]) -> None:
+        """Runs `copy` in a copying thread, and then `on_copied` in the agent's thread."""
+        future = self._copy_threads.submit(copy)
+        self._copies.add(future)
+        future.add_done_callback(lambda ended: self._enqueue(CopyEnded(ended, on_copied)))
+
+    def _handle_inbox(self, now: float) -> None:
+        while not self._inbox.empty():
+            match self._inbox.get():
+                case CopyEnded(copy, on_copied):
+                    self._copies.remove(copy)
+                    copy.result()  # raises the exception of the copy
+                    self._num_pieces += 1
+                    on_copied()
+                case command:
+                    self._handle_command(command, now)
+
     def _run(self) -> None:
         try:
             while not self._finished():
@@ -272,6 +307,7 @@ class HandoffAgent(ABC):
             self._failure = error
         finally:
             self._ended = True
+            self._copy_threads.shutdown(wait=False, cancel_futures=True)  # `close` waits for running copies
             try:
                 self._channel.close()
             finally:
@@ -321,8 +357,7 @@ class HandoffAgent(ABC):
             self._next_check = min(self._next_check, now + self._timing.ping_every / 2)
         for event in received:
             self._handle_channel_event(event, now)
-        while not self._inbox.empty():
-            self._handle_command(self._inbox.get(), now)
+        self._handle_inbox(now)
         self._poll(now)
         self._tick(now)
         events = [*self._run_actions()]

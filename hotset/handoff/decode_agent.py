@@ -2,6 +2,7 @@
 prefill workers that are lost."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from hotset.base.errors import InternalError
@@ -51,6 +52,9 @@ class DecodeAgent(HandoffAgent):
         self._links = Links(endpoints, hello, self._enqueue)
         self._fetches: dict[HandoffKey, msg.Fetch] = {}  # fetches passed to the receiver; some may have ended
         self._new_events: list[msg.ReceiverEvent] = []
+        # Handoffs of which pieces are being unpacked, with their number, and the events that wait for these copies.
+        self._unpacking: dict[HandoffKey, int] = {}
+        self._held_events: dict[HandoffKey, list[msg.ReceiverEvent]] = {}
         self._outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
         self._landed_bytes = 0
 
@@ -116,7 +120,7 @@ class DecodeAgent(HandoffAgent):
     @property
     def _busy(self) -> bool:
         """Returns whether the engine still waits for the end of a handoff."""
-        return self._num_open > 0
+        return self._num_open > 0 or bool(self._unpacking)
 
     @property
     def _num_open(self) -> int:
@@ -157,17 +161,29 @@ class DecodeAgent(HandoffAgent):
             match action:
                 case msg.SendMessage(peer, message):
                     self._send(peer, message)
-                case msg.UnpackPiece(piece):
-                    from hotset.handoff.packing import unpack  # imports torch, which only staging needs
-
-                    unpack(piece)
-                    self._num_pieces += 1
+                case msg.UnpackPiece():
+                    self._begin_unpack(action)
+                case msg.Landed(key) | msg.FetchFailed(key) | msg.Quiesced(key) if key in self._unpacking:
+                    self._held_events.setdefault(key, []).append(action)
                 case _:
                     self._new_events.append(action)
         events, self._new_events = self._new_events, []
         for event in events:
             self._count(event)
         return events
+
+    def _begin_unpack(self, action: msg.UnpackPiece) -> None:
+        from hotset.handoff.packing import unpack  # imports torch, which only staging needs
+
+        self._unpacking[action.key] = self._unpacking.get(action.key, 0) + 1
+        self._begin_copy(partial(unpack, action.piece), partial(self._on_unpacked, action.key, action.number))
+
+    def _on_unpacked(self, key: HandoffKey, number: int) -> None:
+        self._unpacking[key] -= 1
+        if not self._unpacking[key]:
+            del self._unpacking[key]
+            self._new_events += self._held_events.pop(key, [])
+        self._receiver.on_unpacked(key, number)
 
     @property
     def _nbytes(self) -> int:

@@ -466,8 +466,11 @@ class SubmitWrites:
 
 @dataclass(frozen=True, slots=True)
 class UnpackPiece:
-    """Copy this piece into its pages. The copy must be complete before any later action runs."""
+    """Copy this piece into its pages, and then call `Receiver.on_unpacked`. Events about this handoff must wait until
+    then, because the engine may use its pages afterwards."""
 
+    key: HandoffKey
+    number: int
     piece: PackedPiece
 
 

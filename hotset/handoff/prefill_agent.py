@@ -1,7 +1,9 @@
 """The agent of a prefill worker: it connects to decode workers, drives the sender and submits its writes."""
 
+import itertools
 import logging
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Unpack
 
@@ -43,11 +45,13 @@ class _Connecting:
     peer_gone: bool = False  # the process that sent Hello has died or restarted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _ListInFlight:
     peer: str
     key: HandoffKey
-    ticket: WriteTicket
+    ticket: WriteTicket  # by which the sender knows the list
+    submitted: WriteTicket | None = None  # that of the transfer engine; None while a piece is being packed
+    peer_lost: bool = False
 
 
 class PrefillAgent(HandoffAgent):
@@ -63,6 +67,7 @@ class PrefillAgent(HandoffAgent):
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
+        self._tickets = itertools.count()
         self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
         self._new_events: list[msg.SenderEvent] = []  # not returned by `_run_actions` yet
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
@@ -110,6 +115,8 @@ class PrefillAgent(HandoffAgent):
     def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
         # Writes must not wait here until the peer's next endpoint has taken the name of this one.
         self._run_pending_actions()
+        for entry in self._lists:
+            entry.peer_lost |= entry.peer == peer
         if peer in self._connecting:
             self._connecting[peer].peer_gone = True
         self._peers.pop(peer, None)
@@ -154,20 +161,20 @@ class PrefillAgent(HandoffAgent):
 
     @property
     def _needs_polling(self) -> bool:
-        return bool(self._lists) or self._sender.has_pending_events
+        return self._sender.has_pending_events or any(entry.submitted is not None for entry in self._lists)
 
     def _poll(self, now: float) -> None:
         """Checks which writes and which forward passes have ended, and passes this to the sender."""
         if self._sender.has_pending_events:
             self._sender.poll_events(now)
         pending = []
-        for submitted in self._lists:
-            state = self._transfer.poll(submitted.ticket)
+        for entry in self._lists:
+            state = WriteState.PENDING if entry.submitted is None else self._transfer.poll(entry.submitted)
             if state is WriteState.PENDING:
-                pending.append(submitted)
+                pending.append(entry)
             else:
-                self._written_bytes += submitted.ticket.nbytes if state is WriteState.DONE else 0
-                self._sender.on_write_ended(submitted.peer, submitted.key, submitted.ticket, state, now)
+                self._written_bytes += entry.ticket.nbytes if state is WriteState.DONE else 0
+                self._sender.on_write_ended(entry.peer, entry.key, entry.ticket, state, now)
         self._lists = pending
 
     def _run_actions(self) -> list[msg.SenderEvent]:
@@ -182,19 +189,33 @@ class PrefillAgent(HandoffAgent):
                 case msg.SendMessage(peer, message):
                     self._count_end(peer, message)
                     self._send(peer, message)
-                case msg.SubmitWrites(peer, key, writes, after, piece):
-                    if piece is not None:
-                        from hotset.handoff.packing import pack  # imports torch, which only staging needs
-
-                        pack(piece)
-                        self._num_pieces += 1
-                    ticket = self._transfer.submit(peer, writes, after)
-                    self._sender.on_submitted(peer, key, ticket)
-                    self._lists.append(_ListInFlight(peer, key, ticket))
+                case msg.SubmitWrites():
+                    self._begin_writes(action)
                 case _:
                     if isinstance(action, msg.StartPrefill):
                         self._unreported.add((action.peer, action.key))
                     self._new_events.append(action)
+
+    def _begin_writes(self, action: msg.SubmitWrites) -> None:
+        """Submits a list to the transfer engine: now or, if a piece must be packed first, when it is packed."""
+        ticket = WriteTicket(next(self._tickets), int(action.writes[:, 2].sum()))
+        self._sender.on_submitted(action.peer, action.key, ticket)
+        entry = _ListInFlight(action.peer, action.key, ticket)
+        self._lists.append(entry)
+        if action.pack is None:
+            entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
+            return
+        from hotset.handoff.packing import pack  # imports torch, which only staging needs
+
+        self._begin_copy(partial(pack, action.pack), partial(self._on_packed, entry, action))
+
+    def _on_packed(self, entry: _ListInFlight, action: msg.SubmitWrites) -> None:
+        if not entry.peer_lost:
+            entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
+            return
+        # The peer's next endpoint may have taken its name, and this list must not be written there.
+        self._lists.remove(entry)
+        self._sender.on_write_ended(entry.peer, entry.key, entry.ticket, WriteState.FAILED_QUIESCED, self._clock())
 
     @property
     def _nbytes(self) -> int:

@@ -149,6 +149,14 @@ class Receiver:
             case msg.Cancelled():
                 self._on_end(handoff, message.quiesced, False, "the prefill worker cancelled it", now)
 
+    def on_unpacked(self, key: HandoffKey, piece: int) -> None:
+        """Records that a piece is in its pages. Ignores handoffs that have ended."""
+        handoff = self._handoffs.get(key)
+        if self._staging is not None and handoff is not None and handoff.staged:
+            self._staging.on_unpacked(key, piece)
+            if handoff.phase is ReceiverPhase.LANDING:
+                self._send(handoff.peer, msg.PieceUnpacked(key, piece))
+
     def peer_lost(self, peer: str, reason: str, now: float, *, retry: bool = False) -> None:
         """Handles a peer that died or restarted, or that has forgotten this worker. Writes that it began may still
         arrive: handoffs in UNCONFIRMED_PHASES stay. `retry` tells whether another attempt may succeed."""
@@ -238,7 +246,7 @@ class Receiver:
             return
         packed = self._staging.on_piece_written(message)
         if packed is not None:
-            self._actions.append(msg.UnpackPiece(packed))
+            self._actions.append(msg.UnpackPiece(message.key, message.piece, packed))
         if self._staging.is_unpacked(message.key, message.piece):
             self._send(handoff.peer, msg.PieceUnpacked(message.key, message.piece))
 

@@ -161,6 +161,7 @@ class _StagedContext:
     target: Store
     piece_bytes: int  # size of the largest piece
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # rows of each piece that has or awaits a lease
+    unpacking: set[int] = field(default_factory=set)  # pieces that are being copied to their pages; they have a lease
     unpacked: dict[int, int] = field(default_factory=dict)  # number of rows of each unpacked piece
     stopping: bool = False  # no further lease is granted
     quarantined: list[int] = field(default_factory=list)  # numbers of the leases in quarantine
@@ -228,17 +229,25 @@ class ReceiverStaging:
         return messages
 
     def on_piece_written(self, written: msg.PieceWritten) -> msg.PackedPiece | None:
-        """Ends the lease and returns the piece to unpack. The caller must unpack it before it sends any message,
-        because the space may be granted again. Returns None if the piece does not have this lease (any more)."""
+        """Returns the piece to unpack; `on_unpacked` must follow. Returns None if the piece does not have this lease
+        (any more), or is being unpacked."""
         context, owner = self._contexts[written.key], (written.key, written.piece)
         lease = self.ring.lease_of(owner)
+        if written.piece in context.unpacking:
+            return None
         if lease is None or lease.number != written.lease:
             return None
-        packed = context.packed_piece(written.piece, self._memory.address + lease.first)
-        del context.pieces[written.piece]
-        context.unpacked[written.piece] = packed.last - packed.first
-        self.ring.release(lease.number)
-        return packed
+        context.unpacking.add(written.piece)
+        return context.packed_piece(written.piece, self._memory.address + lease.first)
+
+    def on_unpacked(self, key: HandoffKey, piece: int) -> None:
+        """Ends the lease of a piece that is in its pages. Ignores a piece whose lease was freed before."""
+        context = self._contexts[key]
+        if piece in context.unpacking:
+            context.unpacking.remove(piece)
+            first, last = context.pieces.pop(piece)
+            context.unpacked[piece] = last - first
+            self.ring.withdraw((key, piece))
 
     def is_unpacked(self, key: HandoffKey, piece: int) -> bool:
         return piece in self._contexts[key].unpacked
@@ -262,9 +271,13 @@ class ReceiverStaging:
         for piece in context.pieces:
             lease = self.ring.lease_of((key, piece))
             assert lease is not None
+            if piece in context.unpacking:  # it is written, so its sender does not write there any more
+                self.ring.withdraw((key, piece))
+                continue
             self.ring.quarantine(lease.number)
             context.quarantined.append(lease.number)
         context.pieces.clear()
+        context.unpacking.clear()
         return bool(context.quarantined)
 
     def end_quarantine(self, key: HandoffKey) -> None:
@@ -288,6 +301,7 @@ class ReceiverStaging:
         assert leased or self.ring.held == self.ring.quarantined, "bytes of the ring are leased, but have no owner"
         for key, context in self._contexts.items():
             assert not context.unpacked.keys() & context.pieces.keys(), f"{key}: an unpacked piece holds a lease"
+            assert context.unpacking <= context.pieces.keys(), f"{key}: a piece is unpacked without a lease"
 
     @staticmethod
     def _owner(owner: object) -> tuple[HandoffKey, int]:

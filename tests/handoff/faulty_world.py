@@ -469,17 +469,22 @@ class DecodeWorker(Worker):
             self.waiting.popleft()
         self.machine.tick(now)
         self._cut_off_unconfirmed()
-        for action in self.machine.take_actions():
-            match action:
-                case SendMessage(peer, message):
-                    self.world.counts["staged"] += isinstance(message, StartWrites) and message.staged
-                    self.world.counts["direct"] += isinstance(message, StartWrites) and not message.staged
-                    self.world.send(self, peer, message)
-                case UnpackPiece(piece):
-                    unpack(piece)
-                    self.world.counts["pieces"] += 1
-                case event:
-                    self._handle_event(event)
+        while actions := self.machine.take_actions():
+            for action in actions:
+                self._run_action(action)
+
+    def _run_action(self, action: Any) -> None:
+        match action:
+            case SendMessage(peer, message):
+                self.world.counts["staged"] += isinstance(message, StartWrites) and message.staged
+                self.world.counts["direct"] += isinstance(message, StartWrites) and not message.staged
+                self.world.send(self, peer, message)
+            case UnpackPiece(key, number, piece):
+                unpack(piece)
+                self.machine.on_unpacked(key, number)
+                self.world.counts["pieces"] += 1
+            case event:
+                self._handle_event(event)
 
     def memory(self, request: HandoffRequest) -> Memory:
         return self.memories[self.store_names.index(request.landing)]

@@ -156,14 +156,16 @@ class World:
 
     def run_actions(self) -> None:
         """Runs the actions of all state machines, and then audits them. Messages and writes are only queued."""
-        for action in self.receiver.take_actions():
-            match action:
-                case SendMessage(peer, message):
-                    self._queue(DECODE, peer, message)
-                case UnpackPiece(piece):
-                    unpack(piece)
-                case event:
-                    self.events[event.key].append(event)
+        while actions := self.receiver.take_actions():
+            for action in actions:
+                match action:
+                    case SendMessage(peer, message):
+                        self._queue(DECODE, peer, message)
+                    case UnpackPiece(key, number, piece):
+                        unpack(piece)
+                        self.receiver.on_unpacked(key, number)
+                    case event:
+                        self.events[event.key].append(event)
         for worker in self.prefills.values():
             for action in worker.sender.take_actions():
                 self._run_sender_action(worker, action)

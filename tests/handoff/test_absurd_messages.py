@@ -203,8 +203,10 @@ def encode_and_decode(peer: str, message: Message) -> list[ChannelEvent]:
     return [MessageReceived(peer, envelope.message)]
 
 
-def is_connecting(agent: HandoffAgent) -> bool:
-    """Returns whether a thread connects to a peer's memory, or opens an endpoint for a peer."""
+def has_threads(agent: HandoffAgent) -> bool:
+    """Returns whether a thread copies a piece, connects to a peer's memory, or opens an endpoint for a peer."""
+    if agent._copies:
+        return True
     if isinstance(agent, PrefillAgent):
         return bool(agent._connecting)
     assert isinstance(agent, DecodeAgent)
@@ -218,7 +220,7 @@ def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: lis
         clock.now += seconds
         channel.incoming = [*([PeerRestarted(peer)] if restart else []), *encode_and_decode(peer, message)]
         agent._work()
-        assert wait_until(lambda: not agent._inbox.empty() or not is_connecting(agent))
+        assert wait_until(lambda: not agent._inbox.empty() or not has_threads(agent))
         agent._work()
         events += agent.take_events()
         agent.audit()
@@ -240,6 +242,7 @@ def test_a_decode_worker_survives_all_messages_and_every_fetch_ends_once(script:
     for key in fetched:
         agent.put(CancelFetch(key))
     events += run(agent, channel, clock, [(PEERS[0], Ping(0), 20.0, False)] * 4)
+    agent.close(0.0)
     ended = [event.key for event in events if type(event).__name__ in ("Landed", "FetchFailed")]
     assert sorted(map(str, ended)) == sorted(map(str, fetched))
 
@@ -281,5 +284,6 @@ def test_a_prefill_worker_survives_all_messages_and_releases_all_pages(script: l
         hub.advance(clock.now)
         num_starts += run_prefill_engine(agent, events)
         num_releases += sum(type(event).__name__ == "ReleasePages" for event in events)
+    agent.close(0.0)
     assert num_releases == num_starts, "ReleasePages must be sent exactly once for every StartPrefill"
     assert np.all(memory.buffer == POISON), "unregistered memory was written to"

@@ -231,12 +231,36 @@ def test_ring_space_is_leased_again_only_after_its_piece_was_unpacked() -> None:
     world.end_write()
     (envelope,) = (envelope for envelope in world.messages if isinstance(envelope[2], PieceWritten))
     world.receiver.handle_message(PREFILL, envelope[2], world.now)
-    actions = world.receiver.take_actions()
-    assert isinstance(actions[0], UnpackPiece)
-    assert [type(action.message) for action in actions[1:] if isinstance(action, SendMessage)] == [
-        PieceUnpacked,
-        LeaseGranted,
-    ]
+    (unpack,) = world.receiver.take_actions()
+    assert isinstance(unpack, UnpackPiece)
+    world.receiver.handle_message(PREFILL, envelope[2], world.now)
+    assert world.receiver.take_actions() == [], "a repeated PieceWritten must not unpack the piece twice"
+    world.receiver.on_unpacked(unpack.key, unpack.number)
+    sent = [action.message for action in world.receiver.take_actions() if isinstance(action, SendMessage)]
+    assert [type(message) for message in sent] == [PieceUnpacked, LeaseGranted]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_handoff_that_ends_while_a_piece_is_unpacked_frees_its_lease_once(lost: bool) -> None:
+    """The sender has written the piece, so nothing is quarantined for it."""
+    world = World()
+    key = start_handoff(world, 11)
+    world.compute(key)
+    world.deliver_messages(PieceWritten)
+    world.end_write()
+    (envelope,) = (envelope for envelope in world.messages if isinstance(envelope[2], PieceWritten))
+    world.receiver.handle_message(PREFILL, envelope[2], world.now)
+    (unpack,) = world.receiver.take_actions()
+    assert isinstance(unpack, UnpackPiece) and world.ring.held > 0
+    if lost:
+        world.receiver.peer_lost(PREFILL, "lost", world.now)
+    else:
+        world.receiver.cancel(key, world.now)
+        world.receiver.handle_message(PREFILL, Cancelled(key, True), world.now)
+    world.receiver.on_unpacked(unpack.key, unpack.number)
+    assert world.ring.held == world.ring.quarantined == 0
+    world.run_actions()
+    assert failure_of(world, key).quiesced and world.receiver.phases() == {}
 
 
 def test_a_piece_is_packed_only_after_its_forward_pass() -> None:
