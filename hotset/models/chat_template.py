@@ -55,13 +55,14 @@ class OutputTooLong(Exception):
 def main(seconds: float) -> None:
     """Runs in the child process: reads the template, then messages, and answers each line, until the input ends.
 
-    The parent kills a child that renders for longer than `seconds`. If the parent has died, an alarm kills it.
+    A rendering may take `seconds` of CPU time, so that a busy machine does not shorten it. Then the timer's signal,
+    SIGPROF, ends this process.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CHILD_BYTES, MAX_CHILD_BYTES))
     _answer({})  # the imports are done
     template: ChatTemplate | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, START_SECONDS if template is None else 2 * seconds)
+        signal.setitimer(signal.ITIMER_PROF, START_SECONDS if template is None else seconds)
         request = json.loads(line)
         try:
             if template is None:
@@ -78,7 +79,7 @@ def main(seconds: float) -> None:
             reason = error.message if isinstance(error, TemplateError) and error.message else str(error)
             answer = {"refused": reason[:MAX_REASON_CHARACTERS]}
         _answer(answer)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _answer(answer: Mapping[str, str]) -> None:

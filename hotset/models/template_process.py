@@ -24,7 +24,8 @@ from hotset.base.units import MIB
 
 PROCESSES = 2  # renderings at the same time
 START_SECONDS = 60.0  # time limit for a child to import its modules, and to compile the template
-RENDER_SECONDS = 5.0
+RENDER_SECONDS = 5.0  # of CPU time
+WAIT_FACTOR = 12  # how many times its CPU time a rendering may take on a busy machine
 MAX_RENDERED_CHARACTERS = 8 << 20
 MAX_CHILD_BYTES = 512 * MIB  # address space of a child
 MAX_REPLY_BYTES = 6 * MAX_RENDERED_CHARACTERS + (1 << 16)  # JSON needs up to 6 bytes for a character
@@ -42,7 +43,7 @@ class TemplateRenderer:
     ) -> None:
         """Raises `CheckpointError`, whose message names `source`, if the template does not compile within its limits.
 
-        `seconds` is the time limit for each rendering.
+        `seconds` is the limit for the CPU time of each rendering.
         """
         self._program = json_line({"template": template, "special_tokens": dict(special_tokens)})
         self._source = source
@@ -68,7 +69,7 @@ class TemplateRenderer:
         try:
             if process is None or not process.alive:
                 process = self._start()
-            return str(process.exchange(request, self._seconds)["text"])
+            return str(process.exchange(request, WAIT_FACTOR * self._seconds)["text"])
         except _Refusal as refusal:
             raise RequestError(f"the chat template refuses these messages: {refusal}", param="messages") from refusal
         except (_Failure, CheckpointError) as failure:
@@ -107,6 +108,7 @@ class _TemplateProcess:
 
     def __init__(self, program: bytes, source: str, seconds: float) -> None:
         """Starts the child and compiles the template. Raises `CheckpointError` if that fails."""
+        self._cpu_seconds = seconds
         start = f"from hotset.models.chat_template import main; main({seconds!r})"
         try:
             self._process = subprocess.Popen(
@@ -149,10 +151,10 @@ class _TemplateProcess:
             line = b""
         finally:
             watchdog.cancel()
-        timed_out = time.monotonic() >= deadline
-        if timed_out or not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):
             self.kill()
-            raise _Failure(f"did not finish within {seconds:g} s" if timed_out else self._end())
+            late = time.monotonic() >= deadline
+            raise _Failure(f"did not answer within {seconds:g} s" if late else self._end())
         answer: dict[str, Any] = json.loads(line)
         if "failed" in answer:
             raise _Failure(answer["failed"])
@@ -162,6 +164,8 @@ class _TemplateProcess:
 
     def _end(self) -> str:
         code = self._process.wait()
+        if code == -signal.SIGPROF:
+            return f"did not finish within {self._cpu_seconds:g} s of CPU time"
         return f"ended its process ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
 
 

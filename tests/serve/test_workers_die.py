@@ -144,15 +144,18 @@ def test_after_the_death_of_a_router_during_a_landing_its_workers_serve_another(
 
 
 def test_a_prefill_worker_that_dies_during_a_prefill_is_replaced_by_another(cluster: Cluster) -> None:
-    pending = cluster.post(LONG)
+    # Metrics can be half a second old, so the prompt must take much longer than that.
+    prompt = {**LONG, "prompt": 2 * LONG["prompt"]}
+    pending = cluster.post(prompt)
     busy = cluster.wait_for_busy("prefill")
     kill(busy)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
-    direct = plain_http.post(cluster.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
+    direct = plain_http.post(cluster.alive("decode")[0].url + TEXT, json=prompt, timeout=120)
     assert answer.json()["choices"] == direct.json()["choices"]
     metrics = plain_http.get(f"{cluster.router.url}/metrics", timeout=30).text
-    assert 'hotset_router_retries_total{reason="prefill_lost"} 1.0' in metrics
+    retries = dict(re.findall(r'^hotset_router_retries_total{reason="(\w+)"} (\S+)$', metrics, re.MULTILINE))
+    assert retries == {"prefill_lost": "1.0", "decode_lost": "0.0"}
     for worker in cluster.alive("decode"):
         assert worker.wait_for_gauge("hotset_pages_quarantined", lambda pages: pages == 0) == 0
     cluster.assert_pages_are_freed()
