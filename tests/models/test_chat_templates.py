@@ -75,11 +75,11 @@ def test_a_rendering_may_wait_for_a_busy_machine_longer_than_its_limit_of_cpu_ti
 def test_a_child_that_does_not_run_at_all_is_killed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "WAIT_FACTOR", 1)
     before = children_of(os.getpid())
-    with rendering(seconds=0.2) as renderer:
+    with ThreadPoolExecutor(1) as threads, rendering(seconds=0.2) as renderer:
         (child,) = children_of(os.getpid()) - before
         os.kill(child, signal.SIGSTOP)
         with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
-            renderer.render(user("hello"))
+            threads.submit(renderer.render, user("hello")).result(WAIT_SECONDS)
         assert not is_running(child)
 
 
