@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ logger = logging.getLogger("hotset.cluster")
 CONTROLLER = "controller"  # the name of the actor
 LOOP_SECONDS = 0.5
 MAX_CALLS = 16  # commands that are answered at the same time
+SUSPECT_SECONDS = 60.0  # time to avoid a node whose supervisors do not answer; then Ray knows whether it is lost
 
 
 def namespace_of(application: str) -> str:
@@ -85,6 +86,7 @@ class Controller:
         self._stored = stored
         self._state: _State = _State(Wanted(spec.counts())) if stored is None else pickle.loads(stored)
         self._links: dict[str, _Link] = {}
+        self._suspects: dict[str, float] = {}  # nodes whose supervisors do not answer, and since when
         self._error = ""  # of the newest pass of the loop
         targets = {role: spec.target_of(role) for role in ENGINE_ROLES}
         self._scalers = {role: Scaler(target) for role, target in targets.items() if target is not None}
@@ -106,6 +108,7 @@ class Controller:
                 "shutdown": wanted.shutdown,
                 "restarts": self._state.num_restarts,
                 "controller_pid": os.getpid(),
+                "controller_epoch": self._epoch,
                 "controller_error": self._error,
                 "members": members,
             }
@@ -191,10 +194,12 @@ class Controller:
             if link.pending in ready:
                 try:
                     found[name] = link.newest = ray.get(link.pending)
+                    self._suspects.pop(link.newest.node, None)
                 except ray.exceptions.RayError as error:
                     found[name] = error
                 link.pending = None
             elif link.newest is not None and time.monotonic() - link.asked_at > self._spec.restart.silent_seconds:
+                self._suspects[link.newest.node] = time.monotonic()
                 found[name] = TimeoutError(
                     f"its supervisor has not answered for {time.monotonic() - link.asked_at:.0f} s"
                 )
@@ -278,6 +283,8 @@ class Controller:
         if member.role == "router" and self._spec.routers.port:
             others = [other for other in self._state.members.values() if other.role == "router"]
             avoided |= {other.node for other in others if other.node is not None and other.phase != "failed"}
+        deadline = time.monotonic() - SUSPECT_SECONDS
+        suspects = {node for node, since in self._suspects.items() if since > deadline}
         actor = (
             ray.remote(Supervisor)
             .options(
@@ -289,7 +296,8 @@ class Controller:
                 num_gpus=demand.pop("GPU", 0),
                 memory=demand.pop("memory", None),
                 resources=demand,
-                label_selector={"ray.io/node-id": f"!in({','.join(sorted(avoided))})"} if avoided else None,
+                label_selector=_outside(avoided | suspects),
+                fallback_strategy=[{"label_selector": _outside(avoided)}] if suspects else None,
             )
             .remote(launch)
         )
@@ -359,6 +367,11 @@ class _RayMetrics:
         self._shown_phases |= set(phases)
         for role, phase in self._shown_phases:
             self._phases.set(phases.count((role, phase)), tags={"role": role, "phase": phase})
+
+
+def _outside(nodes: Collection[str]) -> dict[str, str]:
+    """Returns the labels of all nodes but these."""
+    return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else {}
 
 
 def _observation(report: Report | Exception) -> Observation:

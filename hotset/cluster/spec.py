@@ -110,7 +110,7 @@ class Targets(SpecPart):
 class Restart(SpecPart):
     """When a process counts as failed, and how long its replacement waits."""
 
-    silent_seconds: PositiveSeconds = 8.0  # a ready process that does not answer for this time is killed
+    silent_seconds: PositiveSeconds = 6.0  # a ready process that does not answer for this time is killed
     start_seconds: PositiveSeconds = 3600.0  # time for a process to become ready
     backoff_seconds: PositiveSeconds = 1.0  # doubled with every failure of the same process in a row
     max_backoff_seconds: PositiveSeconds = 60.0

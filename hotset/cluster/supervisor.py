@@ -33,11 +33,17 @@ from hotset.cluster.spec import ClusterSpec, Restart, Role
 from hotset.engine.progress import StallTimer
 
 POLL_SECONDS = 0.5  # interval between two looks at the process
-ANSWER_SECONDS = 2.0  # time for one answer of the process, or of the controller
+ANSWER_SECONDS = 2.0  # time for one answer of the process
+QUIET_SHARE = 0.75  # of silent_seconds, after which the controller is asked; it may answer in the rest of them
 HEAD_POLL_SECONDS = 2.0
 KILL_SECONDS = 30.0  # time for a process to free its memory and exit after its drain
 WORKERS_FILE = "workers.json"
 READY_LINE = re.compile(r" at (http://\S+)")
+
+
+def silence_key(application: str, epoch: str) -> bytes:
+    """Returns the key in the storage of the head that exists once a supervisor has noticed that a controller hangs."""
+    return f"hotset-{application}/silent/{epoch}".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +240,14 @@ class Supervisor:
         because Ray lost the node for a while: then the process ends.
         """
         silence = StallTimer(max_poll_seconds=2 * POLL_SECONDS)
+        quiet_seconds = QUIET_SHARE * self._policy.silent_seconds
         while self._ended is None and self._stopping is None:
             await asyncio.sleep(POLL_SECONDS)
-            if silence.seconds(self._num_reports) <= self._policy.silent_seconds or not self._epoch:
+            if silence.seconds(self._num_reports) <= quiet_seconds or not self._epoch:
                 continue
             try:
                 controller = await asyncio.to_thread(ray.get_actor, self._launch.controller)
-                async with asyncio.timeout(ANSWER_SECONDS):
+                async with asyncio.timeout(self._policy.silent_seconds - quiet_seconds):
                     is_known = await controller.knows.remote(self._launch.name)
             except TimeoutError:
                 await self._restart_controller()
@@ -256,7 +263,7 @@ class Supervisor:
 
     async def _restart_controller(self) -> None:
         """Lets Ray restart the controller. Of all supervisors that notice its silence, one does so."""
-        key = f"hotset-{self._launch.application}/killed/{self._epoch}".encode()
+        key = silence_key(self._launch.application, self._epoch)
         try:
             was_killed = await asyncio.to_thread(internal_kv._internal_kv_put, key, b"", overwrite=False)
             if not was_killed:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import plain_http
 import ray
 from ray.cluster_utils import Cluster
 
+from hotset.base.errors import StartupError
 from hotset.cluster import application
 from hotset.cluster.spec import ClusterSpec, parse_spec
 
@@ -69,8 +70,10 @@ class SimulatedCluster:
         """Waits until exactly the wanted processes are ready, and the router sends requests to all engines."""
 
         def complete() -> dict[str, Any] | None:
-            found = self.status()
-            return found if application.is_complete(found) else None
+            with suppress(StartupError):  # the controller hangs, or is being restarted
+                found = self.status()
+                return found if application.is_complete(found) else None
+            return None
 
         try:
             found: dict[str, Any] = wait_for(complete, "a complete application", seconds)

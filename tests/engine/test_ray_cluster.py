@@ -81,19 +81,15 @@ def begin_long_answer(llm: LLM) -> Any:
 @pytest.mark.parametrize("when", ["decode", "idle"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_lost_worker_is_named_and_all_workers_end(model: str, four_nodes: str, how: str, when: str) -> None:
-    settings = SETTINGS | LONG | {"step_timeout": 4.0}
+    settings = SETTINGS | LONG
     with LLM(model, **settings, tensor_parallel_size=2, executor="ray", ray_address=four_nodes) as llm:
         pids = pids_of(llm)
         node = executor_of(llm).workers[1].rank.node
         stream = begin_long_answer(llm) if when == "decode" else None
         lost_at = time.monotonic()
-        if how == "killed":
-            os.kill(pids[1], signal.SIGKILL)
-            name = rf"worker 1 \(stage 0 of 1, rank 1 of 2, node {node}\)"
-            message = rf"^{name} died \(it was killed, or its node is lost\)$"
-        else:
-            pause(pids[1])
-            message = r"^worker 1 \(.*\) has shown no sign of life for 4 s \(--step-timeout\)(, in step \d+)?$"
+        os.kill(pids[1], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        name = rf"worker 1 \(stage 0 of 1, rank 1 of 2, node {node}\)"
+        message = rf"^{name} died \(it was killed or stopped, or its node is lost\)$"
         with pytest.raises(EngineStopped, match=message):
             if stream is not None:
                 list(stream)
@@ -148,7 +144,7 @@ def test_a_lost_node_ends_the_engine_with_an_error_that_names_it(model: str) -> 
             (node,) = [node for node in cluster.list_all_nodes() if not node.head]
             cluster.remove_node(node, allow_graceful=False)
             lost_at = time.monotonic()
-            with pytest.raises(EngineStopped, match=r"^worker 1 \(.*\) died \(it was killed, or its node is lost\)$"):
+            with pytest.raises(EngineStopped, match=r"^worker 1 \(.*\) died \(.*or its node is lost\)$"):
                 list(stream)
             assert time.monotonic() - lost_at < NOTICED_SECONDS
         wait_until_ended(pids)

@@ -2,18 +2,21 @@
 what each side notices when the other one ends."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 
 import pytest
 import zmq
+from processes import pause
 
 from hotset.base.errors import StartupError
 from hotset.engine.progress import Progress
+from hotset.engine.workers import sockets as sockets_module
 from hotset.engine.workers.messages import AbortSteps, AuditReport, RunAudit, StopWorker
 from hotset.engine.workers.sockets import ControllerEndpoint, ControllerSockets, CurveKeys, RemoteWorker, WorkerSockets
 
@@ -132,6 +135,64 @@ def test_a_worker_that_is_killed_has_ended_without_an_exit_code(controller: Cont
         return False
 
     wait_for(cannot_send)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes sockets of this process take a peer for dead after 2 s."""
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(sockets_module, "SILENT_MS", 2000)
+
+
+def block_python_and_report(endpoint: ControllerEndpoint, keys: CurveKeys) -> None:
+    """Holds Python's lock for longer than the controller waits for heartbeats, as some long calls do."""
+    sockets = WorkerSockets(endpoint, 0, keys)
+    sockets.recv()
+    ctypes.PyDLL(None).sleep(3)
+    sockets.send(AuditReport("awake"))
+    sockets.recv()
+
+
+def test_a_stopped_worker_has_ended_but_a_busy_one_has_not(impatient: None, controller: ControllerSockets) -> None:
+    keys = CurveKeys.create()
+    worker = remote_worker(controller, 0, keys)
+    arguments = (controller.endpoint, keys)
+    process = multiprocessing.get_context("spawn").Process(target=block_python_and_report, args=arguments)
+    process.start()
+    assert controller.wait_connected(0, WAIT_S)
+    worker.send(AbortSteps())
+    assert worker.poll(WAIT_S) and worker.recv() == AuditReport("awake")
+    assert process.pid is not None
+    pause(process.pid)
+    assert wait([worker.sentinel], WAIT_S) and worker.exitcode is None
+    process.kill()
+    process.join(WAIT_S)
+
+
+def run_controller(pipe: Connection, key: bytes) -> None:
+    controller = ControllerSockets("127.0.0.1")
+    worker = RemoteWorker(0, Progress(multiprocessing.get_context("spawn")), lambda command: None, kill=lambda: None)
+    controller.allow(0, key, worker)
+    pipe.send(controller.endpoint)
+    pipe.send(controller.wait_connected(0, WAIT_S))
+    pipe.recv()
+
+
+def test_a_worker_notices_that_its_controller_is_stopped(impatient: None) -> None:
+    keys, (ours, theirs) = CurveKeys.create(), multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=run_controller, args=(theirs, keys.public))
+    process.start()
+    sockets = WorkerSockets(ours.recv(), 0, keys)
+    assert ours.recv(), "the worker has not connected"
+    assert process.pid is not None
+    pause(process.pid)
+    with pytest.raises(EOFError):
+        sockets.recv()
+    process.kill()
+    process.join(WAIT_S)
+    sockets.close(0)
+    sockets._commands.disable_monitor()
+    sockets._command_context.destroy(linger=0)
 
 
 def test_a_worker_notices_the_end_of_its_controller_and_obeys_what_came_before(

@@ -152,7 +152,8 @@ class WorkerGroup:
         self._wake()
         for worker in workers:
             worker.abort()
-        for worker in _still_running(workers, ABORT_SECONDS):
+        # A lost worker may be stopped, or cut off from this node, and still run.
+        for worker in [*_still_running(workers, ABORT_SECONDS), *self._lost]:
             worker.kill()
 
     def _failed(self, worker: WorkerHandle) -> StartupError | EngineStopped:
@@ -197,7 +198,7 @@ class WorkerGroup:
 
 def _death(worker: WorkerHandle) -> EngineStopped:
     code = worker.process.exitcode
-    how = "it was killed, or its node is lost" if code is None else f"exit code {code}"
+    how = "it was killed or stopped, or its node is lost" if code is None else f"exit code {code}"
     return EngineStopped(f"{worker.rank.name} died ({how})")
 
 

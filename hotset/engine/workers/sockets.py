@@ -5,7 +5,9 @@ reports and signs of life (PULL). CURVE encrypts all messages. A worker connects
 knows, and the controller accepts only workers whose keys it was given. Messages are pickled, so nobody else may send
 them.
 
-A lost connection is final: each side then takes the process at the other end for dead.
+A lost connection is final: each side then takes the process at the other end for dead. ZeroMQ sends heartbeats on every
+connection, from threads that do not need Python's lock: a long step answers them, but a process that is stopped and a
+node that is cut off do not, and lose their connections.
 """
 
 import contextlib
@@ -31,6 +33,7 @@ from hotset.engine.workers.messages import WorkerCommand, WorkerReport
 
 REPORT, BEAT, EXIT = range(3)  # the kinds of messages from workers
 HEADER = struct.Struct("<BI")  # kind and number of the worker; one frame with a header is cheaper than three frames
+HEARTBEAT_MS, SILENT_MS = 1000, 6000  # interval of heartbeats, and time without an answer after which a peer is lost
 GOODBYE_MS = 1000  # time to deliver the last messages of a worker
 EXIT_CODE = struct.Struct("<q")
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key is allowed
@@ -124,6 +127,7 @@ class ControllerSockets:
                 each.ipv6 = ":" in host
                 each.sndhwm = each.rcvhwm = 0  # plans in flight are limited elsewhere; nothing may block or be dropped
                 each.linger = 0
+                _send_heartbeats(each)
                 each.curve_server, each.curve_secretkey, each.zap_domain = True, keys.secret, b"hotset"
                 bound.append(f"tcp://{host}:{each.bind_to_random_port(f'tcp://{host}')}")
         except zmq.ZMQError as error:
@@ -240,6 +244,7 @@ class WorkerSockets:
             each.ipv6 = "[" in url
             each.sndhwm = each.rcvhwm = 0
             each.reconnect_ivl = -1  # never
+            _send_heartbeats(each)
             each.curve_serverkey, each.curve_publickey, each.curve_secretkey = controller.key, keys.public, keys.secret
             each.connect(url)
         self._commands.linger, self._reports.linger = 0, GOODBYE_MS
@@ -281,6 +286,10 @@ class WorkerSockets:
                 self._reports.send(HEADER.pack(kind, self._number) + payload, zmq.NOBLOCK)
             except zmq.Again:
                 raise BrokenPipeError("the connection to the controller has ended") from None
+
+
+def _send_heartbeats(each: "zmq.Socket[bytes]") -> None:
+    each.heartbeat_ivl, each.heartbeat_timeout = HEARTBEAT_MS, SILENT_MS
 
 
 def _identity(number: int) -> bytes:
