@@ -180,8 +180,8 @@ class Controller:
     def _collect_reports(self) -> dict[str, Report | Exception]:
         """Asks every supervisor that owes no report, and returns what has arrived: reports, or the reason of a loss.
 
-        A supervisor that has answered before and does not answer for `silent_seconds` counts as lost. One that has
-        never answered may still wait for its resources.
+        A supervisor that has answered before, perhaps an earlier controller, and does not answer for `silent_seconds`
+        counts as lost. One that has never answered may still wait for its resources.
         """
         found: dict[str, Report | Exception] = {}
         links = dict(self._links)
@@ -198,12 +198,17 @@ class Controller:
                 except ray.exceptions.RayError as error:
                     found[name] = error
                 link.pending = None
-            elif link.newest is not None and time.monotonic() - link.asked_at > self._spec.restart.silent_seconds:
-                self._suspects[link.newest.node] = time.monotonic()
+            elif (node := self._node_of(name)) and time.monotonic() - link.asked_at > self._spec.restart.silent_seconds:
+                self._suspects[node] = time.monotonic()
                 found[name] = TimeoutError(
                     f"its supervisor has not answered for {time.monotonic() - link.asked_at:.0f} s"
                 )
         return found
+
+    def _node_of(self, name: str) -> str | None:
+        """Returns the node of a process, or None if its supervisor has never answered."""
+        member = self._state.members.get(name)
+        return None if member is None else member.node
 
     def _pass(self, reports: Mapping[str, Report | Exception]) -> None:
         """Updates the members, decides, and acts."""
@@ -262,9 +267,9 @@ class Controller:
                 else:
                     link.actor.stop.remote(now=self._state.wanted.shutdown == "now")
             case Forget(name):
-                link = self._links.pop(name)
-                if link.actor is not None:
-                    ray.kill(link.actor, no_restart=True)
+                forgotten = self._links.pop(name, None)
+                if forgotten is not None:  # else it has no supervisor
+                    ray.kill(forgotten.actor, no_restart=True)
                 del members[name]
 
     def _start(self, member: Member) -> None:
@@ -309,7 +314,6 @@ class Controller:
         try:
             actor = ray.get_actor(member.name, namespace=self._namespace)
         except ValueError:
-            self._links[member.name] = _Link(None, time.monotonic())
             lost = Observation(ended="its supervisor was lost")
             self._state.members[member.name] = observe(member, lost, time.time())
             return

@@ -162,20 +162,21 @@ def test_processes_of_a_lost_node_start_on_others(
     raylet = node.all_processes["raylet"][0].process.pid
     pids = [raylet] if how == signal.SIGKILL else [raylet, *descendants_of(raylet)]
     traffic = Traffic(expected)
-    with traffic.running(lambda: cluster.url):
-        wait_for(lambda: traffic.outcomes["ok"] >= 8, "traffic")
-        for pid in pids:
-            os.kill(pid, how)
-        began = time.monotonic()
-        check_noticed("node", before, began)
-        cluster.wait_until_complete(SERVED_SECONDS)
-    check_healed(cluster, traffic, began)
-    assert set(traffic.failures) <= EXPECTED_FAILURES | {*NO_ROUTER}, (traffic.failures, traffic.details)
-    assert not {member["name"] for member in lost} & names_of(cluster)
-    if how == signal.SIGSTOP:  # the node returns, and its processes learn that they were replaced
+    try:
+        with traffic.running(lambda: cluster.url):
+            wait_for(lambda: traffic.outcomes["ok"] >= 8, "traffic")
+            for pid in pids:
+                os.kill(pid, how)
+            began = time.monotonic()
+            check_noticed("node", before, began)
+            cluster.wait_until_complete(SERVED_SECONDS)
+        check_healed(cluster, traffic, began)
+    finally:  # a stopped node returns, and its processes learn that they were replaced
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+    assert set(traffic.failures) <= EXPECTED_FAILURES | {*NO_ROUTER}, (traffic.failures, traffic.details)
+    assert not {member["name"] for member in lost} & names_of(cluster)
     wait_until_ended([member["pid"] for member in lost])
     cluster.nodes.remove(node)
     cluster.cluster.remove_node(node, allow_graceful=False)
