@@ -1,4 +1,5 @@
-"""Captures decode steps as CUDA graphs: one for each batch size, with and without tiered requests.
+"""Captures decode steps as CUDA graphs: one for each batch size, with and without tiered requests, and with drafts of
+tiered requests.
 
 A graph is a list of kernels with fixed arguments. Everything that changes from step to step is in device memory: the
 seats (`seat_of`) and positions of the tokens to compute, the page tables, the residency maps and the token ids. A batch
@@ -6,7 +7,8 @@ is padded to the next captured size with tokens of seat EMPTY, for which kernels
 
 Several tokens of a step can be of one seat: a short prompt is computed by a graph too, as if each of its tokens were
 decoded. Each layer writes all new keys and rows before it reads any, so each token finds those before it. Tokens of a
-seat are adjacent, in the order of their positions.
+seat are adjacent, in the order of their positions. Drafts of resident requests are computed in the same way. Drafts of
+tiered requests need a graph of their own, which swaps in the rows of all tokens of a request together.
 
 The graphs of several workers contain their collectives, and what pipeline stages send each other. All workers therefore
 capture the same graphs in the same order, and replay the same graph in a step. `choose_graph` chooses it for all.
@@ -75,6 +77,7 @@ class StepGraph:
 
     size: int  # number of tokens, including padding
     has_tiered: bool  # a graph with tiered requests also serves steps without any, but does more than they need
+    verifies: bool = False  # whether tiered requests can have drafts
 
 
 @cache
@@ -108,17 +111,16 @@ def choose_graph(step: Sequence[Plan | None], seats: int) -> StepGraph | None:
     if not plans or not all(plan.num_tokens <= sizes[-1] and _suits_graphs(plan) for plan in plans):
         return None
     size = sizes[bisect_left(sizes, max(plan.num_tokens for plan in plans))]
-    return StepGraph(size, any(Residence.TIERED in plan.residences for plan in plans))
+    with_tiered = [plan for plan in plans if Residence.TIERED in plan.residences]
+    return StepGraph(size, bool(with_tiered), any(plan.drafts for plan in with_tiered))
 
 
 def _suits_graphs(plan: Plan) -> bool:
-    """Returns whether graphs can compute this plan, and faster than without them. In a graph, a tiered request has one
-    token; drafts of resident requests are computed like short prompts."""
+    """Returns whether graphs can compute this plan, and faster than without them."""
     if plan.prompt_ranges or Residence.STREAMED in plan.residences:
         return False
-    if plan.drafts and Residence.TIERED in plan.residences:
-        return False
-    of_prompts = ((start, count) for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1)
+    segments = enumerate(zip(plan.starts, plan.counts, strict=True))
+    of_prompts = (columns for segment, columns in segments if columns[1] > 1 and segment not in plan.drafts)
     return sum(count * (start + count) for start, count in of_prompts) <= MAX_PROMPT_KEYS
 
 
@@ -131,6 +133,12 @@ def columns_of_tokens(
     segments = list(zip(seats, starts, counts, strict=True))
     seat_of = [seat for seat, _, count in segments for _ in range(count)]
     return seat_of, [start + index for _, start, count in segments for index in range(count)]
+
+
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None: ...
 
 
 class DecodeGraphs:
@@ -155,20 +163,38 @@ class DecodeGraphs:
         self._before_capture = before_capture
         self._sizes = graph_sizes(tokens.shape[0])
         self._input = torch.empty(2 * self._sizes[-1], dtype=torch.int64, device=tokens.device)
-        self._captured: dict[StepGraph, torch.cuda.CUDAGraph] = {}
-        self._memory_pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[StepGraph, Replayable] = {}
+        self._memory_pool = torch.cuda.graph_pool_handle() if tokens.is_cuda else None
         # [largest size, vocab], written by each replay. The first capture makes it, unless a later pipeline stage
         # computes the logits.
         self._logits: Tensor | None = None
         self._keep_hidden = keep_hidden
-        self._hidden: Tensor | None = None  # [largest size, hidden], if hidden states are kept
+        self.hidden: Tensor | None = None  # [largest size, hidden], if hidden states are kept
+
+    @property
+    def largest(self) -> int:
+        """The number of tokens of the largest graphs."""
+        return self._sizes[-1]
+
+    @property
+    def all_graphs(self) -> list[StepGraph]:
+        """The graphs that an engine captures, the largest first."""
+        options = [(False, False)]
+        if self._memory.hot_buffers is not None:
+            options.append((True, False))
+            if self._memory.pool.geometry.max_drafts:
+                options.append((True, True))
+        return [StepGraph(size, *option) for size in reversed(self._sizes) for option in options]
+
+    def tiered_tokens(self, graph: StepGraph) -> int:
+        """Returns the most tokens of a tiered request in a step that `graph` computes."""
+        return 1 + self._memory.pool.geometry.max_drafts if graph.verifies else int(graph.has_tiered)
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures all graphs, and replays each once: the first replay uploads the graph, which takes longer.
         `progress(done, total)` counts graphs."""
-        tiered_options = (False, True) if self._memory.hot_buffers is not None else (False,)
-        graphs = [StepGraph(size, has_tiered) for size in reversed(self._sizes) for has_tiered in tiered_options]
+        graphs = self.all_graphs
         for done, graph in enumerate(graphs):
             progress(done, len(graphs))
             self.get_or_capture(graph)
@@ -184,53 +210,64 @@ class DecodeGraphs:
         Without seats, it only takes part in the collectives of the step. Returns None if a later pipeline stage
         computes the logits.
         """
-        has_tiered, tokens = self._memory.prepare_step(seats, starts, counts), sum(counts)
-        if tokens > graph.size or (has_tiered and not graph.has_tiered):
-            raise RuntimeError(f"{graph} was chosen for {tokens} tokens, {'some' if has_tiered else 'none'} tiered")
+        tiered_tokens, tokens = self._memory.prepare_step(seats, starts, counts), sum(counts)
+        if tokens > graph.size or tiered_tokens > self.tiered_tokens(graph):
+            raise RuntimeError(f"{graph} was chosen for {tokens} tokens, up to {tiered_tokens} of a tiered request")
         captured = self.get_or_capture(graph)
         seat_of, positions = self._fill(graph.size, *columns_of_tokens(seats, starts, counts))
         captured.replay()
         if self._logits is None:
             return None
-        hidden = None if self._hidden is None else self._hidden[:tokens]
+        hidden = None if self.hidden is None else self.hidden[:tokens]
         return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens], hidden=hidden)
 
     def _fill(self, size: int, seats: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Copies the input of a step to the device. Returns the seats and the positions of `size` tokens."""
         padding = size - len(seats)
         host_input = torch.tensor([*seats, *[EMPTY] * padding, *positions, *[0] * padding], dtype=torch.int64)
-        self._input[: 2 * size].copy_(host_input.pin_memory(), non_blocking=True)
+        pinned = host_input.pin_memory() if self._input.is_cuda else host_input
+        self._input[: 2 * size].copy_(pinned, non_blocking=True)
         return self._input[:size], self._input[size : 2 * size]
 
-    def get_or_capture(self, graph: StepGraph) -> torch.cuda.CUDAGraph:
+    def fill_padding(self, size: int) -> tuple[Tensor, Tensor]:
+        """Makes all `size` tokens padding. Returns where a graph reads their seats and positions."""
+        return self._fill(size, (), ())
+
+    def get_or_capture(self, graph: StepGraph) -> Replayable:
         captured = self._captured.get(graph)
         if captured is None:
-            captured = self._captured[graph] = self._capture(graph)
+            captured = self._captured[graph] = self._capture_step(graph)
         return captured
 
-    def _capture(self, graph: StepGraph) -> torch.cuda.CUDAGraph:
-        self._before_capture(graph.size)
-        seat_of, positions = self._fill(graph.size, (), ())  # the batch is all padding, so this step writes no KV
+    def _capture_step(self, graph: StepGraph) -> Replayable:
+        seat_of, positions = self.fill_padding(graph.size)  # so this step writes no KV
 
-        def step() -> tuple[Tensor, Tensor] | None:
-            view = self._memory.captured_view(seat_of, positions, graph.has_tiered)
+        def step() -> None:
+            view = self._memory.captured_view(seat_of, positions, self.tiered_tokens(graph))
             hidden = self._model.forward(self._tokens[seat_of, positions], view)
-            return None if hidden is None else (self._model.logits(hidden, None), hidden)
+            if hidden is None:
+                return
+            logits = self._model.logits(hidden, None)
+            if self._logits is None:
+                self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
+                self.hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1]) if self._keep_hidden else None
+            self._logits[: graph.size].copy_(logits)
+            if self.hidden is not None:
+                self.hidden[: graph.size].copy_(hidden)
 
-        computed = step()  # compiles kernels and connects workers, which a capture cannot do
-        if computed is not None and self._logits is None:
-            logits, hidden = computed
-            self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
-            self._hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1]) if self._keep_hidden else None
-            del logits, hidden
-        del computed
+        return self.capture(graph.size, step)
+
+    def capture(self, size: int, compute: Callable[[], None]) -> Replayable:
+        """Captures `compute`, which computes `size` tokens, after it has run once. Tensors that it creates in the first
+        run, and that later runs use, are not in the memory that graphs share."""
+        self._before_capture(size)
+        compute()  # compiles kernels and connects workers, which a capture cannot do
+        return self._record(compute)
+
+    def _record(self, compute: Callable[[], None]) -> Replayable:
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
         # Calls of other threads, which report steps or watch collectives, do not disturb a thread-local capture.
         with torch.cuda.graph(captured, pool=self._memory_pool, capture_error_mode="thread_local"):
-            computed = step()
-            if computed is not None and self._logits is not None:
-                self._logits[: graph.size].copy_(computed[0])
-                if self._hidden is not None:
-                    self._hidden[: graph.size].copy_(computed[1])
+            compute()
         return captured

@@ -1,14 +1,19 @@
-"""Drafts tokens with the model's MTP layer, at the end of each step. docs/mtp.md describes the layer."""
+"""Drafts tokens with the model's MTP layer, at the end of each step. docs/mtp.md describes the layer.
 
-from collections.abc import Mapping, Sequence
+Which drafts of the step were right is found on the device, so nothing here waits for it where graphs are replayed
+(`mtp_graphs.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hotset.engine.decode_graphs import RunnerModel
-from hotset.kernels.device_copies import list_to_device
+from hotset.kernels import EMPTY
+from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
 from hotset.models.mtp import MtpOutput
@@ -28,27 +33,53 @@ class MtpModel(RunnerModel, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
-    """A segment whose next tokens are drafted."""
+class Chains:
+    """The requests of a step whose next tokens are drafted. Tensors have an entry for each, int64, on the device."""
 
-    segment: int
-    newest: int  # the index, among the step's tokens, of the last one that is kept
-    position: int  # the position of that token
-    count: int  # number of tokens to draft
+    segments: Sequence[int]
+    seats: Tensor
+    starts: Tensor  # the position where the step began
+    newest: Tensor  # the index, among the step's tokens, of the last one that is kept
+    positions: Tensor  # the position of that token
+    counts: Tensor  # number of tokens to draft
+
+
+class Iteration(NamedTuple):
+    """An iteration of the layer after the first one: one token for each of some chains."""
+
+    chains: Tensor | slice  # their indices
+    view: View
+
+
+class DraftedTokens:
+    """The drafts of a step, which are on their way from the device to the host."""
+
+    def __init__(self, segments: Sequence[int], tokens: Tensor) -> None:
+        """`tokens` [segments, drafts] int64, EMPTY-padded."""
+        self._segments = segments
+        self._tokens, self._wait = to_host_async(tokens)
+
+    def by_segment(self) -> Mapping[int, Sequence[int]]:
+        """Waits for the drafts of this step, but not for later steps."""
+        self._wait()
+        rows: list[list[int]] = self._tokens.tolist()
+        pairs = zip(self._segments, rows, strict=True)
+        drafts = {segment: [token for token in row if token != EMPTY] for segment, row in pairs}
+        return {segment: tokens for segment, tokens in drafts.items() if tokens}
 
 
 class MtpDrafts:
     """Keeps the rows of the MTP layer complete, and drafts tokens for the next step.
 
     After each step, the layer computes all its tokens again, each together with the token that follows it. This writes
-    the layer's rows, and drafts one token. Every further token needs one more iteration, at the positions after the
+    the layer's rows, and drafts one token. Every further token needs one more iteration, at the next position after the
     newest token. The rows that these iterations write are provisional: the next step begins at the same position and
-    writes them again.
+    writes them again. They are in the tail and in the slots of the step that they follow, whatever it accepted.
     """
 
     def __init__(self, model: MtpModel, memory: KvMemory, tokens: Tensor, max_drafts: int) -> None:
         """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""
-        self._model, self._memory, self._tokens, self._max_drafts = model, memory, tokens, max_drafts
+        self._model, self._memory, self._tokens, self.max_drafts = model, memory, tokens, max_drafts
 
     def write_rows(self, view: ResidentView, hidden: Tensor) -> MtpOutput:
         """Writes the layer's rows of a step's tokens. `hidden` is what the model returned for them. The tokens that
@@ -56,71 +87,68 @@ class MtpDrafts:
         following = self._tokens[view.seat_of, view.segments.positions + 1].long()
         return self._model.run_mtp(following, self._model.mtp_input(hidden), view)
 
-    def draft(self, plan: Plan, output: MtpOutput, token_ids: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Returns drafts of the tokens after the newest one of each segment, by segment. `token_ids` are those that the
-        step sampled."""
-        chains = [chain for chain in self._chains(plan, token_ids) if chain.count > 0]
-        if not chains:
-            return {}
-        newest = list_to_device([chain.newest for chain in chains], torch.int64, self._tokens.device)
-        hidden, selected = output.carried[newest, None], output.selected[newest]  # hidden: [chains, iterations, hidden]
-        drafted = self._model.mtp_logits(output.normed[newest]).argmax(1)[:, None]  # [chains, iterations]
-        drafts = {chain.segment: [token] for chain, token in zip(chains, drafted[:, 0].tolist(), strict=True)}
-        for number in range(1, self._max_drafts):
-            kept = [index for index, chain in enumerate(chains) if chain.count > number]
+    def chains(self, plan: Plan, token_ids: Tensor) -> Chains | None:
+        """Returns the chains of a step that sampled `token_ids`, or None if nothing can be drafted."""
+        segments, columns, first_token, first_sampled, sampled = [], [], 0, 0, set(plan.sampled)
+        for segment, limit in enumerate(plan.draft_limits):
+            seat, start, count = plan.seats[segment], plan.starts[segment], plan.counts[segment]
+            if segment in sampled:
+                drafts = plan.drafts.get(segment, ())
+                final = count - 1 - len(drafts)  # the last token of the segment that is certainly kept
+                if limit > start + final:
+                    segments.append(segment)
+                    padding = [EMPTY] * (self.max_drafts - len(drafts))
+                    column = (seat, start, first_token + final, start + final, limit, self._most_drafts(seat))
+                    columns.append((*column, first_sampled, *drafts, *padding))
+                first_sampled += 1 + len(drafts)
+            first_token += count
+        if not segments:
+            return None
+        table = list_to_device(columns, torch.int64, self._tokens.device)
+        seats, starts, newest, positions, limits, most, first = table[:, :7].unbind(1)
+        place = torch.arange(self.max_drafts, device=table.device)
+        in_place = token_ids[(first[:, None] + place).clamp_max(token_ids.shape[0] - 1)]
+        accepted = (in_place == table[:, 7:]).long().cumprod(1).sum(1)
+        positions = positions + accepted
+        counts = torch.minimum(most, limits - positions).clamp_min(0)
+        return Chains(segments, seats, starts, newest + accepted, positions, counts)
+
+    def draft(self, chains: Chains, output: MtpOutput) -> Tensor:
+        """Returns drafts [chains, max_drafts] of the tokens after the newest one of each chain, EMPTY-padded. `output`
+        is what `write_rows` returned. This waits for the device."""
+        columns = torch.stack((chains.seats, chains.positions, chains.starts, chains.counts), dim=1).tolist()
+
+        def iteration(number: int) -> Iteration | None:
+            kept = [index for index, (*_, count) in enumerate(columns) if count > number]
             if not kept:
-                break
-            chains = [chains[index] for index in kept]
-            rows = list_to_device(kept, torch.int64, self._tokens.device)
-            hidden, selected, drafted = hidden[rows], selected[rows], drafted[rows]
-            carried, tokens = self._next(plan, chains, hidden, selected, drafted)
-            hidden = torch.cat((hidden, carried[:, None]), dim=1)
-            drafted = torch.cat((drafted, tokens[:, None]), dim=1)
-            for chain, token in zip(chains, tokens.tolist(), strict=True):
-                drafts[chain.segment].append(token)
-        return drafts
+                return None
+            seats, positions, starts, _ = zip(*(columns[index] for index in kept), strict=True)
+            view = self._memory.draft_view(seats, [position + number for position in positions], starts)
+            return Iteration(list_to_device(kept, torch.int64, self._tokens.device), view)
 
-    def _next(
-        self, plan: Plan, chains: Sequence[_Chain], hidden: Tensor, selected: Tensor, drafted: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Computes the tokens drafted so far, and returns the newest ones' hidden states and the tokens after them.
+        newest = chains.newest
+        first = MtpOutput(output.carried[newest], output.normed[newest], output.selected[newest])
+        return self.iterate(first, chains.counts, iteration)
 
-        Only tokens before the start of a view are final, so it begins at the first draft, and the earlier drafts are
-        computed again. That takes hardly longer, because the layer's weights are read once for all tokens.
+    def iterate(self, first: MtpOutput, counts: Tensor, iteration: Callable[[int], Iteration | None]) -> Tensor:
+        """Computes the iterations after the first one, and returns drafts [chains, max_drafts] int64, EMPTY-padded.
+
+        `first` is the output of the first iteration for the newest token of each chain, which is overwritten.
+        `iteration(number)` is called for 1, 2 and so on, and returns None if no chain has so many drafts.
         """
-        count = drafted.shape[1]
-        view = self._memory.view(
-            [plan.seats[chain.segment] for chain in chains],
-            [chain.position + 1 for chain in chains],
-            [count] * len(chains),
-        )
-        output = self._model.run_mtp(
-            drafted.flatten(), hidden.flatten(0, 1), view, selected.repeat_interleave(count, dim=0)
-        )
-        tokens = self._model.mtp_logits(output.normed[count - 1 :: count]).argmax(1)
-        return output.carried[count - 1 :: count], tokens
-
-    def _chains(self, plan: Plan, token_ids: Sequence[int]) -> list[_Chain]:
-        """Returns a chain for each segment that sampled tokens."""
-        num_kept = dict.fromkeys(plan.sampled, 0)
-        for index in plan.kept(token_ids):
-            num_kept[plan.sampled[index]] += 1
-        chains, first = [], 0
-        for segment, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-            if segment in num_kept:
-                rejected = len(plan.drafts.get(segment, ())) + 1 - num_kept[segment]
-                position = start + count - 1 - rejected
-                room = plan.draft_limits[segment] - position if plan.draft_limits else 0
-                most = self._most_drafts(plan.seats[segment])
-                chains.append(_Chain(segment, first + count - 1 - rejected, position, min(most, room)))
-            first += count
-        return chains
+        tokens = torch.full((self.max_drafts, counts.shape[0]), EMPTY, dtype=torch.int64, device=counts.device)
+        tokens[0] = self._model.mtp_logits(first.normed).argmax(1)
+        for number in range(1, self.max_drafts):
+            part = iteration(number)
+            if part is None:
+                break
+            some = part.chains
+            output = self._model.run_mtp(tokens[number - 1, some], first.carried[some], part.view, first.selected[some])
+            first.carried[some] = output.carried
+            tokens[number, some] = self._model.mtp_logits(output.normed).argmax(1)
+        place = torch.arange(self.max_drafts, device=counts.device)
+        return torch.where(place < counts[:, None], tokens.T, EMPTY)
 
     def _most_drafts(self, seat: int) -> int:
-        """Returns how many tokens of a request can be drafted.
-
-        Drafting n tokens of a tiered request selects rows for n - 1 of them, and the step that verifies them begins at
-        the same position and selects rows for n + 1 tokens. No slot that one of them uses is evicted for another, and
-        hot buffers are made for 1 + `max_drafts` selections.
-        """
-        return (1 + self._max_drafts) // 2 if seat in self._memory.tables.tiered_seats else self._max_drafts
+        geometry = self._memory.pool.geometry
+        return geometry.max_tiered_drafts if seat in self._memory.tables.tiered_seats else self.max_drafts

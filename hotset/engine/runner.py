@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hotset.engine.constraints import Constraints, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
-from hotset.engine.mtp_drafts import MtpDrafts, MtpModel
+from hotset.engine.mtp_drafts import DraftedTokens, MtpDrafts, MtpModel
+from hotset.engine.mtp_graphs import MtpGraphs
 from hotset.grammar.compiler import GrammarCompiler
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -20,6 +21,7 @@ from hotset.models.sampler import Sampler, SamplerOutput
 from hotset.schedule.plan import Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,14 @@ class SubmittedStep:
         self._sampled = sampled
         self._prompts = prompts
         self._failures = failures or {}
-        self.drafts: Mapping[int, Sequence[int]] = {}  # by segment
+        self.drafts: DraftedTokens | None = None
         if sampled is not None:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
+
+    @property
+    def sampled_ids(self) -> Tensor | None:
+        """[tokens] int64, on the device: the sampled tokens. None if the step sampled nothing."""
+        return None if self._sampled is None else self._sampled.token_ids
 
     def token_id(self, index: int) -> int:
         """Returns a sampled token. Waits until it is known, but not for later steps."""
@@ -67,7 +74,8 @@ class SubmittedStep:
             on_host = self._sampled.logprobs.to_host()
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
-        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, self.drafts)
+        drafts = {} if self.drafts is None else self.drafts.by_segment()
+        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, drafts)
 
 
 class PromptLogprobsCopy:
@@ -143,9 +151,12 @@ class Runner:
             assert isinstance(model, MtpModel), "the model cannot draft"
             self._mtp = MtpDrafts(model, memory, self._tokens, mtp_drafts)
         self._graphs: DecodeGraphs | None = None
+        self._mtp_graphs: MtpGraphs | None = None
         if graphs:
             keep_hidden = self._mtp is not None
             self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture, keep_hidden=keep_hidden)
+            if self._mtp is not None:
+                self._mtp_graphs = MtpGraphs(self._mtp, self._graphs, memory, seats)
 
     @property
     def has_graphs(self) -> bool:
@@ -162,6 +173,8 @@ class Runner:
         self._constraints.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
+        if self._mtp_graphs is not None:
+            self._mtp_graphs.capture_all(progress)
 
     @torch.inference_mode()
     def write_sampled(self, tokens: Sequence[SampledToken]) -> None:
@@ -211,17 +224,27 @@ class Runner:
             return SubmittedStep(plan.number)
         step = self._sampled_step(plan, sampled_logits)
         if mtp is not None:
-            step.drafts = self._draft(mtp, plan, sampled_logits, step)
+            step.drafts = self._draft(mtp, plan, graph, sampled_logits, step)
         return step
 
     def _draft(
-        self, mtp: MtpDrafts, plan: Plan, sampled_logits: SampledLogits, step: SubmittedStep
-    ) -> Mapping[int, Sequence[int]]:
+        self, mtp: MtpDrafts, plan: Plan, graph: StepGraph | None, sampled_logits: SampledLogits, step: SubmittedStep
+    ) -> DraftedTokens | None:
         """Writes the rows of the MTP layer, mirrors the pages that are full with them, and drafts tokens."""
-        assert sampled_logits.hidden is not None, "the step kept no hidden states"
-        output = mtp.write_rows(self._memory.view(plan.seats, plan.starts, plan.counts), sampled_logits.hidden)
+        if graph is not None and self._mtp_graphs is not None:
+            output = self._mtp_graphs.write_rows(graph)
+        else:
+            assert sampled_logits.hidden is not None, "the step kept no hidden states"
+            output = mtp.write_rows(self._memory.view(plan.seats, plan.starts, plan.counts), sampled_logits.hidden)
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
-        return mtp.draft(plan, output, [step.token_id(index) for index in range(len(plan.sampled))])
+        chains = None if step.sampled_ids is None else mtp.chains(plan, step.sampled_ids)
+        if chains is None:
+            return None
+        if self._mtp_graphs is not None:
+            tokens = self._mtp_graphs.draft(chains, output, has_tiered=Residence.TIERED in plan.residences)
+        else:
+            tokens = mtp.draft(chains, output)
+        return DraftedTokens(chains.segments, tokens)
 
     def _sampled_step(self, plan: Plan, sampled_logits: SampledLogits) -> SubmittedStep:
         """Samples from the logits of a step, and stores the tokens."""
@@ -251,6 +274,8 @@ class Runner:
 
     def _replay(self, graph: StepGraph, plan: Plan) -> SampledLogits | None:
         """Computes a step by replaying a graph. Returns None if a later pipeline stage computes the logits."""
+        if self._mtp_graphs is not None:
+            self._mtp_graphs.capture_rows(graph)
         computed = self._required_graphs(graph).run(graph, plan.seats, plan.starts, plan.counts)
         last_tokens = None if computed is None else self._last_tokens(plan)
         if computed is None or last_tokens is None:

@@ -58,10 +58,28 @@ class Geometry:
     def tail_pages(self) -> int:
         """Pages of a tail: page n of a context is in tail page n % tail_pages.
 
-        A step whose first token is at position p can write drafted tokens into the pages after that of p, and all of
-        them can be rejected. They must not overwrite the page of p and the page before it.
+        A step whose first token is at position p computes up to `max_drafts` drafted tokens after it. If all of them
+        are right, the MTP layer then writes rows of up to `max_drafts - 1` further drafts. All of them can be rejected,
+        so they must not overwrite the page of p and the page before it.
         """
-        return TAIL_PAGES + ceil_div(self.max_drafts, self.page_rows)
+        return TAIL_PAGES + ceil_div(max(0, 2 * self.max_drafts - 1), self.page_rows)
+
+    @property
+    def max_tiered_drafts(self) -> int:
+        """How many tokens of a tiered request the MTP layer can draft.
+
+        A step that verifies v drafts selects rows for 1 + v tokens in the layer, and drafting d tokens after it selects
+        rows for d - 1 more. No slot that one of them uses is evicted for another. All `max_drafts` can be drafted if
+        there are slots for them and for the rows that leave the tail.
+        """
+        if not self.slots:
+            return 0
+        return min(self.max_drafts, max((1 + self.max_drafts) // 2, (self.slots // self.topk - 1) // 2))
+
+    @property
+    def slots_per_step(self) -> int:
+        """The most slots of a tiered request that one step uses, together with the drafting after it."""
+        return self.topk * max(1 + self.max_drafts, 2 * self.max_tiered_drafts)
 
     @property
     def slot_pages(self) -> int:

@@ -34,6 +34,8 @@ class Batch:
     seats: Sequence[int]
     segments: Segments
     seat_of: Tensor  # [tokens] int64: the seat of each token; EMPTY for padding
+    # [tokens] int64: where the step begins to whose tail and slots a token belongs. None: the first token of its seat
+    stamps: Tensor | None = None
 
 
 def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Batch:
@@ -43,12 +45,12 @@ def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int
     return Batch(seats, segments, on_device if segments.decoding else on_device[segments.segment_of])
 
 
-def make_captured_batch(seat_of: Tensor, positions: Tensor) -> Batch:
+def make_captured_batch(seat_of: Tensor, positions: Tensor, stamps: Tensor | None = None) -> Batch:
     """Makes a batch for capture, in which each token is a segment of its own, also if several are of one seat. Seats
     and positions are read from device memory at replay."""
     tokens = seat_of.shape[0]
     segment_of = torch.arange(tokens, device=seat_of.device)
-    return Batch((), Segments((1,) * tokens, (), positions, segment_of), seat_of)
+    return Batch((), Segments((1,) * tokens, (), positions, segment_of), seat_of, stamps)
 
 
 class ResidentView:

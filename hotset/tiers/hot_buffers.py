@@ -45,10 +45,9 @@ class HotBuffers:
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
-        self._slots_per_step = pool.shape.topk * (1 + geometry.max_drafts)  # at most so many are used in one step
-        if not self._slots_per_step <= geometry.slots <= MAX_SLOTS:
+        if not geometry.slots_per_step <= geometry.slots <= MAX_SLOTS:
             raise InternalError(
-                f"a hot buffer has {geometry.slots} slots, but must have {self._slots_per_step} to {MAX_SLOTS}"
+                f"a hot buffer has {geometry.slots} slots, but must have {geometry.slots_per_step} to {MAX_SLOTS}"
             )
         self._pool, self._host, self._tables, self._geometry = pool, host, tables, geometry
         self._seat_tables = SeatTables(
@@ -143,7 +142,7 @@ class HotBuffers:
         """
         slots, device = self._geometry.slots, self._pool.device
         seats, first, last, starts = list_to_device(leaving, torch.int64, device).unbind(1)
-        evictable = (last - first).clamp_max(slots - self._slots_per_step)
+        evictable = (last - first).clamp_max(slots - self._geometry.slots_per_step)
         count = torch.where(last <= slots, last - first, evictable)
         longest = max(rows.last - rows.first for rows in leaving)
         number = torch.arange(min(longest, slots), device=device)  # at most `slots` positions can be planned for

@@ -1,12 +1,13 @@
 """One worker's KV memory: it executes the ledger's commands on tensors and makes each step's view."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
+from hotset.kernels.device_copies import list_to_device
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.resident import Batch, ResidentView, make_batch, make_captured_batch
@@ -100,37 +101,48 @@ class KvMemory:
             case Promote():
                 self._promote(command)
 
-    def prepare_step(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> bool:
+    def prepare_step(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> int:
         """Prepares tails for a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`.
 
         Tokens before `starts[i]` are final. The others can be drafts: a later step may begin at any position after
-        `starts[i]` and compute them again. Returns whether any of the seats is tiered.
+        `starts[i]` and compute them again. Returns the most tokens that a tiered seat has: 0 if none is tiered.
         """
         tiered = self.tables.tiered_seats
         if not tiered or tiered.isdisjoint(seats):
-            return False
+            return 0
         most = 1 + self.pool.geometry.max_drafts
-        if any(count > most and seat in tiered for seat, count in zip(seats, counts, strict=True)):
+        tiered_tokens = max(count for seat, count in zip(seats, counts, strict=True) if seat in tiered)
+        if tiered_tokens > most:
             raise InternalError(f"a step computes at most {most} tokens of a tiered request")
         leaving = self._required_hot_buffers.advance_tails(seats, starts)
         if leaving:
             self._required_mirror.wait()  # a tail page must be on the host before it is overwritten
             self._required_hot_buffers.move_tail_to_slots(leaving)
         self._counts_changed = True
-        return True
+        return tiered_tokens
 
     def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
         """Returns the view of a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`."""
-        has_tiered = self.prepare_step(seats, starts, counts)
-        return self._view(make_batch(seats, starts, counts, self.pool.device), has_tiered)
+        tiered_tokens = self.prepare_step(seats, starts, counts)
+        return self._view(make_batch(seats, starts, counts, self.pool.device), tiered_tokens)
 
-    def captured_view(self, seat_of: Tensor, positions: Tensor, has_tiered: bool) -> ResidentView:
+    def draft_view(self, seats: Sequence[int], positions: Sequence[int], starts: Sequence[int]) -> ResidentView:
+        """Returns a view that computes the draft at `positions[i]` of `seats[i]`, after the step that began at
+        `starts[i]` and the drafts before it. Tails and slots are those of that step."""
+        batch = make_batch(seats, positions, [1] * len(seats), self.pool.device)
+        stamps = list_to_device(starts, torch.int64, self.pool.device)
+        return self._view(replace(batch, stamps=stamps), int(not self.tables.tiered_seats.isdisjoint(seats)))
+
+    def captured_view(
+        self, seat_of: Tensor, positions: Tensor, tiered_tokens: int, stamps: Tensor | None = None
+    ) -> ResidentView:
         """Returns the view to capture in a graph. At replay, it computes the token at `positions[i]` of `seat_of[i]`.
 
-        Tokens of one seat are adjacent, in the order of their positions. The caller calls `prepare_step` before each
-        replay. If not `has_tiered`, none of the seats may be tiered.
+        Tokens of one seat are adjacent, in the order of their positions. A tiered seat has at most `tiered_tokens`; if
+        this is 0, none may be tiered. The caller calls `prepare_step` before each replay. If `stamps` are given, the
+        view is one of drafts, and these are the starts of the step before (see `draft_view`).
         """
-        return self._view(make_captured_batch(seat_of, positions), has_tiered)
+        return self._view(make_captured_batch(seat_of, positions, stamps), tiered_tokens)
 
     def mirror_filled_pages(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Copies to the host every page that the step just submitted has filled.
@@ -178,10 +190,10 @@ class KvMemory:
             assert seat in self.tables.tiered_seats, f"seat {seat} should be tiered"
             self._required_hot_buffers.audit(seat)
 
-    def _view(self, batch: Batch, has_tiered: bool) -> ResidentView:
+    def _view(self, batch: Batch, tiered_tokens: int) -> ResidentView:
         if self.hot_buffers is None:
             return ResidentView(self.pool, self.tables, batch)
-        return TieredView(self.pool, self.tables, self.hot_buffers, self._required_mirror, batch, has_tiered)
+        return TieredView(self.pool, self.tables, self.hot_buffers, self._required_mirror, batch, tiered_tokens)
 
     @property
     def _required_mirror(self) -> Mirror:

@@ -1,6 +1,5 @@
 """The view of a step that may mix resident, tiered and streamed requests."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -47,23 +46,33 @@ class TieredSegments:
     """The segments of tiered requests in a step that verifies drafts of some of them.
 
     Each is planned as one query for the union of its tokens' selections, so that a row which several of them select is
-    copied once, and none of them evicts a row that another one needs.
+    copied once, and none of them evicts a row that another one needs. The segments are found on the device, so that a
+    captured graph finds those of each replay.
     """
 
-    def __init__(self, spans: Sequence[SegmentSpan], seats: Sequence[int], device: torch.device) -> None:
-        width = max(span.last - span.first for span in spans)
-        tokens = [[*range(span.first, span.last), *[EMPTY] * (width - span.last + span.first)] for span in spans]
-        self._tokens = list_to_device(tokens, torch.int64, device)  # [segments, width], EMPTY-padded
-        self._seats = list_to_device([seats[span.segment] for span in spans], torch.int64, device)
-        self._starts = list_to_device([span.length - span.last + span.first for span in spans], torch.int64, device)
-        self._valid = self._tokens != EMPTY
+    def __init__(self, seat_of: Tensor, positions: Tensor, tiered: Tensor, num_segments: int, width: int) -> None:
+        """Columns have an entry per token; `tiered` says whether its request is tiered. There are at most
+        `num_segments` segments, all padding being one, and those of tiered requests have at most `width` tokens."""
+        tokens = torch.arange(seat_of.shape[0], device=seat_of.device)
+        begins = torch.ones_like(tiered)
+        begins[1:] = seat_of[1:] != seat_of[:-1]
+        first = torch.where(begins, tokens, 0).cummax(0).values  # of the token's segment
+        place = (begins.cumsum(0) - 1) * width + tokens - first
+        behind = num_segments * width  # where tokens of other requests are written, and never read
+        self._tiered, self._place = tiered[:, None], torch.where(tiered, place, behind)
+        table = tokens.new_full((behind + 1,), EMPTY).scatter(0, self._place, tokens)[:-1].view(-1, width)
+        self._valid, self._tokens = (table != EMPTY)[:, :, None], table.clamp_min(0)  # [segments, width]
+        first_tokens = self._tokens[:, 0]
+        self._seats = torch.where(self._valid[:, 0, 0], seat_of[first_tokens], EMPTY)
+        self._starts = positions[first_tokens]
 
-    def plan(self, hot: HotBuffers, group: int, positions: Tensor, rows: Tensor) -> SwapPlan:
-        """Plans the swap-in of the selections `positions` [tokens, k], and writes their rows to `rows` [tokens, k]."""
-        selected = torch.where(self._valid[:, :, None], positions[self._tokens.clamp_min(0)], EMPTY)
+    def plan(self, hot: HotBuffers, group: int, positions: Tensor, rows: Tensor) -> tuple[SwapPlan, Tensor]:
+        """Plans the swap-in of the selections `positions` [tokens, k]. Returns the plan, and `rows` [tokens, k] with
+        the rows of tiered requests."""
+        selected = torch.where(self._valid, positions[self._tokens], EMPTY)
         swap = hot.plan(group, self._seats, selected.flatten(1), self._starts)
-        rows[self._tokens[self._valid]] = swap.rows.view_as(selected)[self._valid]
-        return swap
+        found = swap.rows.view(-1, positions.shape[1])
+        return swap, torch.where(self._tiered, found[self._place.clamp_max(found.shape[0] - 1)], rows)
 
 
 class TieredView(ResidentView):
@@ -75,30 +84,30 @@ class TieredView(ResidentView):
     """
 
     def __init__(
-        self, pool: DevicePool, tables: PageTables, hot: HotBuffers, mirror: Mirror, batch: Batch, has_tiered: bool
+        self, pool: DevicePool, tables: PageTables, hot: HotBuffers, mirror: Mirror, batch: Batch, tiered_tokens: int
     ) -> None:
-        """If not `has_tiered`, no request of the batch may be tiered."""
+        """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered."""
         super().__init__(pool, tables, batch)
-        self._hot, self._mirror, self._has_tiered = hot, mirror, has_tiered
+        self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
         self._selected: Tensor | None = None  # rows selected by the index group whose layers are being computed
         self._swap: SwapPlan | None = None
         seat_of, positions = batch.seat_of, batch.segments.positions
-        if has_tiered:
+        self._verified: TieredSegments | None = None  # None: each tiered segment has one token
+        if tiered_tokens > 0:
             seats = seat_of.clamp_min(0)
             tiered = tables.tiered[seats] & (seat_of != EMPTY)
             self._new_rows = torch.where(tiered, tables.tail_at(seats, positions), self._new_rows)
+            if tiered_tokens > 1:
+                num_segments = min(seat_of.shape[0], tables.tiered.shape[0] + 1)
+                self._verified = TieredSegments(seat_of, positions, tiered, num_segments, tiered_tokens)
         self._streamed: list[StreamedSegment] = []
         self._newest: Tensor | None = None  # index of each segment's last token; None: each segment has one token
-        self._verified: TieredSegments | None = None  # None: each tiered segment has one token
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
             self._inspect_segments()
 
     def _inspect_segments(self) -> None:
-        """Finds the streamed segments, those of tiered requests with drafts, and the last token of each segment."""
+        """Finds the streamed segments, and the last token of each segment."""
         pool, tables, segments = self._pool, self._tables, self.segments
-        tiered = [span for span in segments if self._batch.seats[span.segment] in tables.tiered_seats]
-        if any(span.last - span.first > 1 for span in tiered):
-            self._verified = TieredSegments(tiered, self._batch.seats, pool.device)
         newest: list[int] = []
         first_row = 0
         for span in segments:
@@ -159,10 +168,10 @@ class TieredView(ResidentView):
         Missing rows of tiered requests are copied into the group's first layer; `_swap` lists them for later layers.
         """
         if self._verified is not None:
-            self._selected = self._find(positions)
-            self._swap = self._verified.plan(self._hot, group, positions, self._selected)
+            self._swap, self._selected = self._verified.plan(self._hot, group, positions, self._find(positions))
         elif self._has_tiered:
-            self._swap = self._hot.plan(group, self.seat_of, positions, self.segments.positions)
+            stamps = self.segments.positions if self._batch.stamps is None else self._batch.stamps
+            self._swap = self._hot.plan(group, self.seat_of, positions, stamps)
             self._selected = self._swap.rows
         else:
             self._selected = self._find(positions)

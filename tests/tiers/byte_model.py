@@ -217,7 +217,7 @@ class SlotModel:
             return
         first, last = self._tail_first[seat], geometry.tail_first(start)
         self._tail_first[seat] = last
-        unused = geometry.slots - geometry.topk * (1 + geometry.max_drafts)
+        unused = geometry.slots - geometry.slots_per_step
         count = last - first if last <= geometry.slots else min(last - first, unused)
         for slots_of_group in self.slots[seat]:
             slots_of_group.use(range(last - count, last), start - 1)

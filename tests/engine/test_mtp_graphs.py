@@ -1,0 +1,142 @@
+"""Drafting and verification as CUDA graphs: on a CPU with emulated graphs, and on a GPU."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from engine.emulated_graphs import emulate_graphs, make_engine_with_graphs
+from engine.test_decode_graphs import answers, make_prompts
+from engine.test_mtp_drafts import MODELS, SPECS, record_drafts
+from harness import make_engine, run_all
+
+from hotset.base.sampling import SamplingParams
+from hotset.engine.decode_graphs import StepGraph, choose_graph
+from hotset.engine.mtp_drafts import Chains, MtpDrafts
+from hotset.engine.mtp_graphs import MtpGraphs
+from hotset.engine.runner import Runner, SubmittedStep
+from hotset.kernels import EMPTY
+from hotset.models.mtp import MtpOutput
+from hotset.schedule.plan import Plan
+from hotset.tiers.commands import Grant
+from hotset.tiers.residence import Residence
+
+REQUESTS = 3
+
+
+def test_drafts_of_tiered_requests_have_a_graph() -> None:
+    tiered = Plan(
+        number=0,
+        commands=[],
+        seats=(0, 1),
+        starts=(9, 4),
+        counts=(3, 1),
+        sampled=(0, 0, 0, 1),
+        residences=frozenset({Residence.TIERED}),
+        drafts={0: (5, 6)},
+    )
+    assert choose_graph([tiered], 8) == StepGraph(4, True, verifies=True)
+    long = Plan(0, [], (0,), (1 << 23,), (2,), (0, 0), residences=frozenset({Residence.RESIDENT}), drafts={0: (5,)})
+    assert choose_graph([long], 8) == StepGraph(2, False), "the limit of keys is one of prompts"
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers", "max_drafts", "slots"),
+    [("deepseek", "always", 3, 42), ("glm", "always", 2, 30), ("deepseek", "off", 5, None), ("glm", "auto", 1, 18)],
+)
+def test_graphs_draft_what_steps_without_graphs_draft(
+    name: str, tiers: str, max_drafts: int, slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts before each token are compared, too. With 42 slots, seven times the top-k, tiered requests draft as
+    many tokens as others."""
+    spec, model, rng = SPECS[name], MODELS[name], random.Random(max_drafts)
+    prompts = [[rng.randrange(spec.vocab) for _ in range(length)] for length in (26, 1, 17)]
+    params = [SamplingParams(temperature=0.9 * (n % 2), seed=n, max_tokens=26, ignore_eos=True) for n in range(3)]
+    sizes: dict[str, Any] = {"max_model_len": 56, "page_rows": 3, "max_num_batched_tokens": 64, "tiers": tiers}
+    memory = {"device_kv_tokens": 400} | ({} if tiers == "off" else {"host_kv_tokens": 600, "hot_slots": slots})
+    settings = sizes | memory | {"speculate": max_drafts}
+    eager = make_engine(model, spec, **settings, max_num_seqs=REQUESTS)
+    drafter = record_drafts(eager)
+    expected = run_all(eager, prompts, params)
+    monkeypatch.setattr(MtpDrafts, "draft", lambda *_: pytest.fail("drafts without a graph"))
+    graphs = emulate_graphs(monkeypatch)
+    captured = make_engine_with_graphs(model, spec, requests=REQUESTS, **settings)
+    of_graphs = record_drafts(captured)
+    assert run_all(captured, prompts, params) == expected
+    assert of_graphs.recorded == drafter.recorded
+    assert max(map(len, drafter.recorded.values())) == max_drafts
+    verified = [graph for graph in graphs if graph is not None and graph.verifies]
+    assert bool(verified) == (tiers == "always")
+    assert sum(graph is not None for graph in graphs) > 0.8 * len(graphs)
+
+
+def test_all_graphs_are_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, model = SPECS["glm"], MODELS["glm"]
+    emulate_graphs(monkeypatch)
+    settings: dict[str, Any] = {"device_kv_tokens": 400, "host_kv_tokens": 600, "max_model_len": 56, "page_rows": 8}
+    engine = make_engine_with_graphs(model, spec, requests=2, **settings, speculate=2, hot_slots=24, tiers="always")
+    counts: list[tuple[int, int]] = []
+    engine.warm_up(lambda done, total: counts.append((done, total)))
+    steps, layers = (count for done, count in counts if done == count)
+    assert steps == 3 * 6, "sizes 1, 2, 3, 16, 32 and 64; resident, tiered, tiered with drafts"
+    assert layers == steps + 2 * 3, "rows of each graph; drafts of 1, 2 and 3 requests, resident and tiered"
+    monkeypatch.setattr("hotset.engine.decode_graphs.DecodeGraphs.capture", lambda *_: pytest.fail("captured late"))
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    assert [len(answer.token_ids) for answer in run_all(engine, [[1, 2, 3], [4] * 20], params)] == [12, 12]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiers", ["off", "always"])
+def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
+    tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are those of the CPU. After each step, tokens are drafted with and without a graph. Padding can change
+    how sums are rounded, so few drafts may differ. Hot buffers hold seven times the top-k of 128, so that tiered
+    requests draft three tokens, too."""
+    by_graphs, drafts, same = MtpGraphs.draft, 0, 0
+
+    def compared(graphs: MtpGraphs, chains: Chains, output: MtpOutput, *, has_tiered: bool) -> torch.Tensor:
+        nonlocal drafts, same
+        eager = graphs._mtp.draft(chains, output)
+        tokens = by_graphs(graphs, chains, output, has_tiered=has_tiered)
+        assert torch.equal(tokens == EMPTY, eager == EMPTY)
+        drafts += int((tokens != EMPTY).sum())
+        same += int(((tokens == eager) & (tokens != EMPTY)).sum())
+        return tokens
+
+    monkeypatch.setattr(MtpGraphs, "draft", compared)
+    tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
+    on_cpu = answers(prompts, device="cpu")
+    memory = {"device_kv_tokens": 8192}
+    memory |= {} if tiers == "off" else {"host_kv_tokens": 32768, "hot_slots": 7 * 128}
+    captured = answers(prompts, device="cuda", tiers=tiers, speculate=3, **memory)
+    for question, cpu, gpu in zip(questions, on_cpu, captured, strict=True):
+        count = len(tokenizer.encode(question.answer))
+        assert gpu[:count] == cpu[:count], question.task
+    assert drafts > 100 and same >= 0.95 * drafts, f"{same} of {drafts} drafts are equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("tiers", ["off", "always"])
+def test_no_step_with_drafts_synchronizes_the_host_with_the_gpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts, and steps with commands other than `Grant`, are not checked."""
+    submit, verified = Runner.submit, 0
+
+    def submit_without_sync(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
+        nonlocal verified
+        if graph is None or not all(isinstance(command, Grant) for command in plan.commands):
+            assert not plan.drafts or plan.commands, "a step with drafts was computed without a graph"
+            return submit(runner, plan, graph)
+        verified += bool(plan.drafts)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return submit(runner, plan, graph)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Runner, "submit", submit_without_sync)
+    _, _, prompts = make_prompts(["lookup"])
+    memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
+    answers(prompts, tokens=140, tiers=tiers, device="cuda", speculate=3, **memory)
+    assert verified > 30
