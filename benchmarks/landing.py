@@ -152,6 +152,10 @@ class EndpointProbe:
             self.bytes_before_end = arrived
         self._endpoint.on_submitted(step)
 
+    @property
+    def waiting_for_copies(self) -> bool:
+        return self._endpoint.waiting_for_copies
+
     def stats(self) -> HandoffStats:
         return self._endpoint.stats()
 

@@ -117,14 +117,24 @@ class Engine:
 
     @property
     def waiting_for_peers(self) -> bool:
-        """True if no step is in flight and no request is running. Any request that is still open after a step then
-        waits for a peer, or for pages of a request that waits for a peer."""
-        return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
+        """True if no step is in flight, no request is running, and no message to a peer waits for the next step. Any
+        request that is still open then waits for a peer, or for pages of a request that waits for a peer."""
+        return not self._pending and not any(
+            scheduler.running or scheduler.has_messages for scheduler in self._schedulers
+        )
+
+    @property
+    def waiting_for_copies(self) -> bool:
+        """True if a message to a peer waits for copies to the host. `step` must be called again soon to send it."""
+        return self._endpoint is not None and self._endpoint.waiting_for_copies
 
     def _step(self) -> TokenOutputs:
         self.executor.check()
         if self._endpoint is not None:
             self._endpoint.poll()
+            if any(scheduler.has_outputs for scheduler in self._schedulers):
+                # The first tokens of prompts that have landed do not wait for a step.
+                return _merge([scheduler.take_outputs() for scheduler in self._schedulers])
         while len(self._pending) < self._plans_in_flight:
             step = [scheduler.plan() for scheduler in self._schedulers]
             if not any(step):

@@ -71,6 +71,10 @@ class HandoffEndpoint(Protocol):
         """Passes the announcements of the step's plans to the agent: rows that were computed for peers, and first
         tokens. The step loop calls it after submitting the step."""
 
+    @property
+    def waiting_for_copies(self) -> bool:
+        """Whether a request to a peer waits for copies to the host, which `poll` checks."""
+
     def stats(self) -> HandoffStats: ...
 
     def audit(self) -> None: ...
@@ -164,6 +168,10 @@ class DecodeEndpoint:
         if any(plan.announcements for plan in step if plan is not None):
             raise InternalError("a decode worker computed a prompt for a peer")
 
+    @property
+    def waiting_for_copies(self) -> bool:
+        return bool(self._pending)
+
     def stats(self) -> HandoffStats:
         return self._agent.stats()
 
@@ -248,6 +256,10 @@ class PrefillEndpoint:
                     self._agent.put(msg.FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
                 case PromptFailed(_, reason):
                     self._agent.put(msg.PrefillFailed(prefill.peer, prefill.key, retry=False, reason=reason))
+
+    @property
+    def waiting_for_copies(self) -> bool:
+        return False  # the agent waits for the copies of announced rows
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()

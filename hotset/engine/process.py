@@ -48,7 +48,8 @@ AUDIT_AFTER_IDLE_S = 1.0
 REPORT_SECONDS = 0.5  # interval between reports of the engine's state while there is work
 SHOW_SECONDS = 0.1  # minimum time between two reports of the progress of one task
 EXIT_SECONDS = 1.0  # time between the end of the child's pipe and its exit code
-PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers
+PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers; their messages end it
+COPY_POLL_SECONDS = 0.0005  # the same while a message to a peer waits for copies to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +356,7 @@ def _next_command(
         if not inbox.empty() or not engine.waiting_for_peers:
             return None if inbox.empty() else inbox.get()
         with contextlib.suppress(queue.Empty):
-            return inbox.get(timeout=PEER_POLL_SECONDS)
+            return inbox.get(timeout=COPY_POLL_SECONDS if engine.waiting_for_copies else PEER_POLL_SECONDS)
         return None
     try:
         return inbox.get(timeout=AUDIT_AFTER_IDLE_S)

@@ -90,7 +90,7 @@ class PeerTiming:
     ping_every: float = 1.0
     peer_timeout: float = 4.0  # a watched peer that sends no message for this long is lost, and needs a new Hello
     forget_after: float = 900.0  # a peer on which no handoff depends is forgotten after this long without a message
-    poll_every: float = 0.002  # interval between polls of writes in flight
+    poll_every: float = 0.001  # interval between polls of writes in flight
 
 
 class Liveness:

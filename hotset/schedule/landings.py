@@ -37,6 +37,9 @@ class Landings:
         self._unsent: dict[Request, _Unsent] = {}
         self._withdrawn: list[Withdrawal] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._unsent) or bool(self._withdrawn)
+
     def reserve(self, request: Request, on_device: bool, plan: int) -> None:
         """Moves a waiting request to phase LANDING and adds its reservation.
 

@@ -314,6 +314,16 @@ class Scheduler:
         self.counters.tokens_generated += len(outputs.token_ids) - num_landed
         return self.take_outputs()
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether a message about a prompt that one worker computes for another can be sent after the next steps."""
+        return bool(self._announcements) or bool(self._landings)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `take_outputs` returns tokens or ends of requests."""
+        return bool(self._outputs)
+
     def take_outputs(self) -> TokenOutputs:
         """Returns outputs that need no step, each of them once: first tokens of landings, and requests that ended."""
         outputs, self._outputs = self._outputs, TokenOutputs()

@@ -22,8 +22,9 @@ from hotset.transfer.regions import Regions
 
 log = logging.getLogger(__name__)
 
-# Maximum sleep of NIXL's progress thread, which wakes earlier if UCX has work. With 0, NIXL's default, it spins.
-PROGRESS_DELAY_US = 20_000
+# Maximum sleep of NIXL's progress thread. It wakes earlier if UCX reports work. Not every transport of UCX does so, and
+# then a peer that writes may wait for this long. NIXL rounds up to milliseconds. With 0, its default, the thread spins.
+PROGRESS_DELAY_US = 2_000
 
 # Lines of UCX's log: the transports that it chose, and its warnings.
 CHOSEN = re.compile(r" UCX +INFO +\S+ (?:intra|inter)-node cfg#\d+ (.*)")

@@ -229,7 +229,7 @@ def test_a_hurried_close_cuts_the_drain_of_handoffs_short() -> None:
 def test_a_child_is_killed_only_after_the_time_it_may_need_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = make("decode"), make("decode", host_kv_tokens=8192)
     try:
-        without_memory = core.DRAIN_SECONDS + NOTIFY_SECONDS + STOP_SECONDS + CLOSE_S
+        without_memory = core.DRAIN_SECONDS + NOTIFY_SECONDS + 2 * STOP_SECONDS + CLOSE_S
         assert large.closing_seconds == without_memory, "without a GPU no memory is pinned"
         monkeypatch.setattr(HostStore, "pinned_bytes", property(lambda store: store.rows.nbytes))
         assert without_memory < small.closing_seconds < large.closing_seconds

@@ -8,6 +8,8 @@ import pytest
 from engine.handoff_pair import SAMPLED, Prompts, answers_alone, decoder_of, pair
 
 from hotset.base.config import EMBEDDED, LandingChoice, TiersChoice, TiersMode
+from hotset.engine.core import Engine
+from hotset.schedule.plan import TokenOutputs
 
 Case = tuple[str, str, LandingChoice, tuple[int, int]]
 
@@ -94,3 +96,28 @@ def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered(
     expected = answers_alone("dsa", prompts, params, **SMALL, **ROOMY)
     with pair("dsa", "loopback", (4, 4), {"tiers": "always"}, **SMALL, **ROOMY) as workers:
         assert workers.answers(prompts.token_ids(decoder_of("dsa")), params, landing, tiers) == expected
+
+
+def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_for_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step loop sleeps while its engine waits for peers."""
+    prompts, mistakes, num_tokens = Prompts((40, 97)), list[str](), list[int]()
+    with pair("dsa", "loopback", (16, 16), **SIZES) as workers:
+        for role, engine in (("prefill", workers.prefill), ("decode", workers.decode)):
+
+            def watched_step(role: str = role, engine: Engine = engine, step: Any = engine.step) -> TokenOutputs:
+                before = engine.steps
+                outputs: TokenOutputs = step()
+                if engine.waiting_for_peers and any(scheduler.has_messages for scheduler in engine._schedulers):
+                    mistakes.append(f"the {role} engine sleeps before it has sent its messages")
+                if outputs.token_ids and not num_tokens and engine.steps != before:
+                    mistakes.append("the first token has waited for a step")
+                num_tokens.extend(outputs.token_ids)
+                return outputs
+
+            monkeypatch.setattr(engine, "step", watched_step)
+        for prompt in prompts.token_ids(decoder_of("dsa")):
+            num_tokens.clear()
+            workers.answers([prompt], SAMPLED, "host")
+            assert num_tokens and not mistakes, mistakes
