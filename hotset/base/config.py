@@ -450,10 +450,9 @@ class EngineConfig:
             raise ConfigError(
                 "--gpus and --ranks-per-gpu are for --executor processes: Ray assigns a GPU to each worker"
             )
-        if self.role != "both":
+        if self.role != "both" and self.transfer != "nixl":
             raise ConfigError(
-                f"--role {self.role} needs all host stores on one machine; use --executor processes for prefill and "
-                "decode workers, one engine per node"
+                f"--role {self.role} with --executor ray needs --transfer nixl: workers on several nodes have endpoints"
             )
 
     def _check_role(self) -> None:

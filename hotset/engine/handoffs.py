@@ -22,18 +22,17 @@ from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
 from hotset.engine.stores import (
-    PoolShard,
     ProbeMemory,
+    host_shards,
     host_store_name,
-    in_process,
     landing_policy,
     landing_store_name,
     landing_stores,
-    pool_shard,
+    pool_shards,
     regions,
     unpackable_stores,
 )
-from hotset.engine.workers.executor import Executor, Step, WorkerPool
+from hotset.engine.workers.executor import Executor, Step, TransferWorker
 from hotset.handoff import messages as msg
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
@@ -45,7 +44,6 @@ from hotset.handoff.receiver import Receiver
 from hotset.handoff.routes import show_routes
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
-from hotset.memory.device_pool import DevicePool
 from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
@@ -96,7 +94,7 @@ class TransferResources:
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
     staging: StagingMemory | None
     probes: ProbeMemory
-    workers: Sequence[WorkerPool]
+    workers: Sequence[TransferWorker]
 
     def close(self) -> None:
         self.transfer.close()
@@ -322,10 +320,18 @@ def open_endpoint(
     """
     is_prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if is_prefill else executor.pool
-    workers = () if is_prefill or not card.landing.on_device else executor.serve_transfers(settings)
-    stores, probes = landing_stores(hosts, _pool_shards(pool, workers)), ProbeMemory(executor.pool)
-    staging = _staging(config, stores)
-    registered = [*regions(hosts, pool), *probes.regions, *([] if staging is None else [staging.region])]
+    with_pools = not is_prefill and card.landing.on_device
+    workers = executor.serve_transfers(settings, with_pools=with_pools)
+    stores = landing_stores(host_shards(hosts, workers), pool_shards(pool, workers))
+    probes = ProbeMemory(executor.pool)
+    # This process packs and unpacks staged contexts, so it must have mapped the host stores.
+    on_other_nodes = any(worker.described.host is not None for worker in workers)
+    staging = None if on_other_nodes else _staging(config, stores)
+    registered = [
+        *regions([shard.store for shard in hosts], pool),
+        *probes.regions,
+        *([] if staging is None else [staging.region]),
+    ]
 
     def open_registered() -> Transfer:
         with ExitStack() as undo:
@@ -356,6 +362,7 @@ def open_endpoint(
             description=b"" if isinstance(transfer, Endpoints) else transfer.describe(),
             ring=ring,
             process=this_process(),
+            writers=tuple(process for worker in workers if (process := worker.described.process) is not None),
             probes={**_worker_probes(workers), **probes.ranges},
         )
         agent: HandoffAgent
@@ -374,20 +381,7 @@ def open_endpoint(
     return DecodeEndpoint(agent, resources, schedulers, executor, card.landing), channel
 
 
-def _pool_shards(pool: DevicePool | None, workers: Sequence[WorkerPool]) -> list[PoolShard]:
-    """Describes the device pools with engine addresses. Process 0 is this one; the workers follow."""
-    if pool is not None:
-        return [pool_shard(pool)]
-    shards = []
-    for process, worker in enumerate(workers, 1):
-        rows, keys = worker.described.rows, worker.described.keys
-        keys = None if keys is None else in_process(keys, process)
-        row_bytes = worker.shape.row.row_bytes
-        shards.append(PoolShard(worker.replica, worker.kv_heads, row_bytes, in_process(rows, process), keys))
-    return shards
-
-
-def _worker_probes(workers: Sequence[WorkerPool]) -> dict[str, msg.MemoryRange]:
+def _worker_probes(workers: Sequence[TransferWorker]) -> dict[str, msg.MemoryRange]:
     """Returns the probe memory of the first worker process, with engine addresses."""
     return {
         kind: replace(memory, address=engine_address(1, memory.address))

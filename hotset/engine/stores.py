@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hotset.engine.workers.executor import HostShard
+from hotset.engine.workers.executor import HostShard, TransferWorker
+from hotset.engine.workers.messages import Spans
 from hotset.handoff.layout import head_shards, whole_rows
 from hotset.handoff.messages import MemoryRange, PagedSpan, Route, Store, StoreName
 from hotset.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
-from hotset.memory.device_pool import DevicePool
+from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.host_store import HostStore
 from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import MemoryKind, Region
 from hotset.transfer.workers import engine_address
@@ -20,12 +22,13 @@ KEYS_ON_DEVICE = ", keys on device"  # end of the name of a host store whose ind
 
 
 @dataclass(frozen=True, slots=True)
-class PoolShard:
-    """The device pool of one worker, as peers can write to it."""
+class StoreShard:
+    """A device pool, or a host store, of one worker or of several that share it. Peers use its engine addresses."""
 
     replica: int
+    first_layer: int  # index of its first layer in the whole model
     kv_heads: int  # number of KV heads of the whole model if rows consist of heads, else 1
-    row_bytes: int  # bytes of this worker's row that are used
+    row_bytes: int  # bytes of this shard's row that are used
     rows: PagedSpan
     keys: PagedSpan | None
 
@@ -35,12 +38,11 @@ def host_store_name(replica: int) -> StoreName:
     return f"host {replica}" if replica else "host"
 
 
-def host_stores(hosts: Sequence[HostShard]) -> dict[StoreName, Store]:
+def host_stores(hosts: Sequence[StoreShard]) -> dict[StoreName, Store]:
     """Describes the host store of each replica. The keys are the names from `host_store_name`."""
     replicas = sorted({shard.replica for shard in hosts})
     return {
-        host_store_name(replica): _host_store([shard for shard in hosts if shard.replica == replica])
-        for replica in replicas
+        host_store_name(replica): _store([shard for shard in hosts if shard.replica == replica]) for replica in replicas
     }
 
 
@@ -56,12 +58,12 @@ def landing_store_name(replica: int, *, on_device: bool, keys_on_host: bool) -> 
     return host_store_name(replica) if keys_on_host else host_store_name(replica) + KEYS_ON_DEVICE
 
 
-def landing_stores(hosts: Sequence[HostShard], pools: Sequence[PoolShard]) -> dict[StoreName, Store]:
+def landing_stores(hosts: Sequence[StoreShard], pools: Sequence[StoreShard]) -> dict[StoreName, Store]:
     """Describes the memory in which contexts can land: the host stores, the device pools, and the host stores with
     index keys in the device pools. The keys are the names from `landing_store_name`."""
     stores = host_stores(hosts)
     for replica in sorted({shard.replica for shard in pools}):
-        on_device = _device_store([shard for shard in pools if shard.replica == replica])
+        on_device = _store([shard for shard in pools if shard.replica == replica])
         host = stores.get(host_store_name(replica))
         if host is not None:
             mixed = Store(host.shards, on_device.keys, on_device.key_copies)
@@ -82,33 +84,68 @@ def unpackable_stores(stores: Mapping[StoreName, Store], pool: DevicePool | None
     }
 
 
-def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]:
+def regions(hosts: Sequence[HostStore], pool: DevicePool | None) -> list[Region]:
     """Returns the memory to register with a transfer engine: the host stores and, if given, the device pool."""
-    tensors = [tensor for shard in hosts for tensor in (shard.store.rows, shard.store.keys)]
+    tensors = [tensor for store in hosts for tensor in (store.rows, store.keys)]
     regions = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
     if pool is not None:
         regions.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, memory_kind(pool), pool.device.index or 0))
     return regions
 
 
-def pool_spans(pool: DevicePool) -> tuple[PagedSpan, PagedSpan | None]:
-    """Describes the rows and the index keys of a device pool, with addresses of the process to which it belongs."""
+def host_spans(store: HostStore) -> Spans:
+    """Describes a host store, with addresses of this process."""
+    keys = None if store.keys is None else _span(store.keys, store.page_rows)
+    return Spans(_span(store.rows, store.page_rows), keys)
+
+
+def pool_spans(pool: DevicePool) -> Spans:
+    """Describes a device pool, with addresses of the process to which it belongs."""
     geometry, stride = pool.geometry, pool.shape.row.stride_bytes
     bases = tuple((layer.data_ptr(),) for layer in pool.bytes)
     rows = PagedSpan(bases, geometry.layer_page_bytes, geometry.page_rows, stride)
     if (key := pool.shape.key) is None:
-        return rows, None
+        return Spans(rows, None)
     key_bases = tuple(
         tuple(pool.bytes[layer].data_ptr() for layer in pool.shape.key_part_layers(group))
         for group in range(pool.shape.groups)
     )
     page_bytes, step = geometry.layer_page_bytes, pool.shape.key_step
-    return rows, PagedSpan(key_bases, page_bytes, geometry.keys_per_block, key.stride_bytes, step)
+    return Spans(rows, PagedSpan(key_bases, page_bytes, geometry.keys_per_block, key.stride_bytes, step))
 
 
-def pool_shard(pool: DevicePool) -> PoolShard:
-    """Describes the device pool of an engine whose only worker is its own process."""
-    return PoolShard(0, 1, pool.shape.row.row_bytes, *pool_spans(pool))
+def pool_shards(pool: DevicePool | None, workers: Sequence[TransferWorker]) -> list[StoreShard]:
+    """Describes all device pools: that of this process if it is given, and those that workers have described."""
+    own = [] if pool is None else [_shard(0, 0, 1, pool.shape, pool_spans(pool))]
+    return [*own, *_worker_shards(workers, [worker.described.pool for worker in workers])]
+
+
+def host_shards(hosts: Sequence[HostShard], workers: Sequence[TransferWorker] = ()) -> list[StoreShard]:
+    """Describes all host stores: those that this process has mapped, and those that workers have described."""
+    mapped = [
+        _shard(shard.replica, shard.first_layer, shard.kv_heads, shard.shape, host_spans(shard.store))
+        for shard in hosts
+    ]
+    return [*mapped, *_worker_shards(workers, [worker.described.host for worker in workers])]
+
+
+def _worker_shards(workers: Sequence[TransferWorker], described: Sequence[Spans | None]) -> list[StoreShard]:
+    """Returns the shards with engine addresses. Process 0 is this one; the workers follow."""
+    return [
+        _shard(
+            worker.replica,
+            worker.first_layer,
+            worker.kv_heads,
+            worker.shape,
+            Spans(in_process(spans.rows, process), None if spans.keys is None else in_process(spans.keys, process)),
+        )
+        for process, (worker, spans) in enumerate(zip(workers, described, strict=True), 1)
+        if spans is not None
+    ]
+
+
+def _shard(replica: int, first_layer: int, kv_heads: int, shape: KvShape, spans: Spans) -> StoreShard:
+    return StoreShard(replica, first_layer, kv_heads, shape.row.row_bytes, spans.rows, spans.keys)
 
 
 def in_process(span: PagedSpan, process: int) -> PagedSpan:
@@ -160,42 +197,32 @@ def landing_policy(routes: Sequence[Route], default: LandingPolicy) -> LandingPo
     return LandingPolicy(keys_on_host=into_pool.seconds_per_write > EXPENSIVE_WRITE_SECONDS)
 
 
-def _host_store(shards: Sequence[HostShard]) -> Store:
-    """Describes the host store of one replica, which can consist of one shard per pipeline stage and rank.
+def _store(shards: Sequence[StoreShard]) -> Store:
+    """Describes the host stores, or the device pools, of one replica: one for each rank and pipeline stage.
 
-    The layers of all stages follow each other in one span per rank. The ranks hold different heads of each row.
+    The layers of all stages follow each other in one span per rank. The ranks hold different heads of each row or, if
+    rows have no heads, all hold the whole row. Index keys are in all of them.
     """
     stages = sorted({shard.first_layer for shard in shards})
     by_stage = [[shard for shard in shards if shard.first_layer == stage] for stage in stages]
-    spans = []
-    for shards_of_rank in zip(*by_stage, strict=True):
-        layers = [layer for shard in shards_of_rank for layer in shard.store.rows]
-        first = shards_of_rank[0]
-        spans.append(_span(layers, first.shape.row.stride_bytes, first.store.page_rows))
-    keys = None
-    if (key := shards[0].shape.key) is not None:
-        keys_by_stage = [stage[0].store.keys for stage in by_stage]
-        groups = [group for keys_of_stage in keys_by_stage if keys_of_stage is not None for group in keys_of_stage]
-        keys = _span(groups, key.stride_bytes, shards[0].store.page_rows)
-    if len(spans) == 1:
-        return Store(whole_rows(spans[0]), keys)
+    ranks = list(zip(*by_stage, strict=True))
+    rows = [_joined([shard.rows for shard in rank]) for rank in ranks]
+    keys_of_ranks = [[shard.keys for shard in rank if shard.keys is not None] for rank in ranks]
+    first_keys, *copies = [_joined(keys) if keys else None for keys in keys_of_ranks]
+    key_copies = tuple(keys for keys in copies if keys is not None)
     heads = shards[0].kv_heads
-    head_bytes = shards[0].shape.row.row_bytes // 2 // max(1, heads // len(spans))
-    return Store(head_shards(spans, heads, head_bytes), keys)
+    if heads == 1 or len(rows) == 1:
+        return Store(tuple(shard for span in rows for shard in whole_rows(span)), first_keys, key_copies)
+    head_bytes = shards[0].row_bytes // 2 // max(1, heads // len(rows))
+    return Store(head_shards(rows, heads, head_bytes), first_keys, key_copies)
 
 
-def _device_store(shards: Sequence[PoolShard]) -> Store:
-    """Describes the device pools of one replica: one for each tensor parallel rank. The ranks hold different heads of
-    each row or, if rows have no heads, all hold the whole row. Index keys are in all pools."""
-    first, *further = shards
-    copies = tuple(shard.keys for shard in further if shard.keys is not None)
-    if first.kv_heads == 1 or not further:
-        return Store(tuple(shard for each in shards for shard in whole_rows(each.rows)), first.keys, copies)
-    head_bytes = first.row_bytes // 2 // max(1, first.kv_heads // len(shards))
-    return Store(head_shards([shard.rows for shard in shards], first.kv_heads, head_bytes), first.keys, copies)
+def _joined(spans: Sequence[PagedSpan]) -> PagedSpan:
+    """Returns one span with the layers, or the index groups, of several."""
+    return replace(spans[0], bases=tuple(base for span in spans for base in span.bases))
 
 
-def _span(tensors: Sequence[Tensor], stride: int, page_rows: int) -> PagedSpan:
-    """Describes the pages of several layers, or of several index groups, each in a tensor of its own."""
-    bases = tuple((tensor.data_ptr(),) for tensor in tensors)
-    return PagedSpan(bases, page_rows * stride, page_rows, stride)
+def _span(tensor: Tensor, page_rows: int) -> PagedSpan:
+    """Describes pages of a tensor of shape [layers or index groups, rows, width]."""
+    stride = tensor.stride(1) * tensor.element_size()
+    return PagedSpan(tuple((layer.data_ptr(),) for layer in tensor), page_rows * stride, page_rows, stride)

@@ -144,7 +144,8 @@ def _check_message(message: Message, sender_address: str) -> None:
             for route in message.routes if isinstance(message, msg.Welcome) else ():
                 speeds = min(route.gb_per_s, route.seconds_per_write)
                 _require({route.source, route.target} <= MEMORY_KINDS and speeds >= 0, "a route is invalid")
-            _require(hello.process is None or hello.process.pid > 0, "the process id is not positive")
+            processes = [*hello.writers, *([] if hello.process is None else [hello.process])]
+            _require(all(process.pid > 0 for process in processes), "a process id is not positive")
             for store in hello.stores.values():
                 for shard in store.shards:
                     _check_span(shard.span)

@@ -276,7 +276,7 @@ class DecodeAgent(HandoffAgent):
         if link.process not in (None, hello.process):
             self._lose(peer, f"{peer} was restarted", now)  # the new process gets an endpoint of its own
             return
-        link.process = hello.process
+        link.process, link.writers = hello.process, hello.writers
         self._introduced[peer] = self._liveness.num_pings
         self._receiver.add_peer(peer, hello)
         self._add_routes(peer, welcome.routes)

@@ -130,6 +130,7 @@ class Link:
     peer: str
     hello: Hello | None = None  # introduces this worker with this endpoint; None until the endpoint is open
     process: ProcessIdentity | None = None  # the peer's process; known after Welcome
+    writers: tuple[ProcessIdentity, ...] = ()  # further processes of the peer that may write
     held_since: float | None = None  # if set, the link will be retired, and no new handoff uses it since this time
     # Set when the link is retired: failed handoffs to whose memory the peer may still write.
     unconfirmed: set[HandoffKey] = field(default_factory=set)
@@ -195,9 +196,9 @@ class Links:
         return {key for link in self._retired.values() for key in link.unconfirmed}
 
     def needs_end_of_process(self, link: Link) -> bool:
-        """Returns whether the peer's process can write although the endpoint is closed."""
-        observable = is_observable(link.process, self._hello.process)
-        return observable and link.process is not None and not has_ended(link.process)
+        """Returns whether a process of the peer can write although the endpoint is closed."""
+        writers = [*([] if link.process is None else [link.process]), *link.writers]
+        return any(is_observable(each, self._hello.process) and not has_ended(each) for each in writers)
 
     def close_retired(self, unconfirmed: set[HandoffKey], now: float) -> None:
         """Begins to close the endpoints of retired links.

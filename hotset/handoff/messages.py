@@ -140,6 +140,7 @@ class Hello:
     description: bytes  # result of Transfer.describe, for Transfer.connect at the peer
     ring: MemoryRange | None = None  # memory for packed pieces, if this worker can receive staged contexts
     process: ProcessIdentity | None = None  # None if the introduced process cannot be identified
+    writers: tuple[ProcessIdentity, ...] = ()  # further processes of the introduced worker that may write
     endpoint: int = 0  # number of the endpoint that `description` describes
     probes: Mapping[str, MemoryRange] = field(default_factory=dict)  # memory for measuring routes, by kind
 

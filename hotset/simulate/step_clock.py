@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 from hotset.base.address import Address
-from hotset.engine.workers.executor import HostShard, Step, StepFuture, WorkerPool
+from hotset.engine.workers.executor import HostShard, Step, StepFuture, TransferWorker
 from hotset.memory.device_pool import DevicePool
 from hotset.plan.costs import RankCosts
 from hotset.schedule.plan import Plan, StepResult
@@ -141,7 +141,7 @@ class SimulatedExecutor:
     def pool(self) -> DevicePool | None:
         return None
 
-    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
+    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
         return ()
 
     def traffic(self) -> Traffic:

@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -132,10 +131,23 @@ class _Reply:
     throughput: Throughput | None = None  # of the endpoint, with the end of a list of writes
 
 
+class Messages(Protocol):
+    """One end of a connection that carries messages. A `Connection` of `multiprocessing` is one.
+
+    Its methods raise OSError or EOFError if the process at the other end has ended.
+    """
+
+    def send(self, obj: Any) -> None: ...
+
+    def recv(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
 class WorkerConnection:
     """The engine's end of a connection to a worker that runs `serve_transfers`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Messages) -> None:
         self._connection = connection
         self._lock = threading.Lock()  # guards the fields below, and sending
         self._calls: dict[int, Future[Any]] = {}  # calls that are not answered
@@ -270,7 +282,7 @@ class _Served:
     submitted: list[tuple[_Call, Transfer, WriteTicket]] = field(default_factory=list)
 
 
-def serve_transfers(connection: Connection, open_endpoint: Callable[[], Transfer]) -> None:
+def serve_transfers(connection: Messages, open_endpoint: Callable[[], Transfer]) -> None:
     """Opens, uses and closes endpoints as the engine commands, until it closes the connection or ends.
 
     `open_endpoint` opens an endpoint and registers the memory of this process with it.

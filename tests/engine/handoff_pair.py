@@ -28,7 +28,7 @@ from hotset.engine.core import Engine
 from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
-from hotset.engine.stores import host_stores
+from hotset.engine.stores import host_store_name
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff.layout import landing_pages
 from hotset.handoff.messages import (
@@ -142,7 +142,7 @@ class ContextComparer:
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._endpoint, PrefillEndpoint) and isinstance(decode._endpoint, DecodeEndpoint)
-        self.source = host_stores(prefill.executor.hosts())["host"]
+        self.source = prefill._endpoint._agent._hello.stores["host"]
         self.targets = decode._endpoint._agent._hello.stores
         executor = decode.executor
         self._in_other_processes = isinstance(executor, MultiprocessExecutor) and any(
@@ -211,22 +211,20 @@ class CachedBytes:
     """The bytes of every page in the prefix cache of an engine. They must not change until the page is evicted."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        assert isinstance(engine._endpoint, PrefillEndpoint | DecodeEndpoint)
+        self._engine, self._stores = engine, engine._endpoint._agent._hello.stores
         self._seen: dict[tuple[int, bytes], tuple[int, bytes]] = {}  # replica and hash -> page and its bytes
 
     def check(self) -> None:
         """Asserts that no page has changed since the last call."""
         found = {}
         for number, replica in enumerate(self._engine.replicas):
-            shards = [shard.store for shard in self._engine.executor.hosts() if shard.replica == number]
             cached = {} if replica.ledger.host is None else replica.ledger.host._cached
             for page_hash, entry in cached.items():
-                tensors = [tensor for store in shards for tensor in (store.rows, store.keys) if tensor is not None]
-                rows = slice(entry.page * shards[0].page_rows, (entry.page + 1) * shards[0].page_rows)
-                stored = b"".join(
-                    tensor[:, rows].contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors
-                )
-                found[number, page_hash] = entry.page, stored
+                store = self._stores[host_store_name(number)]
+                spans = [*(shard.span for shard in store.shards), *store.all_keys]
+                stored = [row for span in spans for row in bytes_of(span, (entry.page,), range(span.part_rows))]
+                found[number, page_hash] = entry.page, b"".join(stored)
         for name in found.keys() & self._seen.keys():
             page, before = self._seen[name]
             assert found[name] == (page, before) or found[name][0] != page, (

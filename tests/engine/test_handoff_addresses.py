@@ -87,7 +87,8 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
         on_device = Region(pool.data_ptr(), pool.nbytes)
         *stores, probe, staging = transfer.registered
         assert probe.nbytes == PROBE_BYTES, "routes are measured with memory that nothing else uses"
-        assert stores == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
+        hosts = [shard.store for shard in engine.executor.hosts()]
+        assert stores == regions(hosts, engine.executor.pool if role == "decode" else None)
         assert staging.nbytes == 64 << 20
         assert (on_device in transfer.registered) == (role == "decode"), "only decode workers register the device pool"
     finally:

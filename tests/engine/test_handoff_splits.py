@@ -83,18 +83,19 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
 
 @contextmanager
 def pair(
-    model: str, sender: str, receiver: str, transfer_name: str, *further_senders: str, **settings: Any
+    model: str, sender: str, receiver: str, transfer_name: str, *further_senders: str, nodes: int = 0, **settings: Any
 ) -> Iterator[Pair]:
     """Yields prefill workers (parallelism `sender` and `further_senders`) and a decode worker (`receiver`). `settings`
-    apply to the decode worker."""
+    apply to the decode worker. `nodes` is the argument of `split_engine`."""
     hub = Hub(threaded=True)
 
     def transfer() -> Transfer:
         return Loopback(hub) if transfer_name == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
 
     with ExitStack() as stack:
-        prefill = engine_of(model, sender, "prefill", transfer)
+        prefill = engine_of(model, sender, "prefill", transfer, **({"nodes": nodes} if nodes else {}))
         stack.callback(prefill.close)
+        settings |= {"nodes": nodes} if nodes else {}
         decode = engine_of(model, receiver, "decode", transfer, page_rows=8, **settings)
         stack.callback(decode.close)
         further_prefills = [engine_of(model, sender, "prefill", transfer) for sender in further_senders]
@@ -127,6 +128,22 @@ def test_answers_do_not_change_if_the_two_engines_have_different_parallelism(
         assert workers.comparer.num_compared == len(LENGTHS)
         landings = {request.landing.split()[0] for request in workers.comparer.requests.values()}
         assert ("device" in landings) == ("PP" not in receiver), f"the contexts landed on {landings}"
+        stats = workers.decode.stats()
+    assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "sender", "receiver"),
+    [("deepseek_v32", "TP2", "DP4"), ("glm_moe_dsa", "TP4", "PP2"), ("deepseek_v32", "PP2", "TP4")],
+)
+def test_contexts_land_in_every_copy_on_all_nodes(model: str, sender: str, receiver: str) -> None:
+    """The comparer requires that all shards with the same rows have the same bytes."""
+    with pair(model, sender, receiver, "loopback", nodes=2) as workers:
+        copies = 2 if sender in ("TP2", "TP4") else 1
+        assert len(workers.comparer.source.shards) == copies, "each node of a stage has a copy of the rows"
+        assert workers.answers(prompts(), PARAMS, "host") == answers_of_one_process(model)
+        assert workers.comparer.num_compared == len(LENGTHS)
+        assert all(request.landing.startswith("host") for request in workers.comparer.requests.values())
         stats = workers.decode.stats()
     assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
 

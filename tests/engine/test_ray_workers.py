@@ -23,7 +23,7 @@ REFUSED = [
     ({}, "there is only one"),
     ({"tensor_parallel_size": 2, "gpus": "0,1", "device": "cuda"}, "Ray assigns a GPU to each worker"),
     ({"tensor_parallel_size": 2, "ranks_per_gpu": 2, "device": "cuda"}, "Ray assigns a GPU to each worker"),
-    ({"tensor_parallel_size": 2, "role": "decode"}, "one engine per node"),
+    ({"tensor_parallel_size": 2, "role": "decode", "transfer": "mooncake"}, "needs --transfer nixl"),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotset.engine.stores import landing_stores, pool_shard
+from hotset.engine.stores import landing_stores, pool_shards
 from hotset.handoff.layout import plan_writes
 from hotset.handoff.messages import PagedSpan
 from hotset.kernels.rows import RowLayout
@@ -38,7 +38,7 @@ def test_index_keys_that_land_on_the_device_are_the_keys_that_its_view_reads(
     pages = random.permutation(geometry.key_pages(length) + 1).tolist()
     pool = DevicePool(shape, geometry, len(pages), CPU)
     pool.bytes.fill_(0xAB)
-    target = landing_stores([], [pool_shard(pool)])["device"].keys
+    target = landing_stores([], pool_shards(pool, []))["device"].keys
     assert target is not None
     host = random.integers(0, 256, (shape.groups, 5, 16, key.stride_bytes), np.uint8)
     source = PagedSpan(tuple((group.ctypes.data,) for group in host), 16 * key.stride_bytes, 16, key.stride_bytes)

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +26,7 @@ from hotset.engine.sizing import device_memory, shared_budget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.abort import AbortFlag
+from hotset.engine.workers.group import StartProcess
 from hotset.engine.workers.launcher import LocalLauncher
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
@@ -83,6 +85,18 @@ class ThreadProcess:
         self._on_kill()
 
 
+class NodesLauncher(LocalLauncher):
+    """Divides the workers evenly over `nodes` nodes, so that the controller maps none of their host stores."""
+
+    def __init__(self, nodes: int, devices: Sequence[WorkerDevice], start: StartProcess) -> None:
+        super().__init__(devices, start)
+        self._nodes = nodes
+
+    def place(self, splits: Sequence[Split]) -> list[WorkerRank]:
+        ranks = super().place(splits)
+        return [replace(rank, node=f"node {rank.number * self._nodes // len(ranks)}") for rank in ranks]
+
+
 class ThreadWorkers(MultiprocessExecutor):
     """Implements `Executor` with workers that are threads of this process."""
 
@@ -92,13 +106,16 @@ class ThreadWorkers(MultiprocessExecutor):
         splits: Sequence[Split],
         kv_heads: int,
         open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
+        nodes: int = 0,
     ) -> None:
+        """If `nodes` is not 0, the workers act as if they were on so many other nodes."""
         self._open_transfer = open_transfer
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
         devices = [WorkerDevice("cpu")] * len(splits)
         self._queues: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        super().__init__(config, splits, LocalLauncher(devices, self._start), kv_heads)
+        launcher = NodesLauncher(nodes, devices, self._start) if nodes else LocalLauncher(devices, self._start)
+        super().__init__(config, splits, launcher, kv_heads)
 
     def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, Any]:
         pipe, worker_end = Pipe()
@@ -128,11 +145,13 @@ def split_engine(
     opener: Callable[[], Transfer] | None = None,
     on_load: Callable[[Decoder, Split], None] = lambda decoder, split: None,
     on_pinned: Callable[[int, int], None] = lambda done, total: None,
+    nodes: int = 0,
     **settings: Any,
 ) -> Engine:
     """Returns an engine with several workers and random weights in float64. `settings` are fields of EngineConfig.
 
     `on_load` is called with each worker's decoder, in the worker's thread. `on_pinned` is the argument of `init_cache`.
+    `nodes` is the argument of `ThreadWorkers`.
     """
     config = EngineConfig(**settings)
     open_transfer = TransferSettings.open if opener is None else lambda _settings: opener()
@@ -158,7 +177,7 @@ def split_engine(
             return device_memory(CPU).free
 
     with mock.patch.object(worker_module, "ModelLoader", RandomModelLoader):
-        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads, open_transfer)
+        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads, open_transfer, nodes)
         workers.plan()
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)

@@ -189,13 +189,14 @@ class _Engine(ABC):
         staging: "StagingMemory | None" = None,
         clock: Callable[[], float] = time.monotonic,
         process: ProcessIdentity | None = THIS_PROCESS,
+        writers: tuple[ProcessIdentity, ...] = (),
     ) -> None:
         self.machine, self.memory, self._staging, self._open_transfer = machine, memory, staging, open_transfer
         is_decode, store = isinstance(machine, Receiver), {"host": memory.store}
         self.transfer: Any = Endpoints(self._open_endpoint) if is_decode else self._open_endpoint()
         ring = staging.memory_range if staging is not None and is_decode else None
         description = b"" if is_decode else self.transfer.describe()
-        hello = Hello(channel.address, model, store, self.transfer.name, description, ring, process)
+        hello = Hello(channel.address, model, store, self.transfer.name, description, ring, process, writers)
         self.address = channel.address
         self._event_ready = threading.Event()
         role: Any = DecodeAgent if is_decode else PrefillAgent

@@ -75,9 +75,12 @@ def test_defect_23_a_live_peer_with_a_write_in_unknown_state_is_cut_off_and_its_
     assert wait_until(lambda: len(decode.transfer) == 1)
 
 
-def test_a_peer_on_this_machine_is_not_cut_off_while_it_lives(world: World) -> None:
+@pytest.mark.parametrize("writer", ["its process", "a worker"])
+def test_a_peer_on_this_machine_is_not_cut_off_while_it_lives(world: World, writer: str) -> None:
     """It could write without its endpoint, so only its own confirmation counts."""
-    decode, prefill = world.decode(process=THIS_PROCESS), world.prefill(process=THIS_PROCESS)
+    assert THIS_PROCESS is not None
+    identity = {"process": THIS_PROCESS} if writer == "its process" else {"process": None, "writers": (THIS_PROCESS,)}
+    decode, prefill = world.decode(process=THIS_PROCESS), world.prefill(**identity)
     world.hub.fates.append(Fate.LOST)
     key = decode.fetch(prefill.address, prompt(60), "lost")
     end = decode.wait_for_outcome(key)

@@ -7,7 +7,7 @@ from typing import Protocol
 from hotset.base.address import Address
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.engine.workers.messages import PoolDescribed
+from hotset.engine.workers.messages import MemoryDescribed
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
@@ -48,13 +48,15 @@ def whole_host_store(memory: KvMemory) -> list[HostShard]:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPool:
-    """The device pool of a worker process, and the connection over which it serves transfer endpoints."""
+class TransferWorker:
+    """The memory of a worker process that peers read or write, and the connection over which it serves transfer
+    endpoints."""
 
     replica: int
-    kv_heads: int  # as in HostShard
+    first_layer: int  # these as in HostShard
+    kv_heads: int
     shape: KvShape
-    described: PoolDescribed
+    described: MemoryDescribed
     connection: WorkerConnection
 
 
@@ -77,15 +79,16 @@ class Executor(Protocol):
         """
 
     def hosts(self) -> Sequence[HostShard]:
-        """Returns the host stores of all workers, or an empty sequence if there are none."""
+        """Returns the host stores that this process has mapped. It has not mapped those of other nodes."""
 
     @property
     def pool(self) -> DevicePool | None:
         """The device pool if it belongs to this process, else None."""
 
-    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
-        """Makes every worker process serve transfer endpoints for its device pool. Returns nothing if there are none.
-        Call it once, while no step is in flight."""
+    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
+        """Makes worker processes serve transfer endpoints for the memory that this process has not mapped: the host
+        stores on other nodes and, if `with_pools`, the device pools. Returns nothing if there is no such memory. Call
+        it once, while no step is in flight."""
 
     def traffic(self) -> Traffic:
         """Returns the traffic between host and device, over all workers, from the start to the last step whose results
@@ -151,7 +154,7 @@ class InProcessExecutor:
     def pool(self) -> DevicePool:
         return self.memory.pool
 
-    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
+    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
         return ()
 
     def traffic(self) -> Traffic:

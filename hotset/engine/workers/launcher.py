@@ -2,17 +2,21 @@
 
 import multiprocessing
 import os
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
 
 from hotset.base.address import Address
 from hotset.engine.progress import Progress
 from hotset.engine.workers.group import StartProcess
 from hotset.engine.workers.handle import WorkerPipe, WorkerProcess
-from hotset.engine.workers.messages import WorkerRank
+from hotset.engine.workers.messages import ConnectionAddress, WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.worker import main
 from hotset.models.split import Split
+from hotset.transfer.workers import Messages
+
+T = TypeVar("T")
 
 
 class Launcher(Protocol):
@@ -26,6 +30,12 @@ class Launcher(Protocol):
 
     def start(self, rank: WorkerRank, progress: Progress) -> tuple[WorkerPipe, WorkerProcess]:
         """Starts a worker process, which counts its signs of life in `progress`, and returns the connection to it."""
+
+    def connect(self, rank: WorkerRank, request: Callable[[Connection | ConnectionAddress], T]) -> tuple[Messages, T]:
+        """Makes a further connection to a worker. `request` passes the worker its end and waits for the answer.
+
+        Returns this process's end, and the answer. Raises StartupError if the worker does not connect.
+        """
 
     @property
     def addresses(self) -> Sequence[Address]:
@@ -77,6 +87,11 @@ class LocalLauncher:
     def place(self, splits: Sequence[Split]) -> list[WorkerRank]:
         path = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
         return [worker_rank(number, splits, path, device) for number, device in enumerate(self._devices)]
+
+    def connect(self, rank: WorkerRank, request: Callable[[Connection | ConnectionAddress], T]) -> tuple[Messages, T]:
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            return ours, request(theirs)
 
     def problem(self) -> None:
         """Returns None: child processes depend on nothing else."""

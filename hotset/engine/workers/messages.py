@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE
+from hotset.base.processes import ProcessIdentity
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
@@ -152,22 +154,39 @@ class WarmedUp:
     has_graphs: bool  # whether it can replay decode steps as graphs
 
 
+class ConnectionAddress(Protocol):
+    """Where the controller waits for a further connection of a worker on another node."""
+
+    def open(self) -> Any:
+        """Connects. The result has the methods of a `Connection` of `multiprocessing`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeTransfers:
-    """Commands a worker of a decode engine to open transfer endpoints for its device pool, as the engine's process
-    directs it over `connection`."""
+    """Commands a worker to open transfer endpoints for its memory, as the engine's process directs it over
+    `connection`: for its device pool if `with_pool`, and for its host store if that is on another node."""
 
     settings: TransferSettings
-    connection: Connection
+    connection: Connection | ConnectionAddress
+    with_pool: bool
 
 
 @dataclass(frozen=True, slots=True)
-class PoolDescribed:
-    """Answers `ServeTransfers`. Addresses are those of the worker's process."""
+class Spans:
+    """Describes the rows and the index keys of a device pool or of a host store."""
 
     rows: PagedSpan
     keys: PagedSpan | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDescribed:
+    """Answers `ServeTransfers`. Addresses are those of the worker's process."""
+
+    pool: Spans | None
+    host: Spans | None  # None if another worker describes it, or if the controller has mapped it
     probes: Mapping[str, MemoryRange]  # memory for measuring routes, by kind
+    process: ProcessIdentity | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +252,7 @@ WorkerReport = (
     | StoreCreated
     | CacheProgress
     | CacheReady
-    | PoolDescribed
+    | MemoryDescribed
     | WarmUpProgress
     | WarmedUp
     | WorkerFailed

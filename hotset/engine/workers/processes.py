@@ -1,10 +1,10 @@
 """The executor with worker processes: sends them steps and collects their results."""
 
 import logging
-import multiprocessing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
-from hotset.engine.workers.executor import HostShard, Step, StepFuture, WorkerPool
+from hotset.engine.workers.executor import HostShard, Step, StepFuture, TransferWorker
 from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.launcher import Launcher
@@ -29,14 +29,15 @@ from hotset.engine.workers.messages import (
     AuditReport,
     CacheProgress,
     CacheReady,
+    ConnectionAddress,
     CreateStore,
     ExecuteStep,
     InitCache,
     Loaded,
     LoadProgress,
     LoadWeights,
+    MemoryDescribed,
     Planned,
-    PoolDescribed,
     RunAudit,
     ServeTransfers,
     StepDone,
@@ -266,15 +267,21 @@ class MultiprocessExecutor:
     def pool(self) -> None:
         """None, because the device pools belong to the workers."""
 
-    def serve_transfers(self, settings: TransferSettings) -> Sequence[WorkerPool]:
-        pools = []
+    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
+        if not with_pools and len(self._stores) == len(self._store_names):
+            return ()
+        serving = []
         for worker in self.workers:
-            ours, theirs = multiprocessing.Pipe()
-            described = self._request(worker, ServeTransfers(settings, theirs), PoolDescribed)
-            theirs.close()
-            replica = worker.rank.replica
-            pools.append(WorkerPool(replica, self._kv_heads, worker.shape, described, WorkerConnection(ours)))
-        return pools
+            rank = worker.rank
+
+            def request(end: Connection | ConnectionAddress, worker: WorkerHandle = worker) -> MemoryDescribed:
+                return self._request(worker, ServeTransfers(settings, end, with_pools), MemoryDescribed)
+
+            ours, described = self._launcher.connect(rank, request)
+            connection = WorkerConnection(ours)
+            shape, first_layer = worker.shape, rank.split.first_layer
+            serving.append(TransferWorker(rank.replica, first_layer, self._kv_heads, shape, described, connection))
+        return serving
 
     def traffic(self) -> Traffic:
         """Returns the total traffic of all workers. Rows and lookups that several workers share are counted once."""

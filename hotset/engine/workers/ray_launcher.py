@@ -2,9 +2,11 @@
 Ray."""
 
 import contextlib
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -17,16 +19,18 @@ from hotset.engine.progress import Progress
 from hotset.engine.workers import ray_cluster
 from hotset.engine.workers.handle import WorkerPipe, WorkerProcess
 from hotset.engine.workers.launcher import worker_rank
-from hotset.engine.workers.messages import WorkerRank
+from hotset.engine.workers.messages import ConnectionAddress, WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.ray_actor import ActorFacts
-from hotset.engine.workers.sockets import ControllerSockets, RemoteWorker
+from hotset.engine.workers.sockets import ControllerSockets, CurveKeys, RemoteWorker, SocketAddress
 from hotset.models.split import Split
+from hotset.transfer.workers import Messages
 
 START_SECONDS = 300.0  # time for actors to start and to import torch
 STARTING = "start the workers"
 HELLO_SECONDS = 60.0  # time for a started actor to connect
 KILL_SECONDS = 10.0  # Ray kills a stopped process after about 5 s
+T = TypeVar("T")
 
 
 def worker_stub() -> Any:
@@ -83,6 +87,7 @@ class RayLauncher:
         self._facts: list[ActorFacts] = []
         self._runs: list[Any] = []  # a reference per worker that is ready when its actor has ended
         self._sockets: ControllerSockets | None = None
+        self._further: ControllerSockets | None = None  # for the connections of `connect`
         self._of_ray: list[Address] = []  # where Ray makes this process listen
         self._head: ray_cluster.HeadWatch | None = None
         self._problem: str | None = None
@@ -126,9 +131,23 @@ class RayLauncher:
             raise StartupError(f"{rank.name} has not connected to the controller at {sockets.endpoint.commands}")
         return worker, worker
 
+    def connect(self, rank: WorkerRank, request: Callable[[Connection | ConnectionAddress], T]) -> tuple[Messages, T]:
+        assert self._sockets is not None, "`place` has made them"
+        sockets = self._further = self._further or ControllerSockets(self._sockets.host)
+        keys, number = CurveKeys.create(), rank.number
+        progress = Progress(multiprocessing.get_context("spawn"))
+        worker = RemoteWorker(0, progress, lambda message: sockets.send(number, message), kill=lambda: None)
+        sockets.allow(number, keys.public, worker)
+        answer = request(SocketAddress(sockets.endpoint, number, keys))
+        if not sockets.wait_connected(number, HELLO_SECONDS):
+            worker.close()
+            raise StartupError(f"{rank.name} has not connected to the controller at {sockets.endpoint.commands}")
+        return worker, answer
+
     @property
     def addresses(self) -> Sequence[Address]:
-        return [*self._of_ray, *([] if self._sockets is None else self._sockets.addresses)]
+        opened = [sockets for sockets in (self._sockets, self._further) if sockets is not None]
+        return [*self._of_ray, *(address for sockets in opened for address in sockets.addresses)]
 
     def problem(self) -> str | None:
         if self._problem is None and self._head is not None:
@@ -136,8 +155,9 @@ class RayLauncher:
         return self._problem
 
     def close(self) -> None:
-        if self._sockets is not None:
-            self._sockets.close()
+        for sockets in (self._sockets, self._further):
+            if sockets is not None:
+                sockets.close()
         if self._problem is not None:
             return  # without its head, Ray answers no call; it ends what is left itself
         if self._actors and ray.is_initialized():

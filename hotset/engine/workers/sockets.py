@@ -60,6 +60,18 @@ class ControllerEndpoint:
     key: bytes  # the controller's public key
 
 
+@dataclass(frozen=True, slots=True)
+class SocketAddress:
+    """Implements `ConnectionAddress`. It contains a secret key, so it may only be sent over an encrypted connection."""
+
+    controller: ControllerEndpoint
+    number: int
+    keys: CurveKeys
+
+    def open(self) -> "WorkerSockets":
+        return WorkerSockets(self.controller, self.number, self.keys)
+
+
 class RemoteWorker:
     """Implements `WorkerProcess` and `WorkerPipe` for a worker whose messages come over the network."""
 
@@ -111,6 +123,7 @@ class ControllerSockets:
     def __init__(self, host: str) -> None:
         """Listens on two free ports of `host`. Raises StartupError if that is impossible."""
         keys = CurveKeys.create()
+        self.host = host
         self._workers: dict[int, RemoteWorker] = {}
         self._allowed: set[bytes] = set()  # public keys of workers, as ZeroMQ shows them: 32 bytes
         self._number_of: dict[int, int] = {}  # descriptor of a connection -> number of the worker
@@ -177,6 +190,8 @@ class ControllerSockets:
         self._closed = True
         self._wake_sender.send(b"!")
         self._thread.join()
+        for worker in self._workers.values():
+            worker.end()
         self._reports.disable_monitor()
         with self._sending:
             self._context.destroy(linger=0)
@@ -268,7 +283,7 @@ class WorkerSockets:
         with contextlib.suppress(BrokenPipeError):  # `recv` notices it too
             self._send(BEAT, struct.pack(f"<{len(counters)}q", *counters))
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Delivers what was sent, with the exit code of this process, within GOODBYE_MS. Idempotent."""
         with contextlib.suppress(BrokenPipeError):
             self._send(EXIT, EXIT_CODE.pack(exit_code))

@@ -20,19 +20,21 @@ from typing import Any, Protocol
 import torch
 
 from hotset.base.errors import EngineStopped, StartupError
-from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
+from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
+from hotset.base.processes import this_process
 from hotset.engine.decode_graphs import StepGraph, captures_graphs
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sizing import free_bytes
-from hotset.engine.stores import ProbeMemory, pool_spans, regions
+from hotset.engine.stores import ProbeMemory, host_spans, pool_spans, regions
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
+    THIS_MACHINE,
     AbortSteps,
     AuditReport,
     CacheProgress,
@@ -44,8 +46,8 @@ from hotset.engine.workers.messages import (
     Loaded,
     LoadProgress,
     LoadWeights,
+    MemoryDescribed,
     Planned,
-    PoolDescribed,
     RunAudit,
     ServeTransfers,
     StepDone,
@@ -297,6 +299,7 @@ class Worker:
     ) -> None:
         config, budget, shape = init.config, cache.budget, stage.kv_shape
         self._open_transfer = open_transfer
+        self._writer = cache.writer
         self._rank: WorkerRank = init.rank
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
@@ -341,8 +344,8 @@ class Worker:
                 self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
                 self._abort.check()
                 self._send(WarmedUp(self._runner.has_graphs))
-            case ServeTransfers(settings, connection):
-                self._serve_transfers(settings, connection)
+            case ServeTransfers():
+                self._serve_transfers(command)
             case RunAudit(tiered):
                 self._send(AuditReport(self._find_flaw(tiered)))
             case StopWorker():
@@ -356,23 +359,37 @@ class Worker:
         self._reporter.join()
         self._memory.close()
 
-    def _serve_transfers(self, settings: TransferSettings, connection: Connection) -> None:
-        """Serves transfer endpoints in threads of their own. They register the device pool and the probe memory."""
-        pool = self._memory.pool
+    def _serve_transfers(self, command: ServeTransfers) -> None:
+        """Serves transfer endpoints in threads of their own. They register memory of this worker and the probe memory.
+
+        The first worker of those that share a host store on another node than the controller's registers the store.
+        """
+        settings, connection = command.settings, command.connection
+        if not isinstance(connection, Connection):
+            connection = connection.open()
+        pool = self._memory.pool if command.with_pool else None
+        host = None if self._rank.node == THIS_MACHINE or self._writer else self._memory.host
         probes = ProbeMemory(pool, host=False)
-        registered = [*regions([], pool), *probes.regions]
+        registered = [*regions([] if host is None else [host], pool), *probes.regions]
+        known = [] if self._rank.node == THIS_MACHINE else [listener.address for listener in listeners()]  # Ray's
 
         def open_endpoint() -> Transfer:
             opened = self._open_transfer(settings)
             for region in registered:
                 opened.register(region)
-            check_listeners(self._rank.name, interfaces=(LOOPBACK_INTERFACE, *settings.interface.split(",")))
+            interfaces = (LOOPBACK_INTERFACE, *settings.interface.split(","))
+            check_listeners(self._rank.name, addresses=known, interfaces=interfaces)
             return opened
 
-        rows, keys = pool_spans(pool)
+        described = MemoryDescribed(
+            pool=None if pool is None else pool_spans(pool),
+            host=None if host is None else host_spans(host),
+            probes=probes.ranges,
+            process=this_process(),
+        )
         # The thread keeps the probe memory until the connection closes.
         threading.Thread(target=serve_transfers, args=(connection, open_endpoint), daemon=True).start()
-        self._send(PoolDescribed(rows, keys, probes.ranges))
+        self._send(described)
 
     def _execute(self, step: ExecuteStep) -> None:
         self._runner.write_sampled(step.sampled)
