@@ -30,7 +30,7 @@ second table shows the share of bytes that had arrived when the forward pass of 
 
 Bars (required results): a landing on a fresh pool reaches 80 % of the raw speed; 60 % of the bytes are sent before
 prefill ends, with 5 or more chunks. The exit code is 1 if a bar is missed. A run takes several minutes on two cores,
---quick about one minute.
+--quick about one minute. Each row is printed when it is measured, and the tables at the end.
 """
 
 import asyncio
@@ -46,9 +46,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from landing_workers import DecodeWorker, LandingCase, prefill_process, query
+from landing_workers import DecodeWorker, LandingCase, prefill_process, query, reply
 from report import Bar, make_parser, report, write_json
-from rich.progress import Progress
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import HotsetError
@@ -67,6 +66,7 @@ Table = list[dict[str, Any]]
 LAYERS = 61
 POOLS = ("fresh", "shuffled")
 ROUTES = ("host-host", "host-device", "device-host", "device-device")
+MAX_RAW_BYTES = 128 << 20  # bytes of a raw write: enough for its full speed
 DEMO_CHUNK = 256  # tokens per chunk of the demo model's prompts
 LANDED_BAR, EARLY_BAR = 0.8, 0.6
 
@@ -88,27 +88,30 @@ def land(worker: DecodeWorker, pipe: Connection, peer: str, pool: str) -> TimedL
     return TimedLanding(seconds, after - before, writes, repeated_s)
 
 
-def measure(case: LandingCase, rounds: int) -> Table:
-    """Alternates raw writes and landings. Returns one table row per kind of pool."""
-    with prefill_process(case) as pipe:
-        worker = DecodeWorker(case)
-        peer: str = pipe.recv()
-        nbytes = min(worker.memory.nbytes, query(pipe, "bytes"))
-        raw_write = (worker.hello, worker.memory.data_ptr(), nbytes)
-        query(pipe, raw_write)  # connects
-        for pool in POOLS:
-            worker.poison()
-            worker.land(peer, pool)
-            worker.check(pool)
+def measure(pipe: Connection, case: LandingCase, rounds: int) -> Table:
+    """Alternates raw writes and landings. Returns one table row per kind of pool, and prints each when it is known.
+    `pipe` leads to the prefill process."""
+    pipe.send(case)  # both processes allocate and register their memory at the same time
+    worker = DecodeWorker(case)
+    peer: str = reply(pipe)
+    nbytes = min(worker.memory.nbytes, query(pipe, "bytes"), MAX_RAW_BYTES)
+    raw_write = (worker.hello, worker.memory.data_ptr(), nbytes)
+    query(pipe, raw_write)  # connects
+    table = []
+    for pool in POOLS:
+        worker.poison()
+        worker.land(peer, pool)
+        worker.check(pool)
         raw_speeds: list[float] = []
-        landings: dict[str, list[TimedLanding]] = {pool: [] for pool in POOLS}
+        landings: list[TimedLanding] = []
         for _ in range(rounds):
             raw_speeds.append(nbytes / query(pipe, raw_write) / 1e9)
-            for pool in POOLS:
-                landings[pool].append(land(worker, pipe, peer, pool))
-        unmerged = worker.count_unmerged_writes()
-        worker.close()
-    return [table_row(case, pool, landings[pool], raw_speeds, unmerged) for pool in POOLS]
+            landings.append(land(worker, pipe, peer, pool))
+        table.append(table_row(case, pool, landings, raw_speeds, worker.count_unmerged_writes()))
+        shown = (value if isinstance(value, str) else f"{name} {value:.4g}" for name, value in table[-1].items())
+        print(", ".join(shown), flush=True)
+    worker.close()
+    return table
 
 
 def table_row(
@@ -298,9 +301,9 @@ def main() -> None:
                 max_layers = int(options.store_gib * GIB) // one_layer.nbytes
                 cases.append(replace(one_layer, layers=min(LAYERS, max_layers)))
     try:
-        with Progress(transient=True) as progress:
-            for case in progress.track(cases, description="landing"):
-                landings += measure(case, options.rounds)
+        with prefill_process() as pipe:
+            for case in cases:
+                landings += measure(pipe, case, options.rounds)
         early: Table = []
         if not options.no_model:
             early = asyncio.run(early_bytes(options.model, options.engines[0], DEMO_CHUNK, chunks))

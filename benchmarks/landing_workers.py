@@ -84,6 +84,11 @@ def child_process(serve: Callable[[Any, Connection], None], case: Any, timeout_s
 def query(pipe: Connection, message: Any, timeout_s: float = TIMEOUT_S) -> Any:
     """Sends a message to the child process and returns the reply."""
     pipe.send(message)
+    return reply(pipe, timeout_s)
+
+
+def reply(pipe: Connection, timeout_s: float = TIMEOUT_S) -> Any:
+    """Returns the next reply of the child process."""
     assert pipe.poll(timeout_s), f"no reply from the child process within {timeout_s:g} s"
     return pipe.recv()
 
@@ -193,7 +198,7 @@ class Worker:
         model = ModelIdentity("synthetic", case.layers, row, key, self.shape.groups, "")
         self.store = store
         self.hello = Hello(channel.address, model, {"host": store}, case.engine, self.transfer.describe())
-        self.has_events = threading.Event()
+        self.has_events, self.closed = threading.Event(), False
         machine = Sender(store) if prefill else Receiver()
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
         role: Any = PrefillAgent if prefill else DecodeAgent
@@ -244,6 +249,8 @@ class Worker:
         return tensor.view(torch.uint8).flatten()
 
     def close(self) -> None:
+        self.closed = True
+        self.has_events.set()
         self.agent.close(1.0)
         self.transfer.close()
         if self.host is not None:
@@ -310,7 +317,7 @@ class PrefillWorker(Worker):
             torch.cuda.synchronize()
 
     def _serve(self) -> None:
-        while True:
+        while not self.closed:
             self.has_events.wait()
             self.has_events.clear()
             for event in self.agent.take_events():
@@ -401,18 +408,25 @@ class DecodeWorker(Worker):
         return len(writes) + len(plan_writes(keys, backwards, target.keys, backwards, 0, case.tokens))
 
 
-def serve_prefill(case: LandingCase, pipe: Connection) -> None:
-    """Runs the prefill worker in its own process and answers the messages of the decode process.
+def serve_prefill(_: None, pipe: Connection) -> None:
+    """Runs prefill workers in their own process, one after the other, and answers the messages of the decode process.
 
+    A case: closes the worker of the case before. The reply is the control address of the new worker.
     "bytes": the reply is the size of the memory that `raw_write` reads.
     "start": deletes the recorded writes. The reply is the total number of seconds in which writes were in flight.
     "writes": the reply is this total, and the result of `repeat_writes`.
     The arguments of `raw_write`: the reply is its result.
     None: the process ends.
     """
-    worker = PrefillWorker(case)
-    pipe.send(worker.hello.control)
+    worker: PrefillWorker | None = None
     while (message := pipe.recv()) is not None:
+        if isinstance(message, LandingCase):
+            if worker is not None:
+                worker.close()
+            worker = PrefillWorker(message)
+            pipe.send(worker.hello.control)
+            continue
+        assert worker is not None, "the first message must be a case"
         match message:
             case "bytes":
                 pipe.send(worker.memory.nbytes)
@@ -423,8 +437,9 @@ def serve_prefill(case: LandingCase, pipe: Connection) -> None:
                 pipe.send((worker.transfer.throughput().seconds, *worker.repeat_writes()))
             case _:
                 pipe.send(worker.raw_write(*message))
-    worker.close()
+    if worker is not None:
+        worker.close()
 
 
-def prefill_process(case: LandingCase) -> AbstractContextManager[Connection]:
-    return child_process(serve_prefill, case, TIMEOUT_S)
+def prefill_process() -> AbstractContextManager[Connection]:
+    return child_process(serve_prefill, None, TIMEOUT_S)
