@@ -61,6 +61,7 @@ class Engine:
         self._schedulers = [replica.scheduler for replica in replicas]
         self._plans_in_flight = plans_in_flight
         self._endpoint = endpoint
+        self._unplanned = False  # the last call of `step` returned outputs before it had planned a step
         self._publishers = publishers
         self._pending: deque[StepFuture] = deque()
         self._broken = False  # closed, or a step failed
@@ -117,9 +118,9 @@ class Engine:
 
     @property
     def waiting_for_peers(self) -> bool:
-        """True if no step is in flight, no request is running, and no message to a peer waits for the next step. Any
+        """True if no step is in flight, no request is running, and nothing is left to plan or to send to a peer. Any
         request that is still open then waits for a peer, or for pages of a request that waits for a peer."""
-        return not self._pending and not any(
+        return not (self._pending or self._unplanned) and not any(
             scheduler.running or scheduler.has_messages for scheduler in self._schedulers
         )
 
@@ -132,8 +133,8 @@ class Engine:
         self.executor.check()
         if self._endpoint is not None:
             self._endpoint.poll()
-            if any(scheduler.has_outputs for scheduler in self._schedulers):
-                # The first tokens of prompts that have landed do not wait for a step.
+            self._unplanned = any(scheduler.has_outputs for scheduler in self._schedulers)
+            if self._unplanned:  # the first tokens of prompts that have landed do not wait for a step
                 return _merge([scheduler.take_outputs() for scheduler in self._schedulers])
         while len(self._pending) < self._plans_in_flight:
             step = [scheduler.plan() for scheduler in self._schedulers]

@@ -113,6 +113,8 @@ def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_fo
                     mistakes.append(f"the {role} engine sleeps before it has sent its messages")
                 if outputs.token_ids and not num_tokens and engine.steps != before:
                     mistakes.append("the first token has waited for a step")
+                if outputs.token_ids and not outputs.finished and engine.waiting_for_peers:
+                    mistakes.append("the engine sleeps before it has planned the next step")
                 num_tokens.extend(outputs.token_ids)
                 return outputs
 
