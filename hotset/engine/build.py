@@ -22,6 +22,7 @@ from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel, captures_graphs
+from hotset.engine.draft_costs import measure_draft_costs
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
 from hotset.engine.input_processor import ModelCard
@@ -111,6 +112,11 @@ def _warm_up(engine: Engine, config: EngineConfig, budget: KvBudget, device: tor
     if device.type == "cuda":
         run_largest_steps(engine.executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
         engine.warm_up(show_counts(show, "Capturing decode steps"))
+        if config.speculate:
+            timed = show_counts(show, "Measuring steps with drafts")
+            costs = measure_draft_costs(engine.executor, config, budget, replicas, timed)
+            for replica in engine.replicas:
+                replica.scheduler.set_draft_costs(costs)
     else:
         run_first_steps(engine.executor, budget, replicas)
 

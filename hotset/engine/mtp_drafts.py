@@ -37,6 +37,7 @@ class Chains:
     """The requests of a step whose next tokens are drafted. Tensors have an entry for each, int64, on the device."""
 
     segments: Sequence[int]
+    num_drafts: int  # the most of `counts`
     seats: Tensor
     starts: Tensor  # the position where the step began
     newest: Tensor  # the index, among the step's tokens, of the last one that is kept
@@ -98,23 +99,24 @@ class MtpDrafts:
                 if limit > start + final:
                     segments.append(segment)
                     padding = [EMPTY] * (self.max_drafts - len(drafts))
-                    column = (seat, start, first_token + final, start + final, limit, self._most_drafts(seat))
+                    most = min(plan.num_drafts, self._most_drafts(seat))
+                    column = (seat, start, first_token + final, start + final, limit, most)
                     columns.append((*column, first_sampled, *drafts, *padding))
                 first_sampled += 1 + len(drafts)
             first_token += count
-        if not segments:
+        if not segments or not plan.num_drafts:
             return None
         table = list_to_device(columns, torch.int64, self._tokens.device)
-        seats, starts, newest, positions, limits, most, first = table[:, :7].unbind(1)
+        seats, starts, newest, positions, limits, most_drafts, first = table[:, :7].unbind(1)
         place = torch.arange(self.max_drafts, device=table.device)
         in_place = token_ids[(first[:, None] + place).clamp_max(token_ids.shape[0] - 1)]
         accepted = (in_place == table[:, 7:]).long().cumprod(1).sum(1)
         positions = positions + accepted
-        counts = torch.minimum(most, limits - positions).clamp_min(0)
-        return Chains(segments, seats, starts, newest + accepted, positions, counts)
+        counts = torch.minimum(most_drafts, limits - positions).clamp_min(0)
+        return Chains(segments, plan.num_drafts, seats, starts, newest + accepted, positions, counts)
 
     def draft(self, chains: Chains, output: MtpOutput) -> Tensor:
-        """Returns drafts [chains, max_drafts] of the tokens after the newest one of each chain, EMPTY-padded. `output`
+        """Returns drafts [chains, num_drafts] of the tokens after the newest one of each chain, EMPTY-padded. `output`
         is what `write_rows` returned. This waits for the device."""
         columns = torch.stack((chains.seats, chains.positions, chains.starts, chains.counts), dim=1).tolist()
 
@@ -128,17 +130,19 @@ class MtpDrafts:
 
         newest = chains.newest
         first = MtpOutput(output.carried[newest], output.normed[newest], output.selected[newest])
-        return self.iterate(first, chains.counts, iteration)
+        return self.iterate(first, chains.counts, chains.num_drafts, iteration)
 
-    def iterate(self, first: MtpOutput, counts: Tensor, iteration: Callable[[int], Iteration | None]) -> Tensor:
-        """Computes the iterations after the first one, and returns drafts [chains, max_drafts] int64, EMPTY-padded.
+    def iterate(
+        self, first: MtpOutput, counts: Tensor, num_drafts: int, iteration: Callable[[int], Iteration | None]
+    ) -> Tensor:
+        """Computes the iterations after the first one, and returns drafts [chains, num_drafts] int64, EMPTY-padded.
 
         `first` is the output of the first iteration for the newest token of each chain, which is overwritten.
         `iteration(number)` is called for 1, 2 and so on, and returns None if no chain has so many drafts.
         """
-        tokens = torch.full((self.max_drafts, counts.shape[0]), EMPTY, dtype=torch.int64, device=counts.device)
+        tokens = torch.full((num_drafts, counts.shape[0]), EMPTY, dtype=torch.int64, device=counts.device)
         tokens[0] = self._model.mtp_logits(first.normed).argmax(1)
-        for number in range(1, self.max_drafts):
+        for number in range(1, num_drafts):
             part = iteration(number)
             if part is None:
                 break
@@ -146,7 +150,7 @@ class MtpDrafts:
             output = self._model.run_mtp(tokens[number - 1, some], first.carried[some], part.view, first.selected[some])
             first.carried[some] = output.carried
             tokens[number, some] = self._model.mtp_logits(output.normed).argmax(1)
-        place = torch.arange(self.max_drafts, device=counts.device)
+        place = torch.arange(num_drafts, device=counts.device)
         return torch.where(place < counts[:, None], tokens.T, EMPTY)
 
     def _most_drafts(self, seat: int) -> int:

@@ -1,8 +1,8 @@
 """Captures what the MTP layer computes after a step as CUDA graphs.
 
 There are two kinds. One writes the layer's rows of a step's tokens, and is captured for each graph of decode steps. The
-other drafts: it contains all iterations after the first one, and is captured for each number of chains. A chain that
-needs fewer drafts than others is padding in the later iterations.
+other drafts: it contains all iterations after the first one, and is captured for each number of chains and of drafts. A
+chain that needs fewer drafts than others is padding in the later iterations.
 """
 
 from bisect import bisect_left
@@ -24,6 +24,7 @@ class ChainGraph:
     """Names one of the graphs that draft."""
 
     size: int  # number of chains, including padding
+    drafts: int  # of each chain
     has_tiered: bool
 
 
@@ -40,7 +41,7 @@ class MtpGraphs:
         self._first: MtpOutput | None = None  # of the newest token of each chain
         device = memory.pool.device
         self._columns = torch.zeros(4, self._sizes[-1], dtype=torch.int64, device=device)
-        self._drafts = torch.empty(self._sizes[-1], mtp.max_drafts, dtype=torch.int64, device=device)
+        self._drafts = torch.empty(self._sizes[-1] * mtp.max_drafts, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
@@ -50,7 +51,8 @@ class MtpGraphs:
             return
         steps = self._steps.all_graphs
         tiered_options = (False, True) if self._memory.hot_buffers is not None else (False,)
-        chains = [ChainGraph(size, has_tiered) for size in reversed(self._sizes) for has_tiered in tiered_options]
+        options = [(drafts, tiered) for drafts in range(self._mtp.max_drafts, 0, -1) for tiered in tiered_options]
+        chains = [ChainGraph(size, *option) for size in reversed(self._sizes) for option in options]
         total = len(steps) + len(chains)
         for done, step in enumerate(steps):
             progress(done, total)
@@ -95,10 +97,10 @@ class MtpGraphs:
         return self._output
 
     def draft(self, chains: Chains, output: MtpOutput, *, has_tiered: bool) -> Tensor:
-        """Returns drafts [chains, max_drafts] of the tokens after the newest one of each chain, EMPTY-padded. `output`
+        """Returns drafts [chains, num_drafts] of the tokens after the newest one of each chain, EMPTY-padded. `output`
         is that of the step's tokens."""
         count = len(chains.segments)
-        graph = ChainGraph(self._sizes[bisect_left(self._sizes, count)], has_tiered)
+        graph = ChainGraph(self._sizes[bisect_left(self._sizes, count)], chains.num_drafts, has_tiered)
         captured = self._get_or_capture(graph, output)
         self._fill_padding(graph.size)
         for column, values in zip(
@@ -109,7 +111,10 @@ class MtpGraphs:
         newest = MtpOutput(output.carried[chains.newest], output.normed[chains.newest], output.selected[chains.newest])
         _copy(self._first, newest, count)
         captured.replay()
-        return self._drafts[:count]
+        return self._drafts_of(graph)[:count]
+
+    def _drafts_of(self, graph: ChainGraph) -> Tensor:
+        return self._drafts[: graph.size * graph.drafts].view(graph.size, graph.drafts)
 
     def _fill_padding(self, size: int) -> None:
         self._columns[:, :size].zero_()
@@ -143,7 +148,7 @@ class MtpGraphs:
             return Iteration(slice(None), view)
 
         def draft() -> None:
-            self._drafts[: graph.size].copy_(self._mtp.iterate(first, counts, iteration))
+            self._drafts_of(graph).copy_(self._mtp.iterate(first, counts, graph.drafts, iteration))
 
         return self._steps.capture(graph.size, draft)
 

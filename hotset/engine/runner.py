@@ -217,7 +217,7 @@ class Runner:
             return SubmittedStep(plan.number)
         self._write_drafts(plan)
         sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan)
-        mtp = None if sampled_logits is None else self._mtp
+        mtp = None if sampled_logits is None or not plan.draft_limits else self._mtp
         if mtp is None:
             self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:

@@ -2,7 +2,8 @@
 that the memory of the largest step is known before the KV cache takes the rest.
 
 A context of any length needs only a few pages here: its page table names the same pages again and again. What such a
-step computes has no meaning, but it takes the same memory and the same kernels as a real one.
+step computes has no meaning, but it takes the same memory and the same kernels as a real one. Plans have limits of
+drafts, so that the MTP layer computes its rows of their tokens if it is loaded.
 """
 
 from collections import deque
@@ -49,7 +50,7 @@ def run_first_steps(executor: Executor, budget: KvBudget, replicas: int) -> None
     tokens = min(PROMPT_TOKENS, budget.geometry.page_rows - 2, budget.max_model_len - 1)
     if tokens < 1 or budget.geometry.resident_pages(tokens + 1) > budget.device_pages:
         return  # the pages are tiny, which only tests use
-    commands = _admit(SEAT, budget, tokens, tokens + 1, PARAMS)
+    commands = admit(SEAT, budget, tokens, tokens + 1, PARAMS)
     prefill = Plan(0, commands, seats=(SEAT,), starts=(0,), counts=(tokens,), sampled=(0,))
     decode = Plan(1, [], seats=(SEAT,), starts=(tokens,), counts=(1,), sampled=(0,))
     for plan in (prefill, decode):
@@ -81,7 +82,7 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields the last chunk of the longest prompt, with log-probabilities, and a step in which all seats sample."""
     length, seats = budget.max_model_len - 1, config.max_num_seqs
     chunk = min(length, config.max_num_batched_tokens)
-    commands: list[AssignSeat | Command] = _admit(SEAT, budget, length, length, COSTLY_PARAMS)
+    commands: list[AssignSeat | Command] = admit(SEAT, budget, length, length, COSTLY_PARAMS)
     logprobs = PromptRange(0, length - chunk + 1, length, ALTERNATIVES)
     yield Plan(
         number=0,
@@ -92,9 +93,10 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
         sampled=(0,),
         prompt_ranges=(logprobs,) if len(logprobs) else (),
         residences=WITHOUT_GRAPH,
+        draft_limits=(0,),
     )
     short = min(2, length)
-    commands = [command for seat in range(1, seats) for command in _admit(seat, budget, short, short, COSTLY_PARAMS)]
+    commands = [command for seat in range(1, seats) for command in admit(seat, budget, short, short, COSTLY_PARAMS)]
     chunk = max(1, min(length, config.max_num_batched_tokens - (seats - 1)))
     yield Plan(
         number=1,
@@ -104,6 +106,7 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
         counts=(chunk, *[1] * (seats - 1)),
         sampled=range(seats),
         residences=WITHOUT_GRAPH,
+        draft_limits=[0] * seats,
     )
 
 
@@ -114,7 +117,7 @@ def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     verified = max_verified(config.max_num_seqs, config.max_num_batched_tokens)
     drafts = max(0, min(config.speculate, verified - 1, budget.max_model_len - 2))
     seats = range(min(config.max_num_seqs, verified // (1 + drafts)))
-    commands = [command for seat in seats for command in _admit(seat, budget, 1, 1 + drafts, COSTLY_PARAMS)]
+    commands = [command for seat in seats for command in admit(seat, budget, 1, 1 + drafts, COSTLY_PARAMS)]
     yield Plan(
         number=4,
         commands=commands,
@@ -124,6 +127,7 @@ def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
         sampled=[seat for seat in seats for _ in range(1 + drafts)],
         residences=WITHOUT_GRAPH,
         drafts={seat: [0] * drafts for seat in seats},
+        draft_limits=[0] * len(seats),
     )
 
 
@@ -140,7 +144,16 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     sizes = {*powers, *(power + 1 for power in powers), *between, *range(64, 1024, 64), most}
     for tokens in sorted(size for size in sizes if size <= most):
         for start in {0, length - tokens}:
-            yield Plan(2, [], (SEAT,), (start,), (tokens,), sampled=(0,), residences=WITHOUT_GRAPH)
+            yield Plan(
+                number=2,
+                commands=[],
+                seats=(SEAT,),
+                starts=(start,),
+                counts=(tokens,),
+                sampled=(0,),
+                residences=WITHOUT_GRAPH,
+                draft_limits=(0,),
+            )
 
 
 def _uploads(budget: KvBudget) -> Iterator[Plan]:
@@ -151,7 +164,7 @@ def _uploads(budget: KvBudget) -> Iterator[Plan]:
         yield Plan(3, [AssignSeat(SEAT, prompt, ())], seats=(), starts=(), counts=(), sampled=())
 
 
-def _admit(
+def admit(
     seat: int, budget: KvBudget, prompt_tokens: int, tokens: int, params: SamplingParams
 ) -> list[AssignSeat | Command]:
     """Returns the commands that give a seat a prompt and pages for `tokens` tokens: those of the pool, in turn."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hotset.base.errors import InternalError
+from hotset.schedule.draft_costs import DraftChoice
 from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.request import Request
 from hotset.tiers.ledger import Ledger
@@ -123,7 +124,8 @@ class Speculation:
     """Decides how many drafts of each decoding request a plan verifies.
 
     Drafts use only what is left over: pages that are free, and tokens of a step that no other request needs. So no
-    request is preempted for drafts, and with more requests there are fewer drafts.
+    request is preempted for drafts, and with more requests there are fewer drafts. Where the time of steps was
+    measured, `choice` drafts no more than pays.
     """
 
     def __init__(
@@ -134,18 +136,21 @@ class Speculation:
         if max_drafts > ledger.geometry.max_drafts:
             raise InternalError(f"{max_drafts} drafts are more than the {ledger.geometry.max_drafts} of the KV memory")
         self._drafter, self._ledger, self._next_plan = drafter, ledger, next_plan
-        self._max_drafts, self._max_verified = max_drafts, max_verified
-        self._room = self._running = 0
+        self._max_verified = max_verified
+        self.choice = DraftChoice(max_drafts)
+        self._room = 0
+        self.num_drafts = 0  # of each request in the next plan, at most
 
     def begin_plan(self, running: int) -> None:
-        """Prepares for a plan in which at most `running` requests decode."""
-        self._room, self._running = self._max_verified - running, running
+        """Prepares for a plan in which at most `running` requests decode, and chooses `num_drafts`."""
+        self._room = self._max_verified - running
+        self.num_drafts = self.choice.choose(running) if self._room > 0 else 0
 
     def draft(self, request: Request) -> Sequence[int]:
         """Returns drafts of the tokens after the newest one of a decoding request, and grants the pages of their rows.
         No plan in flight uses the request, and it has a page for the row of its newest token."""
         known, holding = len(request.tokens), request.holding
-        count = min(self._max_drafts, self._room, request.max_length - 1 - known)
+        count = min(self.num_drafts, self._room, request.max_length - 1 - known)
         drafts = self._drafter.draft(request.request_id, request.tokens, count) if count > 0 else ()
         if known + len(drafts) > holding.capacity:
             commands = self._ledger.grow(holding, known + len(drafts))
@@ -158,7 +163,7 @@ class Speculation:
 
     def draft_limit(self, request: Request) -> int:
         """Returns the first position for which the MTP layer must write no row: 0 if it should draft nothing."""
-        if self._max_verified <= self._running or request.for_peer:
+        if self.num_drafts == 0 or request.for_peer:
             return 0
         if request.holding.residence is Residence.STREAMED:
             return 0  # its rows are about to move to a hot buffer

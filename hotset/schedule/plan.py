@@ -137,7 +137,9 @@ class Plan:
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
     residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # segment -> token ids to verify
-    draft_limits: Sequence[int] = ()  # of each segment: the first position for which the MTP layer must write no row
+    # Of each segment: the first position for which the MTP layer must write no row. Empty: the layer computes nothing
+    draft_limits: Sequence[int] = ()
+    num_drafts: int = 0  # the MTP layer drafts at most so many tokens of each request after the step
 
     @property
     def num_tokens(self) -> int:
@@ -199,10 +201,10 @@ class PlanBuilder:
             self.prompt_ranges.append(PromptRange(len(self.requests), first, last, alternatives))
             request.num_prompt_logprobs = last - 1
 
-    def build(self, announcements: Sequence[Announcement], *, reads_host: bool) -> Plan:
+    def build(self, announcements: Sequence[Announcement], *, reads_host: bool, num_drafts: int = 0) -> Plan:
         """Returns the collected plan and begins the next one.
 
-        `reads_host` says whether a command reads host pages. Streamed requests always do.
+        `reads_host` says whether a command reads host pages. Streamed requests always do. See `Plan.num_drafts`.
         """
         residences = frozenset(request.holding.residence for request in self.requests)
         plan = Plan(
@@ -218,6 +220,7 @@ class PlanBuilder:
             residences=residences,
             drafts=self.drafts,
             draft_limits=self.draft_limits,
+            num_drafts=num_drafts,
         )
         self.number += 1
         self._clear()

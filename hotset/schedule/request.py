@@ -46,6 +46,7 @@ class Request:
     __slots__ = (
         "arrival",
         "attempt",
+        "drafts_in_flight",
         "finish_reason",
         "for_peer",
         "holding",
@@ -113,6 +114,7 @@ class Request:
         self.parks = 0
         self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample
+        self.drafts_in_flight = 0  # that a plan in flight verifies
         # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
         self.num_prompt_logprobs = 0
         self.in_flight = 0  # number of plans in flight that this request is part of

@@ -17,6 +17,7 @@ from hotset.base.config import TiersMode
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
+from hotset.schedule.draft_costs import StepCosts
 from hotset.schedule.drafts import Drafter, Speculation, max_verified
 from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import (
@@ -77,7 +78,7 @@ class Scheduler:
         reused. If at most `extend_locally` tokens follow the cached prefix of a prompt, they are computed here even if
         the request names a prefill worker. With a `drafter`, a step also verifies up to `max_drafts` drafted tokens of
         each decoding request. What it can draft depends on the newest tokens, so a request then decodes in one plan in
-        flight at a time.
+        flight at a time, unless drafts do not pay.
         """
         self.counters = Counters()
         self._ledger = ledger
@@ -128,6 +129,11 @@ class Scheduler:
     def open_requests(self) -> int:
         """The number of requests in any phase that have not been released."""
         return len(self._requests)
+
+    def set_draft_costs(self, costs: StepCosts) -> None:
+        """Lets each plan verify as many drafts as pay, if there is a drafter."""
+        if self._speculation is not None:
+            self._speculation.choice.costs = costs
 
     def cost_of(self, request: Request) -> int:
         """Returns how much work a new request would wait for or cause. It goes to the replica where this is least."""
@@ -267,7 +273,8 @@ class Scheduler:
             return None
         requests = next_plan.requests
         reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands)
-        plan = next_plan.build(self._announcements.take(), reads_host=reads_host)
+        num_drafts = 0 if self._speculation is None else self._speculation.num_drafts
+        plan = next_plan.build(self._announcements.take(), reads_host=reads_host, num_drafts=num_drafts)
         self._in_flight.append(_InFlight(plan, requests))
         return plan
 
@@ -351,12 +358,14 @@ class Scheduler:
         prefills = []
         running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
         pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
-        needs_newest = self._stages > 1 or self._speculation is not None  # the newest token must be sampled
+        num_drafts = 0
         if self._speculation is not None:
             self._speculation.begin_plan(len(running))
+            num_drafts = self._speculation.num_drafts
+        needs_newest = self._stages > 1 or num_drafts > 0  # the newest token must be sampled
         for request in tuple(running):
-            if request.seat is None or (pending and request in pending):
-                continue  # it was preempted for an older request in this plan, or its change is pending
+            if request.seat is None or request.drafts_in_flight or (pending and request in pending):
+                continue  # it was preempted for an older request in this plan, has drafts, or its change is pending
             num_scheduled = request.num_scheduled
             remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
             if remaining > 1:
@@ -369,7 +378,7 @@ class Scheduler:
                 and not self._becomes_tiered(request)
             ):
                 drafts: Sequence[int] = ()
-                if self._speculation is not None and request.phase is Phase.DECODE:
+                if self._speculation is not None and num_drafts and request.phase is Phase.DECODE:
                     drafts = self._speculation.draft(request)
                 self._schedule(request, 1 + len(drafts), drafts)
         return prefills
@@ -406,6 +415,7 @@ class Scheduler:
             request.num_unsampled += 1 + len(drafts)
         if drafts:
             next_plan.drafts[len(next_plan.requests)] = drafts
+            request.drafts_in_flight = len(drafts)
         if self._speculation is not None:
             next_plan.draft_limits.append(self._speculation.draft_limit(request))
         next_plan.requests.append(request)
@@ -417,8 +427,11 @@ class Scheduler:
         num_kept = Counter(plan.sampled[index] for index in kept) if plan.drafts else {}
         for segment, drafts in plan.drafts.items():
             accepted, request = num_kept[segment] - 1, in_flight.requests[segment]
+            request.drafts_in_flight = 0
             request.num_scheduled -= len(drafts) - accepted
             request.num_unsampled -= len(drafts) - accepted
+            if self._speculation is not None:
+                self._speculation.choice.record(len(drafts), accepted)
             self.counters.drafts_verified.update(range(1, 1 + len(drafts)))
             self.counters.drafts_accepted.update(range(1, 1 + accepted))
 

@@ -1,0 +1,107 @@
+"""Measures the time of steps with drafts at start-up, so that no more tokens are drafted than pay."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from hotset.base.config import EngineConfig
+from hotset.engine.sizing import KvBudget
+from hotset.engine.warm_up import PARAMS, PLANS_IN_FLIGHT, admit
+from hotset.engine.workers.executor import Executor, StepFuture
+from hotset.schedule.draft_costs import StepCosts, likely_shares
+from hotset.schedule.drafts import max_verified
+from hotset.schedule.plan import Plan
+from hotset.tiers.residence import Residence
+
+LOGGER = logging.getLogger(__name__)
+MAX_CONTEXT = 4096  # tokens of each request
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REPEATS = 5  # steps in a row without drafts; steps with drafts, of which the median counts
+
+
+def measure_draft_costs(
+    executor: Executor,
+    config: EngineConfig,
+    budget: KvBudget,
+    replicas: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> StepCosts:
+    """Measures decode steps of several numbers of requests with 0 to `config.speculate` drafts each.
+
+    Their pages are those of the warm-up, so no request may have been added yet. Requests with drafts wait for the
+    result of each step; those without have several plans in flight. `progress(done, total)` counts numbers of requests.
+    """
+    seats, tokens = config.max_num_seqs, max_verified(config.max_num_seqs, config.max_num_batched_tokens)
+    numbers = sorted({number for number in REQUESTS if number < seats} | {min(seats, REQUESTS[-1])})
+    room = 2 * config.speculate + 1
+    context = max(1, min(MAX_CONTEXT, budget.max_model_len - room) // config.page_rows * config.page_rows)
+    commands = [
+        command for seat in range(numbers[-1]) for command in admit(seat, budget, context, context + room, PARAMS)
+    ]
+    executor.submit([Plan(0, commands, (), (), (), ())] * replicas).results()
+    plain: list[float] = []
+    drafting: list[list[float]] = []
+    for done, number in enumerate(numbers):
+        progress(done, len(numbers))
+        drafts = range(1, 1 + min(config.speculate, tokens // number - 1))
+        plain.append(_in_a_row(executor, _step(number, context, 0, limit=None), replicas))
+        without = _in_a_row(executor, _step(number, context, 0, limit=context + room), replicas)
+        with_drafts = [_alone(executor, _step(number, context, n, limit=context + room), replicas) for n in drafts]
+        drafting.append([without, *with_drafts])
+    progress(len(numbers), len(numbers))
+    costs = StepCosts(numbers, plain, drafting)
+    _log(costs, config.speculate)
+    return costs
+
+
+def _log(costs: StepCosts, max_drafts: int) -> None:
+    shares = likely_shares(max_drafts)
+    chosen = ", ".join(f"{number}: {costs.best_drafts(number, shares)}" for number in costs.requests)
+    LOGGER.info("drafts of each request, by the number of requests that decode: %s", chosen)
+    if not costs.pays(max_drafts):
+        LOGGER.warning("--speculate %d does not pay on this machine; leave it out", max_drafts)
+
+
+def _step(requests: int, start: int, drafts: int, limit: int | None) -> Plan:
+    """Returns a step that verifies so many drafts of each request, and drafts as many below position `limit`. None:
+    the MTP layer computes nothing."""
+    seats = range(requests)
+    return Plan(
+        number=0,
+        commands=[],
+        seats=seats,
+        starts=[start] * requests,
+        counts=[1 + drafts] * requests,
+        sampled=[seat for seat in seats for _ in range(1 + drafts)],
+        residences=frozenset({Residence.RESIDENT}),
+        drafts={seat: [0] * drafts for seat in seats} if drafts else {},
+        draft_limits=() if limit is None else [limit] * requests,
+        num_drafts=drafts,
+    )
+
+
+def _in_a_row(executor: Executor, plan: Plan, replicas: int) -> float:
+    """Returns the mean time of steps of which several are in flight."""
+    executor.submit([plan] * replicas).results()
+    submitted: deque[StepFuture] = deque()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        submitted.append(executor.submit([plan] * replicas))
+        if len(submitted) == PLANS_IN_FLIGHT:
+            submitted.popleft().results()
+    while submitted:
+        submitted.popleft().results()
+    return (time.perf_counter() - start) / REPEATS
+
+
+def _alone(executor: Executor, plan: Plan, replicas: int) -> float:
+    """Returns the median time of steps, each of which is submitted when the one before has ended."""
+    executor.submit([plan] * replicas).results()
+    times: list[float] = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        executor.submit([plan] * replicas).results()
+        times.append(time.perf_counter() - start)
+    return median(times)
