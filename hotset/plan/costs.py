@@ -5,6 +5,7 @@ number of bytes or products, divided by a rate of the GPU, times a coefficient. 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotset.memory.device_pool import KvShape
@@ -12,7 +13,7 @@ from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 from hotset.models.weight_sizes import embedding_bytes, routed_expert_bytes, worker_weight_bytes
 from hotset.plan.gpus import Gpu
-from hotset.plan.products import ROUTED, prefill_products
+from hotset.plan.products import ROUTED, ProductRate, product_rates, prompt_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,9 @@ class RankCosts:
             self._collectives = 2 * len(set(layers) & set(spec.moe.layers)) if spec.moe else 0
         self._miss_rate = miss_rate(slots / shape.topk) if slots else 0.0
         self._row_bytes, self._key_bytes = shape.row.row_bytes, shape.key.row_bytes if shape.key else 0
-        self._prefills: dict[tuple[int, int], tuple[float, float]] = {}
+        rates_of_prompts = product_rates(spec, split)
+        self._routed = self._total_rate([rate for rate in rates_of_prompts if rate.name == ROUTED])
+        self._unrouted = self._total_rate([rate for rate in rates_of_prompts if rate.name != ROUTED])
 
     def decode(self, requests: int, context: float, tiered: int = 0) -> StepTime:
         """Returns the time of a step in which `requests` requests decode one token each, `tiered` of them tiered.
@@ -142,14 +145,20 @@ class RankCosts:
         The experts of this rank receive tokens of all data parallel ranks: by default as many from each as this rank
         has, else the share `expert_share` of that.
         """
-        known = self._prefills.get((first, last))
-        if known is None:
-            products = prefill_products(self._spec, self._split, first, last)
-            seconds = {product.name: product.flops / self._flops[product.kind] for product in products}
-            routed = seconds.pop(ROUTED, 0.0)
-            self._prefills[first, last] = known = sum(seconds.values()), routed
-        others, routed = known
-        return COEFFICIENTS.prefill * (others + expert_share * routed)
+        work = prompt_work(self._spec, first, last)
+        return COEFFICIENTS.prefill * (self._unrouted.flops(work) + expert_share * self._routed.flops(work))
+
+    def _total_rate(self, rates: Sequence[ProductRate]) -> ProductRate:
+        """Returns the sum of rates, in seconds instead of operations."""
+        seconds = [1 / self._flops[rate.kind] for rate in rates]
+        return ProductRate(
+            "all",
+            "bf16",
+            each=sum(rate.each * s for rate, s in zip(rates, seconds, strict=True)),
+            token=sum(rate.token * s for rate, s in zip(rates, seconds, strict=True)),
+            pair=sum(rate.pair * s for rate, s in zip(rates, seconds, strict=True)),
+            selected=sum(rate.selected * s for rate, s in zip(rates, seconds, strict=True)),
+        )
 
     def _used_experts(self, requests: int) -> float:
         """Returns the expected share of this rank's experts that a step uses, if routing is even."""

@@ -19,37 +19,78 @@ class Product:
     flops: float
 
 
+@dataclass(frozen=True, slots=True)
+class ProductRate:
+    """How many operations the products of one kind take on one rank."""
+
+    name: str
+    kind: ProductType
+    each: float = 0.0  # for each chunk of a prompt
+    token: float = 0.0  # for each token
+    pair: float = 0.0  # for each pair of a token and itself or an earlier one
+    selected: float = 0.0  # for each pair of a token and a row that it selects
+
+    def flops(self, work: "PromptWork") -> float:
+        of_pairs = self.pair * work.pairs + self.selected * work.selected
+        return self.each + self.token * work.tokens + of_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """What the rates of products are multiplied with."""
+
+    tokens: int
+    pairs: int
+    selected: int
+
+
+def prompt_work(spec: ModelSpec, first: int, last: int) -> PromptWork:
+    """Returns the work of computing tokens [first, last) of a prompt."""
+    pairs = _pairs(first, last)
+    if isinstance(spec.attention, GqaSpec):
+        return PromptWork(last - first, pairs, pairs)
+    topk = spec.attention.index.topk
+    below = min(last, max(first, topk))  # tokens before this position select all rows
+    return PromptWork(last - first, pairs, _pairs(first, below) + (last - below) * topk)
+
+
 def prefill_products(spec: ModelSpec, split: Split, first: int, last: int) -> list[Product]:
-    """Returns the products that compute tokens [first, last) of a prompt on one rank.
+    """Returns the products that compute tokens [first, last) of a prompt on one rank."""
+    work = prompt_work(spec, first, last)
+    return [Product(rate.name, rate.kind, rate.flops(work)) for rate in product_rates(spec, split)]
+
+
+def product_rates(spec: ModelSpec, split: Split) -> list[ProductRate]:
+    """Returns the rates of all products of a prompt on one rank.
 
     With data parallelism every rank computes a prompt of its own, and its experts receive the tokens of all ranks. The
     router is counted for the rank's own tokens, because each token must be routed once, wherever that happens.
     """
-    tokens, layers = last - first, split.layer_range(spec.layers)
+    layers = split.layer_range(spec.layers)
     dense: ProductType = "fp8" if spec.fp8_weights else "bf16"
     if isinstance(spec.attention, GqaSpec):
-        products = _gqa(spec, spec.attention, split, first, last, dense)
+        rates = _gqa(spec, spec.attention, split, dense)
     else:
-        products = _mla(spec, spec.attention, split, first, last, dense)
-    products.append(Product("LM head", "bf16", 2.0 * spec.hidden * split.vocabulary_shard_size(spec.vocab)))
+        rates = _mla(spec, spec.attention, split, dense)
+    rates.append(ProductRate("LM head", "bf16", each=2.0 * spec.hidden * split.vocabulary_shard_size(spec.vocab)))
     moe_layers = len(set(layers) & set(spec.moe.layers)) if spec.moe else 0
     mlp = (len(layers) - moe_layers) * len(split.tp_shard(spec.mlp_width))
-    products.append(Product("dense MLP", dense, 6.0 * tokens * spec.hidden * mlp))
-    return products + (_moe(spec.hidden, split, spec.moe, tokens, moe_layers, dense) if spec.moe else [])
+    rates.append(ProductRate("dense MLP", dense, token=6.0 * spec.hidden * mlp))
+    return rates + (_moe(spec.hidden, split, spec.moe, moe_layers, dense) if spec.moe else [])
 
 
-def _gqa(spec: ModelSpec, attention: GqaSpec, split: Split, first: int, last: int, dense: ProductType) -> list[Product]:
+def _gqa(spec: ModelSpec, attention: GqaSpec, split: Split, dense: ProductType) -> list[ProductRate]:
     layers = len(split.layer_range(spec.layers))
     heads, kv_heads = len(split.tp_shard(attention.heads)), len(split.kv_heads(attention.kv_heads))
     projections = layers * spec.hidden * attention.head_dim * 2 * (heads + kv_heads)
     return [
-        Product("attention projections", dense, 2.0 * (last - first) * projections),
-        Product("attention", "bf16", 4.0 * layers * _pairs(first, last) * heads * attention.head_dim),
+        ProductRate("attention projections", dense, token=2.0 * projections),
+        ProductRate("attention", "bf16", pair=4.0 * layers * heads * attention.head_dim),
     ]
 
 
-def _mla(spec: ModelSpec, mla: MlaSpec, split: Split, first: int, last: int, dense: ProductType) -> list[Product]:
-    index, hidden, tokens = mla.index, spec.hidden, last - first
+def _mla(spec: ModelSpec, mla: MlaSpec, split: Split, dense: ProductType) -> list[ProductRate]:
+    index, hidden = mla.index, spec.hidden
     stage = split.layer_range(spec.layers)
     layers, indexers = len(stage), len(set(stage) & set(index.full_layers))
     heads = len(split.tp_shard(mla.heads))
@@ -58,27 +99,23 @@ def _mla(spec: ModelSpec, mla: MlaSpec, split: Split, first: int, last: int, den
     projections = layers * (down + up + heads * mla.v_dim * hidden)
     indexer_weights = indexers * index.head_dim * (index.heads * mla.q_lora_rank + hidden)
     absorbed = layers * heads * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim)
-    below = min(last, max(first, index.topk))  # tokens before this position select all rows
-    rows = _pairs(first, below) + (last - below) * index.topk
-    attention = layers * rows * heads * (2 * mla.kv_lora_rank + mla.rope_dim)
-    scores = indexers * _pairs(first, last) * index.heads * index.head_dim
     return [
-        Product("attention projections", dense, 2.0 * tokens * projections),
-        Product("indexer projections", dense, 2.0 * tokens * indexer_weights),
-        Product("absorbed kv_b", "bf16", 2.0 * tokens * absorbed),
-        Product("sparse attention", "bf16", 2.0 * attention),
-        Product("index scores", "bf16", 2.0 * scores),
-        Product("head weights", "fp32", 2.0 * tokens * indexers * index.heads * hidden),
+        ProductRate("attention projections", dense, token=2.0 * projections),
+        ProductRate("indexer projections", dense, token=2.0 * indexer_weights),
+        ProductRate("absorbed kv_b", "bf16", token=2.0 * absorbed),
+        ProductRate("sparse attention", "bf16", selected=2.0 * layers * heads * (2 * mla.kv_lora_rank + mla.rope_dim)),
+        ProductRate("index scores", "bf16", pair=2.0 * indexers * index.heads * index.head_dim),
+        ProductRate("head weights", "fp32", token=2.0 * indexers * index.heads * hidden),
     ]
 
 
-def _moe(hidden: int, split: Split, moe: MoeSpec, tokens: int, layers: int, dense: ProductType) -> list[Product]:
+def _moe(hidden: int, split: Split, moe: MoeSpec, layers: int, dense: ProductType) -> list[ProductRate]:
     shared = len(split.tp_shard(moe.width * moe.shared))
-    pairs = tokens * split.dp_size * moe.experts_per_token * len(split.experts(moe.experts)) / moe.experts
+    pairs = split.dp_size * moe.experts_per_token * len(split.experts(moe.experts)) / moe.experts
     return [
-        Product("shared experts", dense, 6.0 * tokens * hidden * layers * shared),
-        Product(ROUTED, dense, 6.0 * pairs * hidden * layers * moe.width),
-        Product("router", "fp32", 2.0 * tokens * hidden * layers * moe.experts),
+        ProductRate("shared experts", dense, token=6.0 * hidden * layers * shared),
+        ProductRate(ROUTED, dense, token=6.0 * pairs * hidden * layers * moe.width),
+        ProductRate("router", "fp32", token=2.0 * hidden * layers * moe.experts),
     ]
 
 

@@ -151,6 +151,7 @@ class Preemptor:
 
     def change_residence(self, request: Request, to: Residence) -> bool:
         """Changes a request's residence. Returns False if that must wait because plans in flight use the request."""
+        request.settle()
         if request.in_flight > 0:
             self.pending[request] = to
             return False

@@ -40,6 +40,14 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 }
 
 
+@dataclass(slots=True)
+class PlanNumbers:
+    """Plans are numbered in order. Those in [oldest, next) are in flight, and all steady requests are part of them."""
+
+    oldest: int = 0
+    next: int = 0
+
+
 class Request:
     """One sequence that the model continues. Only the scheduler changes a request."""
 
@@ -50,22 +58,24 @@ class Request:
         "finish_reason",
         "for_peer",
         "holding",
-        "in_flight",
         "landing",
         "max_length",
         "num_announced",
         "num_cached",
         "num_prompt_logprobs",
-        "num_scheduled",
-        "num_unsampled",
         "page_hashes",
         "parks",
         "phase",
+        "plan_numbers",
         "prefill_at",
         "prompt",
         "publish_at",
         "request_id",
         "seat",
+        "settled_in_flight",
+        "settled_scheduled",
+        "settled_unsampled",
+        "steady_since",
         "tiers",
         "tokens",
         "waits_for",
@@ -112,14 +122,53 @@ class Request:
         self.waits_for_page = 0
         self.publish_at = NEVER  # once this many rows are computed, another full page can enter the prefix cache
         self.parks = 0
-        self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
-        self.num_unsampled = 0  # tokens that plans in flight will sample
+        # What the request counts without the plans since it is steady (`num_scheduled`, `num_unsampled`, `in_flight`)
+        self.settled_scheduled = self.settled_unsampled = self.settled_in_flight = 0
+        self.steady_since = NEVER  # number of the first plan that schedules it together with all steady requests
+        self.plan_numbers = PlanNumbers()  # of its scheduler
         self.drafts_in_flight = 0  # that a plan in flight verifies
         # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
         self.num_prompt_logprobs = 0
-        self.in_flight = 0  # number of plans in flight that this request is part of
         self.finish_reason: FinishReason | None = None  # None until it has ended
         self.holding.story.record("phase", self.phase.value)
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens [0, num_scheduled) have been computed, or plans in flight compute them."""
+        if self.steady_since == NEVER:
+            return self.settled_scheduled
+        return self.settled_scheduled + self.plan_numbers.next - self.steady_since
+
+    @num_scheduled.setter
+    def num_scheduled(self, tokens: int) -> None:
+        if self.steady_since != NEVER:
+            raise InternalError(f"{self.request_id} is steady, so its counts follow from plan numbers")
+        self.settled_scheduled = tokens
+
+    @property
+    def num_unsampled(self) -> int:
+        """The number of tokens that plans in flight will sample."""
+        return self.settled_unsampled + self._steady_in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """The number of plans in flight that this request is part of."""
+        return self.settled_in_flight + self._steady_in_flight
+
+    @property
+    def _steady_in_flight(self) -> int:
+        """The number of plans in flight in which the request is steady."""
+        if self.steady_since == NEVER:
+            return 0
+        return self.plan_numbers.next - max(self.plan_numbers.oldest, self.steady_since)
+
+    def settle(self) -> None:
+        """Ends that the request is steady, if it is."""
+        in_flight = self._steady_in_flight
+        self.settled_scheduled = self.num_scheduled
+        self.settled_unsampled += in_flight
+        self.settled_in_flight += in_flight
+        self.steady_since = NEVER
 
     def move(self, to: Phase) -> None:
         if to not in PHASE_TRANSITIONS[self.phase]:

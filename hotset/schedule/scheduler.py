@@ -5,8 +5,8 @@ flight; they commit in order. A request loses its seat or pages, or changes its 
 uses the request.
 
 `queues` holds the waiting and running requests. `admission` decides which request is admitted and where, `prefixes`
-from which cached pages it starts, and `preemption` which request is preempted. `landings` keeps the messages to prefill
-and decode workers.
+from which cached pages it starts, and `preemption` which request is preempted. `steady` schedules requests together to
+which nothing else happens. `landings` keeps the messages to prefill and decode workers.
 """
 
 from collections import Counter, deque
@@ -32,8 +32,9 @@ from hotset.schedule.plan import (
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
-from hotset.schedule.request import Counters, FinishReason, Phase, Request
+from hotset.schedule.request import Counters, FinishReason, Phase, PlanNumbers, Request
 from hotset.schedule.snapshots import RequestSnapshot, Snapshots
+from hotset.schedule.steady import SteadyDecodes
 from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher
@@ -50,6 +51,7 @@ class _InFlight:
 
     plan: Plan
     requests: list[Request]
+    steady: range  # segments of requests that were steady. Segments up to the last of these sample one token each
 
 
 class Scheduler:
@@ -109,6 +111,8 @@ class Scheduler:
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._plan_numbers = PlanNumbers()
+        self._steady = SteadyDecodes(self._plan_numbers)
         self._outputs = TokenOutputs()  # not yet returned: first tokens of landings, and requests that have ended
         self._arrivals = 0
         self._snapshots = Snapshots()
@@ -167,6 +171,7 @@ class Scheduler:
             raise InternalError(f"there is already a request {request.request_id}")
         self._admission.check_possible(request)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        request.plan_numbers = self._plan_numbers
         self._requests[request.request_id] = request
         self._queues.waiting.append(request)
 
@@ -256,7 +261,7 @@ class Scheduler:
         """Returns the plan of the next step, or None if there is nothing to execute now."""
         queues, next_plan, pending = self._queues, self._next_plan, self._preemptor.pending
         self._preemptor.apply_pending()
-        prefills = self._schedule_decodes()
+        prefills, steady = self._schedule_decodes()
         budget = max(self._max_num_batched_tokens - sum(next_plan.counts), 1)
         for request in prefills:
             if budget > 0 and request.running and request not in pending:
@@ -275,7 +280,7 @@ class Scheduler:
         reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands)
         num_drafts = 0 if self._speculation is None else self._speculation.num_drafts
         plan = next_plan.build(self._announcements.take(), reads_host=reads_host, num_drafts=num_drafts)
-        self._in_flight.append(_InFlight(plan, requests))
+        self._in_flight.append(_InFlight(plan, requests, steady))
         return plan
 
     def commit(self, result: StepResult) -> TokenOutputs:
@@ -287,10 +292,17 @@ class Scheduler:
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         kept = plan.kept(result.token_ids)
         self._reject_drafts(in_flight, kept)
-        for request, start, count in zip(requests, plan.starts, plan.counts, strict=True):
-            request.in_flight -= 1
-            if start + count >= request.publish_at:
-                self._prefixes.publish(request, min(start + count, request.num_scheduled))
+        segments: Sequence[int] = range(len(requests))
+        if in_flight.steady:
+            alone = [*range(in_flight.steady.start), *self._commit_steady(in_flight, result)]
+            segments = [*alone, *range(in_flight.steady.stop, len(requests))]
+            kept = [*alone, *range(in_flight.steady.stop, len(result.token_ids))]
+        self._plan_numbers.oldest = plan.number + 1
+        for segment in segments:
+            request, computed = requests[segment], plan.starts[segment] + plan.counts[segment]
+            request.settled_in_flight -= 1
+            if computed >= request.publish_at:
+                self._prefixes.publish(request, min(computed, request.num_scheduled))
         for prompt_range, columns in zip(plan.prompt_ranges, result.prompt_logprobs, strict=True):
             request = requests[prompt_range.segment]
             if request.phase is not Phase.ENDING:
@@ -314,9 +326,9 @@ class Scheduler:
         for segment, drafts in result.drafts.items():
             if self._speculation is not None and requests[segment].phase is Phase.DECODE:
                 self._speculation.receive(requests[segment], drafts)
-        for request in requests:
-            if request.phase is Phase.ENDING and request.in_flight == 0:
-                self._release(request)
+        for segment in segments:
+            if requests[segment].phase is Phase.ENDING and requests[segment].in_flight == 0:
+                self._release(requests[segment])
         self.counters.steps += 1
         self.counters.tokens_generated += len(outputs.token_ids) - num_landed
         return self.take_outputs()
@@ -352,18 +364,21 @@ class Scheduler:
                 need = self._ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
-    def _schedule_decodes(self) -> list[Request]:
+    def _schedule_decodes(self) -> tuple[list[Request], range]:
         """Adds one token of each decoding request to the plan, and drafts. Returns requests with several tokens left to
-        compute."""
-        prefills = []
-        running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
-        pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
+        compute, and the segments of steady requests."""
+        prefills: list[Request] = []
+        running, seats, number = self._queues.running, self._next_plan.seats, self._next_plan.number
+        pending, max_decodes = self._preemptor.pending, ceil_div(len(running), self._stages)
         num_drafts = 0
         if self._speculation is not None:
             self._speculation.begin_plan(len(running))
             num_drafts = self._speculation.num_drafts
         needs_newest = self._stages > 1 or num_drafts > 0  # the newest token must be sampled
+        self._steady.settle_due(number)
         for request in tuple(running):
+            if request.steady_since <= number:
+                continue
             if request.seat is None or request.drafts_in_flight or (pending and request in pending):
                 continue  # it was preempted for an older request in this plan, has drafts, or its change is pending
             num_scheduled = request.num_scheduled
@@ -374,14 +389,33 @@ class Scheduler:
                 continue  # its newest token is not sampled yet, or the plan has its share of decodes
             elif (
                 remaining == 1
-                and (num_scheduled < request.holding.capacity or preemptor.grow(request))
+                and (num_scheduled < request.holding.capacity or self._grow(request))
                 and not self._becomes_tiered(request)
             ):
                 drafts: Sequence[int] = ()
                 if self._speculation is not None and num_drafts and request.phase is Phase.DECODE:
                     drafts = self._speculation.draft(request)
                 self._schedule(request, 1 + len(drafts), drafts)
-        return prefills
+        alone = tuple(self._next_plan.requests)
+        steady = self._steady.schedule(self._next_plan)
+        if self._stages == 1 and self._speculation is None:
+            for request in alone:
+                if request not in pending:
+                    self._steady.join(request)
+        return prefills, steady
+
+    def _grow(self, request: Request) -> bool:
+        """Grants pages for one more token of a request. If pages are short, requests are preempted. By then, the older
+        steady requests are part of the plan."""
+        commands = self._ledger.grow(request.holding, request.num_scheduled + 1)
+        if commands is not None:
+            self._next_plan.commands += commands
+            return True
+        for older in tuple(self._queues.running):
+            if older.steady_since <= self._next_plan.number and older.arrival < request.arrival:
+                older.settle()
+                self._schedule(older, 1)
+        return self._preemptor.grow(request)
 
     def _becomes_tiered(self, request: Request) -> bool:
         """Returns True if all chunks of a streamed prompt are scheduled. The last commit makes the request tiered."""
@@ -405,21 +439,42 @@ class Scheduler:
         next_plan.counts.append(count)
         if request.phase is Phase.PREFILL and request.num_unsampled == 0:
             self.counters.tokens_prefilled += count
-        request.num_scheduled += count
+        request.settled_scheduled += count
         if request.needs_prompt_logits:
             next_plan.add_prompt_range(request, count)
         if request.for_peer:
             self._announcements.announce_rows(request)
         if request.num_scheduled == len(request.tokens) + request.num_unsampled + len(drafts):
             next_plan.sampled += [len(next_plan.requests)] * (1 + len(drafts))
-            request.num_unsampled += 1 + len(drafts)
+            request.settled_unsampled += 1 + len(drafts)
         if drafts:
             next_plan.drafts[len(next_plan.requests)] = drafts
             request.drafts_in_flight = len(drafts)
         if self._speculation is not None:
             next_plan.draft_limits.append(self._speculation.draft_limit(request))
         next_plan.requests.append(request)
-        request.in_flight += 1
+        request.settled_in_flight += 1
+
+    def _commit_steady(self, in_flight: _InFlight, result: StepResult) -> list[int]:
+        """Records the tokens of requests that are steady since this plan or an earlier one. Returns the segments of the
+        others, and of those that end with this plan."""
+        outputs, number, not_steady = self._outputs, in_flight.plan.number, []
+        segments = in_flight.steady
+        columns = slice(segments.start, segments.stop)
+        rows = zip(segments, in_flight.requests[columns], result.token_ids[columns], strict=True)
+        for segment, request, token in rows:
+            if request.steady_since > number:
+                not_steady.append(segment)
+            elif token in request.prompt.stop_ids or segment in result.failures:
+                request.settle()
+                not_steady.append(segment)
+            else:
+                if segment in result.alternatives:
+                    outputs.alternatives[len(outputs.token_ids)] = result.alternatives[segment]
+                outputs.request_ids.append(request.request_id)
+                outputs.token_ids.append(token)
+                request.tokens.append(token)
+        return not_steady
 
     def _reject_drafts(self, in_flight: _InFlight, kept: Sequence[int]) -> None:
         """Takes back the rows of rejected drafts. `kept` are the indices of the sampled tokens that are kept."""
@@ -429,7 +484,7 @@ class Scheduler:
             accepted, request = num_kept[segment] - 1, in_flight.requests[segment]
             request.drafts_in_flight = 0
             request.num_scheduled -= len(drafts) - accepted
-            request.num_unsampled -= len(drafts) - accepted
+            request.settled_unsampled -= len(drafts) - accepted
             if self._speculation is not None:
                 self._speculation.choice.record(len(drafts), accepted)
             self.counters.drafts_verified.update(range(1, 1 + len(drafts)))
@@ -455,7 +510,7 @@ class Scheduler:
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
 
     def _append_token(self, request: Request, token: int) -> None:
-        request.num_unsampled -= 1
+        request.settled_unsampled -= 1
         request.tokens.append(token)
         if request.phase is Phase.PREFILL:
             self._admission.on_kv_ready(request)
@@ -499,6 +554,7 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         """Removes a request in any phase. It is released once no plan in flight and no peer uses its pages."""
+        request.settle()
         if request.phase in (Phase.WAITING, Phase.PARKED):
             self._queues.waiting.remove(request)
             self._release(request)

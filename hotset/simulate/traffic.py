@@ -167,15 +167,16 @@ def run_traffic(
     if not fitting:
         raise ConfigError(f"no request of the trace fits into a context of {longest} tokens; use --scale-lengths")
     recorder = _Recorder(engine, clock, fitting)
-    waiting = deque(enumerate(fitting))
+    waiting, stalled = deque(enumerate(fitting)), 0
     while waiting or not engine.idle:
         if engine.idle:
             clock.now = max(clock.now, waiting[0][1].seconds)
         while waiting and waiting[0][1].seconds <= clock.now:
             engine.add(_choice(*waiting.popleft()))
-        before = clock.now
+        before, steps = clock.now, engine.steps
         outputs = engine.step()
-        if clock.now == before and not outputs and engine.waiting_for_peers and not waiting:
+        stalled = stalled + 1 if engine.steps == steps and not outputs else 0
+        if stalled > engine.open_requests + 1:  # before a plan, each request can lose its pages once
             raise InternalError("the scheduler plans nothing although requests are open")
         recorder.add(before, outputs.request_ids, outputs.finished)
         progress(recorder.finished, len(fitting))
