@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NotRequired, TypedDict
@@ -111,6 +111,7 @@ class HandoffAgent(ABC):
         self._send = channel.send
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()  # commands, and results of other threads
         self._events: deque[HandoffEvent] = deque()
+        self._has_new_events = False  # the engine must be woken
         self._lock = threading.Lock()  # held while the agent's thread works, not while it waits
         self._drain_until: float | None = None
         self._notify_seconds = 0.0  # time after the drain in which peers are notified
@@ -145,8 +146,8 @@ class HandoffAgent(ABC):
         """Returns the peers on which a handoff depends."""
 
     @abstractmethod
-    def _run_actions(self) -> Sequence[HandoffEvent]:
-        """Runs the actions of the state machine. Returns the events for the engine."""
+    def _run_actions(self) -> None:
+        """Runs the actions of the state machine."""
 
     @abstractmethod
     def _begin_drain(self, now: float) -> None:
@@ -342,13 +343,18 @@ class HandoffAgent(ABC):
 
     def _work(self) -> None:
         with self._lock:
-            events = self._run_once(self._clock())
-            self._events.extend(events)
-        if events:
+            self._run_once(self._clock())
+            has_events, self._has_new_events = self._has_new_events, False
+        if has_events:
             self._wake()
 
-    def _run_once(self, now: float) -> list[HandoffEvent]:
-        """Handles messages, commands and timers once. Returns the events for the engine.
+    def _emit(self, event: HandoffEvent) -> None:
+        """Passes an event to the engine."""
+        self._events.append(event)
+        self._has_new_events = True
+
+    def _run_once(self, now: float) -> None:
+        """Handles messages, commands and timers once.
 
         Peers are checked after the messages, so a peer whose message was just received does not count as silent.
         """
@@ -360,11 +366,10 @@ class HandoffAgent(ABC):
         self._handle_inbox(now)
         self._poll(now)
         self._tick(now)
-        events = [*self._run_actions()]
+        self._run_actions()
         if now >= self._next_check:
             self._check_peers(now)
-            events += self._run_actions()
-        return events
+            self._run_actions()
 
     def _handle_channel_event(self, event: msg.ChannelEvent, now: float) -> None:
         match event:

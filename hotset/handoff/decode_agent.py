@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from hotset.base.errors import InternalError
 from hotset.handoff import messages as msg
-from hotset.handoff.agent import AgentOptions, HandoffAgent
+from hotset.handoff.agent import AgentOptions, HandoffAgent, HandoffEvent
 from hotset.handoff.layout import check_peers
 from hotset.handoff.links import MAX_LINKS, EndpointClosed, EndpointOpened, Endpoints, Links
 from hotset.handoff.messages import HandoffKey, Hello, Message, Store
@@ -51,7 +51,6 @@ class DecodeAgent(HandoffAgent):
         self._introduced: dict[str, int] = {}
         self._links = Links(endpoints, hello, self._enqueue)
         self._fetches: dict[HandoffKey, msg.Fetch] = {}  # fetches passed to the receiver; some may have ended
-        self._new_events: list[msg.ReceiverEvent] = []
         # Handoffs of which pieces are being unpacked, with their number, and the events that wait for these copies.
         self._unpacking: dict[HandoffKey, int] = {}
         self._held_events: dict[HandoffKey, list[msg.ReceiverEvent]] = {}
@@ -102,7 +101,7 @@ class DecodeAgent(HandoffAgent):
 
     def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
         if peer in self._watched_peers():
-            self._new_events.append(msg.PeerLost(peer, reason))
+            self._emit(msg.PeerLost(peer, reason))
         self._end_introduction(peer, f"{reason} (a worker with another handoff secret stays silent too)")
         self._lose(peer, reason, now)
 
@@ -155,8 +154,7 @@ class DecodeAgent(HandoffAgent):
         further = [time for time in (self._receiver.next_deadline(), self._links.observe_at) if time is not None]
         return min([*hellos, *holds, *further], default=None)
 
-    def _run_actions(self) -> list[msg.ReceiverEvent]:
-        """Runs the receiver's actions. Returns the events for the engine."""
+    def _run_actions(self) -> None:
         for action in self._receiver.take_actions():
             match action:
                 case msg.SendMessage(peer, message):
@@ -166,11 +164,7 @@ class DecodeAgent(HandoffAgent):
                 case msg.Landed(key) | msg.FetchFailed(key) | msg.Quiesced(key) if key in self._unpacking:
                     self._held_events.setdefault(key, []).append(action)
                 case _:
-                    self._new_events.append(action)
-        events, self._new_events = self._new_events, []
-        for event in events:
-            self._count(event)
-        return events
+                    self._emit(action)
 
     def _begin_unpack(self, action: msg.UnpackPiece) -> None:
         from hotset.handoff.packing import unpack  # imports torch, which only staging needs
@@ -182,7 +176,8 @@ class DecodeAgent(HandoffAgent):
         self._unpacking[key] -= 1
         if not self._unpacking[key]:
             del self._unpacking[key]
-            self._new_events += self._held_events.pop(key, [])
+            for event in self._held_events.pop(key, ()):
+                self._emit(event)
         self._receiver.on_unpacked(key, number)
 
     @property
@@ -193,14 +188,14 @@ class DecodeAgent(HandoffAgent):
         peer, key = fetch.peer, fetch.request.key
         introduction = self._introductions.get(peer)
         if self._closing:
-            self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=False, reason="this worker is stopping"))
+            self._fail(key, "this worker is stopping")
         elif introduction is not None:
             introduction.fetches.setdefault(key, fetch)
         elif self._is_ready(peer, now):
             self._begin(fetch, now)
         elif self._links.full and self._links.get(peer) is None:
             reason = f"this worker has {MAX_LINKS} transfer endpoints for other prefill workers, which is the limit"
-            self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=False, reason=reason))
+            self._fail(key, reason)
         else:
             self._introductions[peer] = introduction = _Introduction(now, now, {key: fetch})
             self._greet(peer, introduction, now)
@@ -260,7 +255,7 @@ class DecodeAgent(HandoffAgent):
     def _cancel(self, key: HandoffKey, now: float) -> None:
         for introduction in self._introductions.values():
             if introduction.fetches.pop(key, None) is not None:
-                self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=False, reason="cancelled"))
+                self._fail(key, "cancelled")
                 return
         self._receiver.cancel(key, now)
 
@@ -281,18 +276,23 @@ class DecodeAgent(HandoffAgent):
         self._receiver.add_peer(peer, hello)
         self._add_routes(peer, welcome.routes)
         if welcome.routes:
-            self._new_events.append(msg.RoutesMeasured(peer, welcome.routes))
+            self._emit(msg.RoutesMeasured(peer, welcome.routes))
         for fetch in self._introductions.pop(peer).fetches.values():
             self._begin(fetch, now)
 
     def _end_introduction(self, peer: str, reason: str, *, retry: bool = False) -> None:
         introduction = self._introductions.pop(peer, None)
         for key in introduction.fetches if introduction else ():
-            self._new_events.append(msg.FetchFailed(key, quiesced=True, retry=retry, reason=reason))
+            self._fail(key, reason, retry=retry)
         if introduction is not None and peer not in self._introduced:
             self._links.retire(peer, self._receiver.unconfirmed_keys(peer))
 
-    def _count(self, event: msg.ReceiverEvent) -> None:
+    def _fail(self, key: HandoffKey, reason: str, *, retry: bool = False) -> None:
+        """Fails a fetch that was not passed to the receiver."""
+        self._emit(msg.FetchFailed(key, quiesced=True, retry=retry, reason=reason))
+
+    def _emit(self, event: HandoffEvent) -> None:
+        super()._emit(event)
         match event:
             case msg.Landed(key):
                 self._outcomes["landed"] += 1

@@ -3,13 +3,13 @@
 `sender.py` handles the events and changes the state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from hotset.base.processes import ProcessIdentity
 from hotset.handoff import messages as msg
 from hotset.handoff.deliveries import Delivery, RowWrites, StagingOffer
-from hotset.handoff.layout import landing_pages, pages_before, pages_for
+from hotset.handoff.layout import pages_before, pages_for
 from hotset.handoff.messages import HandoffId, Hello, Store
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 from hotset.transfer.api import WriteState
@@ -65,50 +65,27 @@ class ListInFlight:
     ticket: int | None = None  # assigned when the list is submitted to the transfer engine
 
 
+@dataclass(slots=True, eq=False)
 class OutgoingHandoff:
     """The state of one handoff at the sender. Only the sender changes it."""
 
-    __slots__ = (
-        "announced",
-        "delivery",
-        "end_reason",
-        "failure",
-        "final_message",
-        "has_unknown_write",
-        "hello",
-        "in_flight",
-        "offer",
-        "pages",
-        "pages_released",
-        "peer",
-        "request",
-        "retry",
-        "sampled",
-        "timer",
-        "waiting",
-    )
-
-    def __init__(
-        self,
-        peer: str,
-        request: msg.HandoffRequest,
-        hello: Hello,
-        timer: PhaseTimer[SenderPhase],
-        offer: StagingOffer | None = None,
-    ) -> None:
-        self.peer, self.request, self.hello, self.timer, self.offer = peer, request, hello, timer, offer
-        self.pages = landing_pages(request, self.target)
-        self.delivery: Delivery | None = None  # set by StartWrites
-        self.waiting: msg.RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
-        self.in_flight: list[ListInFlight] = []
-        self.announced = 0  # the engine has announced rows [0, announced)
-        self.sampled: msg.FirstTokenSampled | None = None
-        self.has_unknown_write = False  # a write ended in an unknown state and may still change the receiver's memory
-        self.pages_released = False
-        self.end_reason: EndReason | None = None
-        self.retry, self.failure = False, ""  # for HandoffFailed
-        # None again when the receiver has acknowledged it, when the handoff is cancelled, or when the peer is lost.
-        self.final_message: msg.HandoffDone | msg.HandoffFailed | None = None
+    peer: str
+    request: msg.HandoffRequest
+    hello: Hello
+    timer: PhaseTimer[SenderPhase]
+    offer: StagingOffer | None = None
+    delivery: Delivery | None = None  # set by StartWrites
+    waiting: msg.RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
+    in_flight: list[ListInFlight] = field(default_factory=list)
+    announced: int = 0  # the engine has announced rows [0, announced)
+    sampled: msg.FirstTokenSampled | None = None
+    has_unknown_write: bool = False  # a write ended in an unknown state and may still change the receiver's memory
+    pages_released: bool = False
+    end_reason: EndReason | None = None
+    retry: bool = False  # for HandoffFailed
+    failure: str = ""  # for HandoffFailed
+    # None again when the receiver has acknowledged it, when the handoff is cancelled, or when the peer is lost.
+    final_message: msg.HandoffDone | msg.HandoffFailed | None = None
 
     @property
     def phase(self) -> SenderPhase:

@@ -69,7 +69,6 @@ class PrefillAgent(HandoffAgent):
         self._lists: list[_ListInFlight] = []
         self._tickets = itertools.count()
         self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
-        self._new_events: list[msg.SenderEvent] = []  # not returned by `_run_actions` yet
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
         self._outcomes = {"done": 0, "failed": 0, "cancelled": 0, "peer lost": 0}
@@ -114,7 +113,7 @@ class PrefillAgent(HandoffAgent):
 
     def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
         # Writes must not wait here until the peer's next endpoint has taken the name of this one.
-        self._run_pending_actions()
+        self._run_actions()
         for entry in self._lists:
             entry.peer_lost |= entry.peer == peer
         if peer in self._connecting:
@@ -177,13 +176,7 @@ class PrefillAgent(HandoffAgent):
                 self._sender.on_write_ended(entry.peer, entry.key, entry.ticket, state, now)
         self._lists = pending
 
-    def _run_actions(self) -> list[msg.SenderEvent]:
-        """Runs the sender's actions. Returns the events for the engine."""
-        self._run_pending_actions()
-        events, self._new_events = self._new_events, []
-        return events
-
-    def _run_pending_actions(self) -> None:
+    def _run_actions(self) -> None:
         for action in self._sender.take_actions():
             match action:
                 case msg.SendMessage(peer, message):
@@ -194,7 +187,7 @@ class PrefillAgent(HandoffAgent):
                 case _:
                     if isinstance(action, msg.StartPrefill):
                         self._unreported.add((action.peer, action.key))
-                    self._new_events.append(action)
+                    self._emit(action)
 
     def _begin_writes(self, action: msg.SubmitWrites) -> None:
         """Submits a list to the transfer engine: now or, if a piece must be packed first, when it is packed."""

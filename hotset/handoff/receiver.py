@@ -8,6 +8,7 @@ The quarantine of pages or leases ends when the sender confirms, or can no longe
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from hotset.handoff import messages as msg
@@ -56,13 +57,14 @@ UNREPORTED_PHASES = OPEN_PHASES | {ReceiverPhase.FENCING}  # the engine has rece
 UNCONFIRMED_PHASES = frozenset({ReceiverPhase.FENCING, ReceiverPhase.QUARANTINED})  # failed; the sender may still write
 
 
+@dataclass(slots=True, eq=False)
 class _Handoff:
-    __slots__ = ("peer", "reason", "request", "retry", "staged", "timer")
-
-    def __init__(self, fetch: msg.Fetch, timer: PhaseTimer[ReceiverPhase]) -> None:
-        self.peer, self.request, self.timer = fetch.peer, fetch.request, timer
-        self.reason, self.retry = "", False  # why it failed, and whether a retry may succeed
-        self.staged = False  # pieces arrive in the ring
+    peer: str
+    request: msg.HandoffRequest
+    timer: PhaseTimer[ReceiverPhase]
+    staged: bool = False  # pieces arrive in the ring
+    reason: str = ""  # why it failed
+    retry: bool = False  # whether a retry may succeed
 
     @property
     def phase(self) -> ReceiverPhase:
@@ -107,7 +109,8 @@ class Receiver:
             return
         for known in attempts:
             self.cancel(known, now)
-        handoff = self._handoffs[key] = _Handoff(fetch, PhaseTimer(self.table, ReceiverPhase.REQUESTING, now))
+        timer = PhaseTimer(self.table, ReceiverPhase.REQUESTING, now)
+        handoff = self._handoffs[key] = _Handoff(fetch.peer, fetch.request, timer)
         self._transmit(handoff)
 
     def cancel(self, key: HandoffKey, now: float) -> None:

@@ -22,6 +22,7 @@ from hotset.handoff.deliveries import (
     make_offer,
     merge_rows,
 )
+from hotset.handoff.layout import landing_pages
 from hotset.handoff.messages import HandoffId, HandoffKey, Hello, MemoryRange, Message, Store
 from hotset.handoff.outgoing import (
     OPEN_PHASES,
@@ -263,7 +264,9 @@ class Sender:
                 grants=self._grant_numbers,
             )
         else:
-            handoff.delivery = DirectDelivery(self._store, handoff.target, handoff.pages)
+            handoff.delivery = DirectDelivery(
+                self._store, handoff.target, landing_pages(handoff.request, handoff.target)
+            )
         waiting, handoff.waiting = handoff.waiting, None
         if waiting is not None:
             self._deliver(handoff, handoff.delivery, waiting, now)
