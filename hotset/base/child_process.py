@@ -1,14 +1,13 @@
 """Child processes that each run one `hotset` command and receive SIGTERM when this process dies."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from hotset.base.parent_death import PR_SET_PDEATHSIG
+from hotset.base.parent_death import PARENT_VARIABLE, resume_if_parent_dies
 
 KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL
 MAX_LINE_BYTES = 1 << 16
@@ -30,11 +29,10 @@ class ChildProcess:
         cls, name: str, arguments: Sequence[str], secrets: Mapping[str, str], print_line: Callable[[str], None]
     ) -> "ChildProcess":
         """Starts the command. `secrets` are environment variables, because any user can read a process's arguments."""
-        libc = ctypes.CDLL(None)
         parent = os.getpid()
 
         def die_with_parent() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            resume_if_parent_dies()  # the command then terminates itself
             if os.getppid() != parent:  # the parent died before prctl was called
                 os._exit(1)
 
@@ -46,7 +44,7 @@ class ChildProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **secrets},
+            env={**os.environ, **secrets, PARENT_VARIABLE: str(parent)},
             start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children in order
             preexec_fn=die_with_parent,
         )

@@ -1,9 +1,12 @@
 """Signals that Linux sends to a process when its parent dies."""
 
 import ctypes
+import os
 import signal
 
+PARENT_VARIABLE = "HOTSET_PARENT_PROCESS"  # environment variable with the id of the process that started a command
 PR_SET_PDEATHSIG = 1  # Linux's prctl option that sets the signal a child receives when its parent dies
+LIBC = ctypes.CDLL(None)  # loaded now, because a child must not load libraries between fork and exec
 
 
 def resume_if_parent_dies() -> None:
@@ -11,4 +14,22 @@ def resume_if_parent_dies() -> None:
 
     A process that is stopped then runs again and can notice the end of its parent. Others ignore the signal.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def terminate_if_parent_dies() -> None:
+    """Makes this process receive SIGTERM when the process that is named in PARENT_VARIABLE dies, also if this one is
+    stopped then. Does nothing without that variable.
+
+    Linux sends SIGCONT (see `resume_if_parent_dies`), because a stopped process does not see SIGTERM.
+    """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None:
+        return
+
+    def terminate_if_orphaned(*_: object) -> None:
+        if os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGCONT, terminate_if_orphaned)
+    terminate_if_orphaned()  # the parent may have died before

@@ -14,6 +14,7 @@ from hotset.base.config import CHAT_SETTINGS, EMBEDDED, MODEL_HELP, EngineConfig
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.listeners import bound_socket, listening_address
+from hotset.base.parent_death import terminate_if_parent_dies
 from hotset.base.sampling import SamplingParams
 from hotset.base.serve_config import ServeConfig
 from hotset.cli import cluster, evaluation
@@ -82,6 +83,7 @@ def main() -> None:
     """Runs the command line and exits with 0 on success, 1 on an error (one line on stderr), 2 on wrong usage, or 130
     after Ctrl-C.
     """
+    terminate_if_parent_dies()
     try:
         app()
     except HotsetError as error:
