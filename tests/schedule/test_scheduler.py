@@ -64,6 +64,9 @@ class SchedulerMachine(RandomMachine):
             drafter=ImposedDrafter(lambda _name, tokens: next_token(tuple(tokens)), 23, random) if max_drafts else None,
             max_drafts=max_drafts,
         )
+        if self.scheduler._speculation is not None and random.random() < 0.5:
+            choice = self.scheduler._speculation.choice
+            choice.choose = lambda requests: random.choice([0, max_drafts])  # type: ignore[method-assign]
         self.runner = ListRunner(geometry, policy)
         self.depth = random.randint(1, 3)
         self.in_flight: deque[StepResult] = deque()

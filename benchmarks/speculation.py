@@ -1,0 +1,303 @@
+"""Measures decoding with drafts against decoding without, with the share of right drafts imposed.
+
+    python benchmarks/speculation.py --device cuda --json speculation.json
+    python benchmarks/speculation.py --quick            (a minute or two on a CPU)
+
+Imposed: how many drafts of a step are accepted is drawn at random, 1.65 of 3 on average, so that a step with drafts
+adds 2.65 tokens, as published for DeepSeek-V3.2. The layer drafts and the model verifies as usual, and whatever was
+sampled is kept. The answers have no meaning, but steps take as long as real ones. The number of drafts follows the
+measured costs, as in a server.
+
+    demo            the demo model
+    one rank        DeepSeek-V3.2 with random weights and 32 of its 256 experts: as many as one of 8 data parallel ranks
+                    has, without collectives
+    tokens/s        of all requests, from when all of them decode
+    per step        tokens that a step adds to each answer
+    gain            tokens/s with drafts / without
+
+The table of steps has the time of a step that verifies three drafts of each request, without drafting, against one
+without drafts. The table of rows has rows that are copied from the host per token of an answer, over all index groups:
+the demo model, tiers always, its own drafts, the same number of slots with and without drafts.
+"""
+
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from report import Bar, make_parser, report
+
+from hotset.base.config import EngineConfig
+from hotset.base.sampling import SamplingParams
+from hotset.engine import draft_costs
+from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.core import Engine
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.loading import ModelLoader, choose_device
+from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.engine.warm_up import PARAMS, admit, run_first_steps
+from hotset.evaluate.tasks import make_questions
+from hotset.models.checkpoint.files import find_model
+from hotset.models.tokenizer import Tokenizer
+from hotset.schedule.plan import NO_DRAFT, Plan
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = str(ROOT / "models" / "demo-dsa")
+DEEPSEEK = ROOT / "hotset" / "plan" / "configs" / "deepseek-v3.2.json"
+DRAFTS = 3
+SHARES = (0.75, 0.55, 0.35)  # of steps in which the first draft, the first two, all three are right: 1.65 on average
+EXPERTS_OF_RANK = 32
+PROMPT_TOKENS = 1024
+VERIFIED_REQUESTS = 32
+TINY = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "index_n_heads": 4,
+    "index_head_dim": 32, "index_topk": 64, "intermediate_size": 64, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32, "vocab_size": 512, "quantization_config": None, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    model: str
+    requests: int
+    min_gain: float  # the bar
+    settings: dict[str, Any]
+
+
+@contextmanager
+def imposed_acceptance(seed: int = 0) -> Iterator[None]:
+    """Lets plans keep sampled tokens as if drafts were right with the probabilities of SHARES."""
+    rng, kept_of = random.Random(seed), Plan.kept
+
+    def kept(plan: Plan, token_ids: Sequence[int]) -> Sequence[int]:
+        indices: list[int] = []
+        accepted = place = 0
+        for index, draft in enumerate(plan.followed):
+            if draft == NO_DRAFT:
+                drawn = rng.random()
+                place, accepted = 0, sum(drawn < share for share in SHARES)
+            else:
+                place += 1
+            if place <= accepted:
+                indices.append(index)
+        return indices
+
+    Plan.kept = kept  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Plan.kept = kept_of  # type: ignore[method-assign]
+
+
+class Loaded:
+    """An engine with its KV memory, built like that of `hotset serve`, and measured like it."""
+
+    def __init__(self, model: str, device: torch.device, speculate: int, **settings: Any) -> None:
+        self.config = EngineConfig(model=model, device=device.type, speculate=speculate, **settings)
+        loader = ModelLoader(self.config, device)
+        spec, decoder = loader.files.spec, loader.load(lambda done, total: None)
+        self.vocab = spec.vocab
+        self.budget: KvBudget = kv_budget(self.config, decoder.kv_shape, spec.context, device)
+        card = model_card(self.config, spec, self.budget, device, loader.dtype)
+        executor = in_process_executor(self.config, decoder, self.budget, device, spec.vocab)
+        self.engine: Engine = assemble(self.config, card, decoder.kv_shape, self.budget, executor)
+        run_first_steps(self.engine.executor, self.budget, 1)
+        self.engine.warm_up(lambda done, total: None)
+        if speculate:
+            costs = draft_costs.measure_draft_costs(self.engine.executor, self.config, self.budget, 1)
+            self.engine.replicas[0].scheduler.set_draft_costs(costs)
+
+    def close(self) -> None:
+        self.engine.close()
+        del self.engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    tokens: int
+    steps: int
+    seconds: float
+    rows: int  # copied from the host
+
+
+def decode(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, seconds: float) -> Decoded:
+    """Decodes all prompts together until each has `tokens` more tokens on average, or for so many seconds."""
+    processor = InputProcessor(engine.card, seed=0)
+    params = SamplingParams(temperature=0, max_tokens=4 * tokens + 64, ignore_eos=True)
+    waiting = set()
+    for number, prompt in enumerate(prompts):
+        for choice in processor.accept(str(number), list(prompt), params):
+            waiting.add(choice.request_id)
+            engine.add(choice)
+    names = list(waiting)
+    while waiting:
+        waiting -= set(engine.step().request_ids)
+    for _ in range(8):
+        engine.step()
+    before, start, done = engine.stats(), time.perf_counter(), 0
+    while done < tokens * len(prompts) and time.perf_counter() - start < seconds:
+        done += len(engine.step().token_ids)
+    taken, after = time.perf_counter() - start, engine.stats()
+    for name in names:
+        engine.abort(name)
+    while not engine.idle:
+        engine.step()
+    rows = sum(after.slot_misses.values()) - sum(before.slot_misses.values())
+    return Decoded(done, after.steps - before.steps, taken, rows)
+
+
+def random_prompts(count: int, vocab: int, tokens: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(2, vocab) for _ in range(tokens)] for _ in range(count)]
+
+
+def measure_gain(case: Case, device: torch.device, tokens: int, seconds: float) -> dict[str, Any]:
+    """Returns a row: the case with and without drafts."""
+    results = []
+    for speculate in (0, DRAFTS):
+        loaded = Loaded(case.model, device, speculate, **case.settings)
+        prompts = random_prompts(case.requests, loaded.vocab, min(PROMPT_TOKENS, loaded.budget.max_model_len // 2))
+        with imposed_acceptance():
+            results.append(decode(loaded.engine, prompts, tokens, seconds))
+        loaded.close()
+    plain, drafted = (result.tokens / result.seconds for result in results)
+    return {
+        "case": case.name,
+        "requests": case.requests,
+        "plain tokens/s": round(plain, 1),
+        "drafts tokens/s": round(drafted, 1),
+        "per step": round(results[1].tokens / results[1].steps / case.requests, 2),
+        "gain": round(drafted / plain, 3),
+    }
+
+
+def measure_verification(model: str, device: torch.device, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Returns a row: the time of a step that verifies three drafts of each of 32 requests, against one without."""
+    loaded = Loaded(model, device, DRAFTS, **settings)
+    executor, budget, times = loaded.engine.executor, loaded.budget, []
+    requests, start = min(VERIFIED_REQUESTS, loaded.config.max_num_seqs), budget.max_model_len // 2
+    commands = [
+        command for seat in range(requests) for command in admit(seat, budget, start, start + 1 + DRAFTS, PARAMS)
+    ]
+    executor.submit([Plan(0, commands, (), (), (), ())]).results()
+    for drafts in (0, DRAFTS):
+        step = replace(draft_costs._step(requests, start, drafts, limit=None), num_drafts=0)
+        measured = []
+        for _ in range(1 + repeats):
+            begin = time.perf_counter()
+            executor.submit([step]).results()
+            measured.append(time.perf_counter() - begin)
+        times.append(1000 * median(measured[1:]))
+    loaded.close()
+    plain, verify = times
+    return {
+        "requests": requests,
+        "context": start,
+        "plain ms": round(plain, 3),
+        "verify ms": round(verify, 3),
+        "ratio": round(verify / plain, 3),
+    }
+
+
+def measure_rows(device: torch.device, questions: int, length: int, tokens: int, seconds: float) -> dict[str, Any]:
+    """Returns a row: rows copied from the host per token, with the demo model's own drafts and selections."""
+    slots = (DRAFTS + 2) * 128
+    tokenizer = Tokenizer.load(find_model(DEMO), None)
+    assert tokenizer is not None
+    asked = make_questions(["several"], length, questions, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in asked]
+    rows, lengths = [], []
+    for speculate in (0, DRAFTS):
+        sizes = {"max_num_seqs": questions, "max_model_len": 4096, "hot_slots": slots}
+        memory = {"device_kv_tokens": 4096 * questions, "host_kv_tokens": 8192 * questions}
+        loaded = Loaded(DEMO, device, speculate, tiers="always", prefix_cache=False, **sizes, **memory)
+        result = decode(loaded.engine, prompts, tokens, seconds)
+        loaded.close()
+        rows.append(result.rows / result.tokens)
+        lengths.append(result.tokens / result.steps / questions)
+    return {
+        "requests": questions,
+        "slots": slots,
+        "plain rows/token": round(rows[0], 1),
+        "drafts rows/token": round(rows[1], 1),
+        "per step": round(lengths[1], 2),
+        "ratio": round(rows[1] / max(rows[0], 1e-9), 3),
+    }
+
+
+def one_rank_model(folder: Path, layers: int | None, *, tiny: bool) -> str:
+    """Writes the configuration of one rank's share of DeepSeek-V3.2, and returns its folder."""
+    fields = json.loads(DEEPSEEK.read_text()) | {"n_routed_experts": EXPERTS_OF_RANK}
+    fields |= TINY if tiny else {}
+    fields |= {} if layers is None else {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in fields.items() if value is not None})
+    )
+    return str(folder)
+
+
+def cases(one_rank: str, *, quick: bool) -> list[Case]:
+    demo: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 4096, "tiers": "off", "device_kv_gib": 0.25}
+    rank: dict[str, Any] = {"load_format": "dummy", "tiers": "off", "max_model_len": 4096}
+    rank |= {"device_kv_gib": 0.05} if quick else {"kv_dtype": "fp8", "index_dtype": "fp8"}
+    batches = {1: 1.2, 4: 0.98} if quick else {1: 1.2, 16: 1.6, 32: 1.6, 128: 0.98}
+    return [
+        Case("demo", DEMO, 1, 1.6, demo),
+        *(Case("one rank", one_rank, count, gain, rank | {"max_num_seqs": count}) for count, gain in batches.items()),
+    ]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few tokens; bars are not checked")
+    parser.add_argument("--layers", type=int, help="layers of the one-rank model, instead of 61")
+    parser.add_argument("--only", choices=("gain", "steps", "rows"), help="only one of the tables")
+    parser.add_argument("--seconds", type=float, default=20.0, help="limit of each timed run")
+    options = parser.parse_args()
+    device = choose_device(options.device)
+    tokens, seconds = (12, min(options.seconds, 5.0)) if options.quick else (256, options.seconds)
+    bars: list[Bar] = []
+    with tempfile.TemporaryDirectory() as folder:
+        one_rank = one_rank_model(Path(folder), options.layers, tiny=options.quick)
+        listed = cases(one_rank, quick=options.quick)
+        if options.only in (None, "gain"):
+            rows = []
+            for case in listed:
+                rows.append(measure_gain(case, device, tokens, seconds))
+                print(rows[-1], flush=True)
+                bars.append(Bar(f"{case.name}, {case.requests} requests: gain", rows[-1]["gain"], case.min_gain, True))
+            report("2.65 tokens per step imposed", rows, options.json)
+        if options.only in (None, "steps"):
+            verified = measure_verification(
+                one_rank,
+                device,
+                listed[-1].settings | {"max_num_seqs": 4 if options.quick else VERIFIED_REQUESTS},
+                5 if options.quick else 20,
+            )
+            report("Verification of three drafts", [verified], None)
+            bars.append(Bar("verification / plain step", verified["ratio"], 1.5))
+        if options.only in (None, "rows"):
+            fetched = measure_rows(device, 1 if options.quick else 8, 1024 if options.quick else 3072, tokens, seconds)
+            report("Rows from the host", [fetched], None)
+            bars.append(Bar("rows per token with drafts / without", fetched["ratio"], 1.4))
+    report("Bars", [bar.row() for bar in bars], None)
+    sys.exit(not options.quick and not all(bar.met for bar in bars))
+
+
+if __name__ == "__main__":
+    main()
