@@ -254,7 +254,11 @@ class EngineClient:
             self._outbox.put(AbortRequests(still_open, "abort"))
 
     def listen(self) -> None:
-        """Starts, on the first call, the thread that reads reports and passes them to the running event loop."""
+        """Starts, on the first call, the thread that reads reports and passes them to the running event loop.
+
+        `generate` and `stats` call it. Call it soon if neither will be called: the engine reports its state again and
+        again, and blocks when the pipe is full.
+        """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._read, args=(self._loop,), name="hotset-reports", daemon=True).start()

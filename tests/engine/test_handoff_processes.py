@@ -59,6 +59,8 @@ class Workers:
             await asyncio.to_thread(EngineClient.start, config, process)
             for config, process in zip(configs, processes, strict=True)
         ]
+        for client in started:
+            client.listen()  # an engine hangs as soon as the pipe is full of reports that nobody reads
         self._clients += started
         return started
 
