@@ -102,14 +102,15 @@ class MtpGraphs:
         count = len(chains.segments)
         graph = ChainGraph(self._sizes[bisect_left(self._sizes, count)], chains.num_drafts, has_tiered)
         captured = self._get_or_capture(graph, output)
-        self._fill_padding(graph.size)
-        for column, values in zip(
-            self._columns, (chains.seats, chains.positions, chains.starts, chains.counts), strict=True
-        ):
-            column[:count].copy_(values)
+        if count < graph.size:
+            self._fill_padding(graph.size)
+        columns = (chains.seats, chains.positions, chains.starts, chains.counts)
+        self._columns[:, :count].copy_(torch.stack(columns))
         assert self._first is not None
-        newest = MtpOutput(output.carried[chains.newest], output.normed[chains.newest], output.selected[chains.newest])
-        _copy(self._first, newest, count)
+        newest = chains.newest
+        torch.index_select(output.carried, 0, newest, out=self._first.carried[:count])
+        torch.index_select(output.normed, 0, newest, out=self._first.normed[:count])
+        torch.index_select(output.selected, 0, newest, out=self._first.selected[:count])
         captured.replay()
         return self._drafts_of(graph)[:count]
 

@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 import torch
 from engine.emulated_graphs import emulate_graphs, make_engine_with_graphs
-from engine.test_decode_graphs import answers, make_prompts
+from engine.test_decode_graphs import DEMO, answers, make_prompts
 from engine.test_mtp_drafts import MODELS, SPECS, record_drafts
 from harness import make_engine, run_all
 
 from hotset.base.sampling import SamplingParams
+from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import StepGraph, choose_graph
+from hotset.engine.llm import LLM
 from hotset.engine.mtp_drafts import Chains, MtpDrafts
 from hotset.engine.mtp_graphs import MtpGraphs
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.kernels import EMPTY
 from hotset.models.mtp import MtpOutput
+from hotset.schedule.draft_costs import DraftChoice
 from hotset.schedule.plan import Plan
 from hotset.tiers.commands import Grant
 from hotset.tiers.residence import Residence
@@ -85,6 +88,24 @@ def test_all_graphs_are_captured_before_the_first_request(monkeypatch: pytest.Mo
     assert [len(answer.token_ids) for answer in run_all(engine, [[1, 2, 3], [4] * 20], params)] == [12, 12]
 
 
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets engines draft three tokens, whether that pays or not."""
+    monkeypatch.setattr(DraftChoice, "choose", lambda choice, requests: 3)
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_gpu_knows_which_drafts_pay() -> None:
+    llm = LLM(DEMO, device="cuda", max_num_seqs=4, max_model_len=1024, device_kv_tokens=8192, tiers="off", speculate=2)
+    try:
+        assert isinstance(llm._engine, Engine)
+        speculation = llm._engine.replicas[0].scheduler._speculation
+        assert speculation is not None and speculation.choice.costs is not None
+        costs = speculation.choice.costs
+        assert list(costs.requests) == [1, 2, 4] and all(len(times) == 3 for times in costs.drafting)
+    finally:
+        llm.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiers", ["off", "always"])
 def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
@@ -105,6 +126,7 @@ def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
         return tokens
 
     monkeypatch.setattr(MtpGraphs, "draft", compared)
+    draft_always(monkeypatch)
     tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
     memory = {"device_kv_tokens": 8192}
@@ -136,6 +158,7 @@ def test_no_step_with_drafts_synchronizes_the_host_with_the_gpu(tiers: str, monk
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Runner, "submit", submit_without_sync)
+    draft_always(monkeypatch)
     _, _, prompts = make_prompts(["lookup"])
     memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
     answers(prompts, tokens=140, tiers=tiers, device="cuda", speculate=3, **memory)
