@@ -1,7 +1,7 @@
 """The matrix products that a prompt takes on one worker."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
 from hotset.models.split import Split
@@ -35,8 +35,7 @@ class ProductRate:
         return self.each + self.token * work.tokens + of_pairs
 
 
-@dataclass(frozen=True, slots=True)
-class PromptWork:
+class PromptWork(NamedTuple):
     """What the rates of products are multiplied with."""
 
     tokens: int

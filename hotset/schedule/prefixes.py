@@ -118,7 +118,9 @@ class Prefixes:
         hashes = request.page_hashes[: self._reusable_pages(request)]
         known = len(self._ledger.find_prefix(hashes))
         for other in others:
-            if known < min(len(hashes), len(other.page_hashes)) and hashes[known] == other.page_hashes[known]:
+            if known == len(hashes):
+                break
+            if known < len(other.page_hashes) and hashes[known] == other.page_hashes[known]:
                 known = _common_pages(hashes, other.page_hashes)
         return known * self._page_rows
 

@@ -56,7 +56,7 @@ class Queues:
 
     def count(self, residence: Residence) -> int:
         """Returns how many running requests are in a residence."""
-        return sum(request.holding.residence is residence for request in self.running)
+        return [request.holding.residence for request in self.running].count(residence)
 
     def audit(self, requests: Iterable[Request]) -> None:
         """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat. Only

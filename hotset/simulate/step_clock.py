@@ -1,8 +1,9 @@
 """Simulated time: an executor that computes nothing, and takes as long for a step as a cost model says."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import NamedTuple
 
 from hotset.base.address import Address
 from hotset.engine.workers.executor import HostShard, Step, StepFuture, TransferWorker
@@ -14,8 +15,7 @@ from hotset.transfer.api import DeviceEvent
 from hotset.transfer.engines import TransferSettings
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What one replica computes in one step."""
 
     decodes: int = 0  # requests that decode one token
@@ -114,7 +114,7 @@ class SimulatedExecutor:
         prompt_tokens = sum(work.prompt_tokens for work in works)
         costs = [
             self._cost(
-                replace(work, expert_share=prompt_tokens / (len(step) * work.prompt_tokens)) if work.chunks else work
+                work._replace(expert_share=prompt_tokens / (len(step) * work.prompt_tokens)) if work.chunks else work
             )
             for work in works
         ]

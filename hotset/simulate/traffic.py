@@ -112,7 +112,9 @@ def arrivals(entries: Sequence[TraceEntry], scale: float, vocab: int) -> list[Ar
 
     found = []
     for entry in entries:
-        tokens = [token for number in entry.block_ids for token in block(number)]
+        tokens: list[int] = []
+        for number in entry.block_ids:
+            tokens += block(number)
         missing = entry.input_tokens - len(tokens)
         if missing > 0:
             tokens += generator.choices(range(FIRST_TOKEN_ID, vocab), k=missing)

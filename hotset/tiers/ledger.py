@@ -5,7 +5,7 @@ it returns None and changes nothing. Freed pages can be granted again at once, b
 order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hotset.base.errors import InternalError
@@ -87,12 +87,7 @@ class Ledger:
         It takes the pages of `prefix` from the cache. Those that no request uses count as free, so they are needed.
         Index keys of cached pages that other requests have on the device need no page.
         """
-        required = self._required(to, tokens)
-        if not holding.pages[PageUse.KEYS]:
-            required[PageUse.KEYS] -= len(self.shared_keys.find(prefix or holding.cached))
-        missing = {use: max(0, count - len(holding.pages[use])) for use, count in required.items()}
-        host = missing.pop(PageUse.HOST) - len(prefix) + sum(cached.users == 0 for cached in prefix)
-        return PageCounts(sum(missing.values()), host)
+        return self._missing(holding, self._required(to, tokens), prefix)
 
     def fits(self, need: PageCounts, spare: PageCounts = NO_PAGES) -> bool:
         """Returns True if `need` pages and another `spare` pages are free."""
@@ -146,9 +141,10 @@ class Ledger:
 
     def grow(self, holding: Holding, tokens: int) -> list[Command] | None:
         """Grants pages for rows [0, tokens) in the request's present residence."""
-        if not self.fits(self.pages_needed(holding, holding.residence, tokens)):
+        required = self._required(holding.residence, tokens)
+        if not self.fits(self._missing(holding, required)):
             return None
-        return self._grant(holding, self._required(holding.residence, tokens))
+        return self._grant(holding, required)
 
     def end_streaming(self, holding: Holding, length: int) -> list[Command]:
         """Makes a streamed request tiered when its prefill is complete.
@@ -392,6 +388,23 @@ class Ledger:
             raise InternalError(f"a request that is {to.value} is granted no pages")
         maps = geometry.map_pages(tokens)
         return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: geometry.tail_pages, PageUse.MAPS: maps}
+
+    def _missing(
+        self, holding: Holding, required: Mapping[PageUse, int], prefix: Sequence[CachedPage] = ()
+    ) -> PageCounts:
+        """Returns how many of the `required` pages a request lacks, as `pages_needed` counts them."""
+        device = host = 0
+        for use, count in required.items():
+            lacks = count - len(holding.pages[use])
+            if use is PageUse.KEYS and not holding.pages[use]:
+                lacks -= len(self.shared_keys.find(prefix or holding.cached))
+            if use is PageUse.HOST:
+                host = max(0, lacks)
+            elif lacks > 0:
+                device += lacks
+        if prefix:
+            host += sum(cached.users == 0 for cached in prefix) - len(prefix)
+        return PageCounts(device, host)
 
     def _required_to_land(self, on_device: bool, keys_on_host: bool, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use in which `tokens` rows land."""

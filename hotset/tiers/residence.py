@@ -18,6 +18,8 @@ class Residence(Enum):
     PARKED = "parked"  # rows and index keys on the host only
     LANDING = "landing"  # another process writes or has written its rows and index keys; they are not read yet
 
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is slow, and every step needs many
+
 
 RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {
     # admit, reserve, reuse
@@ -41,6 +43,8 @@ class PageUse(Enum):
     MAPS = "maps"
     WORK = "work"
     HOST = "host"
+
+    __hash__ = object.__hash__  # as for Residence
 
 
 PAGE_USES: dict[Residence, frozenset[PageUse]] = {
