@@ -13,14 +13,15 @@ import httpx
 import plain_http
 
 PROMPTS = [[random.Random(seed).randrange(4, 50) for _ in range(3 + 3 * seed)] for seed in range(16)]
+LONG_PROMPTS = [[random.Random(seed).randrange(4, 50) for _ in range(700)] for seed in range(16, 24)]
 MAX_TOKENS = 24
 NO_ROUTER = ("no_connection", "connection_lost")  # what clients see while the router is lost
 BODY = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
-def expected_tokens(url: str) -> list[list[int]]:
+def expected_tokens(url: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """Returns the answers of a server to all prompts."""
-    answers = [plain_http.post(f"{url}/v1/completions", json={"prompt": p, **BODY}, timeout=120) for p in PROMPTS]
+    answers = [plain_http.post(f"{url}/v1/completions", json={"prompt": p, **BODY}, timeout=120) for p in prompts]
     return [answer.raise_for_status().json()["choices"][0]["token_ids"] for answer in answers]
 
 
@@ -29,8 +30,10 @@ class Traffic:
     """What clients got. `outcomes` counts "ok", error codes, and "wrong" for answers with other tokens."""
 
     expected: list[list[int]]
+    prompts: list[list[int]] = field(default_factory=lambda: PROMPTS)
     outcomes: Counter[str] = field(default_factory=Counter)
     details: list[str] = field(default_factory=list)
+    patience: float = 120.0  # seconds after which a client gives up and counts "timed_out"
 
     @contextmanager
     def running(self, find_url: Callable[[], str], clients: int = 4) -> Iterator[None]:
@@ -58,19 +61,21 @@ class Traffic:
         order = random.Random(number)
         url = find_url()
         while not stop.is_set():
-            index = order.randrange(len(PROMPTS))
-            outcome = self._request(url, PROMPTS[index], self.expected[index], streamed=order.random() < 0.5)
+            index = order.randrange(len(self.prompts))
+            outcome = self._request(url, self.prompts[index], self.expected[index], streamed=order.random() < 0.5)
             self.outcomes[outcome] += 1
             if outcome != "ok":
                 stop.wait(0.2)
-            if outcome in NO_ROUTER:
+            if outcome in (*NO_ROUTER, "timed_out"):
                 with suppress(Exception):  # there is none yet, or the controller does not answer either
                     url = find_url()
 
     def _request(self, url: str, prompt: list[int], expected: list[int], *, streamed: bool) -> str:
         body = {"prompt": prompt, **BODY, "stream": streamed}
         try:
-            answer = plain_http.post(f"{url}/v1/completions", json=body, timeout=120)
+            answer = plain_http.post(f"{url}/v1/completions", json=body, timeout=self.patience)
+        except httpx.TimeoutException:
+            return "timed_out"
         except httpx.ConnectError:
             return "no_connection"
         except (httpx.RemoteProtocolError, httpx.ReadError):
@@ -89,5 +94,5 @@ class Traffic:
                 return str(error) if tokens == expected[: len(tokens)] else "wrong"
         if tokens == expected:
             return "ok"
-        self.details.append(f"{prompt}: {tokens} instead of {expected}")
+        self.details.append(f"{prompt[:50]}: {tokens} instead of {expected}")
         return "wrong"

@@ -178,8 +178,10 @@ class ControllerSockets:
     def send(self, number: int, command: WorkerCommand) -> None:
         """Sends a command to a worker. Never blocks for long. Raises OSError if it is not connected any more."""
         try:
+            pickled = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
             with self._sending:
-                self._commands.send_multipart([_identity(number), pickle.dumps(command, pickle.HIGHEST_PROTOCOL)])
+                self._commands.send(_identity(number), zmq.SNDMORE)
+                self._commands.send(pickled)
         except zmq.ZMQError as error:
             raise OSError(error.errno, str(error)) from error
 
@@ -209,8 +211,11 @@ class ControllerSockets:
                 return
             if self._zap in ready:
                 self._authenticate()
-            self._read_messages()  # before the ends of connections: a worker reports before it ends
+            if self._reports in ready:
+                self._read_message()
             if self._monitor in ready:
+                while self._reports.poll(0):  # a worker reports before it ends
+                    self._read_message()
                 event = parse_monitor_message(self._monitor.recv_multipart())
                 if (number := self._number_of.pop(event["value"], None)) is not None:
                     self._workers[number].end()
@@ -221,24 +226,20 @@ class ControllerSockets:
         status = (b"200", b"OK") if key in self._allowed else (b"400", b"this key is not allowed")
         self._zap.send_multipart([version, request, *status, b"", b""])
 
-    def _read_messages(self) -> None:
-        while True:
-            try:
-                frame = self._reports.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            kind, number = HEADER.unpack_from(frame.buffer)
-            payload = frame.buffer[HEADER.size :]
-            worker = self._workers[number]
-            if not worker.connected.is_set():
-                self._number_of[frame.get(zmq.SRCFD)] = number
-                worker.connected.set()
-            if kind == REPORT:
-                worker.forward(payload)
-            elif kind == BEAT:
-                worker.progress.set_counters(_unpack(payload))
-            else:
-                (worker.exitcode,) = EXIT_CODE.unpack(payload)
+    def _read_message(self) -> None:
+        frame = self._reports.recv(copy=False)
+        kind, number = HEADER.unpack_from(frame.buffer)
+        payload = frame.buffer[HEADER.size :]
+        worker = self._workers[number]
+        if not worker.connected.is_set():
+            self._number_of[frame.get(zmq.SRCFD)] = number
+            worker.connected.set()
+        if kind == REPORT:
+            worker.forward(payload)
+        elif kind == BEAT:
+            worker.progress.set_counters(_unpack(payload))
+        else:
+            (worker.exitcode,) = EXIT_CODE.unpack(payload)
 
 
 class WorkerSockets:
