@@ -15,7 +15,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 VOCAB, SEATS = 154_880, 256
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "dsa": json.loads((DEMO / "config.json").read_text())
-    | {"num_hidden_layers": 3, "max_position_embeddings": 1 << 20},
+    | {"num_hidden_layers": 3, "max_position_embeddings": 1 << 17},
     "gqa": {
         "model_type": "qwen3",
         "hidden_size": 512,
@@ -24,7 +24,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 128,
-        "max_position_embeddings": 1 << 18,
+        "max_position_embeddings": 1 << 17,
         "eos_token_id": 1,
         "dtype": "bfloat16",
     },
