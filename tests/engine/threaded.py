@@ -39,7 +39,7 @@ from hotset.models.weight_plan import plan_weights
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import TransferSettings
 
-WAIT_S = 60.0
+WAIT_S = 300.0  # only a rank that hangs takes so long, even on a busy machine
 
 
 class ThreadWorld:
