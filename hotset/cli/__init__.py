@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset import __version__
-from hotset.base.config import CHAT_SETTINGS, EMBEDDED, MODEL_HELP, EngineConfig
+from hotset.base.config import CHAT_SETTINGS, EngineConfig
 from hotset.base.descriptors import raise_descriptor_limit
+from hotset.base.engine_settings import EMBEDDED, MODEL_HELP
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.listeners import bound_socket, listening_address
 from hotset.base.parent_death import terminate_if_parent_dies

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from hotset import __version__
-from hotset.base.config import EMBEDDED
 from hotset.base.devices import has_gpu_driver
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import MissingDependency
 from hotset.base.host_memory import host_memory
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, HugePages, NumaNode, gpu_node, huge_pages, numa_nodes

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hotset.base.address import control_port, is_loopback
-from hotset.base.config import EMBEDDED, EngineConfig
+from hotset.base.config import EngineConfig
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import EngineStopped, MissingDependency, StartupError
 from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts

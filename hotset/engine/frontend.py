@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotset.base.config import EMBEDDED, EngineConfig
+from hotset.base.config import EngineConfig
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import CheckpointError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import ModelCard

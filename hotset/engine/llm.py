@@ -7,7 +7,8 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice
+from hotset.base.config import EngineConfig, TiersChoice
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.base.settings import check_setting_names

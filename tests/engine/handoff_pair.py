@@ -21,7 +21,8 @@ from engine.test_invariance import MODELS
 from harness import CPU, RandomWeights, run_all
 from loopback import Hub, Loopback
 
-from hotset.base.config import EMBEDDED, EngineConfig, LandingChoice, TiersChoice
+from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine

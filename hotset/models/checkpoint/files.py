@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from hotset.base.config import EMBEDDED
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import CheckpointError
 from hotset.base.units import MIB
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf

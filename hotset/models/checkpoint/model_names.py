@@ -7,7 +7,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from hotset.base.config import EMBEDDED, hub_cache
+from hotset.base.config import hub_cache
+from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.base.settings import nearest
 from hotset.models.config_fields import MAX_SHOWN
