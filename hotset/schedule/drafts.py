@@ -1,12 +1,13 @@
 """Speculative decoding: which tokens are drafted for a request, and how many of them a plan verifies."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 from hotset.base.errors import InternalError
 from hotset.schedule.draft_costs import DraftChoice
-from hotset.schedule.plan import PlanBuilder
-from hotset.schedule.request import Request
+from hotset.schedule.plan import Plan, PlanBuilder
+from hotset.schedule.request import Counters, Request
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -172,6 +173,19 @@ class Speculation:
     def receive(self, request: Request, drafts: Sequence[int]) -> None:
         """Takes what a step drafted for the tokens after the newest one of a request."""
         self._drafter.receive(request.request_id, len(request.tokens), drafts)
+
+    def reject(self, plan: Plan, requests: Sequence[Request], kept: Sequence[int], counters: Counters) -> None:
+        """Takes back the rows of a plan's rejected drafts. `requests` are those of its segments, and `kept` are the
+        indices of the sampled tokens that are kept."""
+        num_kept = Counter(plan.sampled[index] for index in kept) if plan.drafts else {}
+        for segment, drafts in plan.drafts.items():
+            accepted, request = num_kept[segment] - 1, requests[segment]
+            request.drafts_in_flight = 0
+            request.num_scheduled -= len(drafts) - accepted
+            request.settled_unsampled -= len(drafts) - accepted
+            self.choice.record(len(drafts), accepted)
+            counters.drafts_verified.update(range(1, 1 + len(drafts)))
+            counters.drafts_accepted.update(range(1, 1 + accepted))
 
     def forget(self, request: Request) -> None:
         """Drops what is known about a request that is being released."""

@@ -137,7 +137,8 @@ class Plan:
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
     residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # segment -> token ids to verify
-    # Of each segment: the first position for which the MTP layer must write no row. Empty: the layer computes nothing
+    # The MTP layer writes rows of segment i only for positions before draft_limits[i]. If this is empty, the layer
+    # computes nothing.
     draft_limits: Sequence[int] = ()
     num_drafts: int = 0  # the MTP layer drafts at most so many tokens of each request after the step
 

@@ -5,18 +5,19 @@ flight; they commit in order. A request loses its seat or pages, or changes its 
 uses the request.
 
 `queues` holds the waiting and running requests. `admission` decides which request is admitted and where, `prefixes`
-from which cached pages it starts, and `preemption` which request is preempted. `steady` schedules requests together to
-which nothing else happens. `landings` keeps the messages to prefill and decode workers.
+from which cached pages it starts, and `preemption` which request is preempted. `batching` fills the plan with tokens of
+running requests, and `steady` schedules requests together to which nothing else happens. `landings` keeps the messages
+to prefill and decode workers.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.base.errors import InternalError
-from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
+from hotset.schedule.batching import Batching
 from hotset.schedule.draft_costs import StepCosts
 from hotset.schedule.drafts import Drafter, Speculation, max_verified
 from hotset.schedule.landings import Announcements, Landings
@@ -85,7 +86,6 @@ class Scheduler:
         self.counters = Counters()
         self._ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._stages = stages
         self._next_plan = PlanBuilder()
         self._speculation: Speculation | None = None
         if drafter is not None:
@@ -113,6 +113,17 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._plan_numbers = PlanNumbers()
         self._steady = SteadyDecodes(self._plan_numbers)
+        self._batching = Batching(
+            ledger=ledger,
+            queues=self._queues,
+            next_plan=self._next_plan,
+            counters=self.counters,
+            preemptor=self._preemptor,
+            steady=self._steady,
+            speculation=self._speculation,
+            announcements=self._announcements,
+            stages=stages,
+        )
         self._outputs = TokenOutputs()  # not yet returned: first tokens of landings, and requests that have ended
         self._arrivals = 0
         self._snapshots = Snapshots()
@@ -261,14 +272,14 @@ class Scheduler:
         """Returns the plan of the next step, or None if there is nothing to execute now."""
         queues, next_plan, pending = self._queues, self._next_plan, self._preemptor.pending
         self._preemptor.apply_pending()
-        prefills, steady = self._schedule_decodes()
+        prefills, steady = self._batching.schedule_decodes()
         budget = max(self._max_num_batched_tokens - sum(next_plan.counts), 1)
         for request in prefills:
             if budget > 0 and request.running and request not in pending:
-                budget -= self._schedule_chunk(request, budget)
+                budget -= self._batching.schedule_chunk(request, budget)
         for request in self._admission.admit_waiting() if budget > 0 else ():
             if request.running:
-                budget -= self._schedule_chunk(request, budget)
+                budget -= self._batching.schedule_chunk(request, budget)
             if budget <= 0:
                 break
         self._preemptor.promote_one()
@@ -291,10 +302,12 @@ class Scheduler:
         outputs, plan, requests = self._outputs, in_flight.plan, in_flight.requests
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         kept = plan.kept(result.token_ids)
-        self._reject_drafts(in_flight, kept)
+        if self._speculation is not None:
+            self._speculation.reject(plan, requests, kept, self.counters)
         segments: Sequence[int] = range(len(requests))
         if in_flight.steady:
-            alone = [*range(in_flight.steady.start), *self._commit_steady(in_flight, result)]
+            not_steady = self._steady.commit(plan, requests, in_flight.steady, result, outputs)
+            alone = [*range(in_flight.steady.start), *not_steady]
             segments = [*alone, *range(in_flight.steady.stop, len(requests))]
             kept = [*alone, *range(in_flight.steady.stop, len(result.token_ids))]
         self._plan_numbers.oldest = plan.number + 1
@@ -363,132 +376,6 @@ class Scheduler:
             if request.seat is not None:
                 need = self._ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
-
-    def _schedule_decodes(self) -> tuple[list[Request], range]:
-        """Adds one token of each decoding request to the plan, and drafts. Returns requests with several tokens left to
-        compute, and the segments of steady requests."""
-        prefills: list[Request] = []
-        running, seats, number = self._queues.running, self._next_plan.seats, self._next_plan.number
-        pending, max_decodes = self._preemptor.pending, ceil_div(len(running), self._stages)
-        num_drafts = 0
-        if self._speculation is not None:
-            self._speculation.begin_plan(len(running))
-            num_drafts = self._speculation.num_drafts
-        needs_newest = self._stages > 1 or num_drafts > 0  # the newest token must be sampled
-        self._steady.settle_due(number)
-        for request in tuple(running):
-            if request.steady_since <= number:
-                continue
-            if request.seat is None or request.drafts_in_flight or (pending and request in pending):
-                continue  # it was preempted for an older request in this plan, has drafts, or its change is pending
-            num_scheduled = request.num_scheduled
-            remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
-            if remaining > 1:
-                prefills.append(request)
-            elif (needs_newest and request.num_unsampled) or len(seats) == max_decodes:
-                continue  # its newest token is not sampled yet, or the plan has its share of decodes
-            elif (
-                remaining == 1
-                and (num_scheduled < request.holding.capacity or self._grow(request))
-                and not self._becomes_tiered(request)
-            ):
-                drafts: Sequence[int] = ()
-                if self._speculation is not None and num_drafts and request.phase is Phase.DECODE:
-                    drafts = self._speculation.draft(request)
-                self._schedule(request, 1 + len(drafts), drafts)
-        alone = tuple(self._next_plan.requests)
-        steady = self._steady.schedule(self._next_plan)
-        if self._stages == 1 and self._speculation is None:
-            for request in alone:
-                if request not in pending:
-                    self._steady.join(request)
-        return prefills, steady
-
-    def _grow(self, request: Request) -> bool:
-        """Grants pages for one more token of a request. If pages are short, requests are preempted. By then, the older
-        steady requests are part of the plan."""
-        commands = self._ledger.grow(request.holding, request.num_scheduled + 1)
-        if commands is not None:
-            self._next_plan.commands += commands
-            return True
-        for older in tuple(self._queues.running):
-            if older.steady_since <= self._next_plan.number and older.arrival < request.arrival:
-                older.settle()
-                self._schedule(older, 1)
-        return self._preemptor.grow(request)
-
-    def _becomes_tiered(self, request: Request) -> bool:
-        """Returns True if all chunks of a streamed prompt are scheduled. The last commit makes the request tiered."""
-        if request.phase is Phase.DECODE:
-            return False
-        return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)
-
-    def _schedule_chunk(self, request: Request, budget: int) -> int:
-        """Adds the next tokens of a prompt to the plan, at most `budget`. Returns their number."""
-        count = min(budget, len(request.tokens) - request.num_scheduled)
-        self._schedule(request, count)
-        return count
-
-    def _schedule(self, request: Request, count: int, drafts: Sequence[int] = ()) -> None:
-        """Adds the next `count` tokens of a request, which has pages for them, to the plan. `drafts` are the last of
-        them."""
-        next_plan, seat = self._next_plan, request.seat
-        assert seat is not None
-        next_plan.seats.append(seat)
-        next_plan.starts.append(request.num_scheduled)
-        next_plan.counts.append(count)
-        if request.phase is Phase.PREFILL and request.num_unsampled == 0:
-            self.counters.tokens_prefilled += count
-        request.settled_scheduled += count
-        if request.needs_prompt_logits:
-            next_plan.add_prompt_range(request, count)
-        if request.for_peer:
-            self._announcements.announce_rows(request)
-        if request.num_scheduled == len(request.tokens) + request.num_unsampled + len(drafts):
-            next_plan.sampled += [len(next_plan.requests)] * (1 + len(drafts))
-            request.settled_unsampled += 1 + len(drafts)
-        if drafts:
-            next_plan.drafts[len(next_plan.requests)] = drafts
-            request.drafts_in_flight = len(drafts)
-        if self._speculation is not None:
-            next_plan.draft_limits.append(self._speculation.draft_limit(request))
-        next_plan.requests.append(request)
-        request.settled_in_flight += 1
-
-    def _commit_steady(self, in_flight: _InFlight, result: StepResult) -> list[int]:
-        """Records the tokens of requests that are steady since this plan or an earlier one. Returns the segments of the
-        others, and of those that end with this plan."""
-        outputs, number, not_steady = self._outputs, in_flight.plan.number, []
-        segments = in_flight.steady
-        columns = slice(segments.start, segments.stop)
-        rows = zip(segments, in_flight.requests[columns], result.token_ids[columns], strict=True)
-        for segment, request, token in rows:
-            if request.steady_since > number:
-                not_steady.append(segment)
-            elif token in request.prompt.stop_ids or segment in result.failures:
-                request.settle()
-                not_steady.append(segment)
-            else:
-                if segment in result.alternatives:
-                    outputs.alternatives[len(outputs.token_ids)] = result.alternatives[segment]
-                outputs.request_ids.append(request.request_id)
-                outputs.token_ids.append(token)
-                request.tokens.append(token)
-        return not_steady
-
-    def _reject_drafts(self, in_flight: _InFlight, kept: Sequence[int]) -> None:
-        """Takes back the rows of rejected drafts. `kept` are the indices of the sampled tokens that are kept."""
-        plan = in_flight.plan
-        num_kept = Counter(plan.sampled[index] for index in kept) if plan.drafts else {}
-        for segment, drafts in plan.drafts.items():
-            accepted, request = num_kept[segment] - 1, in_flight.requests[segment]
-            request.drafts_in_flight = 0
-            request.num_scheduled -= len(drafts) - accepted
-            request.settled_unsampled -= len(drafts) - accepted
-            if self._speculation is not None:
-                self._speculation.choice.record(len(drafts), accepted)
-            self.counters.drafts_verified.update(range(1, 1 + len(drafts)))
-            self.counters.drafts_accepted.update(range(1, 1 + accepted))
 
     def _make_room_for_first(self) -> None:
         """Makes room for the first request in the queue that does not wait for a prefix. It does not fit although no

@@ -5,9 +5,10 @@ Their pages suffice, none of these is published, and the answer does not end. A 
 numbers. A request that is preempted or ends, or that needs a page, is settled first, and scheduled alone.
 """
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from hotset.schedule.plan import PlanBuilder
+from hotset.schedule.plan import Plan, PlanBuilder, StepResult, TokenOutputs
 from hotset.schedule.request import Phase, PlanNumbers, Request
 
 
@@ -54,3 +55,27 @@ class SteadyDecodes:
                 request.steady_since = self._numbers.next
                 self._requests.append(request)
                 heappush(self._due, (self._numbers.next + plans, request.arrival, request))
+
+    @staticmethod
+    def commit(
+        plan: Plan, requests: Sequence[Request], segments: range, result: StepResult, outputs: TokenOutputs
+    ) -> list[int]:
+        """Records the tokens of requests that are steady since this plan or an earlier one. Returns the segments of the
+        others, and of those that end with this plan. `segments` are those of requests that were steady when the plan
+        was made."""
+        not_steady = []
+        columns = slice(segments.start, segments.stop)
+        rows = zip(segments, requests[columns], result.token_ids[columns], strict=True)
+        for segment, request, token in rows:
+            if request.steady_since > plan.number:
+                not_steady.append(segment)
+            elif token in request.prompt.stop_ids or segment in result.failures:
+                request.settle()
+                not_steady.append(segment)
+            else:
+                if segment in result.alternatives:
+                    outputs.alternatives[len(outputs.token_ids)] = result.alternatives[segment]
+                outputs.request_ids.append(request.request_id)
+                outputs.token_ids.append(token)
+                request.tokens.append(token)
+        return not_steady

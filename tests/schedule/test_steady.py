@@ -19,7 +19,7 @@ from hotset.simulate.step_clock import FixedCosts, SimulatedClock
 from hotset.simulate.traffic import Arrival, TrafficResult, run_traffic, simulated_engine
 
 COSTS = FixedCosts(step_s=0.01, prompt_token_s=1e-4, decode_token_s=1e-3, tiered_token_s=1e-3)
-# With few device pages, requests are demoted and parked; with few host pages they are recomputed.
+# Too few device pages make requests tiered or parked. Too few host pages make them release everything and start again.
 MEMORIES: dict[str, dict[str, Any]] = {
     "little device memory": {"device_kv_tokens": 260, "host_kv_tokens": 3000},
     "little host memory": {"device_kv_tokens": 300, "host_kv_tokens": 400},

@@ -1,0 +1,125 @@
+"""Fills the next plan with tokens of running requests: one of each that decodes, drafts, and chunks of prompts."""
+
+from collections.abc import Sequence
+
+from hotset.base.units import ceil_div
+from hotset.schedule.drafts import Speculation
+from hotset.schedule.landings import Announcements
+from hotset.schedule.plan import PlanBuilder
+from hotset.schedule.preemption import Preemptor
+from hotset.schedule.queues import Queues
+from hotset.schedule.request import Counters, Phase, Request
+from hotset.schedule.steady import SteadyDecodes
+from hotset.tiers.ledger import Ledger
+from hotset.tiers.residence import Residence
+
+
+class Batching:
+    """Schedules tokens of requests that have seats. If pages for a token are short, requests are preempted."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        queues: Queues,
+        next_plan: PlanBuilder,
+        counters: Counters,
+        preemptor: Preemptor,
+        steady: SteadyDecodes,
+        speculation: Speculation | None,
+        announcements: Announcements,
+        stages: int,
+    ) -> None:
+        self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
+        self._preemptor, self._steady, self._speculation = preemptor, steady, speculation
+        self._announcements, self._stages = announcements, stages
+
+    def schedule_decodes(self) -> tuple[list[Request], range]:
+        """Adds one token of each decoding request to the plan, and drafts. Returns requests with several tokens left to
+        compute, and the segments of steady requests."""
+        prefills: list[Request] = []
+        running, seats, number = self._queues.running, self._next_plan.seats, self._next_plan.number
+        pending, max_decodes = self._preemptor.pending, ceil_div(len(running), self._stages)
+        num_drafts = 0
+        if self._speculation is not None:
+            self._speculation.begin_plan(len(running))
+            num_drafts = self._speculation.num_drafts
+        needs_newest = self._stages > 1 or num_drafts > 0  # the newest token must be sampled
+        self._steady.settle_due(number)
+        for request in tuple(running):
+            if request.steady_since <= number:
+                continue
+            if request.seat is None or request.drafts_in_flight or (pending and request in pending):
+                continue  # it was preempted for an older request in this plan, has drafts, or its change is pending
+            num_scheduled = request.num_scheduled
+            remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
+            if remaining > 1:
+                prefills.append(request)
+            elif (needs_newest and request.num_unsampled) or len(seats) == max_decodes:
+                continue  # its newest token is not sampled yet, or the plan has its share of decodes
+            elif (
+                remaining == 1
+                and (num_scheduled < request.holding.capacity or self._grow(request))
+                and not self._becomes_tiered(request)
+            ):
+                drafts: Sequence[int] = ()
+                if self._speculation is not None and num_drafts and request.phase is Phase.DECODE:
+                    drafts = self._speculation.draft(request)
+                self._schedule(request, 1 + len(drafts), drafts)
+        alone = tuple(self._next_plan.requests)
+        steady = self._steady.schedule(self._next_plan)
+        if self._stages == 1 and self._speculation is None:
+            for request in alone:
+                if request not in pending:
+                    self._steady.join(request)
+        return prefills, steady
+
+    def schedule_chunk(self, request: Request, budget: int) -> int:
+        """Adds the next tokens of a prompt to the plan, at most `budget`. Returns their number."""
+        count = min(budget, len(request.tokens) - request.num_scheduled)
+        self._schedule(request, count)
+        return count
+
+    def _grow(self, request: Request) -> bool:
+        """Grants pages for one more token of a request. If pages are short, requests are preempted. By then, the older
+        steady requests are part of the plan."""
+        commands = self._ledger.grow(request.holding, request.num_scheduled + 1)
+        if commands is not None:
+            self._next_plan.commands += commands
+            return True
+        for older in tuple(self._queues.running):
+            if older.steady_since <= self._next_plan.number and older.arrival < request.arrival:
+                older.settle()
+                self._schedule(older, 1)
+        return self._preemptor.grow(request)
+
+    def _becomes_tiered(self, request: Request) -> bool:
+        """Returns True if all chunks of a streamed prompt are scheduled. The last commit makes the request tiered."""
+        if request.phase is Phase.DECODE:
+            return False
+        return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)
+
+    def _schedule(self, request: Request, count: int, drafts: Sequence[int] = ()) -> None:
+        """Adds the next `count` tokens of a request, which has pages for them, to the plan. `drafts` are the last of
+        them."""
+        next_plan, seat = self._next_plan, request.seat
+        assert seat is not None
+        next_plan.seats.append(seat)
+        next_plan.starts.append(request.num_scheduled)
+        next_plan.counts.append(count)
+        if request.phase is Phase.PREFILL and request.num_unsampled == 0:
+            self._counters.tokens_prefilled += count
+        request.settled_scheduled += count
+        if request.needs_prompt_logits:
+            next_plan.add_prompt_range(request, count)
+        if request.for_peer:
+            self._announcements.announce_rows(request)
+        if request.num_scheduled == len(request.tokens) + request.num_unsampled + len(drafts):
+            next_plan.sampled += [len(next_plan.requests)] * (1 + len(drafts))
+            request.settled_unsampled += 1 + len(drafts)
+        if drafts:
+            next_plan.drafts[len(next_plan.requests)] = drafts
+            request.drafts_in_flight = len(drafts)
+        if self._speculation is not None:
+            next_plan.draft_limits.append(self._speculation.draft_limit(request))
+        next_plan.requests.append(request)
+        request.settled_in_flight += 1
