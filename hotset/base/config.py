@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hotset.base.address import control_port
 from hotset.base.devices import check_device_name
-from hotset.base.engine_settings import EngineSettings
+from hotset.base.engine_settings import DEFAULT_STAGING_MIB, EngineSettings
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import interface_addresses
 from hotset.base.settings import check_settings, flag_name
@@ -118,6 +118,11 @@ class EngineConfig(EngineSettings):
         if self.role != "both" and self.transfer != "nixl":
             raise ConfigError(
                 f"--role {self.role} with --executor ray needs --transfer nixl: workers on several nodes have endpoints"
+            )
+        if self.role != "both" and self.staging_mib not in (0, DEFAULT_STAGING_MIB):
+            raise ConfigError(
+                "--staging-mib is for --executor processes: contexts of workers on several nodes are not staged but "
+                "written directly; leave it out"
             )
 
     def _check_role(self) -> None:

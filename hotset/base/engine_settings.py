@@ -11,6 +11,7 @@ from hotset.base.listeners import transfer_interface
 from hotset.base.settings import setting
 
 EMBEDDED = "embedded"
+DEFAULT_STAGING_MIB = 64
 MODEL_HELP = (
     "Model directory, .gguf file, name of a model that is in the Hugging Face cache, or 'embedded' for the small "
     "built-in chat model."
@@ -263,7 +264,7 @@ class EngineSettings:
         handoff_only=True,
     )
     staging_mib: int = setting(
-        64,
+        DEFAULT_STAGING_MIB,
         "Staging memory for handoffs between workers that split KV heads differently, in MiB; 0 disables staging.",
         minimum=0,
         handoff_only=True,

@@ -1,11 +1,13 @@
-"""Identifies this process to peers, and observes whether the process of a peer on the same machine has ended."""
+"""Identifies this process to peers, and observes whether other processes of this machine have ended or are stopped."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 DEAD_STATES = ("Z", "X")  # of a thread that runs no more code: zombie, dead
+STOPPED_STATE = "T"  # of a process that a signal has stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,24 @@ def has_ended(process: ProcessIdentity) -> bool:
         return bool(tasks) and all(_stat_fields(task)[0] in DEAD_STATES for task in tasks)
     except (OSError, ValueError, IndexError):
         return False  # it ended while this function read about it, or it cannot be read: the next call decides
+
+
+def find_stopped(pid: int) -> int | None:
+    """Returns the id of a process that a signal has stopped: `pid`, or a process that it or its descendants started."""
+    with suppress(OSError, IndexError):  # it has ended
+        if _stat_fields(PROC / str(pid))[0] == STOPPED_STATE:
+            return pid
+    return next((found for child in _children(pid) if (found := find_stopped(child)) is not None), None)
+
+
+def _children(pid: int) -> list[int]:
+    """Returns the children of a process, none if it has ended."""
+    children = list[int]()
+    with suppress(OSError):
+        for task in (PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):  # the thread has ended
+                children += map(int, (task / "children").read_text().split())
+    return children
 
 
 def _start_time(pid: int) -> int:

@@ -69,6 +69,7 @@ def local_cluster(name: str) -> Iterator[str]:
         object_store_memory=LOCAL_OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        _system_config={"worker_niceness": 0},  # Ray's default is 15: other programs would come first
     )
     try:
         yield str(ray.get_runtime_context().gcs_address)

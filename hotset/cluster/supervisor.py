@@ -26,6 +26,7 @@ from hotset.base.address import WILDCARD_HOSTS, is_loopback
 from hotset.base.child_process import ChildProcess
 from hotset.base.errors import ConfigError, HeadLost, StartupError
 from hotset.base.listeners import interface_addresses
+from hotset.base.processes import find_stopped
 from hotset.base.settings import flag_words
 from hotset.cluster.probe import probe_node
 from hotset.cluster.scaling import Load
@@ -199,9 +200,12 @@ class Supervisor:
             self._child.kill()
 
     async def _watch_answers(self) -> None:
-        """Kills a ready process that no longer answers. Fetches the load of an engine, and the workers of a router."""
-        silence = StallTimer(max_poll_seconds=2 * (POLL_SECONDS + ANSWER_SECONDS))
-        answers = 0
+        """Kills a ready process that no longer answers, or one of whose descendants is stopped. Fetches the load of an
+        engine, and the workers of a router."""
+        assert self._child is not None
+        max_poll_seconds = 2 * (POLL_SECONDS + ANSWER_SECONDS)
+        silence, stop = StallTimer(max_poll_seconds=max_poll_seconds), StallTimer(max_poll_seconds=max_poll_seconds)
+        answers, runs = 0, 0  # looks at which it has answered, and at which nothing was stopped
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         key = self._launch.secrets.get("HOTSET_API_KEY")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -210,7 +214,11 @@ class Supervisor:
                 await asyncio.sleep(POLL_SECONDS)
                 if self._url is None or self._stopping is not None:
                     continue
+                stopped = find_stopped(self._child.pid)
+                runs += stopped is None
                 answers += await self._fetch(session)
+                if stop.seconds(runs) > self._policy.silent_seconds and self._stopping is None:
+                    self._end(f"process {stopped} of {self._launch.name} is stopped")
                 if silence.seconds(answers) > self._policy.silent_seconds and self._stopping is None:
                     seconds = self._policy.silent_seconds
                     self._end(f"{self._launch.name} has not answered for {seconds:g} s (restart.silent-seconds)")

@@ -18,7 +18,9 @@ from hotset.cluster.spec import ClusterSpec, parse_spec
 
 WAIT_SECONDS = 180.0
 OBJECT_STORE_BYTES = 100 << 20
-FAST_HEALTH_CHECKS = {  # Ray's defaults notice a node that is stopped after half a minute
+RAY_CONFIG = {
+    "worker_niceness": 0,  # Ray's default is 15, with which processes starve on a busy machine
+    # Ray's defaults notice a node that is stopped after half a minute.
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
@@ -135,7 +137,7 @@ def simulated_cluster(name: str = "hotset", *, cpus: float = 4, nodes: int = 0) 
             "num_cpus": cpus,
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
-            "_system_config": FAST_HEALTH_CHECKS,
+            "_system_config": RAY_CONFIG,
         },
     )
     simulated = SimulatedCluster(cluster)

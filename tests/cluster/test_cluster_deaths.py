@@ -36,7 +36,6 @@ EXPECTED_FAILURES = {"worker_lost", "no_workers", "prefill_lost", "engine_stoppe
 SETTINGS = {
     "load-format": "dummy",
     "dtype": "float64",
-    "step-timeout": 5.0,
     "max-num-batched-tokens": 16,  # so that long prompts are computed, and land, in many steps
     "device-kv-tokens": 8192,
     "host-kv-tokens": 16384,
@@ -171,11 +170,17 @@ def is_noticed(before: dict[str, Any]) -> bool:
     return {member["name"] for member in members} != names or any(member["phase"] != "ready" for member in members)
 
 
-def check_noticed(victim: str, before: dict[str, Any], began: float) -> None:
+def check_reaction(cluster: SimulatedCluster, loss: str, before: dict[str, Any]) -> float:
+    """Waits until a loss that happened just now is noticed, and until everything serves again. Returns when it
+    happened."""
+    began = time.monotonic()
     wait_for(lambda: is_noticed(before), "a reaction", 3 * NOTICED_SECONDS)
-    seconds = time.monotonic() - began
-    print(f"{victim}: noticed after {seconds:.1f} s", file=sys.stderr)
-    assert seconds < NOTICED_SECONDS
+    noticed = time.monotonic() - began
+    print(f"{loss}: noticed after {noticed:.1f} s", file=sys.stderr)
+    cluster.wait_until_complete(SERVED_SECONDS)
+    print(f"{loss}: served again after {time.monotonic() - began:.1f} s", file=sys.stderr)
+    assert noticed < NOTICED_SECONDS
+    return began
 
 
 @pytest.mark.parametrize("when", ["busy", "idle"])
@@ -189,9 +194,7 @@ def test_a_lost_process_is_replaced(
     traffic = Traffic(expected, ALL_PROMPTS)
     with busy_or_idle(cluster, traffic, when):
         os.kill(pid, how)
-        began = time.monotonic()
-        check_noticed(victim, before, began)
-        cluster.wait_until_complete(SERVED_SECONDS)
+        began = check_reaction(cluster, f"{victim} {how.name} {when}", before)
     check_healed(cluster, traffic, began)
     allowed = EXPECTED_FAILURES | ({*NO_ROUTER} if "router" in victim else set())
     assert set(traffic.failures) <= (allowed if when == "busy" else set()), (traffic.failures, traffic.details)
@@ -215,9 +218,7 @@ def test_processes_of_a_lost_node_start_on_others(
         with busy_or_idle(cluster, traffic, when):
             for pid in pids:
                 os.kill(pid, how)
-            began = time.monotonic()
-            check_noticed("node", before, began)
-            cluster.wait_until_complete(SERVED_SECONDS)
+            began = check_reaction(cluster, f"node {how.name} {when}", before)
         check_healed(cluster, traffic, began)
     finally:  # a stopped node returns, and its processes learn that they were replaced
         for pid in pids:

@@ -124,6 +124,13 @@ def test_a_cluster_that_does_not_suit_the_spec_is_refused_before_anything_starts
             cluster.up(good)
         assert no_actors()
         cluster.cluster.remove_node(node)
+    # Python imports this module at its start.
+    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.99.1'\n")
+    node = cluster.add_node(1, env_vars={"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))})
+    with pytest.raises(ConfigError, match=r"has Python 3\.99\.1, but this machine has 3\."):
+        cluster.up(good)
+    assert no_actors()
+    cluster.cluster.remove_node(node)
     with pytest.raises(ConfigError, match=r"no node is called '10\.9\.9\.9'; the nodes are "):
         application.find_node("10.9.9.9")
 
