@@ -46,7 +46,8 @@ def measure(steps: int) -> dict[str, list[float]]:
     """Returns the seconds of each step, by the executor."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    head = {**node, "include_dashboard": False, "_system_config": {"worker_niceness": 0}}  # like other processes
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         cluster.add_node(**node)
         with tempfile.TemporaryDirectory() as folder:

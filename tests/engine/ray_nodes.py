@@ -70,7 +70,11 @@ def answers(llm: LLM, seed: int) -> list[list[int]]:
 @contextmanager
 def simulated_nodes(cpus: Sequence[int], environments: Sequence[dict[str, str]] = ()) -> Iterator[Cluster]:
     """Starts a node with each of these numbers of CPUs. `environments` are additional variables of the last nodes."""
-    options: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
+    options: dict[str, Any] = {
+        "object_store_memory": 80 << 20,
+        "include_dashboard": False,
+        "_system_config": {"worker_niceness": 0},  # Ray's default is 15, with which workers starve on a busy machine
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

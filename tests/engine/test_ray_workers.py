@@ -15,6 +15,7 @@ from harness import tiny_directory
 from processes import wait_until_ended
 
 from hotset import LLM, __version__
+from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.engine.workers import ray_cluster
@@ -24,6 +25,7 @@ REFUSED = [
     ({"tensor_parallel_size": 2, "gpus": "0,1", "device": "cuda"}, "Ray assigns a GPU to each worker"),
     ({"tensor_parallel_size": 2, "ranks_per_gpu": 2, "device": "cuda"}, "Ray assigns a GPU to each worker"),
     ({"tensor_parallel_size": 2, "role": "decode", "transfer": "mooncake"}, "needs --transfer nixl"),
+    ({"tensor_parallel_size": 2, "role": "prefill", "staging_mib": 32}, "are not staged but written directly"),
 ]
 
 
@@ -71,6 +73,12 @@ def test_a_cluster_that_cannot_be_reached_is_refused_at_once(tmp_path: Path, sil
         with pytest.raises(StartupError, match=reason):
             LLM(model, **SETTINGS, tensor_parallel_size=2, executor="ray", ray_address=address)
     assert threading.active_count() == threads
+
+
+def test_a_head_that_accepts_connections_but_does_not_answer_is_unreachable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1])
+        assert ray_cluster.unreachable(address, 0.2) == "timed out"
 
 
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:

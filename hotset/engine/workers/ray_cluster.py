@@ -25,6 +25,8 @@ from hotset.base.errors import ConfigError, StartupError
 CONNECT_SECONDS = 5.0
 WATCH_SECONDS, LOST_SECONDS = 1.0, 4.0  # interval between looks at the head, and time after which it is lost
 PLACEMENT_SECONDS = 10.0  # time for Ray to reserve resources that are free
+# The beginning of every connection to a gRPC server: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113, 3.4).
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 NODE_ID = "ray.io/node-id"  # the label of every node with its id
 
 
@@ -64,9 +66,14 @@ def _check_reachable(address: str) -> None:
 
 
 def unreachable(address: Address, seconds: float) -> str | None:
-    """Returns why nothing can be reached at an address within `seconds`, or None."""
+    """Returns why no Ray head answers at an address within `seconds`, or None. A process that is stopped accepts
+    connections, but does not answer."""
     try:
-        socket.create_connection((address.host.strip("[]"), address.port), seconds).close()
+        with socket.create_connection((address.host.strip("[]"), address.port), seconds) as connection:
+            connection.sendall(HTTP2_PREFACE)
+            connection.recv(1)
+    except ConnectionResetError:  # an answer, too: the head uses TLS
+        return None
     except OSError as error:
         return error.strerror or str(error)
     return None
@@ -83,7 +90,7 @@ class HeadWatch:
         self._next_look = 0.0
 
     def problem(self) -> str | None:
-        """Looks whether the head listens, at most once per WATCH_SECONDS. Returns what is wrong, or None."""
+        """Looks whether the head answers, at most once per WATCH_SECONDS. Returns what is wrong, or None."""
         now = time.monotonic()
         if now < self._next_look:
             return None

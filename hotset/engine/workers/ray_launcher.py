@@ -1,6 +1,7 @@
 """Starts workers as actors of a Ray cluster. Ray places, starts and kills them; plans and reports do not pass through
 Ray."""
 
+import atexit
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -159,7 +160,10 @@ class RayLauncher:
             if sockets is not None:
                 sockets.close()
         if self._problem is not None:
-            return  # without its head, Ray answers no call; it ends what is left itself
+            # Without its head, Ray answers no call, also not that of its exit handler. It ends what is left itself.
+            if self._owns_connection:
+                atexit.unregister(ray.shutdown)
+            return
         if self._actors and ray.is_initialized():
             for actor in self._actors:
                 _kill(actor)
