@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from report import Bar, make_parser, report
+from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
@@ -43,12 +44,14 @@ from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import ModelLoader, choose_device
+from hotset.engine.sampled_segments import SegmentTable
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.warm_up import PARAMS, admit, run_first_steps
 from hotset.evaluate.tasks import make_questions
+from hotset.kernels import EMPTY
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.plan import NO_DRAFT, Plan
+from hotset.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "models" / "demo-dsa")
@@ -76,28 +79,20 @@ class Case:
 
 
 @contextmanager
-def imposed_acceptance(seed: int = 0) -> Iterator[None]:
-    """Lets plans keep sampled tokens as if drafts were right with the probabilities of SHARES."""
-    rng, kept_of = random.Random(seed), Plan.kept
+def imposed_acceptance() -> Iterator[None]:
+    """Lets steps accept drafts as if they were right with the probabilities of SHARES."""
+    accepted_of = SegmentTable.accepted
 
-    def kept(plan: Plan, token_ids: Sequence[int]) -> Sequence[int]:
-        indices: list[int] = []
-        accepted = place = 0
-        for index, draft in enumerate(plan.followed):
-            if draft == NO_DRAFT:
-                drawn = rng.random()
-                place, accepted = 0, sum(drawn < share for share in SHARES)
-            else:
-                place += 1
-            if place <= accepted:
-                indices.append(index)
-        return indices
+    def accepted(table: SegmentTable, token_ids: Tensor) -> Tensor:
+        verified = (table.verified != EMPTY).sum(1)
+        drawn = torch.rand(verified.shape[0], 1, device=verified.device)
+        return torch.minimum(verified, sum((drawn < share).long() for share in SHARES)[:, 0])
 
-    Plan.kept = kept  # type: ignore[method-assign]
+    SegmentTable.accepted = accepted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Plan.kept = kept_of  # type: ignore[method-assign]
+        SegmentTable.accepted = accepted_of  # type: ignore[method-assign]
 
 
 class Loaded:
@@ -169,11 +164,11 @@ def measure_gain(case: Case, device: torch.device, tokens: int, seconds: float) 
     """Returns a row: the case with and without drafts."""
     results = []
     for speculate in (0, DRAFTS):
-        loaded = Loaded(case.model, device, speculate, **case.settings)
-        prompts = random_prompts(case.requests, loaded.vocab, min(PROMPT_TOKENS, loaded.budget.max_model_len // 2))
-        with imposed_acceptance():
+        with imposed_acceptance():  # graphs contain it
+            loaded = Loaded(case.model, device, speculate, **case.settings)
+            prompts = random_prompts(case.requests, loaded.vocab, min(PROMPT_TOKENS, loaded.budget.max_model_len // 2))
             results.append(decode(loaded.engine, prompts, tokens, seconds))
-        loaded.close()
+            loaded.close()
     plain, drafted = (result.tokens / result.seconds for result in results)
     return {
         "case": case.name,
@@ -195,7 +190,7 @@ def measure_verification(model: str, device: torch.device, settings: dict[str, A
     ]
     executor.submit([Plan(0, commands, (), (), (), ())]).results()
     for drafts in (0, DRAFTS):
-        step = replace(draft_costs._step(requests, start, drafts, limit=None), num_drafts=0)
+        step = replace(draft_costs._step(requests, start, [0] * drafts, limit=None), num_drafts=0)
         measured = []
         for _ in range(1 + repeats):
             begin = time.perf_counter()

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = set(range(1, 49)) | set(range(50, 59)) | {61, 62, 63, 66, 67, 71, 72, 73, 74, 79, 80, 81, 82, 84, 85, 86, 87}
+DEFECTS = (
+    set(range(1, 49)) | set(range(50, 59)) | {61, 62, 63, 66, 67, 71, 72, 73, 74, 79, 80, 81, 82, 83, 84, 85, 86, 87}
+)
 
 
 def load_script() -> ModuleType:

@@ -30,7 +30,7 @@ from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_dtype, use_device
 from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.runner import Runner
-from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budget
+from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, plans_in_flight, shared_budget
 from hotset.engine.start_plan import check_start
 from hotset.engine.warm_up import run_first_steps, run_largest_steps
 from hotset.engine.workers.executor import Executor, InProcessExecutor
@@ -175,7 +175,7 @@ def assemble(
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
     replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
-    plans_in_flight = config.plans_in_flight or max(config.pipeline_parallel_size, 1 if card.device == "cpu" else 2)
+    in_flight = plans_in_flight(config, torch.device(card.device))
     endpoint = None
     if config.role != "both":
         key = None if kv_shape.key is None else kv_shape.key.description
@@ -198,7 +198,7 @@ def assemble(
             endpoint.close(0.0)
         raise
     card = replace(card, kv_events=tuple(publisher.endpoint for publisher in publishers))
-    return Engine(card, replicas, executor, plans_in_flight, endpoint, publishers)
+    return Engine(card, replicas, executor, in_flight, endpoint, publishers)
 
 
 def model_card(

@@ -18,17 +18,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
+from hotset.engine.sampled_segments import SeatDrafts
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.logprobs import LogprobTensors
-from hotset.schedule.plan import Plan
+from hotset.schedule.plan import DRAFTED, Plan
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import Residence
 
@@ -135,6 +136,28 @@ def columns_of_tokens(
     return seat_of, [start + index for _, start, count in segments for index in range(count)]
 
 
+def draft_columns_of_tokens(plan: Plan) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Returns, of every token of a plan: the first position at which its segment can begin; whether it can also begin
+    later; and its place among the drafts that only the worker knows. Place 1 is the first; 0: it is none of them."""
+    segments = range(len(plan.seats))
+    stamps = [plan.starts[segment] for segment in segments for _ in range(plan.counts[segment])]
+    later = [int(drafts > 0) for drafts, count in zip(plan.unverified, plan.counts, strict=False) for _ in range(count)]
+    places: list[int] = []
+    for segment in segments:
+        drafts = plan.drafts.get(segment, ())
+        places += [0] * (plan.counts[segment] - len(drafts))
+        places += [place if draft == DRAFTED else 0 for place, draft in enumerate(drafts, 1)]
+    return stamps, later or [0] * len(stamps), places
+
+
+class StepInput(NamedTuple):
+    """Where a graph reads the tokens of a step. Each is [tokens] int64, on the device."""
+
+    seat_of: Tensor  # EMPTY for padding
+    positions: Tensor
+    stamps: Tensor | None  # see `Batch.stamps`; None if steps have no drafts, so that they begin where the plan says
+
+
 class Replayable(Protocol):
     """A captured graph."""
 
@@ -152,24 +175,25 @@ class DecodeGraphs:
         tokens: Tensor,
         before_capture: Callable[[int], None] = lambda size: None,
         *,
-        keep_hidden: bool = False,
+        seat_drafts: SeatDrafts | None = None,
     ) -> None:
         """`tokens` [seats, context + 1] int32 holds the token ids of every seat.
 
-        `before_capture(size)` is called before a step of `size` tokens is captured. If `keep_hidden`, results have the
-        model's hidden states.
+        `before_capture(size)` is called before a step of `size` tokens is captured. If the MTP layer drafts, it needs
+        the hidden states of steps, and steps read from `seat_drafts` where they begin and what they verify.
         """
         self._model, self._memory, self._tokens = model, memory, tokens
         self._before_capture = before_capture
         self._sizes = graph_sizes(tokens.shape[0])
-        self._input = torch.empty(2 * self._sizes[-1], dtype=torch.int64, device=tokens.device)
+        self._seat_drafts, columns = seat_drafts, 2 if seat_drafts is None else 5
+        self._input = torch.empty(columns * self._sizes[-1], dtype=torch.int64, device=tokens.device)
+        self._positions = torch.zeros(self._sizes[-1], dtype=torch.int64, device=tokens.device)  # if there are drafts
         self._captured: dict[StepGraph, Replayable] = {}
         self._memory_pool = torch.cuda.graph_pool_handle() if tokens.is_cuda else None
         # [largest size, vocab], written by each replay. The first capture makes it, unless a later pipeline stage
         # computes the logits.
         self._logits: Tensor | None = None
-        self._keep_hidden = keep_hidden
-        self.hidden: Tensor | None = None  # [largest size, hidden], if hidden states are kept
+        self.hidden: Tensor | None = None  # [largest size, hidden], if there is an MTP layer
 
     @property
     def largest(self) -> int:
@@ -199,39 +223,60 @@ class DecodeGraphs:
             progress(done, len(graphs))
             self.get_or_capture(graph)
         for graph in graphs:
-            self.run(graph, (), (), ())
+            self.run(graph, None)
         progress(len(graphs), len(graphs))
 
-    def run(
-        self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-    ) -> SampledLogits | None:
-        """Computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`, for each i, and the logits of all of them.
+    def run(self, graph: StepGraph, plan: Plan | None) -> SampledLogits | None:
+        """Computes the tokens of a plan, and the logits of all of them.
 
-        Without seats, it only takes part in the collectives of the step. Returns None if a later pipeline stage
+        Without a plan, it only takes part in the collectives of the step. Returns None if a later pipeline stage
         computes the logits.
         """
+        seats, starts, counts = ((), (), ()) if plan is None else (plan.seats, plan.starts, plan.counts)
         tiered_tokens, tokens = self._memory.prepare_step(seats, starts, counts), sum(counts)
         if tokens > graph.size or tiered_tokens > self.tiered_tokens(graph):
             raise RuntimeError(f"{graph} was chosen for {tokens} tokens, up to {tiered_tokens} of a tiered request")
         captured = self.get_or_capture(graph)
-        seat_of, positions = self._fill(graph.size, *columns_of_tokens(seats, starts, counts))
+        columns = [*columns_of_tokens(seats, starts, counts)]
+        if self._seat_drafts is not None:
+            columns += ((), (), ()) if plan is None else draft_columns_of_tokens(plan)
+        seat_of, positions, _ = self._fill(graph.size, columns)
         captured.replay()
         if self._logits is None:
             return None
         hidden = None if self.hidden is None else self.hidden[:tokens]
         return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens], hidden=hidden)
 
-    def _fill(self, size: int, seats: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Copies the input of a step to the device. Returns the seats and the positions of `size` tokens."""
-        padding = size - len(seats)
-        host_input = torch.tensor([*seats, *[EMPTY] * padding, *positions, *[0] * padding], dtype=torch.int64)
+    def _fill(self, size: int, columns: Sequence[Sequence[int]]) -> StepInput:
+        """Copies the input of a step to the device. Returns where a graph of `size` tokens reads it."""
+        padding = size - len(columns[0])
+        numbers = [*columns[0], *[EMPTY] * padding]
+        for column in columns[1:]:
+            numbers += [*column, *[0] * padding]
+        host_input = torch.tensor(numbers, dtype=torch.int64)
         pinned = host_input.pin_memory() if self._input.is_cuda else host_input
-        self._input[: 2 * size].copy_(pinned, non_blocking=True)
-        return self._input[:size], self._input[size : 2 * size]
+        self._input[: len(numbers)].copy_(pinned, non_blocking=True)
+        if self._seat_drafts is None:
+            return StepInput(self._input[:size], self._input[size : 2 * size], None)
+        return StepInput(self._input[:size], self._positions[:size], self._input[2 * size : 3 * size])
 
-    def fill_padding(self, size: int) -> tuple[Tensor, Tensor]:
-        """Makes all `size` tokens padding. Returns where a graph reads their seats and positions."""
-        return self._fill(size, (), ())
+    def fill_padding(self, size: int) -> StepInput:
+        """Makes all `size` tokens padding. Returns where a graph reads them."""
+        if self._seat_drafts is None:
+            return self._fill(size, [()] * 2)
+        self._positions[:size].zero_()
+        return self._fill(size, [()] * 5)
+
+    def _token_ids(self, size: int) -> Tensor:
+        """Returns the token ids of a step. If there are drafts, first finds the positions of its tokens."""
+        seat_of, planned = self._input[: 2 * size].view(2, size)
+        if self._seat_drafts is None:
+            return self._tokens[seat_of, planned]
+        stamps, later, place = self._input[2 * size : 5 * size].view(3, size)
+        begins = torch.where(later > 0, self._seat_drafts.next_starts[seat_of], stamps)
+        positions = self._positions[:size].copy_(planned + begins - stamps)
+        drafts = self._seat_drafts.tokens[seat_of, (place - 1).clamp_min(0)].clamp_min(0).to(torch.int32)
+        return torch.where(place > 0, drafts, self._tokens[seat_of, positions])
 
     def get_or_capture(self, graph: StepGraph) -> Replayable:
         captured = self._captured.get(graph)
@@ -240,17 +285,18 @@ class DecodeGraphs:
         return captured
 
     def _capture_step(self, graph: StepGraph) -> Replayable:
-        seat_of, positions = self.fill_padding(graph.size)  # so this step writes no KV
+        seat_of, positions, stamps = self.fill_padding(graph.size)  # so this step writes no KV
 
         def step() -> None:
-            view = self._memory.captured_view(seat_of, positions, self.tiered_tokens(graph))
-            hidden = self._model.forward(self._tokens[seat_of, positions], view)
+            token_ids = self._token_ids(graph.size)
+            view = self._memory.captured_view(seat_of, positions, self.tiered_tokens(graph), stamps)
+            hidden = self._model.forward(token_ids, view)
             if hidden is None:
                 return
             logits = self._model.logits(hidden, None)
             if self._logits is None:
                 self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
-                self.hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1]) if self._keep_hidden else None
+                self.hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1]) if self._seat_drafts else None
             self._logits[: graph.size].copy_(logits)
             if self.hidden is not None:
                 self.hidden[: graph.size].copy_(hidden)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from hotset.base.config import EngineConfig
@@ -12,7 +12,7 @@ from hotset.engine.warm_up import PARAMS, PLANS_IN_FLIGHT, admit
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.draft_costs import StepCosts, likely_shares
 from hotset.schedule.drafts import max_verified
-from hotset.schedule.plan import Plan
+from hotset.schedule.plan import DRAFTED, Plan
 from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger(__name__)
@@ -30,12 +30,15 @@ def measure_draft_costs(
 ) -> StepCosts:
     """Measures decode steps of several numbers of requests with 0 to `config.speculate` drafts each.
 
-    Their pages are those of the warm-up, so no request may have been added yet. Requests with drafts wait for the
-    result of each step; those without have several plans in flight. `progress(done, total)` counts numbers of requests.
+    Their pages are those of the warm-up, so no request may have been added yet. Several plans are in flight, unless
+    plans contain drafts that depend on the result of the one before. `progress(done, total)` counts numbers of
+    requests.
     """
     seats, tokens = config.max_num_seqs, max_verified(config.max_num_seqs, config.max_num_batched_tokens)
     numbers = sorted({number for number in REQUESTS if number < seats} | {min(seats, REQUESTS[-1])})
     room = 2 * config.speculate + 1
+    in_worker = config.drafts_by_mtp and config.pipeline_parallel_size == 1
+    draft, measure = (DRAFTED, _in_a_row) if in_worker else (0, _alone)
     context = max(1, min(MAX_CONTEXT, budget.max_model_len - room) // config.page_rows * config.page_rows)
     commands = [
         command for seat in range(numbers[-1]) for command in admit(seat, budget, context, context + room, PARAMS)
@@ -46,10 +49,10 @@ def measure_draft_costs(
     for done, number in enumerate(numbers):
         progress(done, len(numbers))
         drafts = range(1, 1 + min(config.speculate, tokens // number - 1))
-        plain.append(_in_a_row(executor, _step(number, context, 0, limit=None), replicas))
-        without = _in_a_row(executor, _step(number, context, 0, limit=context + room), replicas)
-        with_drafts = [_alone(executor, _step(number, context, n, limit=context + room), replicas) for n in drafts]
-        drafting.append([without, *with_drafts])
+        plain.append(_in_a_row(executor, _step(number, context, [], limit=None), replicas))
+        without = _in_a_row(executor, _step(number, context, [], limit=context + room), replicas)
+        steps = [_step(number, context, [draft] * count, limit=context + room) for count in drafts]
+        drafting.append([without, *(measure(executor, step, replicas) for step in steps)])
     progress(len(numbers), len(numbers))
     costs = StepCosts(numbers, plain, drafting)
     _log(costs, config.speculate)
@@ -64,21 +67,21 @@ def _log(costs: StepCosts, max_drafts: int) -> None:
         LOGGER.warning("--speculate %d does not pay on this machine; leave it out", max_drafts)
 
 
-def _step(requests: int, start: int, drafts: int, limit: int | None) -> Plan:
-    """Returns a step that verifies so many drafts of each request, and drafts as many below position `limit`. None:
-    the MTP layer computes nothing."""
+def _step(requests: int, start: int, drafts: Sequence[int], limit: int | None) -> Plan:
+    """Returns a step that verifies these drafts of each request, and drafts as many below position `limit`. None: the
+    MTP layer computes nothing."""
     seats = range(requests)
     return Plan(
         number=0,
         commands=[],
         seats=seats,
         starts=[start] * requests,
-        counts=[1 + drafts] * requests,
-        sampled=[seat for seat in seats for _ in range(1 + drafts)],
+        counts=[1 + len(drafts)] * requests,
+        sampled=[seat for seat in seats for _ in range(1 + len(drafts))],
         residences=frozenset({Residence.RESIDENT}),
-        drafts={seat: [0] * drafts for seat in seats} if drafts else {},
+        drafts=dict.fromkeys(seats, drafts) if drafts else {},
         draft_limits=() if limit is None else [limit] * requests,
-        num_drafts=drafts,
+        num_drafts=len(drafts),
     )
 
 

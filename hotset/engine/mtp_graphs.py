@@ -1,8 +1,8 @@
 """Captures what the MTP layer computes after a step as CUDA graphs.
 
 There are two kinds. One writes the layer's rows of a step's tokens, and is captured for each graph of decode steps. The
-other drafts: it contains all iterations after the first one, and is captured for each number of chains and of drafts. A
-chain that needs fewer drafts than others is padding in the later iterations.
+other drafts: it finds which drafts of the step were right, contains all iterations after the first one, and is captured
+for each number of chains and of drafts. A chain that needs fewer drafts than others is padding in the later iterations.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, Replayable, StepGraph, batch_sizes
-from hotset.engine.mtp_drafts import Chains, Iteration, MtpDrafts
+from hotset.engine.mtp_drafts import Iteration, MtpDrafts, rows_of
+from hotset.engine.sampled_segments import COLUMNS, SampledSegments, SegmentTable
 from hotset.kernels import EMPTY
 from hotset.models.mtp import MtpOutput
 from hotset.tiers.kv_memory import KvMemory
@@ -38,10 +39,10 @@ class MtpGraphs:
         self._rows: dict[StepGraph, Replayable] = {}
         self._chains: dict[ChainGraph, Replayable] = {}
         self._output: MtpOutput | None = None  # of the tokens of a step; each has as many rows as the largest graph
-        self._first: MtpOutput | None = None  # of the newest token of each chain
-        device = memory.pool.device
-        self._columns = torch.zeros(4, self._sizes[-1], dtype=torch.int64, device=device)
-        self._drafts = torch.empty(self._sizes[-1] * mtp.max_drafts, dtype=torch.int64, device=device)
+        device, columns = memory.pool.device, COLUMNS + mtp.max_drafts
+        self._table = torch.zeros(self._sizes[-1], columns, dtype=torch.int64, device=device)
+        self._sampled_ids = torch.zeros(steps.largest, dtype=torch.int64, device=device)
+        self._results = torch.zeros(self._sizes[-1] * (1 + mtp.max_drafts), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
@@ -59,12 +60,12 @@ class MtpGraphs:
             self.capture_rows(step)
         for done, chain in enumerate(chains, len(steps)):
             progress(done, total)
-            self._get_or_capture(chain, self._output)
+            self._get_or_capture(chain)
         for step in steps:  # the first replay uploads a graph
             self._steps.fill_padding(step.size)
             self._rows[step].replay()
         for chain in chains:
-            self._fill_padding(chain.size)
+            self._fill_padding(0, chain.size)
             self._chains[chain].replay()
         progress(total, total)
 
@@ -77,12 +78,14 @@ class MtpGraphs:
         self._steps.get_or_capture(graph)
         if self._steps.hidden is None:
             return
-        seat_of, positions = self._steps.fill_padding(graph.size)
+        tokens = self._steps.fill_padding(graph.size)
 
         def write_rows() -> None:
             hidden = self._steps.hidden
             assert hidden is not None
-            view = self._memory.captured_view(seat_of, positions, self._steps.tiered_tokens(graph))
+            view = self._memory.captured_view(
+                tokens.seat_of, tokens.positions, self._steps.tiered_tokens(graph), tokens.stamps
+            )
             output = self._mtp.write_rows(view, hidden[: graph.size])
             if self._output is None:
                 self._output = _like(output, self._steps.largest)
@@ -96,60 +99,66 @@ class MtpGraphs:
         assert self._output is not None
         return self._output
 
-    def draft(self, chains: Chains, output: MtpOutput, *, has_tiered: bool) -> Tensor:
-        """Returns drafts [chains, num_drafts] of the tokens after the newest one of each chain, EMPTY-padded. `output`
-        is that of the step's tokens."""
-        count = len(chains.segments)
-        graph = ChainGraph(self._sizes[bisect_left(self._sizes, count)], chains.num_drafts, has_tiered)
-        captured = self._get_or_capture(graph, output)
-        if count < graph.size:
-            self._fill_padding(graph.size)
-        columns = (chains.seats, chains.positions, chains.starts, chains.counts)
-        self._columns[:, :count].copy_(torch.stack(columns))
-        assert self._first is not None
-        newest = chains.newest
-        torch.index_select(output.carried, 0, newest, out=self._first.carried[:count])
-        torch.index_select(output.normed, 0, newest, out=self._first.normed[:count])
-        torch.index_select(output.selected, 0, newest, out=self._first.selected[:count])
+    def draft(
+        self, segments: SampledSegments, sampled_ids: Tensor, output: MtpOutput, num_drafts: int, *, has_tiered: bool
+    ) -> Tensor:
+        """Does what `MtpDrafts.draft` does. The output of a step that is larger than the graphs is of its sampled
+        tokens. The result is valid until the next call."""
+        count = len(segments.rows)
+        graph = ChainGraph(self._sizes[bisect_left(self._sizes, count)], num_drafts, has_tiered)
+        if self._output is None:
+            self._output = _like(output, self._steps.largest)
+        if output is not self._output:
+            _copy(self._output, output, len(sampled_ids))
+        captured = self._get_or_capture(graph)
+        self._fill_padding(count, graph.size)
+        rows = torch.tensor(segments.rows, dtype=torch.int64)
+        self._table[:count].copy_(rows.pin_memory() if self._table.is_cuda else rows, non_blocking=True)
+        self._sampled_ids[: len(sampled_ids)].copy_(sampled_ids)
         captured.replay()
-        return self._drafts_of(graph)[:count]
+        results = self._results_of(graph)[:count]
+        return results if results.is_cuda else results.clone()  # on a CPU, the host reads it without a copy
 
-    def _drafts_of(self, graph: ChainGraph) -> Tensor:
-        return self._drafts[: graph.size * graph.drafts].view(graph.size, graph.drafts)
+    def _results_of(self, graph: ChainGraph) -> Tensor:
+        return self._results[: graph.size * (1 + graph.drafts)].view(graph.size, 1 + graph.drafts)
 
-    def _fill_padding(self, size: int) -> None:
-        self._columns[:, :size].zero_()
-        self._columns[0, :size].fill_(EMPTY)
+    def _fill_padding(self, first: int, last: int) -> None:
+        """Makes chains [first, last) padding."""
+        if first < last:
+            self._table[first:last].zero_()
+            self._table[first:last, 0].fill_(EMPTY)
 
-    def _get_or_capture(self, graph: ChainGraph, output: MtpOutput | None) -> Replayable:
-        """`output` is that of any tokens."""
+    def _get_or_capture(self, graph: ChainGraph) -> Replayable:
         captured = self._chains.get(graph)
         if captured is None:
-            assert output is not None, "the graphs of rows are captured first"
-            captured = self._chains[graph] = self._capture(graph, output)
+            captured = self._chains[graph] = self._capture(graph)
         return captured
 
-    def _capture(self, graph: ChainGraph, output: MtpOutput) -> Replayable:
-        if self._first is None:
-            self._first = _like(output, self._sizes[-1])
-        self._fill_padding(graph.size)
-        seats, positions, starts, counts = self._columns[:, : graph.size].unbind(0)
-        first = MtpOutput(
-            self._first.carried[: graph.size], self._first.normed[: graph.size], self._first.selected[: graph.size]
-        )
-
-        def iteration(number: int) -> Iteration:
-            drafting = counts > number
-            view = self._memory.captured_view(
-                torch.where(drafting, seats, EMPTY),
-                torch.where(drafting, positions + number, 0),
-                int(graph.has_tiered),
-                starts,
-            )
-            return Iteration(slice(None), view)
+    def _capture(self, graph: ChainGraph) -> Replayable:
+        self._fill_padding(0, graph.size)
+        rows, seat_drafts = self._table[: graph.size], self._mtp.seat_drafts
 
         def draft() -> None:
-            self._drafts_of(graph).copy_(self._mtp.iterate(first, counts, graph.drafts, iteration))
+            assert self._output is not None, "the graphs of rows are captured first"
+            table = SegmentTable(rows, seat_drafts, graph.drafts)
+            accepted = table.accepted(self._sampled_ids)
+            chains = table.commit(accepted)
+
+            def iteration(number: int) -> Iteration:
+                drafting = chains.counts > number
+                view = self._memory.captured_view(
+                    torch.where(drafting, chains.seats, EMPTY),
+                    torch.where(drafting, chains.positions + number, 0),
+                    int(graph.has_tiered),
+                    chains.stamps,
+                )
+                return Iteration(slice(None), view)
+
+            if graph.has_tiered:
+                self._mtp.release_slots(chains)
+            tokens = self._mtp.iterate(rows_of(self._output, chains.newest), chains, iteration)
+            table.keep_drafts(tokens)
+            self._results_of(graph).copy_(torch.cat((accepted[:, None], tokens), dim=1))
 
         return self._steps.capture(graph.size, draft)
 

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from hotset.engine.constraints import Constraints, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
-from hotset.engine.mtp_drafts import DraftedTokens, MtpDrafts, MtpModel
+from hotset.engine.mtp_drafts import DraftedTokens, MtpDrafts, MtpModel, rows_of
 from hotset.engine.mtp_graphs import MtpGraphs
+from hotset.engine.sampled_segments import SampledSegments
 from hotset.grammar.compiler import GrammarCompiler
 from hotset.kernels.device_copies import list_to_device, to_host_async
+from hotset.memory.resident import ResidentView
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
 from hotset.models.sampler import Sampler, SamplerOutput
-from hotset.schedule.plan import Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
+from hotset.schedule.plan import DRAFTED, Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import Residence
@@ -74,8 +76,10 @@ class SubmittedStep:
             on_host = self._sampled.logprobs.to_host()
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
-        drafts = {} if self.drafts is None else self.drafts.by_segment()
-        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, drafts)
+        if self.drafts is None:
+            return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures)
+        drafted = self.drafts.accepted(), self.drafts.drafts()
+        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, *drafted)
 
 
 class PromptLogprobsCopy:
@@ -153,8 +157,8 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self._mtp_graphs: MtpGraphs | None = None
         if graphs:
-            keep_hidden = self._mtp is not None
-            self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture, keep_hidden=keep_hidden)
+            seat_drafts = None if self._mtp is None else self._mtp.seat_drafts
+            self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture, seat_drafts=seat_drafts)
             if self._mtp is not None:
                 self._mtp_graphs = MtpGraphs(self._mtp, self._graphs, memory, seats)
 
@@ -188,10 +192,12 @@ class Runner:
             self._tokens[seats, positions] = token_ids.to(torch.int32)
 
     def _write_drafts(self, plan: Plan) -> None:
-        """Stores the drafts of a plan in the places of the tokens that they guess. Rejected ones are overwritten by the
-        tokens sampled in their places, or by later drafts, before they are read again."""
+        """Stores the drafts that a plan contains in the places of the tokens that they guess. Rejected ones are
+        overwritten by the tokens sampled in their places, or by later drafts, before they are read again."""
         columns: list[tuple[int, int, int]] = []
         for segment, drafts in plan.drafts.items():
+            if DRAFTED in drafts:
+                continue
             end = plan.starts[segment] + plan.counts[segment]
             positions = range(end - len(drafts), end)
             columns += [(plan.seats[segment], *token) for token in zip(positions, drafts, strict=True)]
@@ -216,37 +222,56 @@ class Runner:
         if not plan.seats:
             return SubmittedStep(plan.number)
         self._write_drafts(plan)
-        sampled_logits = self._forward(plan) if graph is None else self._replay(graph, plan)
-        mtp = None if sampled_logits is None or not plan.draft_limits else self._mtp
-        if mtp is None:
+        mtp = self._mtp if plan.draft_limits else None
+        segments = None
+        if mtp is not None and plan.sampled and (plan.num_drafts or plan.drafts or plan.unverified):
+            segments = SampledSegments(plan, mtp.seat_drafts)
+        sampled_logits = self._forward(plan, segments) if graph is None else self._replay(graph, plan)
+        if mtp is None or sampled_logits is None:
             self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
             return SubmittedStep(plan.number)
-        step = self._sampled_step(plan, sampled_logits)
+        step = self._sampled_step(plan, sampled_logits, segments)
         if mtp is not None:
-            step.drafts = self._draft(mtp, plan, graph, sampled_logits, step)
+            step.drafts = self._draft(mtp, plan, graph, sampled_logits, segments, step)
         return step
 
     def _draft(
-        self, mtp: MtpDrafts, plan: Plan, graph: StepGraph | None, sampled_logits: SampledLogits, step: SubmittedStep
+        self,
+        mtp: MtpDrafts,
+        plan: Plan,
+        graph: StepGraph | None,
+        sampled_logits: SampledLogits,
+        segments: SampledSegments | None,
+        step: SubmittedStep,
     ) -> DraftedTokens | None:
         """Writes the rows of the MTP layer, mirrors the pages that are full with them, and drafts tokens."""
         if graph is not None and self._mtp_graphs is not None:
             output = self._mtp_graphs.write_rows(graph)
         else:
             assert sampled_logits.hidden is not None, "the step kept no hidden states"
-            output = mtp.write_rows(self._memory.view(plan.seats, plan.starts, plan.counts), sampled_logits.hidden)
-        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
-        chains = None if step.sampled_ids is None else mtp.chains(plan, step.sampled_ids)
-        if chains is None:
+            output = mtp.write_rows(self._view(plan, segments), sampled_logits.hidden)
+        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.most_counts)
+        sampled_ids = step.sampled_ids
+        if segments is None or sampled_ids is None:
             return None
-        if self._mtp_graphs is not None:
-            tokens = self._mtp_graphs.draft(chains, output, has_tiered=Residence.TIERED in plan.residences)
+        drafts, has_tiered = plan.num_drafts > 0 and any(plan.draft_limits), Residence.TIERED in plan.residences
+        if not (drafts or plan.drafts or plan.unverified):
+            return None
+        if drafts and (last_tokens := self._last_tokens(plan)) is not None:
+            output = rows_of(output, last_tokens)
+        if drafts and self._mtp_graphs is not None:
+            columns = self._mtp_graphs.draft(segments, sampled_ids, output, plan.num_drafts, has_tiered=has_tiered)
         else:
-            tokens = mtp.draft(chains, output)
-        return DraftedTokens(chains.segments, tokens)
+            columns = mtp.draft(segments.on_device, sampled_ids, output if drafts else None)
+        if drafts and self._collectives.size > 1:  # ranks must not diverge
+            columns = self._collectives.broadcast(columns.contiguous())
+            segments.on_device.keep_drafts(columns[:, 1:])
+        return DraftedTokens(segments.segments, plan.drafts, columns)
 
-    def _sampled_step(self, plan: Plan, sampled_logits: SampledLogits) -> SubmittedStep:
+    def _sampled_step(
+        self, plan: Plan, sampled_logits: SampledLogits, segments: SampledSegments | None
+    ) -> SubmittedStep:
         """Samples from the logits of a step, and stores the tokens."""
         computed = sampled_logits.prompt_logprobs
         prompts = None if computed is None else PromptLogprobsCopy(plan.prompt_ranges, computed)
@@ -256,7 +281,8 @@ class Runner:
         seats = plan.seats if all_decode else [plan.seats[index] for index in plan.sampled]
         next_positions, followed = sampled_logits.positions + 1, plan.followed
         allowed = self._constraints.masks(seats, followed)
-        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed)
+        drafts = None if segments is None or not plan.drafts else segments.followed
+        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed, drafts)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         step = SubmittedStep(plan.number, sampled, prompts, allowed.failures)
         self._constraints.record(seats, followed, step)
@@ -265,7 +291,7 @@ class Runner:
     @torch.inference_mode()
     def replay_idle(self, graph: StepGraph) -> None:
         """Takes part in a step in which only other replicas have tokens, by replaying a graph with padding only."""
-        self._required_graphs(graph).run(graph, (), (), ())
+        self._required_graphs(graph).run(graph, None)
 
     def _required_graphs(self, graph: StepGraph) -> DecodeGraphs:
         if self._graphs is None:
@@ -276,7 +302,7 @@ class Runner:
         """Computes a step by replaying a graph. Returns None if a later pipeline stage computes the logits."""
         if self._mtp_graphs is not None:
             self._mtp_graphs.capture_rows(graph)
-        computed = self._required_graphs(graph).run(graph, plan.seats, plan.starts, plan.counts)
+        computed = self._required_graphs(graph).run(graph, plan)
         last_tokens = None if computed is None else self._last_tokens(plan)
         if computed is None or last_tokens is None:
             return computed
@@ -284,18 +310,32 @@ class Runner:
         return SampledLogits(logits[last_tokens], positions[last_tokens], seat_of[last_tokens], hidden=computed.hidden)
 
     def _sample(
-        self, logits: Tensor, seats: Sequence[int], positions: Tensor, allowed: SeatMasks, followed: Sequence[int]
+        self,
+        logits: Tensor,
+        seats: Sequence[int],
+        positions: Tensor,
+        allowed: SeatMasks,
+        followed: Sequence[int],
+        drafts: Callable[[], Tensor] | None,
     ) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""
         if self._collectives.rank > 0:
             token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
             return SamplerOutput(self._collectives.broadcast(token_ids), None)
-        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed)
+        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts)
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
-    def _forward(self, plan: Plan) -> SampledLogits | None:
+    def _view(self, plan: Plan, segments: SampledSegments | None) -> ResidentView:
+        """Returns the view of a step without a graph. If only the device knows where it begins, this waits for it."""
+        if segments is None or not plan.unverified:
+            return self._memory.view(plan.seats, plan.starts, plan.counts)
+        return self._memory.view(plan.seats, segments.starts(), plan.counts, stamps=plan.starts)
+
+    def _forward(self, plan: Plan, segments: SampledSegments | None) -> SampledLogits | None:
         """Computes a step without a graph. Returns None if a later pipeline stage computes the logits."""
-        view = self._memory.view(plan.seats, plan.starts, plan.counts)
+        if segments is not None:
+            segments.write_drafts(self._tokens)
+        view = self._view(plan, segments)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
         hidden = self._model.forward(token_ids, view)

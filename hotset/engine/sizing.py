@@ -107,7 +107,7 @@ def shared_budget(
     Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
     hold a context of two tokens.
     """
-    geometry = _common_geometry(config, [worker.shape for worker in workers])
+    geometry = _common_geometry(config, [worker.shape for worker in workers], device)
     _check_drafts(config, geometry, device)
     context = context_length(config, model_context)
     nodes = [_Node(those, host_free) for those in _by_node(workers)]
@@ -149,13 +149,20 @@ def _by_node(workers: Sequence[WorkerMemory]) -> list[list[WorkerMemory]]:
     return [[worker for worker in workers if worker.node == node] for node in nodes]
 
 
-def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
+def plans_in_flight(config: EngineConfig, device: torch.device) -> int:
+    """Returns how many plans an engine keeps submitted."""
+    return config.plans_in_flight or max(config.pipeline_parallel_size, 1 if device.type == "cpu" else 2)
+
+
+def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape], device: torch.device) -> Geometry:
     """Returns one geometry for all workers. They share page numbers, so a context has the same number of key pages and
     the same number of workspace pages on every worker: the maximum over the workers. A worker with fewer index groups
     per layer leaves the ends of its key pages unused."""
+    # Several plans in flight verify drafts of a request only if the worker that computes the first layer drafts.
+    ahead = plans_in_flight(config, device) - 1 if config.drafts_by_mtp and config.pipeline_parallel_size == 1 else 0
+    own = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     geometries = [
-        replace(shape.geometry(config.page_rows, _slots(config, shape)), max_drafts=config.speculate)
-        for shape in shapes
+        replace(geometry, max_drafts=config.speculate, max_unverified=ahead * config.speculate) for geometry in own
     ]
     layers = min(geometry.layers for geometry in geometries)
     most_keys = max(geometries, key=lambda geometry: Fraction(geometry.key_groups, geometry.blocks_per_page))

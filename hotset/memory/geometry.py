@@ -36,6 +36,9 @@ class Geometry:
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
     max_drafts: int = 0  # drafted tokens that a step of one request can verify beside its newest token
+    max_unverified: int = (
+        0  # drafts of a request that earlier steps in flight can verify when its next one is submitted
+    )
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
     # blocks_per_page / key_groups: how many blocks of one index group are in a page. Workers can differ in this number;
@@ -58,28 +61,17 @@ class Geometry:
     def tail_pages(self) -> int:
         """Pages of a tail: page n of a context is in tail page n % tail_pages.
 
-        A step whose first token is at position p computes up to `max_drafts` drafted tokens after it. If all of them
-        are right, the MTP layer then writes rows of up to `max_drafts - 1` further drafts. All of them can be rejected,
-        so they must not overwrite the page of p and the page before it.
+        If a step begins at position p or later, it begins at most `max_unverified` later, and computes up to
+        `max_drafts` drafted tokens after its first one. If all of them are right, the MTP layer then writes rows of up
+        to `max_drafts - 1` further drafts. All of them can be rejected, so they must not overwrite the page of p and
+        the page before it.
         """
-        return TAIL_PAGES + ceil_div(max(0, 2 * self.max_drafts - 1), self.page_rows)
-
-    @property
-    def max_tiered_drafts(self) -> int:
-        """How many tokens of a tiered request the MTP layer can draft.
-
-        A step that verifies v drafts selects rows for 1 + v tokens in the layer, and drafting d tokens after it selects
-        rows for d - 1 more. No slot that one of them uses is evicted for another. All `max_drafts` can be drafted if
-        there are slots for them and for the rows that leave the tail.
-        """
-        if not self.slots:
-            return 0
-        return min(self.max_drafts, max((1 + self.max_drafts) // 2, (self.slots // self.topk - 1) // 2))
+        return TAIL_PAGES + ceil_div(self.max_unverified + max(0, 2 * self.max_drafts - 1), self.page_rows)
 
     @property
     def slots_per_step(self) -> int:
-        """The most slots of a tiered request that one step uses, together with the drafting after it."""
-        return self.topk * max(1 + self.max_drafts, 2 * self.max_tiered_drafts)
+        """The most slots of a tiered request that one step uses. Drafting after it uses fewer, and can evict them."""
+        return self.topk * (1 + self.max_drafts)
 
     @property
     def slot_pages(self) -> int:

@@ -34,7 +34,8 @@ class Batch:
     seats: Sequence[int]
     segments: Segments
     seat_of: Tensor  # [tokens] int64: the seat of each token; EMPTY for padding
-    # [tokens] int64: where the step begins to whose tail and slots a token belongs. None: the first token of its seat
+    # [tokens] int64: from where on the step could begin to whose tail and slots a token belongs. All tokens before this
+    # position are final. None: the first token of its seat
     stamps: Tensor | None = None
 
 

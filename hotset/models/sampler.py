@@ -1,7 +1,7 @@
 """Samples one token for each request of a batch, according to the request's own parameters."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -138,6 +138,7 @@ class Sampler:
         positions: Tensor,
         masks: TokenMasks | None = None,
         followed: Sequence[int] = (),
+        drafts: Callable[[], Tensor] | None = None,
     ) -> SamplerOutput:
         """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
 
@@ -147,18 +148,20 @@ class Sampler:
 
         If `followed[i]` is not EMPTY, `logits[i]` follow this draft, which follows `logits[i - 1]` of the same request.
         Penalties then apply as if the draft had been sampled, but only tokens before the first wrong draft are counted.
+        `drafts()` returns the drafts in `followed`, [n] int64, if only the device knows them. EMPTY: there is none, so
+        what follows is wrong.
         """
         batch = self._batch_of(seats)
-        drafts = None
+        followed_drafts = None
         if batch.penalised is not None and any(token != EMPTY for token in followed):
-            drafts = _Drafts(followed, self._device)
+            followed_drafts = _Drafts(followed, None if drafts is None else drafts(), self._device)
         raw = finite_logits(logits)
-        x = self._adjusted(raw, batch, positions, drafts) if batch.adjusts_logits else raw
+        x = self._adjusted(raw, batch, positions, followed_drafts) if batch.adjusts_logits else raw
         if masks is not None:
             x = _masked(x, masks, in_place=x is not raw)
         token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
         if batch.penalised is not None:
-            kept = None if drafts is None else drafts.kept(token_ids)[batch.penalised]
+            kept = None if followed_drafts is None else followed_drafts.kept(token_ids)[batch.penalised]
             self._counts.add(batch.count_rows, token_ids[batch.penalised], kept)
         if not batch.logprobs:
             return SamplerOutput(token_ids, None)
@@ -240,8 +243,8 @@ class Sampler:
 class _Drafts:
     """The drafts that some logits of a batch follow. See `Sampler.sample`."""
 
-    def __init__(self, followed: Sequence[int], device: torch.device) -> None:
-        self._followed = list_to_device(followed, torch.int64, device)  # [n]
+    def __init__(self, followed: Sequence[int], drafts: Tensor | None, device: torch.device) -> None:
+        self._followed = list_to_device(followed, torch.int64, device) if drafts is None else drafts  # [n]
         firsts = accumulate((index if token == EMPTY else 0 for index, token in enumerate(followed)), max)
         self._first = list_to_device(list(firsts), torch.int64, device)  # [n]: where the same request begins
 
@@ -255,7 +258,8 @@ class _Drafts:
 
     def kept(self, token_ids: Tensor) -> Tensor:
         """Returns [n] bool: whether all drafts that logits follow equal the tokens sampled in their places."""
-        wrong = (self._followed != EMPTY) & (self._followed != token_ids.roll(1))
+        follows_draft = self._first != torch.arange(len(token_ids), device=token_ids.device)
+        wrong = follows_draft & (self._followed != token_ids.roll(1))
         total = wrong.cumsum(0)
         return total == total[self._first]
 

@@ -43,18 +43,17 @@ class Batching:
         if self._speculation is not None:
             self._speculation.begin_plan(len(running))
             num_drafts = self._speculation.num_drafts
-        needs_newest = self._stages > 1 or num_drafts > 0  # the newest token must be sampled
         self._steady.settle_due(number)
         for request in tuple(running):
             if request.steady_since <= number:
                 continue
-            if request.seat is None or request.drafts_in_flight or (pending and request in pending):
-                continue  # it was preempted for an older request in this plan, has drafts, or its change is pending
+            if request.seat is None or (pending and request in pending):
+                continue  # it was preempted for an older request in this plan, or its change is pending
             num_scheduled = request.num_scheduled
             remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
             if remaining > 1:
                 prefills.append(request)
-            elif (needs_newest and request.num_unsampled) or len(seats) == max_decodes:
+            elif (request.num_unsampled and self._needs_newest(request)) or len(seats) == max_decodes:
                 continue  # its newest token is not sampled yet, or the plan has its share of decodes
             elif (
                 remaining == 1
@@ -62,7 +61,7 @@ class Batching:
                 and not self._becomes_tiered(request)
             ):
                 drafts: Sequence[int] = ()
-                if self._speculation is not None and num_drafts and request.phase is Phase.DECODE:
+                if self._speculation is not None and num_drafts:
                     drafts = self._speculation.draft(request)
                 self._schedule(request, 1 + len(drafts), drafts)
         alone = tuple(self._next_plan.requests)
@@ -78,6 +77,10 @@ class Batching:
         count = min(budget, len(request.tokens) - request.num_scheduled)
         self._schedule(request, count)
         return count
+
+    def _needs_newest(self, request: Request) -> bool:
+        """Returns whether the newest token of a request must be sampled before its next one is scheduled."""
+        return self._stages > 1 or (self._speculation is not None and self._speculation.needs_newest(request))
 
     def _grow(self, request: Request) -> bool:
         """Grants pages for one more token of a request. If pages are short, requests are preempted. By then, the older
@@ -104,8 +107,9 @@ class Batching:
         next_plan, seat = self._next_plan, request.seat
         assert seat is not None
         next_plan.seats.append(seat)
-        next_plan.starts.append(request.num_scheduled)
+        next_plan.starts.append(request.num_scheduled - request.drafts_in_flight)
         next_plan.counts.append(count)
+        next_plan.unverified.append(request.drafts_in_flight)
         if request.phase is Phase.PREFILL and request.num_unsampled == 0:
             self._counters.tokens_prefilled += count
         request.settled_scheduled += count
@@ -113,13 +117,14 @@ class Batching:
             next_plan.add_prompt_range(request, count)
         if request.for_peer:
             self._announcements.announce_rows(request)
-        if request.num_scheduled == len(request.tokens) + request.num_unsampled + len(drafts):
+        samples = request.num_scheduled == len(request.tokens) + request.num_unsampled + len(drafts)
+        if samples:
             next_plan.sampled += [len(next_plan.requests)] * (1 + len(drafts))
             request.settled_unsampled += 1 + len(drafts)
         if drafts:
             next_plan.drafts[len(next_plan.requests)] = drafts
-            request.drafts_in_flight = len(drafts)
+            request.drafts_in_flight += len(drafts)
         if self._speculation is not None:
-            next_plan.draft_limits.append(self._speculation.draft_limit(request))
+            next_plan.draft_limits.append(self._speculation.draft_limit(request, samples=samples))
         next_plan.requests.append(request)
         request.settled_in_flight += 1

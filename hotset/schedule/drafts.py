@@ -6,8 +6,8 @@ from typing import Protocol
 
 from hotset.base.errors import InternalError
 from hotset.schedule.draft_costs import DraftChoice
-from hotset.schedule.plan import Plan, PlanBuilder
-from hotset.schedule.request import Counters, Request
+from hotset.schedule.plan import DRAFTED, Plan, PlanBuilder
+from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -29,12 +29,14 @@ def max_verified(seats: int, max_num_batched_tokens: int) -> int:
 class Drafter(Protocol):
     """Guesses the next tokens of requests. Guesses may be wrong: they change the speed, but no token."""
 
+    in_worker: bool  # whether workers draft, and keep the drafts for the next step of the same seat
+
     def draft(self, request_id: str, tokens: Sequence[int], count: int) -> Sequence[int]:
         """Returns at most `count` tokens that may follow `tokens`, the prompt and the answer so far. Between two calls
         for one request, its tokens only grow."""
 
-    def receive(self, request_id: str, length: int, drafts: Sequence[int]) -> None:
-        """Takes what a step drafted for a request, which has `length` tokens after it."""
+    def receive(self, request_id: str, tokens: Sequence[int], drafts: Sequence[int]) -> None:
+        """Takes what a step drafted for the tokens after `tokens`, the prompt and the answer so far."""
 
     def forget(self, request_id: str) -> None:
         """Drops all state of a request. Unknown ids are ignored."""
@@ -43,6 +45,8 @@ class Drafter(Protocol):
 class MtpDrafter:
     """Drafts what the MTP layer computed at the end of the step that sampled the newest token."""
 
+    in_worker = True
+
     def __init__(self) -> None:
         self._received: dict[str, tuple[int, Sequence[int]]] = {}  # number of tokens, drafts of the next ones
 
@@ -50,8 +54,8 @@ class MtpDrafter:
         length, drafts = self._received.get(request_id, (0, ()))
         return drafts[:count] if length == len(tokens) else ()
 
-    def receive(self, request_id: str, length: int, drafts: Sequence[int]) -> None:
-        self._received[request_id] = (length, drafts)
+    def receive(self, request_id: str, tokens: Sequence[int], drafts: Sequence[int]) -> None:
+        self._received[request_id] = (len(tokens), drafts)
 
     def forget(self, request_id: str) -> None:
         self._received.pop(request_id, None)
@@ -64,6 +68,8 @@ class LookupDrafter:
     are equal too, and among several the newest.
     """
 
+    in_worker = False
+
     def __init__(self) -> None:
         self._indexes: dict[str, _NgramIndex] = {}
 
@@ -75,7 +81,7 @@ class LookupDrafter:
         end = max(index.matches(tokens), key=lambda match: _common_suffix(tokens, match), default=None)
         return () if end is None else _continued(tokens, end, count)
 
-    def receive(self, request_id: str, length: int, drafts: Sequence[int]) -> None:
+    def receive(self, request_id: str, tokens: Sequence[int], drafts: Sequence[int]) -> None:
         """Does nothing: steps draft nothing."""
 
     def forget(self, request_id: str) -> None:
@@ -127,17 +133,28 @@ class Speculation:
     Drafts use only what is left over: pages that are free, and tokens of a step that no other request needs. So no
     request is preempted for drafts, and with more requests there are fewer drafts. Where the time of steps was
     measured, `choice` drafts no more than pays.
+
+    If the worker keeps its drafts, a request can be in several plans in flight. Its `num_scheduled` then counts all
+    drafts as accepted, until a commit takes the rejected ones back.
     """
 
     def __init__(
-        self, drafter: Drafter, ledger: Ledger, next_plan: PlanBuilder, max_drafts: int, max_verified: int
+        self,
+        drafter: Drafter,
+        ledger: Ledger,
+        next_plan: PlanBuilder,
+        max_drafts: int,
+        max_verified: int,
+        *,
+        in_worker: bool,
     ) -> None:
         """A request has at most `max_drafts` drafts in a plan. Decoding requests and drafts together have at most
-        `max_verified` tokens in a plan, unless more requests decode."""
+        `max_verified` tokens in a plan, unless more requests decode. If `in_worker`, the worker that drafts also
+        computes the first layer, so that a plan need not contain the drafts."""
         if max_drafts > ledger.geometry.max_drafts:
             raise InternalError(f"{max_drafts} drafts are more than the {ledger.geometry.max_drafts} of the KV memory")
         self._drafter, self._ledger, self._next_plan = drafter, ledger, next_plan
-        self._max_verified = max_verified
+        self._max_verified, self._in_worker = max_verified, in_worker
         self.choice = DraftChoice(max_drafts)
         self._room = 0
         self.num_drafts = 0  # of each request in the next plan, at most
@@ -147,12 +164,23 @@ class Speculation:
         self._room = self._max_verified - running
         self.num_drafts = self.choice.choose(running) if self._room > 0 else 0
 
+    def needs_newest(self, request: Request) -> bool:
+        """Returns whether the newest token of a request must be known before it is planned: to draft tokens after it,
+        or because its position is not known. Masks of structures depend on drafts, so the host must know those."""
+        if self._in_worker and request.prompt.params.structure is None:
+            return False
+        return self.num_drafts > 0 or request.drafts_in_flight > 0
+
     def draft(self, request: Request) -> Sequence[int]:
         """Returns drafts of the tokens after the newest one of a decoding request, and grants the pages of their rows.
-        No plan in flight uses the request, and it has a page for the row of its newest token."""
-        known, holding = len(request.tokens), request.holding
+        It has a page for the row of its newest token, which is known if `needs_newest`."""
+        known, holding = request.num_scheduled + 1, request.holding
         count = min(self.num_drafts, self._room, request.max_length - 1 - known)
-        drafts = self._drafter.draft(request.request_id, request.tokens, count) if count > 0 else ()
+        drafts: Sequence[int] = ()
+        if self._in_worker and request.prompt.params.structure is None:
+            drafts = (DRAFTED,) * min(count, request.num_drafted)
+        elif request.phase is Phase.DECODE and count > 0:
+            drafts = self._drafter.draft(request.request_id, request.tokens, count)
         if known + len(drafts) > holding.capacity:
             commands = self._ledger.grow(holding, known + len(drafts))
             if commands is None:
@@ -162,17 +190,23 @@ class Speculation:
         self._room -= len(drafts)
         return drafts
 
-    def draft_limit(self, request: Request) -> int:
-        """Returns the first position for which the MTP layer must write no row: 0 if it should draft nothing."""
+    def draft_limit(self, request: Request, *, samples: bool) -> int:
+        """Returns the first position for which the MTP layer must write no row: 0 if it should draft nothing. The
+        request was added to the plan, which samples a token of it if `samples`."""
+        request.num_drafted = 0
         if self.num_drafts == 0 or request.for_peer:
             return 0
         if request.holding.residence is Residence.STREAMED:
             return 0  # its rows are about to move to a hot buffer
-        return min(request.holding.capacity, request.max_length)
+        limit = min(request.holding.capacity, request.max_length)
+        if samples:
+            newest = request.num_scheduled - request.drafts_in_flight - 1  # if all drafts are rejected
+            request.num_drafted = max(0, min(self.num_drafts, limit - newest))
+        return limit
 
     def receive(self, request: Request, drafts: Sequence[int]) -> None:
         """Takes what a step drafted for the tokens after the newest one of a request."""
-        self._drafter.receive(request.request_id, len(request.tokens), drafts)
+        self._drafter.receive(request.request_id, request.tokens, drafts)
 
     def reject(self, plan: Plan, requests: Sequence[Request], kept: Sequence[int], counters: Counters) -> None:
         """Takes back the rows of a plan's rejected drafts. `requests` are those of its segments, and `kept` are the
@@ -180,7 +214,7 @@ class Speculation:
         num_kept = Counter(plan.sampled[index] for index in kept) if plan.drafts else {}
         for segment, drafts in plan.drafts.items():
             accepted, request = num_kept[segment] - 1, requests[segment]
-            request.drafts_in_flight = 0
+            request.drafts_in_flight -= len(drafts)
             request.num_scheduled -= len(drafts) - accepted
             request.settled_unsampled -= len(drafts) - accepted
             self.choice.record(len(drafts), accepted)

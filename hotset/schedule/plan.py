@@ -11,6 +11,7 @@ from hotset.tiers.commands import Command
 from hotset.tiers.residence import Residence
 
 NO_DRAFT = -1  # EMPTY in tensors
+DRAFTED = -2  # a draft that only the worker knows: its MTP layer drafted it after the previous step of the seat
 Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
 
@@ -123,7 +124,8 @@ class Plan:
     The last token of segment `sampled[j]` yields the j-th token of the result. If a segment has drafts, they are its
     last tokens. Each of them, and the token before them, yields a token, so the segment is in `sampled` several times.
     Other token ids are not in the plan. The worker has the prompt from `AssignSeat` and the answer from its own
-    sampling, so the next plan can be made while this one runs.
+    sampling, so the next plan can be made while this one runs. If plans in flight verify drafts of a request, only the
+    worker knows where its next segment begins: after the last token that was kept (`unverified`).
     """
 
     number: int
@@ -137,6 +139,9 @@ class Plan:
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
     residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # segment -> token ids to verify
+    # Of each segment: how many drafts of its request are in earlier plans that the scheduler has not committed. The
+    # segment begins so many positions after its entry in `starts`, less those that are rejected. Empty: 0 for each
+    unverified: Sequence[int] = ()
     # The MTP layer writes rows of segment i only for positions before draft_limits[i]. If this is empty, the layer
     # computes nothing.
     draft_limits: Sequence[int] = ()
@@ -147,6 +152,13 @@ class Plan:
         return sum(self.counts)
 
     @property
+    def most_counts(self) -> Sequence[int]:
+        """Of each segment: how many tokens from its entry in `starts` on it can reach, if all drafts are right."""
+        if not self.unverified:
+            return self.counts
+        return [count + drafts for count, drafts in zip(self.counts, self.unverified, strict=True)]
+
+    @property
     def followed(self) -> Sequence[int]:
         """For each entry of `sampled`: the draft whose logits yield the token, or NO_DRAFT if a final token's do."""
         if not self.drafts:
@@ -154,18 +166,24 @@ class Plan:
         segments = dict.fromkeys(self.sampled)
         return [token for segment in segments for token in (NO_DRAFT, *self.drafts.get(segment, ()))]
 
-    def kept(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def kept(self, result: "StepResult") -> Sequence[int]:
         """Returns the indices of the sampled tokens that continue their requests.
 
         A draft is accepted if it equals the token that was sampled in its place. The tokens that follow accepted
-        drafts are kept, and so is the one that follows the final token of a segment.
+        drafts are kept, and so is the one that follows the final token of a segment. If the worker has found which
+        drafts are right, its result says how many.
         """
+        token_ids = result.token_ids
         if not self.drafts:
             return range(len(token_ids))
         kept: list[int] = []
-        for index, draft in enumerate(self.followed):
-            if draft == NO_DRAFT or (kept[-1] == index - 1 and draft == token_ids[index - 1]):
-                kept.append(index)
+        first = 0  # of the next segment's tokens
+        for segment in dict.fromkeys(self.sampled):
+            drafts = self.drafts.get(segment, ())
+            wrong = (place for place, draft in enumerate(drafts) if draft != token_ids[first + place])
+            accepted = result.accepted[segment] if segment in result.accepted else next(wrong, len(drafts))
+            kept += range(first, first + 1 + accepted)
+            first += 1 + len(drafts)
         return kept
 
 
@@ -184,6 +202,7 @@ class PlanBuilder:
         self.counts: list[int] = []
         self.sampled: list[int] = []
         self.drafts: dict[int, Sequence[int]] = {}
+        self.unverified: list[int] = []
         self.draft_limits: list[int] = []
         self.prompt_ranges: list[PromptRange] = []
 
@@ -220,6 +239,7 @@ class PlanBuilder:
             reads_host=reads_host or Residence.STREAMED in residences,
             residences=residences,
             drafts=self.drafts,
+            unverified=self.unverified if any(self.unverified) else (),
             draft_limits=self.draft_limits,
             num_drafts=num_drafts,
         )
@@ -238,9 +258,9 @@ class StepResult:
     prompt_logprobs: Sequence[LogprobColumns] = ()  # aligned with the plan's `prompt_ranges`
     # By index into `token_ids`: why an answer cannot be continued as its structure demands. Its token has no meaning.
     failures: Mapping[int, str] = field(default_factory=dict)
-    drafts: Mapping[int, Sequence[int]] = field(
-        default_factory=dict
-    )  # by segment: tokens that may follow its newest one
+    accepted: Mapping[int, int] = field(default_factory=dict)  # by segment: drafts that were right, if the worker knows
+    # By segment: tokens that may follow its newest one
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ class Queues:
         if request.seat is not None:
             self.free_seats.append(request.seat)
             request.seat = None
+            request.num_drafted = 0
 
     def prefilling(self) -> list[Request]:
         """Returns the running requests whose prompts are being computed."""

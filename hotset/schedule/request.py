@@ -62,6 +62,7 @@ class Request:
         "max_length",
         "num_announced",
         "num_cached",
+        "num_drafted",
         "num_prompt_logprobs",
         "page_hashes",
         "parks",
@@ -126,7 +127,8 @@ class Request:
         self.settled_scheduled = self.settled_unsampled = self.settled_in_flight = 0
         self.steady_since = NEVER  # number of the first plan that schedules it together with all steady requests
         self.plan_numbers = PlanNumbers()  # of its scheduler
-        self.drafts_in_flight = 0  # that a plan in flight verifies
+        self.drafts_in_flight = 0  # that plans in flight verify
+        self.num_drafted = 0  # the newest plan drafts at most so many tokens, which the worker keeps for the next plan
         # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
         self.num_prompt_logprobs = 0
         self.finish_reason: FinishReason | None = None  # None until it has ended

@@ -80,8 +80,8 @@ class Scheduler:
         requests are therefore divided among `stages` plans in flight. With a `hasher` and a host store, prefixes are
         reused. If at most `extend_locally` tokens follow the cached prefix of a prompt, they are computed here even if
         the request names a prefill worker. With a `drafter`, a step also verifies up to `max_drafts` drafted tokens of
-        each decoding request. What it can draft depends on the newest tokens, so a request then decodes in one plan in
-        flight at a time, unless drafts do not pay.
+        each decoding request. If drafts depend on tokens that only the host knows, a request with drafts decodes in one
+        plan in flight at a time.
         """
         self.counters = Counters()
         self._ledger = ledger
@@ -89,8 +89,8 @@ class Scheduler:
         self._next_plan = PlanBuilder()
         self._speculation: Speculation | None = None
         if drafter is not None:
-            verified = max_verified(seats, max_num_batched_tokens)
-            self._speculation = Speculation(drafter, ledger, self._next_plan, max_drafts, verified)
+            verified, in_worker = max_verified(seats, max_num_batched_tokens), drafter.in_worker and stages == 1
+            self._speculation = Speculation(drafter, ledger, self._next_plan, max_drafts, verified, in_worker=in_worker)
         self._queues = Queues(seats)
         self._landings = Landings(ledger.geometry)
         self._announcements = Announcements(ledger.geometry)
@@ -301,7 +301,7 @@ class Scheduler:
             raise InternalError(f"plan {result.number} committed before {in_flight.plan.number}")
         outputs, plan, requests = self._outputs, in_flight.plan, in_flight.requests
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
-        kept = plan.kept(result.token_ids)
+        kept = plan.kept(result)
         if self._speculation is not None:
             self._speculation.reject(plan, requests, kept, self.counters)
         segments: Sequence[int] = range(len(requests))

@@ -1,11 +1,12 @@
 """The hot buffers of tiered requests: slots, tail, and the residency maps that record which slot holds which position.
 
 The map pages of a tiered seat hold, for each index group, `position_of[slot]`, `last_used[slot]` and
-`slot_of[position]`. Stamps are positions: a step whose first token is at position p sets `last_used` of the slots that
-it uses to p. All tokens before p are final, and every step adds at least one, so stamps grow without a counter, also if
-a step verifies drafted tokens and rejects some. Parking discards the maps; `open` writes new ones, whose stamps are
-lower than those of all later steps. When a request is demoted, a row in a slot that is not in the last selection counts
-as used when it was written.
+`slot_of[position]`. Stamps are positions: a step that begins at position p sets `last_used` of the slots that it uses
+to p. All tokens before p are final, and every step adds at least one, so stamps grow without a counter, also if a step
+verifies drafted tokens and rejects some. If earlier steps may still accept drafts, p is the first position at which the
+step could begin, whatever they accept. Parking discards the maps; `open` writes new ones, whose stamps are lower than
+those of all later steps. When a request is demoted, a row in a slot that is not in the last selection counts as used
+when it was written.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,6 +102,17 @@ class HotBuffers:
             host_rows=self._host.rows[first],
             device_rows=self._pool.rows[first],
         )
+
+    def release_used(self, group: int, seats: Tensor, stamps: Tensor) -> None:
+        """Lets later plans with the same `stamps` evict what was used with these. The rows are not read any more, and
+        count as used one stamp earlier. Seats that are EMPTY or not tiered are left out."""
+        words, per_page, slots = self._pool.words_of(group), self._geometry.words_per_page, self._geometry.slots
+        number = slots + torch.arange(slots, device=words.device)  # where last_used of each slot is among the maps
+        tiered = ((seats != EMPTY) & self._tables.tiered[seats.clamp_min(0)])[:, None]
+        index = self._tables.maps[seats.clamp_min(0)][:, number // per_page] * per_page + number % per_page
+        index = torch.where(tiered, index, 0)
+        released = tiered & (words[index] == stamps[:, None])
+        words.scatter_add_(0, index.flatten(), -released.flatten().int())
 
     def copy(self, layer: int, swap: SwapPlan) -> None:
         """Copies the missing rows of `swap` from the host into this layer's slots."""

@@ -102,7 +102,7 @@ class KvMemory:
                 self._promote(command)
 
     def prepare_step(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> int:
-        """Prepares tails for a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`.
+        """Prepares tails for a step that computes `counts[i]` tokens of `seats[i]`, from `starts[i]` on or later.
 
         Tokens before `starts[i]` are final. The others can be drafts: a later step may begin at any position after
         `starts[i]` and compute them again. Returns the most tokens that a tiered seat has: 0 if none is tiered.
@@ -121,17 +121,31 @@ class KvMemory:
         self._counts_changed = True
         return tiered_tokens
 
-    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
-        """Returns the view of a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`."""
-        tiered_tokens = self.prepare_step(seats, starts, counts)
-        return self._view(make_batch(seats, starts, counts, self.pool.device), tiered_tokens)
+    def view(
+        self,
+        seats: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        stamps: Sequence[int] | None = None,
+    ) -> ResidentView:
+        """Returns the view of a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`.
 
-    def draft_view(self, seats: Sequence[int], positions: Sequence[int], starts: Sequence[int]) -> ResidentView:
-        """Returns a view that computes the draft at `positions[i]` of `seats[i]`, after the step that began at
-        `starts[i]` and the drafts before it. Tails and slots are those of that step."""
+        `stamps` are the positions from which on the steps could begin, as far as the scheduler knew. Tails and stamps
+        depend on them, and not on what was accepted since. None: they are `starts`.
+        """
+        tiered_tokens = self.prepare_step(seats, starts if stamps is None else stamps, counts)
+        batch = make_batch(seats, starts, counts, self.pool.device)
+        if stamps is not None:
+            of_tokens = [stamp for stamp, count in zip(stamps, counts, strict=True) for _ in range(count)]
+            batch = replace(batch, stamps=list_to_device(of_tokens, torch.int64, self.pool.device))
+        return self._view(batch, tiered_tokens)
+
+    def draft_view(self, seats: Sequence[int], positions: Sequence[int], stamps: Sequence[int]) -> ResidentView:
+        """Returns a view that computes the draft at `positions[i]` of `seats[i]`, after a step with `stamps[i]` and the
+        drafts before it. Tails and slots are those of that step."""
         batch = make_batch(seats, positions, [1] * len(seats), self.pool.device)
-        stamps = list_to_device(starts, torch.int64, self.pool.device)
-        return self._view(replace(batch, stamps=stamps), int(not self.tables.tiered_seats.isdisjoint(seats)))
+        on_device = list_to_device(stamps, torch.int64, self.pool.device)
+        return self._view(replace(batch, stamps=on_device), int(not self.tables.tiered_seats.isdisjoint(seats)))
 
     def captured_view(
         self, seat_of: Tensor, positions: Tensor, tiered_tokens: int, stamps: Tensor | None = None
@@ -139,13 +153,14 @@ class KvMemory:
         """Returns the view to capture in a graph. At replay, it computes the token at `positions[i]` of `seat_of[i]`.
 
         Tokens of one seat are adjacent, in the order of their positions. A tiered seat has at most `tiered_tokens`; if
-        this is 0, none may be tiered. The caller calls `prepare_step` before each replay. If `stamps` are given, the
-        view is one of drafts, and these are the starts of the step before (see `draft_view`).
+        this is 0, none may be tiered. The caller calls `prepare_step` before each replay. `stamps` [tokens] are those
+        of the tokens' steps (see `view` and `draft_view`). None: the position of the first token of each seat.
         """
         return self._view(make_captured_batch(seat_of, positions, stamps), tiered_tokens)
 
     def mirror_filled_pages(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Copies to the host every page that the step just submitted has filled.
+        """Copies to the host every page that the step just submitted has filled or may have filled: a step that began
+        after `starts[i]` has computed some of these tokens.
 
         If the last rows of a page are rejected drafts, the page is copied again by the step that fills it again. So the
         host always has all pages that are full of final rows.

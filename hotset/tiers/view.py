@@ -50,9 +50,10 @@ class TieredSegments:
     captured graph finds those of each replay.
     """
 
-    def __init__(self, seat_of: Tensor, positions: Tensor, tiered: Tensor, num_segments: int, width: int) -> None:
-        """Columns have an entry per token; `tiered` says whether its request is tiered. There are at most
-        `num_segments` segments, all padding being one, and those of tiered requests have at most `width` tokens."""
+    def __init__(self, seat_of: Tensor, stamps: Tensor, tiered: Tensor, num_segments: int, width: int) -> None:
+        """Columns have an entry per token; `tiered` says whether its request is tiered. The stamp of a segment is that
+        of its first token. There are at most `num_segments` segments, all padding being one, and those of tiered
+        requests have at most `width` tokens."""
         tokens = torch.arange(seat_of.shape[0], device=seat_of.device)
         begins = torch.ones_like(tiered)
         begins[1:] = seat_of[1:] != seat_of[:-1]
@@ -64,13 +65,13 @@ class TieredSegments:
         self._valid, self._tokens = (table != EMPTY)[:, :, None], table.clamp_min(0)  # [segments, width]
         first_tokens = self._tokens[:, 0]
         self._seats = torch.where(self._valid[:, 0, 0], seat_of[first_tokens], EMPTY)
-        self._starts = positions[first_tokens]
+        self._stamps = stamps[first_tokens]
 
     def plan(self, hot: HotBuffers, group: int, positions: Tensor, rows: Tensor) -> tuple[SwapPlan, Tensor]:
         """Plans the swap-in of the selections `positions` [tokens, k]. Returns the plan, and `rows` [tokens, k] with
         the rows of tiered requests."""
         selected = torch.where(self._valid, positions[self._tokens], EMPTY)
-        swap = hot.plan(group, self._seats, selected.flatten(1), self._starts)
+        swap = hot.plan(group, self._seats, selected.flatten(1), self._stamps)
         found = swap.rows.view(-1, positions.shape[1])
         return swap, torch.where(self._tiered, found[self._place.clamp_max(found.shape[0] - 1)], rows)
 
@@ -92,6 +93,7 @@ class TieredView(ResidentView):
         self._selected: Tensor | None = None  # rows selected by the index group whose layers are being computed
         self._swap: SwapPlan | None = None
         seat_of, positions = batch.seat_of, batch.segments.positions
+        self._stamps = positions if batch.stamps is None else batch.stamps
         self._verified: TieredSegments | None = None  # None: each tiered segment has one token
         if tiered_tokens > 0:
             seats = seat_of.clamp_min(0)
@@ -99,7 +101,7 @@ class TieredView(ResidentView):
             self._new_rows = torch.where(tiered, tables.tail_at(seats, positions), self._new_rows)
             if tiered_tokens > 1:
                 num_segments = min(seat_of.shape[0], tables.tiered.shape[0] + 1)
-                self._verified = TieredSegments(seat_of, positions, tiered, num_segments, tiered_tokens)
+                self._verified = TieredSegments(seat_of, self._stamps, tiered, num_segments, tiered_tokens)
         self._streamed: list[StreamedSegment] = []
         self._newest: Tensor | None = None  # index of each segment's last token; None: each segment has one token
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
@@ -170,8 +172,7 @@ class TieredView(ResidentView):
         if self._verified is not None:
             self._swap, self._selected = self._verified.plan(self._hot, group, positions, self._find(positions))
         elif self._has_tiered:
-            stamps = self.segments.positions if self._batch.stamps is None else self._batch.stamps
-            self._swap = self._hot.plan(group, self.seat_of, positions, stamps)
+            self._swap = self._hot.plan(group, self.seat_of, positions, self._stamps)
             self._selected = self._swap.rows
         else:
             self._selected = self._find(positions)

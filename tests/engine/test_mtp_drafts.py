@@ -26,11 +26,14 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
+from hotset.engine.decode_graphs import StepGraph
+from hotset.engine.runner import Runner, SubmittedStep
 from hotset.evaluate.retrieval import LocalBackend
 from hotset.evaluate.tasks import make_questions
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec, MtpSpec
 from hotset.schedule.drafts import MtpDrafter
+from hotset.schedule.plan import Plan
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 LIKELY = 4  # tokens that the LM head prefers
@@ -72,10 +75,9 @@ class RecordedDrafts(MtpDrafter):
         super().__init__()
         self.recorded: dict[tuple[int, ...], Sequence[int]] = {}
 
-    def draft(self, request_id: str, tokens: Sequence[int], count: int) -> Sequence[int]:
-        drafts = super().draft(request_id, tokens, count)
+    def receive(self, request_id: str, tokens: Sequence[int], drafts: Sequence[int]) -> None:
+        super().receive(request_id, tokens, drafts)
         self.recorded[tuple(tokens)] = drafts
-        return drafts
 
 
 def record_drafts(engine: Engine) -> RecordedDrafts:
@@ -83,6 +85,18 @@ def record_drafts(engine: Engine) -> RecordedDrafts:
     assert replica.scheduler._speculation is not None
     drafter = replica.scheduler._speculation._drafter = RecordedDrafts()
     return drafter
+
+
+def record_unverified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which each later step adds the most drafts of a request that earlier plans in flight verify."""
+    submit, unverified = Runner.submit, []
+
+    def recorded(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
+        unverified.append(max(plan.unverified, default=0))
+        return submit(runner, plan, graph)
+
+    monkeypatch.setattr(Runner, "submit", recorded)
+    return unverified
 
 
 def published_drafts(name: str, context: Sequence[int], count: int) -> list[int]:
@@ -110,9 +124,10 @@ def settings_of(load: Any, max_drafts: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workloads", [6, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPECS)
-def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
+def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have one, two or three plans in flight, all of which can verify drafts of the same request."""
     modes: list[TiersMode] = ["auto", "off", "always"]
-    rng, checked = random.Random(4), 0
+    rng, checked, unverified = random.Random(4), 0, record_unverified(monkeypatch)
     accepted = rejected = 0
     for number in range(workloads):
         load, max_drafts = workload(rng, modes[number % 3], sparse=True), (3, 1, 2, 5)[number % 4]
@@ -134,6 +149,7 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
                 assert list(drafts) == published_drafts(name, context, len(drafts)), load
                 checked += 1
     assert accepted > 8 and rejected > 20 and checked >= 12, (accepted, rejected, checked)
+    assert sum(drafts > 0 for drafts in unverified) > 0.2 * len(unverified), "few plans were made ahead of verification"
 
 
 @pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
@@ -152,18 +168,20 @@ def test_ranks_and_stages_draft_what_one_process_drafts(split: dict[str, int]) -
     assert sum(map(len, drafter.recorded.values())) > 100
 
 
-def test_a_tiered_request_drafts_only_what_its_slots_can_serve() -> None:
-    """Drafting and verification begin at the same position, so neither evicts slots of the other."""
+def test_a_tiered_request_with_few_slots_drafts_what_a_resident_one_drafts() -> None:
+    """The slots suffice for the tokens that a step verifies. Drafting after it evicts rows that the step has read."""
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
     prompts = [[(7 * number * number + seat) % 61 for number in range(28)] for seat in range(3)]
     sizes = {"max_num_seqs": 3, "max_model_len": 56, "page_rows": 1, "device_kv_tokens": 400, "host_kv_tokens": 600}
-    settings = sizes | {"tiers": "always", "hot_slots": 4 * 6, "speculate": 3}
-    engine = make_engine(MODELS["deepseek"], SPECS["deepseek"], **settings)
-    drafter = record_drafts(engine)
-    spec = plain(SPECS["deepseek"])
-    expected = run_all(make_engine(Decoder(spec, WEIGHTS), spec, **sizes), prompts, [params] * 3)
-    assert run_all(engine, prompts, [params] * 3) == expected
-    assert max(map(len, drafter.recorded.values())) == 2
+    recorded, answers = [], []
+    for tiers in ({"tiers": "always", "hot_slots": 4 * 6}, {"tiers": "off", "host_kv_tokens": None}):
+        engine = make_engine(MODELS["deepseek"], SPECS["deepseek"], **sizes | tiers, speculate=3)
+        drafter = record_drafts(engine)
+        answers.append(run_all(engine, prompts, [params] * 3))
+        recorded.append({context: drafts for context, drafts in drafter.recorded.items() if len(drafts) == 3})
+    compared = recorded[0].keys() & recorded[1].keys()
+    assert answers[0] == answers[1] and len(compared) > 20
+    assert all(recorded[0][context] == recorded[1][context] for context in compared)
 
 
 def test_the_rows_of_the_layer_travel_with_a_handoff() -> None:

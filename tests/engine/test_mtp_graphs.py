@@ -7,16 +7,18 @@ import pytest
 import torch
 from engine.emulated_graphs import emulate_graphs, make_engine_with_graphs
 from engine.test_decode_graphs import DEMO, answers, make_prompts
-from engine.test_mtp_drafts import MODELS, SPECS, record_drafts
+from engine.test_mtp_drafts import MODELS, SPECS, record_drafts, record_unverified
 from harness import make_engine, run_all
+from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import StepGraph, choose_graph
 from hotset.engine.llm import LLM
-from hotset.engine.mtp_drafts import Chains, MtpDrafts
+from hotset.engine.mtp_drafts import MtpDrafts
 from hotset.engine.mtp_graphs import MtpGraphs
 from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.sampled_segments import SampledSegments
 from hotset.kernels import EMPTY
 from hotset.models.mtp import MtpOutput
 from hotset.schedule.draft_costs import DraftChoice
@@ -44,20 +46,24 @@ def test_drafts_of_tiered_requests_have_a_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tiers", "max_drafts", "slots"),
-    [("deepseek", "always", 3, 42), ("glm", "always", 2, 30), ("deepseek", "off", 5, None), ("glm", "auto", 1, 18)],
+    ("name", "tiers", "max_drafts", "slots", "plans_in_flight"),
+    [
+        ("deepseek", "always", 3, 24, 2),
+        ("glm", "always", 2, 30, 3),
+        ("deepseek", "off", 5, None, 2),
+        ("glm", "auto", 1, 18, 1),
+    ],
 )
 def test_graphs_draft_what_steps_without_graphs_draft(
-    name: str, tiers: str, max_drafts: int, slots: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, tiers: str, max_drafts: int, slots: int | None, plans_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafts before each token are compared, too. With 42 slots, seven times the top-k, tiered requests draft as
-    many tokens as others."""
+    """The drafts before each token are compared, too. Several plans in flight verify drafts of one request."""
     spec, model, rng = SPECS[name], MODELS[name], random.Random(max_drafts)
     prompts = [[rng.randrange(spec.vocab) for _ in range(length)] for length in (26, 1, 17)]
     params = [SamplingParams(temperature=0.9 * (n % 2), seed=n, max_tokens=26, ignore_eos=True) for n in range(3)]
     sizes: dict[str, Any] = {"max_model_len": 56, "page_rows": 3, "max_num_batched_tokens": 64, "tiers": tiers}
     memory = {"device_kv_tokens": 400} | ({} if tiers == "off" else {"host_kv_tokens": 600, "hot_slots": slots})
-    settings = sizes | memory | {"speculate": max_drafts}
+    settings = sizes | memory | {"speculate": max_drafts, "plans_in_flight": plans_in_flight}
     eager = make_engine(model, spec, **settings, max_num_seqs=REQUESTS)
     drafter = record_drafts(eager)
     expected = run_all(eager, prompts, params)
@@ -65,7 +71,9 @@ def test_graphs_draft_what_steps_without_graphs_draft(
     graphs = emulate_graphs(monkeypatch)
     captured = make_engine_with_graphs(model, spec, requests=REQUESTS, **settings)
     of_graphs = record_drafts(captured)
+    unverified = record_unverified(monkeypatch)
     assert run_all(captured, prompts, params) == expected
+    assert max(unverified) == (plans_in_flight - 1) * max_drafts, "the next plan was made before drafts were verified"
     assert of_graphs.recorded == drafter.recorded
     assert max(map(len, drafter.recorded.values())) == max_drafts
     verified = [graph for graph in graphs if graph is not None and graph.verifies]
@@ -112,17 +120,28 @@ def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
     tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers are those of the CPU. After each step, tokens are drafted with and without a graph. Padding can change
-    how sums are rounded, so few drafts may differ. Hot buffers hold seven times the top-k of 128, so that tiered
-    requests draft three tokens, too."""
+    how sums are rounded, so few drafts may differ."""
     by_graphs, drafts, same = MtpGraphs.draft, 0, 0
 
-    def compared(graphs: MtpGraphs, chains: Chains, output: MtpOutput, *, has_tiered: bool) -> torch.Tensor:
+    def compared(
+        graphs: MtpGraphs,
+        segments: SampledSegments,
+        ids: Tensor,
+        output: MtpOutput,
+        num_drafts: int,
+        *,
+        has_tiered: bool,
+    ) -> Tensor:
         nonlocal drafts, same
-        eager = graphs._mtp.draft(chains, output)
-        tokens = by_graphs(graphs, chains, output, has_tiered=has_tiered)
-        assert torch.equal(tokens == EMPTY, eager == EMPTY)
-        drafts += int((tokens != EMPTY).sum())
-        same += int(((tokens == eager) & (tokens != EMPTY)).sum())
+        state = graphs._mtp.seat_drafts
+        before = state.next_starts.clone(), state.tokens.clone()
+        eager = graphs._mtp.draft(segments.on_device, ids, output)
+        state.next_starts.copy_(before[0])
+        state.tokens.copy_(before[1])
+        tokens = by_graphs(graphs, segments, ids, output, num_drafts, has_tiered=has_tiered)
+        assert torch.equal(tokens == EMPTY, eager == EMPTY) and torch.equal(tokens[:, 0], eager[:, 0])
+        drafts += int((tokens[:, 1:] != EMPTY).sum())
+        same += int(((tokens == eager) & (tokens != EMPTY))[:, 1:].sum())
         return tokens
 
     monkeypatch.setattr(MtpGraphs, "draft", compared)
@@ -130,7 +149,7 @@ def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
     tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
     memory = {"device_kv_tokens": 8192}
-    memory |= {} if tiers == "off" else {"host_kv_tokens": 32768, "hot_slots": 7 * 128}
+    memory |= {} if tiers == "off" else {"host_kv_tokens": 32768}
     captured = answers(prompts, device="cuda", tiers=tiers, speculate=3, **memory)
     for question, cpu, gpu in zip(questions, on_cpu, captured, strict=True):
         count = len(tokenizer.encode(question.answer))

@@ -29,6 +29,8 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.memory.view import View
+from hotset.models.mtp import MtpOutput
+from hotset.schedule.drafts import MtpDrafter
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
@@ -42,13 +44,18 @@ PRIME = 2**31 - 1
 VOCAB = 97
 LAYERS, TOPK, ROW_WIDTH, KEY_WIDTH = 4, 4, 5, 3
 INDEXED = (0, 2)  # layers with an indexer; each shares its selection with the next layer
-SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KEY_WIDTH, torch.int16, align=4), TOPK)
+MTP = LAYERS  # the number of the MTP layer, which has an indexer, too
+ROW, KEY = RowLayout(ROW_WIDTH, torch.int16), RowLayout(KEY_WIDTH, torch.int16, align=4)
+SHAPE = KvShape(LAYERS, ROW, INDEXED, KEY, TOPK)
+Computed = dict[tuple[int, int], int]  # (seat, position) -> token
+SHAPE_WITH_MTP = KvShape(LAYERS + 1, ROW, (*INDEXED, MTP), KEY, TOPK)
 
 
 class IntegerModel:
     """A `RunnerModel` that computes in integers. It records the selections of each segment's tokens."""
 
     device = CPU
+    dtype = torch.int64
     kv_shape = SHAPE
 
     def __init__(self) -> None:
@@ -94,6 +101,48 @@ class IntegerModel:
         return _mix(hidden, terms.sum(-1) % PRIME)
 
 
+class DraftingModel(IntegerModel):
+    """An `IntegerModel` with an MTP layer, whose drafts are imposed: they do not depend on what the layer computes.
+
+    The output of the layer is compared with `expected(seat, position, computed)`. The latter returns None if a token up
+    to the next one is wrong. `computed` are the tokens of the step by seat and position, before any were sampled.
+    """
+
+    kv_shape = SHAPE_WITH_MTP
+
+    def __init__(self, expected: Callable[[int, int, Computed], int | None], draft: Callable[[int, int], int]) -> None:
+        """`draft(seat, position)` returns a draft of the token at this position."""
+        super().__init__()
+        self._expected, self._draft = expected, draft
+        self._computed: Computed = {}
+        self.compared = 0
+
+    def forward(self, token_ids: Tensor, view: View) -> Tensor:
+        places = zip(view.seat_of.tolist(), view.segments.positions.tolist(), strict=True)
+        self._computed = dict(zip(places, token_ids.tolist(), strict=True))
+        return super().forward(token_ids, view)
+
+    def mtp_input(self, x: Tensor) -> Tensor:
+        return x
+
+    def run_mtp(self, token_ids: Tensor, hidden: Tensor, view: View, selected: Tensor | None = None) -> MtpOutput:
+        x = _mix(hidden, token_ids + 1)
+        view.new_rows(MTP).store(_spread(x, MTP, ROW_WIDTH, 1 << 16).short())
+        view.keys(len(INDEXED)).store(view.segments.positions, _spread(x, 100 + MTP, KEY_WIDTH, 7).short())
+        positions = self._choose(view, len(INDEXED), _spread(x, 200 + MTP, KEY_WIDTH, 7))
+        output = self._attend(view, MTP, positions, x)
+        tokens = [*zip(view.seat_of.tolist(), view.segments.positions.tolist(), strict=True)]
+        for token, computed in zip(tokens, output.tolist(), strict=True):
+            expected = self._expected(*token, self._computed) if selected is None else None
+            assert expected is None or computed == expected, f"the MTP layer attended to other rows at {token}"
+            self.compared += expected is not None
+        drafts = torch.tensor([self._draft(seat, position + 2) for seat, position in tokens])
+        return MtpOutput(output, drafts, positions)
+
+    def mtp_logits(self, normed: Tensor) -> Tensor:
+        return F.one_hot(normed, VOCAB).float()
+
+
 def _mix(a: Tensor, b: Tensor) -> Tensor:
     return (a * 48271 + b * 69621 + 12345) % PRIME
 
@@ -108,12 +157,16 @@ class PlainContext:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.rows: list[list[list[int]]] = [[] for _ in range(LAYERS)]
-        self.keys: list[list[list[int]]] = [[] for _ in INDEXED]
+        self.rows: list[list[list[int]]] = [[] for _ in range(LAYERS + 1)]
+        self.keys: list[list[list[int]]] = [[] for _ in (*INDEXED, MTP)]
+        self.mtp_outputs: list[int] = []
+        self._hidden = 0  # of the newest token with rows
         self.ties = 0  # selections in which the last selected position and the best other position have equal scores
 
     def extend(self, token: int) -> int:
         """Appends a token and returns the token that follows it."""
+        if self.tokens:
+            self.end(token)
         hidden = self._mixed(token + 1, len(self.tokens) + 1)
         self.tokens.append(token)
         chosen: list[int] = []
@@ -123,12 +176,24 @@ class PlainContext:
                 keys = self.keys[INDEXED.index(layer)]
                 keys.append(self._spread(hidden, 100 + layer, KEY_WIDTH, 7))
                 chosen = self._choose(keys, self._spread(hidden, 200 + layer, KEY_WIDTH, 7))
-            total = 0
-            for position in chosen:
-                read = sum((value + (1 << 15)) * (j + 1) for j, value in enumerate(self.rows[layer][position]))
-                total += self._mixed(read, position + 1)
-            hidden = self._mixed(hidden, total % PRIME)
+            hidden = self._attend(layer, chosen, hidden)
+        self._hidden = hidden
         return hidden % VOCAB
+
+    def end(self, following: int) -> None:
+        """Computes the MTP layer of the newest token, which is followed by this one."""
+        x = self._mixed(self._hidden, following + 1)
+        self.rows[MTP].append(self._spread(x, MTP, ROW_WIDTH, 1 << 16))
+        self.keys[-1].append(self._spread(x, 100 + MTP, KEY_WIDTH, 7))
+        chosen = self._choose(self.keys[-1], self._spread(x, 200 + MTP, KEY_WIDTH, 7))
+        self.mtp_outputs.append(self._attend(MTP, chosen, x))
+
+    def _attend(self, layer: int, chosen: list[int], hidden: int) -> int:
+        total = 0
+        for position in chosen:
+            read = sum((value + (1 << 15)) * (j + 1) for j, value in enumerate(self.rows[layer][position]))
+            total += self._mixed(read, position + 1)
+        return self._mixed(hidden, total % PRIME)
 
     def _choose(self, keys: list[list[int]], query: list[int]) -> list[int]:
         scores = [sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
@@ -153,16 +218,17 @@ def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
         following = context.extend(token)
     for _ in range(answer - 1):
         following = context.extend(following)
+    context.end(following)
     context.tokens.append(following)
     return context
 
 
 @cache
 def stored_alone(prompt: tuple[int, ...], answer: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows [layers, length, stride] and index keys [groups, length, stride] of `alone` as bytes."""
-    context, key = alone(prompt, answer), SHAPE.key
-    assert key is not None
-    return _in_bytes(context.rows, SHAPE.row.stride_bytes), _in_bytes(context.keys, key.stride_bytes)
+    """Returns the rows [layers, length, stride] and index keys [groups, length, stride] of `alone` as bytes. Those of
+    the MTP layer are the last ones."""
+    context = alone(prompt, answer)
+    return _in_bytes(context.rows, ROW.stride_bytes), _in_bytes(context.keys, KEY.stride_bytes)
 
 
 def _in_bytes(values: list[list[list[int]]], stride: int) -> Tensor:
@@ -200,26 +266,32 @@ class Bench:
         memory: type[KvMemory] = KvMemory,
         max_drafts: int = 0,
         right_drafts: float = 0.7,
+        mtp: bool = False,
     ) -> None:
-        """If `max_drafts`, so many tokens are drafted for each request, of which the share `right_drafts` is right."""
-        self.geometry = replace(SHAPE.geometry(page_rows, slots), max_drafts=max_drafts)
+        """If `max_drafts`, so many tokens are drafted for each request, of which the share `right_drafts` is right. If
+        `mtp`, an MTP layer drafts, and up to `depth` plans in flight verify drafts of one request."""
+        self.model = DraftingModel(self._mtp_output, self._draft) if mtp else IntegerModel()
+        shape, unverified = self.model.kv_shape, (depth - 1) * max_drafts if mtp else 0
+        self.geometry = replace(shape.geometry(page_rows, slots), max_drafts=max_drafts, max_unverified=unverified)
         self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PrefixCache(host_pages))
-        self.pool = DevicePool(SHAPE, self.geometry, device_pages, CPU)
-        self.host = HostStore(SHAPE, host_pages, page_rows, CPU)
+        self.pool = DevicePool(shape, self.geometry, device_pages, CPU)
+        self.host = HostStore(shape, host_pages, page_rows, CPU)
         self.poisoner = Poisoner(self.pool, self.host)
         self.memory = memory(self.pool, self.host, seats, context)
-        self.drafter = ImposedDrafter(self._following, VOCAB, Random(max_drafts), right_drafts)
+        self._random, self._right_drafts = Random(max_drafts), right_drafts
+        self.drafter = ImposedDrafter(self._following, VOCAB, self._random, right_drafts)
+        drafter = MtpDrafter() if mtp else self.drafter
         self.scheduler = Scheduler(
             self.ledger,
             seats,
             step_tokens,
             tiers,
-            drafter=self.drafter if max_drafts else None,
+            drafter=drafter if max_drafts else None,
             max_drafts=max_drafts,
         )
-        self.model = IntegerModel()
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
-        runner = Runner(self.model, self.memory, seats, context, VOCAB)
+        runner = Runner(self.model, self.memory, seats, context, VOCAB, mtp_drafts=max_drafts if mtp else 0)
+        self._tokens = runner._tokens
         replica = Replica(self.scheduler, self.ledger)
         self.engine = Engine(card, [replica], InProcessExecutor(runner, self.memory), depth)
         self.requests: dict[str, Request] = {}
@@ -293,15 +365,34 @@ class Bench:
             host_rows = torch.tensor([pages[p // page_rows] * page_rows + p % page_rows for p in range(known)]).long()
             row_bytes, key_bytes = stored_alone(*self._prompt_and_answer(request))
             on_host = as_bytes(self.host.rows[:, host_rows[:rows]])
-            assert torch.equal(on_host, row_bytes[:, :rows]), f"{name}, {residence}: rows differ"
+            assert torch.equal(on_host, row_bytes[: len(on_host), :rows]), f"{name}, {residence}: rows differ"
             assert self.host.keys is not None
             on_host = as_bytes(self.host.keys[:, host_rows[:keys]])
-            assert torch.equal(on_host, key_bytes[:, :keys]), f"{name}, {residence}: keys differ"
+            assert torch.equal(on_host, key_bytes[: len(on_host), :keys]), f"{name}, {residence}: keys differ"
             self.compared[residence] += rows
 
     def _following(self, name: str, tokens: Sequence[int]) -> int:
         """Returns the token after `tokens` in the context of a request. After a wrong token, it is any token."""
         return alone(*self._prompt_and_answer(self.requests[name])).tokens[len(tokens)]
+
+    def _context_on(self, seat: int) -> PlainContext:
+        """Returns the whole context of the request on a seat, when the plan that computes it is submitted."""
+        (request,) = (request for request in self.requests.values() if request.seat == seat)
+        return alone(*self._prompt_and_answer(request))
+
+    def _mtp_output(self, seat: int, position: int, computed: Computed) -> int | None:
+        """Returns what the MTP layer should compute at a position. None: some token up to the next one is wrong."""
+        tokens, outputs = self._context_on(seat).tokens, self._context_on(seat).mtp_outputs
+        if position + 1 >= len(tokens) or self._tokens[seat, : position + 2].tolist() != tokens[: position + 2]:
+            return None
+        is_right = all(computed.get((seat, p), tokens[p]) == tokens[p] for p in range(position + 1))
+        return outputs[position] if is_right else None
+
+    def _draft(self, seat: int, position: int) -> int:
+        """Returns a draft of the token at a position, which is right or not at random."""
+        context = self._context_on(seat)
+        is_right = position < len(context.tokens) and self._random.random() < self._right_drafts
+        return context.tokens[position] if is_right else self._random.randrange(VOCAB)
 
     @staticmethod
     def _prompt_and_answer(request: Request) -> tuple[tuple[int, ...], int]:

@@ -410,7 +410,7 @@ def _unexpected(worker: WorkerHandle, report: WorkerReport) -> EngineStopped:
 def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
     """Returns the kept tokens with their seats and positions. The first stage needs them for the next step."""
     tokens, first = [], {segment: index for index, segment in reversed([*enumerate(plan.sampled)])}
-    for index in plan.kept(result.token_ids):
+    for index in plan.kept(result):
         segment = plan.sampled[index]
         not_drafted = plan.counts[segment] - len(plan.drafts.get(segment, ()))
         position = plan.starts[segment] + not_drafted + index - first[segment]

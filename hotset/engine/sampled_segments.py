@@ -1,0 +1,151 @@
+"""What a step with drafts knows only on the device: where requests begin, which drafts they verify, and how many of
+these are right.
+
+A plan can be submitted before the results of earlier ones are known. Its host-side columns then have bounds, and
+`SeatDrafts` has the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.device_copies import list_to_device
+from hotset.schedule.plan import DRAFTED, NO_DRAFT, Plan
+
+COLUMNS = 6  # of a row of `SampledSegments.rows` before its drafts
+
+
+class SeatDrafts:
+    """Of each seat, on the device: where its next step begins, and drafts of the tokens after its newest one. The last
+    row is that of padding, whose seat is EMPTY."""
+
+    def __init__(self, seats: int, max_drafts: int, device: torch.device) -> None:
+        self.next_starts = torch.zeros(seats + 1, dtype=torch.int64, device=device)
+        self.tokens = torch.full((seats + 1, max_drafts), EMPTY, dtype=torch.int64, device=device)
+
+    @property
+    def max_drafts(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """The tokens to draft after a step: for each of its sampled segments, a chain of up to `num_drafts`. Tensors have
+    an entry for each, int64, on the device."""
+
+    num_drafts: int  # the most of `counts`
+    seats: Tensor
+    stamps: Tensor  # of the step
+    newest: Tensor  # the index, among the step's sampled tokens, of the one that follows the last token that is kept
+    positions: Tensor  # the position of the last token that is kept
+    counts: Tensor  # number of tokens to draft
+
+
+class SampledSegments:
+    """The segments of a plan that sample tokens, on the host.
+
+    If earlier plans in flight verify drafts, the plan says only from where on its segments begin (`stamps`). They begin
+    where the previous step of the same seat ended, which `SeatDrafts` knows.
+    """
+
+    def __init__(self, plan: Plan, seat_drafts: SeatDrafts) -> None:
+        self._plan, self._seat_drafts = plan, seat_drafts
+        self.segments: Sequence[int] = [*dict.fromkeys(plan.sampled)]
+        # Seat, stamp, unverified drafts, tokens before the newest, index of the first sampled token, limit; drafts
+        self.rows: list[Sequence[int]] = []
+        first_sampled = 0
+        for segment in self.segments:
+            drafts = plan.drafts.get(segment, ())
+            unverified = plan.unverified[segment] if plan.unverified else 0
+            final = plan.counts[segment] - 1 - len(drafts)  # tokens before the last one that is certainly kept
+            columns = plan.seats[segment], plan.starts[segment], unverified, final, first_sampled
+            padding = [NO_DRAFT] * (seat_drafts.max_drafts - len(drafts))
+            self.rows.append((*columns, plan.draft_limits[segment], *drafts, *padding))
+            first_sampled += 1 + len(drafts)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the plan verifies some."""
+        return bool(self._plan.drafts)
+
+    @cached_property
+    def on_device(self) -> "SegmentTable":
+        """The table of these segments. It depends on what earlier steps wrote to `SeatDrafts`, and must therefore be
+        made before later ones."""
+        numbers = [number for row in self.rows for number in row]
+        table = list_to_device(numbers, torch.int64, self._seat_drafts.tokens.device)
+        return SegmentTable(table.view(len(self.rows), -1), self._seat_drafts, self._plan.num_drafts)
+
+    def write_drafts(self, tokens: Tensor) -> None:
+        """Stores drafts that only the device knows in the places of the tokens that they guess. Rejected ones are
+        overwritten by the tokens sampled in their places, or by later drafts, before they are read again. `tokens`
+        [seats, context + 1] int32."""
+        if self.has_drafts:
+            table, (row, place, _) = self.on_device, self._places
+            positions = (table.starts + table.final)[row] + 1 + place
+            tokens[table.seats[row], positions] = table.verified[row, place].clamp_min(0).to(torch.int32)
+
+    def followed(self) -> Tensor:
+        """Returns [sampled tokens]: the draft whose logits yield each token. See `Plan.followed`."""
+        row, place, sampled = self._places
+        followed = torch.full((len(self._plan.sampled),), NO_DRAFT, dtype=torch.int64, device=row.device)
+        followed[sampled] = self.on_device.verified[row, place]
+        return followed
+
+    def starts(self) -> Sequence[int]:
+        """Returns where each segment of the plan begins. Waits for the device, unless the scheduler knew it."""
+        if not self._plan.unverified:
+            return self._plan.starts
+        starts = [*self._plan.starts]
+        for segment, start in zip(self.segments, self.on_device.starts.tolist(), strict=True):
+            starts[segment] = start
+        return starts
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each draft: its row, its place, and the index of the sampled token that follows it."""
+        places, first_sampled = [], 0
+        for number, segment in enumerate(self.segments):
+            drafts = range(len(self._plan.drafts.get(segment, ())))
+            places += [(number, place, first_sampled + 1 + place) for place in drafts]
+            first_sampled += 1 + len(drafts)
+        row, place, sampled = list_to_device(places, torch.int64, self._seat_drafts.tokens.device).unbind(1)
+        return row, place, sampled
+
+
+class SegmentTable:
+    """The sampled segments of a step on the device. Tensors have an entry for each, int64. A graph can compute it."""
+
+    def __init__(self, table: Tensor, seat_drafts: SeatDrafts, num_drafts: int) -> None:
+        """`table` has the rows of `SampledSegments`, or padding of seat EMPTY. Up to `num_drafts` tokens of each can be
+        drafted after the step."""
+        self._seat_drafts, self._num_drafts = seat_drafts, num_drafts
+        self.seats, self.stamps, unverified, self.final, self._first_sampled, self._limits = table[:, :COLUMNS].unbind(
+            1
+        )
+        self.starts = torch.where(unverified > 0, seat_drafts.next_starts[self.seats], self.stamps)
+        # [segments, max_drafts]: the drafts to verify. EMPTY: the plan has none in this place, or none was drafted
+        drafts = table[:, COLUMNS:]
+        self.verified = torch.where(drafts == DRAFTED, seat_drafts.tokens[self.seats], drafts)
+
+    def accepted(self, token_ids: Tensor) -> Tensor:
+        """Returns how many drafts of each segment are right, if these tokens were sampled."""
+        place = torch.arange(self.verified.shape[1], device=token_ids.device)
+        in_place = token_ids[(self._first_sampled[:, None] + place).clamp_max(token_ids.shape[0] - 1)]
+        return (in_place == self.verified).long().cumprod(1).sum(1)
+
+    def commit(self, accepted: Tensor) -> Chains:
+        """Records where the next steps begin, and returns what can be drafted now."""
+        positions = self.starts + self.final + accepted
+        self._seat_drafts.next_starts[self.seats] = positions + 1
+        counts = (self._limits - positions).clamp(0, self._num_drafts)
+        newest = self._first_sampled + accepted
+        return Chains(self._num_drafts, self.seats, self.stamps, newest, positions, counts)
+
+    def keep_drafts(self, tokens: Tensor) -> None:
+        """Keeps `tokens` [segments, drafts], EMPTY-padded, as drafts of the next steps."""
+        self._seat_drafts.tokens[self.seats, : tokens.shape[1]] = tokens
