@@ -98,10 +98,18 @@ def imposed_acceptance() -> Iterator[None]:
 class Loaded:
     """An engine with its KV memory, built like that of `hotset serve`, and measured like it."""
 
-    def __init__(self, model: str, device: torch.device, speculate: int, **settings: Any) -> None:
+    def __init__(
+        self, model: str, device: torch.device, speculate: int, decoders: dict[tuple[str, bool], Any], **settings: Any
+    ) -> None:
+        """`decoders` keeps loaded models, with and without the MTP layer."""
         self.config = EngineConfig(model=model, device=device.type, speculate=speculate, **settings)
         loader = ModelLoader(self.config, device)
-        spec, decoder = loader.files.spec, loader.load(lambda done, total: None)
+        spec, kind = loader.files.spec, (model, speculate > 0)
+        if kind not in decoders:
+            decoders.clear()
+            gc.collect()
+            decoders[kind] = loader.load(lambda done, total: None)
+        decoder = decoders[kind]
         self.vocab = spec.vocab
         self.budget: KvBudget = kv_budget(self.config, decoder.kv_shape, spec.context, device)
         card = model_card(self.config, spec, self.budget, device, loader.dtype)
@@ -160,29 +168,39 @@ def random_prompts(count: int, vocab: int, tokens: int) -> list[list[int]]:
     return [[rng.randrange(2, vocab) for _ in range(tokens)] for _ in range(count)]
 
 
-def measure_gain(case: Case, device: torch.device, tokens: int, seconds: float) -> dict[str, Any]:
-    """Returns a row: the case with and without drafts."""
-    results = []
-    for speculate in (0, DRAFTS):
-        with imposed_acceptance():  # graphs contain it
-            loaded = Loaded(case.model, device, speculate, **case.settings)
-            prompts = random_prompts(case.requests, loaded.vocab, min(PROMPT_TOKENS, loaded.budget.max_model_len // 2))
-            results.append(decode(loaded.engine, prompts, tokens, seconds))
-            loaded.close()
-    plain, drafted = (result.tokens / result.seconds for result in results)
+def measure_gains(cases: Sequence[Case], device: torch.device, tokens: int, seconds: float) -> list[dict[str, Any]]:
+    """Returns a row for each case, with and without drafts. Each model is loaded once with the MTP layer and once
+    without."""
+    results: dict[tuple[str, int, int], Decoded] = {}
+    decoders: dict[tuple[str, bool], Any] = {}
+    for model, speculate in dict.fromkeys((case.model, speculate) for case in cases for speculate in (0, DRAFTS)):
+        for case in (case for case in cases if case.model == model):
+            with imposed_acceptance():  # graphs contain it
+                loaded = Loaded(model, device, speculate, decoders, **case.settings)
+                length = min(PROMPT_TOKENS, loaded.budget.max_model_len // 2)
+                prompts = random_prompts(case.requests, loaded.vocab, length)
+                result = decode(loaded.engine, prompts, tokens, seconds)
+                loaded.close()
+            results[case.name, case.requests, speculate] = result
+            print(case.name, case.requests, speculate, f"{result.tokens / result.seconds:.1f} tokens/s", flush=True)
+    return [_gain(case, *(results[case.name, case.requests, speculate] for speculate in (0, DRAFTS))) for case in cases]
+
+
+def _gain(case: Case, plain: Decoded, drafted: Decoded) -> dict[str, Any]:
+    without, with_drafts = plain.tokens / plain.seconds, drafted.tokens / drafted.seconds
     return {
         "case": case.name,
         "requests": case.requests,
-        "plain tokens/s": round(plain, 1),
-        "drafts tokens/s": round(drafted, 1),
-        "per step": round(results[1].tokens / results[1].steps / case.requests, 2),
-        "gain": round(drafted / plain, 3),
+        "plain tokens/s": round(without, 1),
+        "drafts tokens/s": round(with_drafts, 1),
+        "per step": round(drafted.tokens / drafted.steps / case.requests, 2),
+        "gain": round(with_drafts / without, 3),
     }
 
 
 def measure_verification(model: str, device: torch.device, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Returns a row: the time of a step that verifies three drafts of each of 32 requests, against one without."""
-    loaded = Loaded(model, device, DRAFTS, **settings)
+    loaded = Loaded(model, device, DRAFTS, {}, **settings)
     executor, budget, times = loaded.engine.executor, loaded.budget, []
     requests, start = min(VERIFIED_REQUESTS, loaded.config.max_num_seqs), budget.max_model_len // 2
     commands = [
@@ -219,7 +237,7 @@ def measure_rows(device: torch.device, questions: int, length: int, tokens: int,
     for speculate in (0, DRAFTS):
         sizes = {"max_num_seqs": questions, "max_model_len": 4096, "hot_slots": slots}
         memory = {"device_kv_tokens": 4096 * questions, "host_kv_tokens": 8192 * questions}
-        loaded = Loaded(DEMO, device, speculate, tiers="always", prefix_cache=False, **sizes, **memory)
+        loaded = Loaded(DEMO, device, speculate, {}, tiers="always", prefix_cache=False, **sizes, **memory)
         result = decode(loaded.engine, prompts, tokens, seconds)
         loaded.close()
         rows.append(result.rows / result.tokens)
@@ -262,6 +280,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models and few tokens; bars are not checked")
     parser.add_argument("--layers", type=int, help="layers of the one-rank model, instead of 61")
     parser.add_argument("--only", choices=("gain", "steps", "rows"), help="only one of the tables")
+    parser.add_argument("--case", choices=("demo", "one rank"), help="only this model, in the table of gains")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit of each timed run")
     options = parser.parse_args()
     device = choose_device(options.device)
@@ -269,19 +288,18 @@ def main() -> None:
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as folder:
         one_rank = one_rank_model(Path(folder), options.layers, tiny=options.quick)
-        listed = cases(one_rank, quick=options.quick)
+        listed = [case for case in cases(one_rank, quick=options.quick) if options.case in (None, case.name)]
         if options.only in (None, "gain"):
-            rows = []
-            for case in listed:
-                rows.append(measure_gain(case, device, tokens, seconds))
-                print(rows[-1], flush=True)
-                bars.append(Bar(f"{case.name}, {case.requests} requests: gain", rows[-1]["gain"], case.min_gain, True))
+            rows = measure_gains(listed, device, tokens, seconds)
+            for case, row in zip(listed, rows, strict=True):
+                bars.append(Bar(f"{case.name}, {case.requests} requests: gain", row["gain"], case.min_gain, True))
             report("2.65 tokens per step imposed", rows, options.json)
         if options.only in (None, "steps"):
             verified = measure_verification(
                 one_rank,
                 device,
-                listed[-1].settings | {"max_num_seqs": 4 if options.quick else VERIFIED_REQUESTS},
+                cases(one_rank, quick=options.quick)[-1].settings
+                | {"max_num_seqs": 4 if options.quick else VERIFIED_REQUESTS},
                 5 if options.quick else 20,
             )
             report("Verification of three drafts", [verified], None)

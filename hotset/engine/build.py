@@ -22,7 +22,7 @@ from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
-from hotset.engine.decode_graphs import RunnerModel, captures_graphs
+from hotset.engine.decode_graphs import RunnerModel, captures_graphs, max_decoded
 from hotset.engine.draft_costs import measure_draft_costs
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
@@ -153,6 +153,7 @@ def in_process_executor(
         graphs=graphs,
         compiler=grammar_compiler(config, vocab),
         mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
+        max_verified=max_decoded(config),
     )
     return InProcessExecutor(runner, memory)
 

@@ -29,6 +29,7 @@ from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.logprobs import LogprobTensors
+from hotset.schedule.drafts import max_verified
 from hotset.schedule.plan import DRAFTED, Plan
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import Residence
@@ -91,9 +92,10 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     return *(size for size in sizes if size < most), most
 
 
-def graph_sizes(seats: int) -> tuple[int, ...]:
-    """Returns all sizes that an engine with this number of seats captures: those of batches, and of short prompts."""
-    return *batch_sizes(seats), *(size for size in PROMPT_SIZES if size > seats)
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Returns all sizes that an engine captures whose decoding requests have at most so many tokens in a step, drafts
+    included: those of batches, and of short prompts."""
+    return *batch_sizes(most), *(size for size in PROMPT_SIZES if size > most)
 
 
 def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
@@ -101,14 +103,19 @@ def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
     return model.device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
 
 
-def choose_graph(step: Sequence[Plan | None], seats: int) -> StepGraph | None:
+def max_decoded(config: EngineConfig) -> int:
+    """Returns the most tokens of decoding requests in a step, drafts included."""
+    return max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.speculate)
+
+
+def choose_graph(step: Sequence[Plan | None], most: int) -> StepGraph | None:
     """Returns the graph that all replicas replay in a step with these plans, or None if none of them can use a graph.
 
-    It is large enough for each replica. `seats` is the number of seats of each. A replica without a plan, or whose plan
-    has only commands, replays the graph with padding only.
+    It is large enough for each replica. `most` is that of `graph_sizes`. A replica without a plan, or whose plan has
+    only commands, replays the graph with padding only.
     """
     plans = [plan for plan in step if plan is not None and plan.seats]
-    sizes = graph_sizes(seats)
+    sizes = graph_sizes(most)
     if not plans or not all(plan.num_tokens <= sizes[-1] and _suits_graphs(plan) for plan in plans):
         return None
     size = sizes[bisect_left(sizes, max(plan.num_tokens for plan in plans))]
@@ -173,18 +180,20 @@ class DecodeGraphs:
         model: RunnerModel,
         memory: KvMemory,
         tokens: Tensor,
+        most: int,
         before_capture: Callable[[int], None] = lambda size: None,
         *,
         seat_drafts: SeatDrafts | None = None,
     ) -> None:
-        """`tokens` [seats, context + 1] int32 holds the token ids of every seat.
+        """`tokens` [seats, context + 1] int32 holds the token ids of every seat. Decoding requests have at most `most`
+        tokens in a step.
 
         `before_capture(size)` is called before a step of `size` tokens is captured. If the MTP layer drafts, it needs
         the hidden states of steps, and steps read from `seat_drafts` where they begin and what they verify.
         """
         self._model, self._memory, self._tokens = model, memory, tokens
         self._before_capture = before_capture
-        self._sizes = graph_sizes(tokens.shape[0])
+        self._sizes = graph_sizes(most)
         self._seat_drafts, columns = seat_drafts, 2 if seat_drafts is None else 5
         self._input = torch.empty(columns * self._sizes[-1], dtype=torch.int64, device=tokens.device)
         self._positions = torch.zeros(self._sizes[-1], dtype=torch.int64, device=tokens.device)  # if there are drafts

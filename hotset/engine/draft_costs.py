@@ -34,7 +34,8 @@ def measure_draft_costs(
     plans contain drafts that depend on the result of the one before. `progress(done, total)` counts numbers of
     requests.
     """
-    seats, tokens = config.max_num_seqs, max_verified(config.max_num_seqs, config.max_num_batched_tokens)
+    seats = config.max_num_seqs
+    tokens = max_verified(seats, config.max_num_batched_tokens, config.speculate)
     numbers = sorted({number for number in REQUESTS if number < seats} | {min(seats, REQUESTS[-1])})
     room = 2 * config.speculate + 1
     in_worker = config.drafts_by_mtp and config.pipeline_parallel_size == 1

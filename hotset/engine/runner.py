@@ -134,6 +134,7 @@ class Runner:
         before_capture: Callable[[int], None] = lambda size: None,
         compiler: GrammarCompiler | None = None,
         mtp_drafts: int = 0,
+        max_verified: int = 0,
     ) -> None:
         """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs;
         `before_capture(size)` is called before a step of `size` tokens is captured.
@@ -141,13 +142,14 @@ class Runner:
         `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
         `barrier` waits for the other workers that write to the same host store. `compiler` compiles the structures of
         answers; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens.
+        Decoding requests have at most `max_verified` tokens in a step, or one for each seat.
         """
         self._model = model
         self._memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
         self._collectives, self._barrier = collectives, barrier
-        self._vocab = vocab
+        self._vocab, self._max_verified = vocab, max_verified
         self._sampler = Sampler(seats, vocab, self._device)
         self._constraints = Constraints(compiler, self._device)
         self._mtp: MtpDrafts | None = None
@@ -158,7 +160,8 @@ class Runner:
         self._mtp_graphs: MtpGraphs | None = None
         if graphs:
             seat_drafts = None if self._mtp is None else self._mtp.seat_drafts
-            self._graphs = DecodeGraphs(model, memory, self._tokens, before_capture, seat_drafts=seat_drafts)
+            most = self.max_decoded
+            self._graphs = DecodeGraphs(model, memory, self._tokens, most, before_capture, seat_drafts=seat_drafts)
             if self._mtp is not None:
                 self._mtp_graphs = MtpGraphs(self._mtp, self._graphs, memory, seats)
 
@@ -170,6 +173,11 @@ class Runner:
     @property
     def seats(self) -> int:
         return self._tokens.shape[0]
+
+    @property
+    def max_decoded(self) -> int:
+        """The most tokens of decoding requests in a step, drafts included."""
+        return max(self.seats, self._max_verified)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""

@@ -4,7 +4,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.units import GIB, MIB
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 from hotset.models.split import Split
-from hotset.schedule.drafts import MIN_VERIFIED
+from hotset.schedule.drafts import max_verified
 
 LIBRARY_BYTES = GIB  # loaded kernels, workspaces of the matrix libraries, and the nodes of CUDA graphs
 INDEX_WORKSPACE_BYTES = 256 * MIB  # the scores of an indexer; `index_topk` processes larger batches in parts
@@ -21,7 +21,7 @@ def step_bytes(spec: ModelSpec, split: Split, config: EngineConfig, context: int
     tokens, seats = config.max_num_batched_tokens, config.max_num_seqs
     residual = RESIDUAL_COPIES * tokens * spec.hidden * dtype_bytes
     layer = max(_attention(spec, split, tokens, context), _feed_forward(spec, split, tokens)) * dtype_bytes
-    sampled = max(seats, min(tokens, MIN_VERIFIED)) if config.speculate else seats
+    sampled = max_verified(seats, tokens, config.speculate)
     logits = 4 * sampled * spec.vocab
     graphs = GRAPH_LOGIT_COPIES * logits if config.cuda_graphs == "auto" else 0
     persistent = LIBRARY_BYTES + _seat_tables(spec, config, context) + graphs

@@ -14,16 +14,14 @@ from hotset.tiers.residence import Residence
 NGRAM = 2  # tokens that must be equal before a match counts
 MAX_COMPARED = 16  # a match is not followed further back than this many tokens
 MAX_MATCHES = 8  # earlier occurrences that are compared, the newest first
-MIN_VERIFIED = 64  # CUDA graphs have at least so many tokens, however few seats there are
+MAX_VERIFIED = 256  # tokens of decoding requests with drafts in a plan; larger steps are bound by arithmetic
 MAX_INDEXED = 4096  # tokens that are indexed in one call, so that a long prompt does not delay a plan
 
 
-def max_verified(seats: int, max_num_batched_tokens: int) -> int:
-    """Returns how many tokens, drafts included, decoding requests can have in a plan if fewer than so many decode.
-
-    It is the number of seats, but at least MIN_VERIFIED, so that drafts help few requests on an engine with few seats.
-    """
-    return min(max_num_batched_tokens, max(seats, MIN_VERIFIED))
+def max_verified(seats: int, max_num_batched_tokens: int, max_drafts: int) -> int:
+    """Returns how many tokens, drafts included, decoding requests can have in a plan if fewer than so many decode: all
+    drafts of all seats, up to MAX_VERIFIED tokens."""
+    return max(seats, min(seats * (1 + max_drafts), MAX_VERIFIED, max_num_batched_tokens))
 
 
 class Drafter(Protocol):

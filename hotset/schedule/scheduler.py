@@ -89,7 +89,8 @@ class Scheduler:
         self._next_plan = PlanBuilder()
         self._speculation: Speculation | None = None
         if drafter is not None:
-            verified, in_worker = max_verified(seats, max_num_batched_tokens), drafter.in_worker and stages == 1
+            verified = max_verified(seats, max_num_batched_tokens, max_drafts)
+            in_worker = drafter.in_worker and stages == 1
             self._speculation = Speculation(drafter, ledger, self._next_plan, max_drafts, verified, in_worker=in_worker)
         self._queues = Queues(seats)
         self._landings = Landings(ledger.geometry)

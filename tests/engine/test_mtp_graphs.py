@@ -89,7 +89,7 @@ def test_all_graphs_are_captured_before_the_first_request(monkeypatch: pytest.Mo
     counts: list[tuple[int, int]] = []
     engine.warm_up(lambda done, total: counts.append((done, total)))
     steps, layers = (count for done, count in counts if done == count)
-    assert steps == 3 * 6, "sizes 1, 2, 3, 16, 32 and 64; resident, tiered, tiered with drafts"
+    assert steps == 3 * 8, "sizes 1, 2, 4, 8, 9, 16, 32 and 64; resident, tiered, tiered with drafts"
     assert layers == steps + 3 * 2 * 2, "rows of each graph; 1 or 2 drafts of 1 to 3 requests, resident and tiered"
     monkeypatch.setattr("hotset.engine.decode_graphs.DecodeGraphs.capture", lambda *_: pytest.fail("captured late"))
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2

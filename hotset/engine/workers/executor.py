@@ -140,7 +140,7 @@ class InProcessExecutor:
     def submit(self, step: Step) -> StepFuture:
         (plan,) = step
         assert plan is not None, "an engine with one replica submits no step without a plan"
-        graph = choose_graph(step, self.runner.seats) if self.runner.has_graphs else None
+        graph = choose_graph(step, self.runner.max_decoded) if self.runner.has_graphs else None
         submitted = self.runner.submit(plan, graph)
         return _SubmittedInProcess(self, submitted, self.memory.copy_traffic())
 

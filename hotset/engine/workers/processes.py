@@ -14,7 +14,7 @@ from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
-from hotset.engine.decode_graphs import choose_graph
+from hotset.engine.decode_graphs import choose_graph, max_decoded
 from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
@@ -232,7 +232,7 @@ class MultiprocessExecutor:
             self._drain()  # another rank may still write these pages in a step that it has not reported
         self._steps_submitted += 1
         state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self.workers))))
-        graph = choose_graph(step, self._config.max_num_seqs) if self._has_graphs else None
+        graph = choose_graph(step, max_decoded(self._config)) if self._has_graphs else None
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
         if graph is not None:
             tokens_per_rank = [graph.size] * len(step)

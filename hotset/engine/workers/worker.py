@@ -24,7 +24,7 @@ from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
 from hotset.base.processes import this_process
-from hotset.engine.decode_graphs import StepGraph, captures_graphs
+from hotset.engine.decode_graphs import StepGraph, captures_graphs, max_decoded
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
@@ -330,6 +330,7 @@ class Worker:
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
             compiler=grammar_compiler(config, stage.vocab) if self._reports_samples else None,
             mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
+            max_verified=max_decoded(config),
         )
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
