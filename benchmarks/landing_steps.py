@@ -31,6 +31,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.stores import ProbeMemory, host_stores, regions
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.agent import open_channel
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.messages import FirstTokenSampled, Hello, ModelIdentity, RowsComputed, StartPrefill
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.sender import Sender
@@ -66,7 +67,7 @@ def serve_contexts(case: SenderCase, pipe: Connection) -> None:
     transfer = WorkerTransfers([registered])
     stores, channel, woken = host_stores(shards), open_channel(f"{HOST}:0"), threading.Event()
     hello = Hello(channel.address, case.model, stores, transfer.name, transfer.describe(), probes=probes.ranges)
-    agent = PrefillAgent(Sender(stores["host"]), hello, channel, transfer, wake=woken.set)
+    agent = PrefillAgent(Sender(Sources(stores["host"])), hello, channel, transfer, wake=woken.set)
     agent.start()
     pipe.send(channel.address)
     while not pipe.poll():

@@ -20,6 +20,7 @@ from hotset.engine.stores import landing_store_name, landing_stores, pool_shard,
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.layout import plan_writes, whole_rows
 from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
@@ -199,7 +200,7 @@ class Worker:
         self.store = store
         self.hello = Hello(channel.address, model, {"host": store}, case.engine, self.transfer.describe())
         self.has_events, self.closed = threading.Event(), False
-        machine = Sender(store) if prefill else Receiver()
+        machine = Sender(Sources(store)) if prefill else Receiver()
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
         role: Any = PrefillAgent if prefill else DecodeAgent
         self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set)

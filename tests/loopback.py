@@ -13,7 +13,7 @@ import logging
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,6 +99,7 @@ class Hub:
         # If given, memory may be registered as GPU memory, and writes from one kind of memory to another take the time
         # of this many bytes per second. Writes between other kinds fail.
         self.speeds: dict[tuple[MemoryKind, MemoryKind], float] = {}
+        self.route_bytes: Counter[tuple[MemoryKind, MemoryKind]] = Counter()  # bytes between these kinds, if `speeds`
         self.fates: deque[Fate] = deque()  # of the next lists to begin; if empty, fates are drawn from the faults
         self.lock = threading.Condition(threading.RLock())  # guards the state of the hub and of its endpoints
         self._random = random.Random(seed)
@@ -224,6 +225,13 @@ class Hub:
                 self.end(job, WriteState.FAILED_QUIESCED)
                 return
             at += job.nbytes / self.speeds[route]
+            source, target = (
+                end.regions.locate(merged[:, column], merged[:, 2])
+                for column, end in enumerate((job.source, job.target))
+            )
+            for pair in np.unique(np.stack((source, target), axis=1), axis=0).tolist():
+                kinds = job.source.regions[pair[0]].memory, job.target.regions[pair[1]].memory
+                self.route_bytes[kinds] += int(merged[(source == pair[0]) & (target == pair[1]), 2].sum())
         if fate is Fate.WRITTEN:
             self._write(job, writes, at, faults)
         else:

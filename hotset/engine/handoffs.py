@@ -8,7 +8,7 @@ host store. Of the methods, only `close` waits for peers or the device.
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -23,22 +23,25 @@ from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
 from hotset.engine.stores import (
     ProbeMemory,
+    Staging,
+    device_store_name,
     host_shards,
     host_store_name,
     landing_policy,
     landing_store_name,
     landing_stores,
+    memory_devices,
     pool_shards,
     regions,
-    unpackable_stores,
 )
 from hotset.engine.workers.executor import Executor, Step, TransferWorker
 from hotset.handoff import messages as msg
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.links import Endpoints
-from hotset.handoff.messages import HandoffKey, Hello, Store
-from hotset.handoff.packing import StagingMemory
+from hotset.handoff.messages import HandoffKey, Hello
+from hotset.handoff.packing import EngineCopies
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.routes import show_routes
@@ -92,7 +95,7 @@ class TransferResources:
     all of them alive."""
 
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
-    staging: StagingMemory | None
+    staging: Staging
     probes: ProbeMemory
     workers: Sequence[TransferWorker]
 
@@ -248,8 +251,9 @@ class PrefillEndpoint:
         for announcement in plan.announcements:
             prefill = self._prefills[announcement.request_id]
             match announcement:
-                case RowsWritten(_, first, last, pages):
-                    self._agent.put(msg.RowsComputed(prefill.peer, prefill.key, first, last, pages, after))
+                case RowsWritten(_, first, last, pages, device_pages):
+                    on_device = None if device_pages is None else msg.ContextPages(*device_pages)
+                    self._agent.put(msg.RowsComputed(prefill.peer, prefill.key, first, last, pages, after, on_device))
                 case PromptComputed(_, token_id, alternatives):
                     self._agent.put(msg.FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
                 case PromptFailed(_, reason):
@@ -279,7 +283,14 @@ class PrefillEndpoint:
         name = f"{prefill.peer} {prefill.key.request_id} {prefill.key.attempt} #{next(self._serials)}"
         self._request_ids[prefill.peer, prefill.key] = name
         self._prefills[name] = prefill
-        self._scheduler.add(Request(name, prefill.prompt, max_length=len(prefill.prompt) + 1, for_peer=True))
+        request = Request(
+            name,
+            prefill.prompt,
+            max_length=len(prefill.prompt) + 1,
+            for_peer=True,
+            stays_on_device=prefill.from_device,
+        )
+        self._scheduler.add(request)
 
     def _refusal(self, prompt: PromptSpec) -> str | None:
         """Returns why this worker cannot compute the prompt, or None if it can."""
@@ -319,19 +330,17 @@ def open_endpoint(
     staging memory is too small.
     """
     is_prefill = config.role == "prefill"
-    hosts, pool = executor.hosts(), None if is_prefill else executor.pool
-    with_pools = not is_prefill and card.landing.on_device
+    # A prefill worker on a GPU can be read from its device pool. On a CPU, its host store is as fast.
+    with_pools = card.landing.on_device and (not is_prefill or card.landing.prefer_host)
+    hosts, pool = executor.hosts(), executor.pool if with_pools else None
     workers = executor.serve_transfers(settings, with_pools=with_pools)
-    stores = landing_stores(host_shards(hosts, workers), pool_shards(pool, workers))
-    probes = ProbeMemory(executor.pool)
-    # This process packs and unpacks staged contexts, so it must have mapped the host stores.
-    on_other_nodes = any(worker.described.host is not None for worker in workers)
-    staging = None if on_other_nodes else _staging(config, stores)
-    registered = [
-        *regions([shard.store for shard in hosts], pool),
-        *probes.regions,
-        *([] if staging is None else [staging.region]),
-    ]
+    staging = Staging(config.staging_mib * MIB, memory_devices(pool, host=bool(hosts)))
+    stores = landing_stores(host_shards(hosts, workers, staging), pool_shards(pool, workers, staging))
+    for store in stores.values():
+        if store.staging:
+            check_staging(config.staging_mib * MIB, store)
+    probes = ProbeMemory(pool)
+    registered = [*regions([shard.store for shard in hosts], pool), *probes.regions, *staging.regions]
 
     def open_registered() -> Transfer:
         with ExitStack() as undo:
@@ -353,26 +362,26 @@ def open_endpoint(
         undo.callback(transfer.close)
         channel = open_channel(config.control, secret=config.handoff_secret, advertise=config.advertise)
         undo.callback(channel.close)
-        ring = None if is_prefill or staging is None else staging.memory_range
         hello = Hello(
             control=channel.address,
             model=model,
             stores=stores,
             transfer=transfer.name,
             description=b"" if isinstance(transfer, Endpoints) else transfer.describe(),
-            ring=ring,
             process=this_process(),
             writers=tuple(process for worker in workers if (process := worker.described.process) is not None),
             probes={**_worker_probes(workers), **probes.ranges},
         )
+        device = torch.device("cpu") if pool is None else pool.device
+        copies = EngineCopies(device, [worker.connection for worker in workers])
         agent: HandoffAgent
         if isinstance(transfer, Endpoints):
-            unpackable = unpackable_stores(stores, pool)
-            receiver = Receiver(staging=None if ring is None else ReceiverStaging(ring, unpackable))
-            agent = DecodeAgent(receiver, hello, channel, transfer, wake=wake)
+            staged = any(store.staging for store in stores.values())
+            receiver = Receiver(staging=ReceiverStaging(stores) if staged else None)
+            agent = DecodeAgent(receiver, hello, channel, transfer, wake=wake, copies=copies)
         else:
-            sender = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)
-            agent = PrefillAgent(sender, hello, channel, transfer, wake=wake)
+            sender = Sender(Sources(stores[host_store_name(0)], stores.get(device_store_name(0))))
+            agent = PrefillAgent(sender, hello, channel, transfer, wake=wake, copies=copies)
         agent.start()
         undo.pop_all()
     resources = TransferResources(transfer, staging, probes, workers)
@@ -388,13 +397,3 @@ def _worker_probes(workers: Sequence[TransferWorker]) -> dict[str, msg.MemoryRan
         for worker in workers[:1]
         for kind, memory in worker.described.probes.items()
     }
-
-
-def _staging(config: EngineConfig, stores: Mapping[msg.StoreName, Store]) -> StagingMemory | None:
-    """Allocates the staging memory, or returns None if staging is disabled. Raises ConfigError if `staging_mib` is too
-    small for a store."""
-    if not config.staging_mib:
-        return None
-    for store in stores.values():
-        check_staging(config.staging_mib * MIB, store)
-    return StagingMemory(config.staging_mib * MIB)

@@ -10,6 +10,7 @@ from hotset.engine.workers.executor import HostShard, TransferWorker
 from hotset.engine.workers.messages import Spans
 from hotset.handoff.layout import head_shards, whole_rows
 from hotset.handoff.messages import MemoryRange, PagedSpan, Route, Store, StoreName
+from hotset.handoff.packing import CPU, StagingMemory
 from hotset.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
@@ -19,6 +20,23 @@ from hotset.transfer.workers import engine_address
 
 DEVICE = "device"  # the name of the device pool as a store
 KEYS_ON_DEVICE = ", keys on device"  # end of the name of a host store whose index keys are in the device pool
+
+
+class Staging:
+    """The staging memory of one process, of each kind that its stores are in. It must live as long as it is
+    registered."""
+
+    def __init__(self, nbytes: int, devices: Mapping[MemoryKind, torch.device]) -> None:
+        """With a size of 0, there is none."""
+        self._memories = {kind: StagingMemory(nbytes, device, kind) for kind, device in devices.items() if nbytes}
+
+    @property
+    def ranges(self) -> dict[MemoryKind, MemoryRange]:
+        return {kind: memory.memory_range for kind, memory in self._memories.items()}
+
+    @property
+    def regions(self) -> list[Region]:
+        return [memory.region for memory in self._memories.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,8 @@ class StoreShard:
     row_bytes: int  # bytes of this shard's row that are used
     rows: PagedSpan
     keys: PagedSpan | None
+    memory: MemoryKind = MemoryKind.HOST
+    staging: MemoryRange | None = None  # in the same process and of the same kind; None if there is none
 
 
 def host_store_name(replica: int) -> StoreName:
@@ -66,22 +86,11 @@ def landing_stores(hosts: Sequence[StoreShard], pools: Sequence[StoreShard]) -> 
         on_device = _store([shard for shard in pools if shard.replica == replica])
         host = stores.get(host_store_name(replica))
         if host is not None:
-            mixed = Store(host.shards, on_device.keys, on_device.key_copies)
+            staging = host.staging if host.staging == on_device.staging else ()  # they can be in the same memory
+            mixed = Store(host.shards, on_device.keys, on_device.key_copies, host.memory, staging)
             stores[landing_store_name(replica, on_device=False, keys_on_host=False)] = mixed
         stores[device_store_name(replica)] = on_device
     return stores
-
-
-def unpackable_stores(stores: Mapping[StoreName, Store], pool: DevicePool | None) -> dict[StoreName, Store]:
-    """Returns the stores that this process can unpack staged contexts into. `pool` is its own device pool, if it has
-    one. No part of these stores is in GPU memory, or in the memory of a worker process."""
-    if pool is not None and memory_kind(pool) is MemoryKind.HOST:
-        return dict(stores)
-    return {
-        name: store
-        for name, store in stores.items()
-        if not name.startswith(DEVICE) and not name.endswith(KEYS_ON_DEVICE)
-    }
 
 
 def regions(hosts: Sequence[HostStore], pool: DevicePool | None) -> list[Region]:
@@ -105,47 +114,60 @@ def pool_spans(pool: DevicePool) -> Spans:
     bases = tuple((layer.data_ptr(),) for layer in pool.bytes)
     rows = PagedSpan(bases, geometry.layer_page_bytes, geometry.page_rows, stride)
     if (key := pool.shape.key) is None:
-        return Spans(rows, None)
+        return Spans(rows, None, memory_kind(pool))
     key_bases = tuple(
         tuple(pool.bytes[layer].data_ptr() for layer in pool.shape.key_part_layers(group))
         for group in range(pool.shape.groups)
     )
     page_bytes, step = geometry.layer_page_bytes, pool.shape.key_step
-    return Spans(rows, PagedSpan(key_bases, page_bytes, geometry.keys_per_block, key.stride_bytes, step))
+    keys = PagedSpan(key_bases, page_bytes, geometry.keys_per_block, key.stride_bytes, step)
+    return Spans(rows, keys, memory_kind(pool))
 
 
-def pool_shards(pool: DevicePool | None, workers: Sequence[TransferWorker]) -> list[StoreShard]:
-    """Describes all device pools: that of this process if it is given, and those that workers have described."""
+def pool_shards(
+    pool: DevicePool | None, workers: Sequence[TransferWorker], staging: Staging | None = None
+) -> list[StoreShard]:
+    """Describes all device pools: that of this process if it is given, and those that workers have described. `staging`
+    is that of this process."""
     own = [] if pool is None else [_shard(0, 0, 1, pool.shape, pool_spans(pool))]
-    return [*own, *_worker_shards(workers, [worker.described.pool for worker in workers])]
+    return [*_staged(own, staging), *_worker_shards(workers, [worker.described.pool for worker in workers])]
 
 
-def host_shards(hosts: Sequence[HostShard], workers: Sequence[TransferWorker] = ()) -> list[StoreShard]:
-    """Describes all host stores: those that this process has mapped, and those that workers have described."""
+def host_shards(
+    hosts: Sequence[HostShard], workers: Sequence[TransferWorker] = (), staging: Staging | None = None
+) -> list[StoreShard]:
+    """Describes all host stores: those that this process has mapped, and those that workers have described. `staging`
+    is that of this process."""
     mapped = [
         _shard(shard.replica, shard.first_layer, shard.kv_heads, shard.shape, host_spans(shard.store))
         for shard in hosts
     ]
-    return [*mapped, *_worker_shards(workers, [worker.described.host for worker in workers])]
+    return [*_staged(mapped, staging), *_worker_shards(workers, [worker.described.host for worker in workers])]
 
 
 def _worker_shards(workers: Sequence[TransferWorker], described: Sequence[Spans | None]) -> list[StoreShard]:
     """Returns the shards with engine addresses. Process 0 is this one; the workers follow."""
-    return [
-        _shard(
-            worker.replica,
-            worker.first_layer,
-            worker.kv_heads,
-            worker.shape,
-            Spans(in_process(spans.rows, process), None if spans.keys is None else in_process(spans.keys, process)),
-        )
-        for process, (worker, spans) in enumerate(zip(workers, described, strict=True), 1)
-        if spans is not None
-    ]
+    shards = []
+    for process, (worker, spans) in enumerate(zip(workers, described, strict=True), 1):
+        if spans is None:
+            continue
+        keys = None if spans.keys is None else in_process(spans.keys, process)
+        moved = replace(spans, rows=in_process(spans.rows, process), keys=keys)
+        shard = _shard(worker.replica, worker.first_layer, worker.kv_heads, worker.shape, moved)
+        staging = worker.described.staging.get(spans.memory)
+        if staging is not None:
+            shard = replace(shard, staging=replace(staging, address=engine_address(process, staging.address)))
+        shards.append(shard)
+    return shards
 
 
 def _shard(replica: int, first_layer: int, kv_heads: int, shape: KvShape, spans: Spans) -> StoreShard:
-    return StoreShard(replica, first_layer, kv_heads, shape.row.row_bytes, spans.rows, spans.keys)
+    return StoreShard(replica, first_layer, kv_heads, shape.row.row_bytes, spans.rows, spans.keys, spans.memory)
+
+
+def _staged(shards: Sequence[StoreShard], staging: Staging | None) -> list[StoreShard]:
+    ranges = {} if staging is None else staging.ranges
+    return [replace(shard, staging=ranges.get(shard.memory)) for shard in shards]
 
 
 def in_process(span: PagedSpan, process: int) -> PagedSpan:
@@ -159,14 +181,19 @@ def memory_kind(pool: DevicePool) -> MemoryKind:
     return MemoryKind.DEVICE if pool.device.type == "cuda" else MemoryKind.HOST
 
 
+def memory_devices(pool: DevicePool | None, *, host: bool) -> dict[MemoryKind, torch.device]:
+    """Returns the kinds of memory of the device pool, if there is one, and of host stores, if `host`."""
+    devices = {MemoryKind.HOST: CPU} if host else {}
+    return devices if pool is None else devices | {memory_kind(pool): pool.device}
+
+
 class ProbeMemory:
     """Memory for measuring routes, of each kind that this process has. It must live as long as it is registered."""
 
     def __init__(self, pool: DevicePool | None, *, host: bool = True) -> None:
         """`host` is False in a worker process: its engine's process has the probe in host memory."""
-        devices = {MemoryKind.HOST: torch.device("cpu")} if host else {}
-        if pool is not None and memory_kind(pool) is MemoryKind.DEVICE:
-            devices[MemoryKind.DEVICE] = pool.device
+        on_device = pool if pool is not None and memory_kind(pool) is MemoryKind.DEVICE else None
+        devices = memory_devices(on_device, host=host)
         self._tensors = {
             kind: torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device) for kind, device in devices.items()
         }
@@ -187,14 +214,23 @@ class ProbeMemory:
 def landing_policy(routes: Sequence[Route], default: LandingPolicy) -> LandingPolicy:
     """Chooses where contexts from a prefill worker land, by the measured routes. `default` applies to what the routes
     do not tell, and to engines into whose device pool peers cannot write."""
-    # Contexts are read from the prefill worker's host store.
-    host, device = (find_route(routes, MemoryKind.HOST, target) for target in (MemoryKind.HOST, MemoryKind.DEVICE))
+
+    def fastest(target: MemoryKind) -> Route | None:
+        """Returns the route that the prefill worker will choose."""
+        of_target = [route for route in routes if route.target == target.value]
+        return max(of_target, key=lambda route: route.gb_per_s, default=None)
+
+    host, device = fastest(MemoryKind.HOST), fastest(MemoryKind.DEVICE)
     if host is None or not default.on_device:
         return default
     if default.prefer_host and (device is None or device.gb_per_s < DEVICE_SHARE * host.gb_per_s):
         return LandingPolicy(keys_on_host=True, prefer_host=True)
-    into_pool = device or host  # on a CPU, the device pool is in host memory
-    return LandingPolicy(keys_on_host=into_pool.seconds_per_write > EXPENSIVE_WRITE_SECONDS)
+    # Index keys of rows that land on the host come from the same memory as the rows. On a CPU, the device pool is in
+    # host memory.
+    with_rows = host if device is None else find_route(routes, host.source, MemoryKind.DEVICE.value)
+    if with_rows is None or with_rows.gb_per_s < DEVICE_SHARE * host.gb_per_s:
+        return LandingPolicy(keys_on_host=True)
+    return LandingPolicy(keys_on_host=with_rows.seconds_per_write > EXPENSIVE_WRITE_SECONDS)
 
 
 def _store(shards: Sequence[StoreShard]) -> Store:
@@ -210,11 +246,15 @@ def _store(shards: Sequence[StoreShard]) -> Store:
     keys_of_ranks = [[shard.keys for shard in rank if shard.keys is not None] for rank in ranks]
     first_keys, *copies = [_joined(keys) if keys else None for keys in keys_of_ranks]
     key_copies = tuple(keys for keys in copies if keys is not None)
-    heads = shards[0].kv_heads
+    # The stages of a rank must be in one memory to be packed together.
+    ranges = [{shard.staging for shard in rank} for rank in ranks]
+    staging = tuple(memory for (memory,) in ranges if memory is not None) if all(len(r) == 1 for r in ranges) else ()
+    heads, memory = shards[0].kv_heads, shards[0].memory.value
     if heads == 1 or len(rows) == 1:
-        return Store(tuple(shard for span in rows for shard in whole_rows(span)), first_keys, key_copies)
+        whole = tuple(shard for span in rows for shard in whole_rows(span))
+        return Store(whole, first_keys, key_copies, memory, staging)
     head_bytes = shards[0].row_bytes // 2 // max(1, heads // len(rows))
-    return Store(head_shards(rows, heads, head_bytes), first_keys, key_copies)
+    return Store(head_shards(rows, heads, head_bytes), first_keys, key_copies, memory, staging)
 
 
 def _joined(spans: Sequence[PagedSpan]) -> PagedSpan:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from hotset.base.errors import EngineStopped, InternalError, MissingDependency
 from hotset.handoff import messages as msg
@@ -75,12 +75,21 @@ def open_channel(bind: str, *, secret: str | None = None, advertise: str | None 
     return Channel(bind, secret=secret, advertise=advertise)
 
 
+class PieceCopies(Protocol):
+    """Copies staged pieces. The methods block, and are called in threads of their own."""
+
+    def pack(self, piece: msg.PackedPiece) -> None: ...
+
+    def unpack(self, piece: msg.PackedPiece) -> None: ...
+
+
 class AgentOptions(TypedDict):
     """Arguments of every agent."""
 
     wake: Callable[[], None]  # called when there is an event, and when the thread ends; must not block
     timing: NotRequired[PeerTiming]
     clock: NotRequired[Callable[[], float]]
+    copies: NotRequired["PieceCopies"]  # by default, this process copies all pieces
 
 
 class HandoffAgent(ABC):
@@ -124,6 +133,7 @@ class HandoffAgent(ABC):
         self._routes: dict[str, tuple[msg.Route, ...]] = {}  # by peer; the newest is last
         # These threads pack or unpack pieces, so that the agent's thread never waits for a copy.
         self._copy_threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="handoff copy")
+        self._pieces = options.get("copies")
         self._copies: set[Future[None]] = set()  # copies that have not ended, or whose CopyEnded is not handled yet
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
@@ -280,6 +290,13 @@ class HandoffAgent(ABC):
         """Passes a command, or the result of another thread, to `_handle_command` in the agent's thread."""
         self._inbox.put(command)
         self._channel.wake()
+
+    def _piece_copies(self) -> PieceCopies:
+        if self._pieces is None:
+            from hotset.handoff import packing  # imports torch, which only staging needs
+
+            return packing
+        return self._pieces
 
     def _begin_copy(self, copy: Callable[[], None], on_copied: Callable[[], None]) -> None:
         """Runs `copy` in a copying thread, and then `on_copied` in the agent's thread."""

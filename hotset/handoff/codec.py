@@ -137,9 +137,10 @@ def _check_message(message: Message, sender_address: str) -> None:
         case Hello(control=control) | msg.Welcome(hello=Hello(control=control)):
             _require(control == sender_address, "it introduces a worker other than its sender")
             hello = message.hello if isinstance(message, msg.Welcome) else message
-            for memory in (*hello.probes.values(), *([] if hello.ring is None else [hello.ring])):
+            staging = [memory for store in hello.stores.values() for memory in store.staging]
+            for memory in (*hello.probes.values(), *staging):
                 valid = min(memory.address, memory.nbytes) >= 0 and memory.address + memory.nbytes <= MAX_ADDRESS
-                _require(valid, "the ring or a probe is out of range")
+                _require(valid, "staging memory or a probe is out of range")
             _require(hello.probes.keys() <= MEMORY_KINDS, "the probes name an unknown kind of memory")
             for route in message.routes if isinstance(message, msg.Welcome) else ():
                 speeds = min(route.gb_per_s, route.seconds_per_write)
@@ -147,6 +148,7 @@ def _check_message(message: Message, sender_address: str) -> None:
             processes = [*hello.writers, *([] if hello.process is None else [hello.process])]
             _require(all(process.pid > 0 for process in processes), "a process id is not positive")
             for store in hello.stores.values():
+                _require(store.memory in MEMORY_KINDS, "a store is in an unknown kind of memory")
                 for shard in store.shards:
                     _check_span(shard.span)
                     _check_slices(shard.slices)

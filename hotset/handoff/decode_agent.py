@@ -167,10 +167,10 @@ class DecodeAgent(HandoffAgent):
                     self._emit(action)
 
     def _begin_unpack(self, action: msg.UnpackPiece) -> None:
-        from hotset.handoff.packing import unpack  # imports torch, which only staging needs
-
         self._unpacking[action.key] = self._unpacking.get(action.key, 0) + 1
-        self._begin_copy(partial(unpack, action.piece), partial(self._on_unpacked, action.key, action.number))
+        self._begin_copy(
+            partial(self._piece_copies().unpack, action.piece), partial(self._on_unpacked, action.key, action.number)
+        )
 
     def _on_unpacked(self, key: HandoffKey, number: int) -> None:
         self._unpacking[key] -= 1

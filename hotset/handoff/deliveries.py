@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import numpy as np
-
 from hotset.base.errors import InternalError
 from hotset.handoff import messages as msg
-from hotset.handoff.layout import LandingPages, plan_context_writes
-from hotset.handoff.messages import HandoffId, Hello, MemoryRange, Message, Store
-from hotset.handoff.staging import SenderBuffers, can_pack, packed_row_bytes, piece_rows, should_stage
+from hotset.handoff.layout import plan_context_writes
+from hotset.handoff.messages import ContextPages, HandoffId, Message, Store
+from hotset.handoff.staging import SenderBuffers, can_stage, packed_row_bytes, piece_rows, piece_writes
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import DeviceEvent, Writes
 
@@ -60,25 +58,36 @@ class StagingOffer:
 
     rows: int  # rows of each piece; the last piece may have fewer
     row_bytes: int  # packed bytes of one row in all layers, with its index keys
-    ring: MemoryRange  # the receiver's ring
+    ring_bytes: int  # size of the receiver's ring
 
     @property
     def piece_bytes(self) -> int:
         return self.rows * self.row_bytes
 
 
-def make_offer(
-    store: Store, hello: Hello, request: msg.HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
-) -> StagingOffer | None:
-    """Returns how this context can be staged, or None if direct writes are better, either side lacks the memory,
-    or a store cannot be packed."""
-    target = hello.stores[request.landing]
-    if hello.ring is None or not buffers or not can_pack(store) or not can_pack(target):
+def make_offer(source: Store, target: Store, request: msg.HandoffRequest, buffer_bytes: int) -> StagingOffer | None:
+    """Returns how this context can be staged, or None if a store cannot, or if a side has too little memory."""
+    if not can_stage(source) or not can_stage(target):
         return None
-    rows = piece_rows(store, target, hello.ring.nbytes, buffers[0].nbytes)
-    if rows < 1 or not should_stage(store, target, request, max_direct_writes):
+    ring_bytes = target.staging[0].nbytes
+    rows = piece_rows(source, target, ring_bytes, buffer_bytes)
+    if rows < 1:
         return None
-    return StagingOffer(min(rows, len(request.prompt) - request.first), packed_row_bytes(store, target), hello.ring)
+    return StagingOffer(min(rows, len(request.prompt) - request.first), packed_row_bytes(source, target), ring_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The stores of a prefill worker. Pieces that are packed from either have the same layout."""
+
+    host: Store
+    device: Store | None = None  # None if contexts are read from the host store only
+
+    def locate(self, rows: msg.RowsComputed) -> tuple[Store, ContextPages]:
+        """Returns where announced rows are read, with all pages of their context there."""
+        if self.device is not None and rows.device_pages is not None:
+            return self.device, rows.device_pages
+        return self.host, ContextPages(rows.pages, rows.pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,8 @@ def merge_rows(waiting: msg.RowsComputed | None, rows: msg.RowsComputed) -> msg.
     """Merges announced rows with those before them that still wait."""
     if waiting is None:
         return rows
-    if rows.pages[: len(waiting.pages)] != waiting.pages:
+    moved = (rows.device_pages is None) != (waiting.device_pages is None)
+    if moved or rows.pages[: len(waiting.pages)] != waiting.pages:
         raise InternalError(f"{rows.key}: announced rows have moved")
     return replace(rows, first=waiting.first)  # the newest event is enough, because events happen in order
 
@@ -166,8 +176,8 @@ class DirectDelivery(Delivery):
     """Writes rows to the receiver's pages. Rows that are announced while MAX_LISTS_IN_FLIGHT lists are in flight are
     merged into the next list."""
 
-    def __init__(self, source: Store, target: Store, pages: LandingPages) -> None:
-        self._source, self._target, self._pages = source, target, pages
+    def __init__(self, sources: Sources, target: Store, pages: ContextPages) -> None:
+        self._sources, self._target, self._pages = sources, target, pages
         self._waiting: msg.RowsComputed | None = None  # rows that are announced but not submitted
         self._submitted = 0  # rows [0, submitted) are in the receiver's pages or in a list
         self._landed = 0
@@ -191,15 +201,8 @@ class DirectDelivery(Delivery):
         rows, self._waiting = self._waiting, None
         assert rows is not None
         self._submitted = rows.last
-        planned = plan_context_writes(
-            source=self._source,
-            source_pages=rows.pages,
-            target=self._target,
-            row_pages=self._pages.rows,
-            key_pages=self._pages.keys,
-            first=rows.first,
-            last=rows.last,
-        )
+        source, pages = self._sources.locate(rows)
+        planned = plan_context_writes(source, pages, self._target, self._pages, rows.first, rows.last)
         return RowWrites(rows.first, rows.last, planned, rows.after)
 
     def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
@@ -230,7 +233,7 @@ class StagedDelivery(Delivery):
 
     def __init__(
         self,
-        source: Store,
+        sources: Sources,
         target: Store,
         request: msg.HandoffRequest,
         offer: StagingOffer,
@@ -238,9 +241,9 @@ class StagedDelivery(Delivery):
         grants: Iterator[int],
     ) -> None:
         """`grants` numbers the grants of all contexts."""
-        self._source, self._target, self._offer, self._table, self._grants = source, target, offer, table, grants
+        self._sources, self._target, self._offer, self._table, self._grants = sources, target, offer, table, grants
         self._key, self._first, self._total = request.key, request.first, len(request.prompt)
-        self._pages: tuple[int, ...] = ()  # the context's pages in the prefill worker's store
+        self._newest: msg.RowsComputed | None = None  # the newest announcement, which has all pages of the context
         self._announced = self._first  # rows [first, announced) are computed, or their forward pass is in flight
         self._computed = self._first  # rows [first, computed) are in the prefill worker's pages
         # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
@@ -269,7 +272,7 @@ class StagedDelivery(Delivery):
         return min((piece.timer.retransmit_at for piece in self._pieces.values()), default=self.deadline)
 
     def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
-        self._pages, self._announced = rows.pages, rows.last
+        self._newest, self._announced = rows, rows.last
         self._events.append((rows.last, rows.after))
         return self._request_leases(now)
 
@@ -283,19 +286,11 @@ class StagedDelivery(Delivery):
         buffer = buffers.acquire(handoff)
         if buffer is None:
             return None
-        assert piece.lease is not None
+        assert piece.lease is not None and self._newest is not None
         piece.timer.move(PiecePhase.WRITING, now)
-        ring_address = self._offer.ring.address + piece.lease.offset
-        writes = np.array([[buffer.address, ring_address, self._nbytes(piece)]], np.int64)
-        packed = msg.PackedPiece(
-            source=self._source,
-            target=self._target,
-            row_pages=self._pages,
-            key_pages=self._pages,
-            first=piece.first,
-            last=piece.last,
-            address=buffer.address,
-        )
+        source, pages = self._sources.locate(self._newest)
+        writes = piece_writes(source, self._target, piece.last - piece.first, buffer, piece.lease.offset)
+        packed = msg.PackedPiece(source, self._target, pages, piece.first, piece.last, buffer)
         return RowWrites(piece.first, piece.last, writes, None, packed, piece.number)
 
     def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
@@ -312,7 +307,7 @@ class StagedDelivery(Delivery):
             return None
         phase = piece.timer.phase
         if isinstance(message, msg.LeaseGranted):
-            if phase is not PiecePhase.REQUESTED or message.offset + self._nbytes(piece) > self._offer.ring.nbytes:
+            if phase is not PiecePhase.REQUESTED or message.offset + self._nbytes(piece) > self._offer.ring_bytes:
                 return None
             piece.lease, piece.grant_order = message, next(self._grants)
             piece.timer.move(PiecePhase.LEASED, now)

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
-from hotset.handoff.messages import HandoffRequest, Hello, ModelIdentity, PagedSpan, RowSlices, Shard, Store
+from hotset.handoff.messages import (
+    ContextPages,
+    HandoffRequest,
+    Hello,
+    ModelIdentity,
+    PagedSpan,
+    RowSlices,
+    Shard,
+    Store,
+)
 from hotset.transfer.api import Writes
 
 Numbers = NDArray[np.int64]
@@ -97,7 +106,7 @@ def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tu
             source_index = (start + step) % len(source)
             ranges, missing = _provided(source[source_index], missing)
             if ranges:
-                result.append(Overlap(source_index, target_index, _merged(ranges)))
+                result.append(Overlap(source_index, target_index, merged(ranges)))
     return tuple(result)
 
 
@@ -123,16 +132,16 @@ def _provided(source: RowSlices, missing: _Missing) -> tuple[list[tuple[int, int
     return sorted(ranges, key=lambda entry: entry[1]), missing
 
 
-def _merged(ranges: list[tuple[int, int, int]]) -> ByteRanges:
-    """Merges ranges that are adjacent on both sides."""
-    merged = ranges[:1]
+def merged(ranges: Sequence[tuple[int, int, int]]) -> ByteRanges:
+    """Merges consecutive ranges (source, target, length) that are adjacent on both sides."""
+    result = list(ranges[:1])
     for source, target, nbytes in ranges[1:]:
-        last_source, last_target, last_nbytes = merged[-1]
+        last_source, last_target, last_nbytes = result[-1]
         if (last_source + last_nbytes, last_target + last_nbytes) == (source, target):
-            merged[-1] = (last_source, last_target, last_nbytes + nbytes)
+            result[-1] = (last_source, last_target, last_nbytes + nbytes)
         else:
-            merged.append((source, target, nbytes))
-    return tuple(merged)
+            result.append((source, target, nbytes))
+    return tuple(result)
 
 
 def pages_for(span: PagedSpan, rows: int) -> int:
@@ -145,23 +154,15 @@ def pages_before(span: PagedSpan, row: int) -> int:
     return row // span.part_rows * span.step // len(span.bases[0])
 
 
-@dataclass(frozen=True, slots=True)
-class LandingPages:
-    """All pages of a context that lands, from its first. A page that the request does not list, because it holds only
-    rows before `request.first`, is replaced by the first listed page. Even a wrong range of rows therefore never leads
-    to another page than those listed."""
-
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-
-
-def landing_pages(request: HandoffRequest, target: Store) -> LandingPages:
-    """Returns the pages of a request that `refusal` accepts."""
+def landing_pages(request: HandoffRequest, target: Store) -> ContextPages:
+    """Returns the pages in which a context lands, for a request that `refusal` accepts. A page that the request does
+    not list, because it holds only rows before `request.first`, is replaced by the first listed page. Even a wrong
+    range of rows therefore never leads to another page than those listed."""
 
     def from_first(span: PagedSpan | None, pages: tuple[int, ...]) -> tuple[int, ...]:
         return pages if span is None else pages[:1] * pages_before(span, request.first) + pages
 
-    return LandingPages(
+    return ContextPages(
         rows=from_first(target.shards[0].span, request.row_pages), keys=from_first(target.keys, request.key_pages)
     )
 
@@ -240,51 +241,46 @@ def _plan_alike(
 
 
 def plan_context_writes(
-    source: Store,
-    source_pages: Sequence[int],
-    target: Store,
-    row_pages: Sequence[int],
-    key_pages: Sequence[int],
-    first: int,
-    last: int,
+    source: Store, source_pages: ContextPages, target: Store, target_pages: ContextPages, first: int, last: int
 ) -> Writes:
     """Plans the direct writes of rows and index keys [first, last) of a context from its pages of `source` to its pages
-    of `target`. At the source, rows and index keys have the same page numbers. The two sides may be sharded
-    differently."""
+    of `target`. The two sides may be sharded differently."""
     plans = []
     for overlap in store_overlaps(source, target):
         source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
         same = _same_bytes(overlap, source_shard, target_shard)
         plan = plan_writes if same else partial(_plan_slice_writes, overlap)
-        plans.append(plan(source_shard.span, source_pages, target_shard.span, row_pages, first, last))
+        plans.append(plan(source_shard.span, source_pages.rows, target_shard.span, target_pages.rows, first, last))
     if source.keys is not None:
         for keys in target.all_keys:
-            plans.append(plan_writes(source.keys, source_pages, keys, key_pages, first, last))
+            plans.append(plan_writes(source.keys, source_pages.keys, keys, target_pages.keys, first, last))
     return np.concatenate(plans)
 
 
 def count_writes(
-    source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int
+    source: Store, source_pages: ContextPages, target: Store, target_pages: ContextPages, first: int, last: int
 ) -> int:
-    """Returns how many writes `plan_context_writes` plans for rows [first, last) of a context if its pages of `source`
-    are consecutive. For any other pages of `source` it plans at least as many."""
-    count, consecutive = 0, range(pages_for(source.shards[0].span, last))
+    """Returns how many writes `plan_context_writes` plans, without planning those of all layers."""
+    count = 0
 
-    def whole_row_writes(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
+    def whole_row_writes(
+        source_span: PagedSpan, source_pages: Sequence[int], target_span: PagedSpan, target_pages: Sequence[int]
+    ) -> int:
         layers = [(layer, layer) for layer in range(len(source_span.bases))]
         return sum(
-            len(alike) * len(plan_writes(source_span, consecutive, target_span, pages, first, last, alike[:1]))
+            len(alike) * len(plan_writes(source_span, source_pages, target_span, target_pages, first, last, alike[:1]))
             for alike in _layers_alike(source_span, target_span, layers)
         )
 
     for overlap in store_overlaps(source, target):
         source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
         if _same_bytes(overlap, source_shard, target_shard):
-            count += whole_row_writes(source_shard.span, target_shard.span, row_pages)
+            count += whole_row_writes(source_shard.span, source_pages.rows, target_shard.span, target_pages.rows)
         else:
             count += len(source_shard.span.bases) * (last - first) * len(overlap.byte_ranges)
     if source.keys is not None:
-        count += sum(whole_row_writes(source.keys, keys, key_pages) for keys in target.all_keys)
+        for keys in target.all_keys:
+            count += whole_row_writes(source.keys, source_pages.keys, keys, target_pages.keys)
     return count
 
 
@@ -349,8 +345,9 @@ def check_peers(ours: Hello, theirs: Hello) -> str | None:
     for what, our_value, their_value in [*compared, ("transfer engine", ours.transfer, theirs.transfer)]:
         if our_value != their_value:
             return f"the {what} differs: {our_value!r} here, {their_value!r} there"
-    if theirs.ring is not None and theirs.ring.nbytes < 1:
-        return f"the ring there has {theirs.ring.nbytes} bytes"
+    staging_sizes = {memory.nbytes for store in theirs.stores.values() for memory in store.staging}
+    if len(staging_sizes) > 1 or 0 in staging_sizes:
+        return f"the staging memories there have {sorted(staging_sizes)} bytes, not all the same"
     for name, store in theirs.stores.items():
         if flaw := _flaw_of_store(store, theirs.model):
             return f"the {name} store there is invalid: {flaw}"
@@ -378,6 +375,10 @@ def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
     for what, span, layers in [*spans, *(("index keys", span, model.groups) for span in store.all_keys)]:
         if flaw := _flaw_of_span(what, span, layers):
             return flaw
+    if len(store.staging) not in (0, len(store.shards)):
+        return f"its {len(store.shards)} shards have {len(store.staging)} staging memories"
+    if store.staging and len(store.all_keys) > len(store.staging):
+        return f"{len(store.all_keys)} copies of its index keys have {len(store.staging)} staging memories"
     keys = store.keys
     for copy in store.key_copies:
         if keys is None or (copy.part_rows, copy.row_bytes, copy.step) != (keys.part_rows, keys.row_bytes, keys.step):

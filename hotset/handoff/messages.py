@@ -34,7 +34,7 @@ from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
@@ -97,26 +97,34 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Memory from which contexts are read, or in which they land. Page n of a store consists of page n of every shard.
-    If two shards hold the same bytes, a reader may use either of them, and a writer must write both."""
-
-    shards: tuple[Shard, ...]
-    keys: PagedSpan | None  # index keys are never sharded
-    key_copies: tuple[PagedSpan, ...] = ()  # further copies of the index keys, which a writer must write, too
-
-    @property
-    def all_keys(self) -> tuple[PagedSpan, ...]:
-        """Returns every copy of the index keys. It is empty if the model has none."""
-        return () if self.keys is None else (self.keys, *self.key_copies)
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryRange:
     """Contiguous bytes that are registered with the transfer engine."""
 
     address: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Memory from which contexts are read, or in which they land. Page n of a store consists of page n of every shard.
+    If two shards hold the same bytes, a reader may use either of them, and a writer must write both.
+
+    Packed pieces pass through staging memory, of which every shard has some in its own process and of its own kind.
+    Copy n of the index keys uses that of shard n. All staging memories of a worker have the same size.
+    """
+
+    shards: tuple[Shard, ...]
+    keys: PagedSpan | None  # index keys are never sharded
+    key_copies: tuple[PagedSpan, ...] = ()  # further copies of the index keys, which a writer must write, too
+    memory: str = "host"  # the kind of memory of the shards: 'host' or 'device'
+    staging: tuple[
+        MemoryRange, ...
+    ] = ()  # that of each shard; empty if contexts cannot be staged from or to this store
+
+    @property
+    def all_keys(self) -> tuple[PagedSpan, ...]:
+        """Returns every copy of the index keys. It is empty if the model has none."""
+        return () if self.keys is None else (self.keys, *self.key_copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +143,9 @@ class Hello:
 
     control: str  # control address of the introduced worker
     model: ModelIdentity
-    stores: Mapping[StoreName, Store]  # where contexts can land; a prefill worker has one store, to read from
+    stores: Mapping[StoreName, Store]  # where contexts can land, or are read from: a prefill worker has 'host'
     transfer: str  # name of the transfer engine
     description: bytes  # result of Transfer.describe, for Transfer.connect at the peer
-    ring: MemoryRange | None = None  # memory for packed pieces, if this worker can receive staged contexts
     process: ProcessIdentity | None = None  # None if the introduced process cannot be identified
     writers: tuple[ProcessIdentity, ...] = ()  # further processes of the introduced worker that may write
     endpoint: int = 0  # number of the endpoint that `description` describes
@@ -375,20 +382,30 @@ class StartPrefill:
     peer: str
     key: HandoffKey
     prompt: PromptSpec
+    from_device: bool = False  # the rows should stay in the device pool until `ReleasePages`, and be read there
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPages:
+    """All pages of a context in one store, from its first."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RowsComputed:
-    """Engine to sender: announces rows and index keys [first, last) of a prompt. They are in the host store when
-    `after` has happened. All earlier rows are there by then too, because the events of a request are recorded on one
-    stream."""
+    """Engine to sender: announces rows and index keys [first, last) of a prompt. They are in the host store, and in
+    `device_pages` of the device pool if these are given, when `after` has happened. All earlier rows are there by then
+    too, because the events of a request are recorded on one stream."""
 
     peer: str
     key: HandoffKey
     first: int
     last: int
-    pages: tuple[int, ...]  # all pages of the request so far, from its first; rows do not move to other pages
+    pages: tuple[int, ...]  # all host pages of the request so far, from its first; rows do not move to other pages
     after: DeviceEvent | None  # None: the rows are there now
+    device_pages: ContextPages | None = None  # None if the rows do not stay in the device pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,17 +457,16 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """Rows and index keys [first, last) of a context that are packed, or to be packed, at `address`. `staging.py`
-    describes the layout. The sender packs them from pages of `source`; the receiver unpacks them to pages of `target`.
-    """
+    """Rows and index keys [first, last) of a context that are packed, or to be packed, at `offset` of the staging
+    memory. `staging.py` describes the layout. The sender packs them from pages of `source`; the receiver unpacks them
+    to pages of `target`."""
 
     source: Store
     target: Store
-    row_pages: tuple[int, ...]  # the context's pages, from its first, on the side that packs or unpacks
-    key_pages: tuple[int, ...]
+    pages: ContextPages  # on the side that packs or unpacks
     first: int
     last: int
-    address: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)

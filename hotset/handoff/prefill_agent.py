@@ -198,9 +198,7 @@ class PrefillAgent(HandoffAgent):
         if action.pack is None:
             entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
             return
-        from hotset.handoff.packing import pack  # imports torch, which only staging needs
-
-        self._begin_copy(partial(pack, action.pack), partial(self._on_packed, entry, action))
+        self._begin_copy(partial(self._piece_copies().pack, action.pack), partial(self._on_packed, entry, action))
 
     def _on_packed(self, entry: _ListInFlight, action: msg.SubmitWrites) -> None:
         if not entry.peer_lost:
@@ -273,7 +271,7 @@ class PrefillAgent(HandoffAgent):
         else:
             self._peers[peer] = connecting.hello
             self._add_routes(peer, finished.routes)
-            self._sender.add_peer(peer, connecting.hello)
+            self._sender.add_peer(peer, connecting.hello, finished.routes)
             self._welcome(peer, connecting.hello)
 
     def _welcome(self, peer: str, hello: Hello) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hotset.base.errors import TransferError
 from hotset.handoff.messages import MemoryRange, Route
-from hotset.transfer.api import MemoryKind, Transfer, Writes, WriteState
+from hotset.transfer.api import Transfer, Writes, WriteState
 
 LOGGER = logging.getLogger("hotset.handoff")
 
@@ -25,7 +25,8 @@ ROUTE_SECONDS = 1.0  # a route is not measured for longer than about this
 POLL_SECONDS = 0.0002
 
 # Memory of a GPU is worth writing to directly if its route has at least this share of the speed of the route to host
-# memory. Contexts in host memory are loaded to the GPU later, much faster than a network.
+# memory. Contexts in host memory are loaded to the GPU later, much faster than a network. Memory of a GPU is worth
+# reading, and keeping until then, if host memory has less than this share of its speed.
 DEVICE_SHARE = 0.8
 # A write that costs more than this, beside its bytes, is avoided if an additional copy saves it.
 EXPENSIVE_WRITE_SECONDS = 30e-6
@@ -62,10 +63,9 @@ def show_routes(routes: Sequence[Route]) -> str:
     return ", ".join(f"{route.source} to {route.target} {route.gb_per_s:.2f} GB/s" for route in routes)
 
 
-def find_route(routes: Sequence[Route], source: MemoryKind, target: MemoryKind) -> Route | None:
+def find_route(routes: Sequence[Route], source: str, target: str) -> Route | None:
     """Returns the route between these kinds of memory, or None if there is none."""
-    ends = source.value, target.value
-    return next((route for route in routes if (route.source, route.target) == ends), None)
+    return next((route for route in routes if (route.source, route.target) == (source, target)), None)
 
 
 def _measure(

@@ -9,6 +9,7 @@ timeouts are in `outgoing.py`.
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hotset.base.errors import InternalError
 from hotset.handoff import messages as msg
@@ -18,12 +19,14 @@ from hotset.handoff.deliveries import (
     Delivery,
     DirectDelivery,
     PiecePhase,
+    Sources,
     StagedDelivery,
+    StagingOffer,
     make_offer,
     merge_rows,
 )
 from hotset.handoff.layout import landing_pages
-from hotset.handoff.messages import HandoffId, HandoffKey, Hello, MemoryRange, Message, Store
+from hotset.handoff.messages import HandoffId, HandoffKey, Hello, Message, Route, Store
 from hotset.handoff.outgoing import (
     OPEN_PHASES,
     SENDER_TIMEOUTS,
@@ -35,7 +38,8 @@ from hotset.handoff.outgoing import (
     Tombstones,
     refusal,
 )
-from hotset.handoff.staging import MAX_DIRECT_WRITES, SenderBuffers
+from hotset.handoff.routes import DEVICE_SHARE, find_route
+from hotset.handoff.staging import MAX_DIRECT_WRITES, SenderBuffers, should_stage
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import WriteState, WriteTicket
 
@@ -55,39 +59,43 @@ class Sender:
 
     def __init__(
         self,
-        store: Store,
+        sources: Sources,
         timeouts: Mapping[SenderPhase, PhaseTimeout] = SENDER_TIMEOUTS,
         *,
         write_limit: float = WRITE_LIMIT,
         tombstone_limit: float = TOMBSTONE_LIMIT,
         max_tombstones: int = MAX_TOMBSTONES,
-        buffers: Sequence[MemoryRange] = (),
         max_direct_writes: int = MAX_DIRECT_WRITES,
         piece_timeouts: Mapping[PiecePhase, PhaseTimeout] = PIECE_TIMEOUTS,
     ) -> None:
-        """`store` is the memory that contexts are read from. `buffers`, all of one size, are for packed pieces. With
-        buffers, staging is offered for contexts that would take more than `max_direct_writes` small writes."""
+        """`sources` is the memory that contexts are read from. If it has staging memory, staging is offered for
+        contexts that would take more than `max_direct_writes` small writes."""
         self.table = PhaseTable(SENDER_TRANSITIONS, timeouts)
         self.piece_table = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
         self.num_retransmits = 0
         self.ring_quarantined_bytes = 0  # a sender has no ring
-        self._store, self._write_limit = store, write_limit
+        self._sources, self._write_limit = sources, write_limit
         self._hellos: dict[str, Hello] = {}
+        self._routes: dict[str, Sequence[Route]] = {}  # from this worker to each peer; empty if not measured
+        self._run_pages: dict[str, int] = {}  # by kind of memory: length of the runs of pages in the newest context
         self._handoffs: dict[HandoffId, OutgoingHandoff] = {}
         self._tombstones = Tombstones(tombstone_limit, max_tombstones)
-        self._buffers, self._max_direct_writes = SenderBuffers(buffers), max_direct_writes
+        self._max_direct_writes = max_direct_writes
+        self._buffers = SenderBuffers(sources.host.staging[0].nbytes if sources.host.staging else 0)
         self._grant_numbers = itertools.count()
         self._actions: list[msg.SendMessage | msg.SubmitWrites | msg.SenderEvent] = []
 
-    def add_peer(self, peer: str, hello: Hello) -> None:
-        """Adds a peer that `check_peers` accepts. If it was added before, call `peer_lost` first."""
-        self._hellos[peer] = hello
+    def add_peer(self, peer: str, hello: Hello, routes: Sequence[Route] = ()) -> None:
+        """Adds a peer that `check_peers` accepts, and the measured routes to it. If it was added before, call
+        `peer_lost` first."""
+        self._hellos[peer], self._routes[peer] = hello, routes
         self._tombstones.forget_other_processes(peer, hello.process)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
         """Handles a peer that died, restarted or was silent. Its handoffs are kept until their writes in flight have
         ended or count as hung. The tombstones stay: a peer that was only silent will ask whether writes have ended."""
         self._hellos.pop(peer, None)
+        self._routes.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             handoff.final_message = None
             self._begin_end(handoff, EndReason.PEER_LOST, False, reason, now)
@@ -225,12 +233,35 @@ class Sender:
         else:
             for attempt in attempts:
                 self._cancel(attempt, now)
-            offer = make_offer(self._store, hello, request, self._buffers.buffers, self._max_direct_writes)
+            source, offer = self._choose_delivery(peer, hello.stores[request.landing], request)
             timer = PhaseTimer(self.table, SenderPhase.ACCEPTED, now)
             handoff = OutgoingHandoff(peer, request, hello, timer, offer)
             self._handoffs[handoff.id] = handoff
             self._transmit(handoff)
-            self._actions.append(msg.StartPrefill(peer, key, request.prompt))
+            from_device = source is self._sources.device
+            self._actions.append(msg.StartPrefill(peer, key, request.prompt, from_device))
+
+    def _choose_delivery(
+        self, peer: str, target: Store, request: msg.HandoffRequest
+    ) -> tuple[Store, StagingOffer | None]:
+        """Chooses, by the measured routes, where the context is read, and how it can be staged if direct writes would
+        be slower."""
+        routes = self._routes.get(peer, ())
+        source, route = self._sources.host, find_route(routes, self._sources.host.memory, target.memory)
+        if (device := self._sources.device) is not None:
+            from_device = find_route(routes, device.memory, target.memory)
+            if from_device is not None and (route is None or DEVICE_SHARE * from_device.gb_per_s > route.gb_per_s):
+                source, route = device, from_device
+        offer = make_offer(source, target, request, self._buffers.nbytes)
+        staged = offer is not None and should_stage(
+            source,
+            target,
+            request,
+            self._max_direct_writes,
+            route=route,
+            run_pages=self._run_pages.get(source.memory),
+        )
+        return source, offer if staged else None
 
     def _on_cancel(self, peer: str, key: HandoffKey, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
@@ -256,7 +287,7 @@ class Sender:
         self._move(handoff, SenderPhase.WRITING, now)
         if handoff.offer is not None and staged:
             handoff.delivery = StagedDelivery(
-                source=self._store,
+                sources=self._sources,
                 target=handoff.target,
                 request=handoff.request,
                 offer=handoff.offer,
@@ -265,7 +296,7 @@ class Sender:
             )
         else:
             handoff.delivery = DirectDelivery(
-                self._store, handoff.target, landing_pages(handoff.request, handoff.target)
+                self._sources, handoff.target, landing_pages(handoff.request, handoff.target)
             )
         waiting, handoff.waiting = handoff.waiting, None
         if waiting is not None:
@@ -334,6 +365,10 @@ class Sender:
         if not announced == rows.first <= rows.last:
             raise InternalError(f"{key}: {announced} rows are announced, but the next begin at {rows.first}")
         handoff.announced = rows.last
+        if rows.last == len(handoff.request.prompt):
+            source, pages = self._sources.locate(rows)
+            num_runs = 1 + sum(after != before + 1 for before, after in pairwise(pages.rows))
+            self._run_pages[source.memory] = max(1, len(pages.rows) // num_runs)
         if rows.last > handoff.request.first:  # otherwise the receiver has all these rows
             rows = replace(rows, first=max(rows.first, handoff.request.first))
             if (delivery := handoff.writing) is None:

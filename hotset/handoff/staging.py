@@ -4,6 +4,10 @@ This happens mostly if the two sides shard rows differently. A piece is rows [fi
 keys. A packed piece contains its blocks (see `Block`), each as [layer][row][bytes of the block], and then the index
 keys, as [group][row][key]. Both sides compute this layout from the two stores. `packing.py` copies the bytes.
 
+Every process and kind of memory that holds shards has staging memory of its own, and all have the same size. A piece is
+at the same offset in all of them, and each has only the blocks of its own shards. If the shards of both sides are in
+one memory each, a piece takes one write, otherwise one for each pair of memories that exchange blocks.
+
 `ReceiverStaging` is the receiver's part. Its staging memory is a ring, in which space is leased: after `LeaseGranted`,
 the sender may write there until it sends `PieceWritten` or reports that it has stopped. Only the receiver writes to the
 pages of a staged context. If the sender fails, its leases may have to be quarantined, but the pages are not.
@@ -11,22 +15,28 @@ pages of a staged context. If the sender fails, its leases may have to be quaran
 This file has no threads and no clock, and accesses no memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+import numpy as np
 
 from hotset.base.errors import ConfigError
 from hotset.base.units import MIB, ceil_div, show_bytes
 from hotset.handoff import messages as msg
-from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, overlaps, row_bytes
-from hotset.handoff.messages import HandoffId, HandoffKey, Hello, MemoryRange, Store
+from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, merged, overlaps, pages_for, row_bytes
+from hotset.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Route, Store
 from hotset.memory.ring import Ring
+from hotset.transfer.api import MemoryKind, Writes
 
 # A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
 # two additional copies of each byte. Up to MAX_DIRECT_WRITES writes are fast enough at any size.
 SMALL_WRITE_BYTES = 16 << 10
 MAX_DIRECT_WRITES = 64
+# Bytes per second that are packed and unpacked. With the measured cost of a write, they replace SMALL_WRITE_BYTES.
+HOST_COPY_SPEED, DEVICE_COPY_SPEED = 2e9, 500e9
 
+SOURCE = "host"  # the store of a prefill worker; a piece from its device pool has the same layout
 RING_PIECES = 4  # number of pieces that fit into a ring, and of a sender's buffers
 ALIGN = 256  # alignment of leases in bytes, and so of packed pieces
 
@@ -61,6 +71,39 @@ def _blocks(source: tuple[msg.RowSlices, ...], target: tuple[msg.RowSlices, ...]
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PieceLayout:
+    """Where the parts of a packed piece begin, in bytes from its beginning."""
+
+    blocks: tuple[tuple[int, int, Block], ...]  # offset, length, block
+    keys: int
+    nbytes: int
+
+
+def piece_layout(source: Store, target: Store, rows: int) -> PieceLayout:
+    """Returns the layout of a piece of this many rows."""
+    layers, offset, placed = len(source.shards[0].span.bases), 0, []
+    for block in blocks(source, target):
+        nbytes = rows * layers * block.row_bytes
+        placed.append((offset, nbytes, block))
+        offset += nbytes
+    return PieceLayout(tuple(placed), keys=offset, nbytes=rows * packed_row_bytes(source, target))
+
+
+def piece_writes(source: Store, target: Store, rows: int, source_offset: int, target_offset: int) -> Writes:
+    """Plans the writes of a piece from the source's staging memory to the target's, at these offsets."""
+    layout = piece_layout(source, target, rows)
+    parts = [(offset, nbytes, block.source, block.targets) for offset, nbytes, block in layout.blocks]
+    if layout.keys < layout.nbytes:
+        parts.append((layout.keys, layout.nbytes - layout.keys, 0, tuple(range(len(target.all_keys)))))
+    writes = [
+        (source.staging[shard].address + source_offset + offset, ring + target_offset + offset, nbytes)
+        for offset, nbytes, shard, targets in parts
+        for ring in {target.staging[number].address for number in targets}
+    ]
+    return np.array(merged(sorted(writes, key=lambda write: write[1])), np.int64)
+
+
 def packed_row_bytes(source: Store, target: Store) -> int:
     """Returns the packed bytes of one position of a context: its row in every layer, and its index keys."""
     layers = len(source.shards[0].span.bases)
@@ -75,17 +118,35 @@ def piece_rows(source: Store, target: Store, ring_bytes: int, buffer_bytes: int)
 
 
 def should_stage(
-    source: Store, target: Store, request: msg.HandoffRequest, max_direct_writes: int = MAX_DIRECT_WRITES
+    source: Store,
+    target: Store,
+    request: msg.HandoffRequest,
+    max_direct_writes: int = MAX_DIRECT_WRITES,
+    *,
+    route: Route | None = None,
+    run_pages: int | None = None,
 ) -> bool:
-    """Returns whether direct writes of the context would be many and small, even with consecutive source pages."""
-    pages, last = landing_pages(request, target), len(request.prompt)
-    count, rows = count_writes(source, target, pages.rows, pages.keys, request.first, last), last - request.first
-    return count > max_direct_writes and rows * packed_row_bytes(source, target) < count * SMALL_WRITE_BYTES
+    """Returns whether direct writes of the context would be many and small. `route` is the measured one between the two
+    stores. The pages of the source are not known yet: they are expected in runs of `run_pages` consecutive pages or, if
+    that is None, in one run."""
+    last, pages = len(request.prompt), landing_pages(request, target)
+    spans = [source.shards[0].span, *([] if source.keys is None else [source.keys])]
+    numbers = range(max(pages_for(span, last) for span in spans))
+    expected = tuple(number + (number // run_pages if run_pages else 0) for number in numbers)
+    count = count_writes(source, ContextPages(expected, expected), target, pages, request.first, last)
+    small_bytes = SMALL_WRITE_BYTES
+    if route is not None:
+        on_device = MemoryKind.DEVICE.value in (source.memory, target.memory)
+        speed = DEVICE_COPY_SPEED if on_device else HOST_COPY_SPEED
+        small_bytes = max(SMALL_WRITE_BYTES, int(route.seconds_per_write * speed))
+    nbytes = (last - request.first) * packed_row_bytes(source, target)
+    return count > max_direct_writes and nbytes < count * small_bytes
 
 
-def can_pack(store: Store) -> bool:
-    """Returns whether pages of this store can be packed: the rows of a page must be contiguous in each layer."""
-    return all(len(shard.span.bases[0]) == 1 for shard in store.shards)
+def can_stage(store: Store) -> bool:
+    """Returns whether contexts can be staged from or to this store: it has staging memory, and the rows of a page are
+    contiguous in each layer."""
+    return bool(store.staging) and all(len(shard.span.bases[0]) == 1 for shard in store.shards)
 
 
 def check_staging(nbytes: int, store: Store) -> None:
@@ -101,12 +162,6 @@ def check_staging(nbytes: int, store: Store) -> None:
         )
 
 
-def split_into_buffers(memory: MemoryRange) -> tuple[MemoryRange, ...]:
-    """Divides a sender's staging memory into RING_PIECES buffers of equal size."""
-    nbytes = memory.nbytes // RING_PIECES // ALIGN * ALIGN
-    return tuple(MemoryRange(memory.address + number * nbytes, nbytes) for number in range(RING_PIECES))
-
-
 @dataclass(slots=True)
 class _BufferUse:
     handoff: HandoffId
@@ -114,14 +169,15 @@ class _BufferUse:
 
 
 class SenderBuffers:
-    """The sender's buffers, shared by all its handoffs.
+    """The sender's buffers, shared by all its handoffs: RING_PIECES equal parts of its staging memory.
 
     A buffer is free again when the write from it has ended in any state. If the state is unknown, the transfer engine
     may still copy from the buffer, but only into a quarantined lease, which is never unpacked.
     """
 
-    def __init__(self, buffers: Sequence[MemoryRange]) -> None:
-        self.buffers = tuple(buffers)
+    def __init__(self, staging_bytes: int) -> None:
+        """With a size of 0 there are no buffers, and nothing can be staged."""
+        self.nbytes = staging_bytes // RING_PIECES // ALIGN * ALIGN  # of each buffer
         self._uses: dict[int, _BufferUse] = {}
 
     @property
@@ -129,12 +185,12 @@ class SenderBuffers:
         """Returns the handoff that uses each buffer, by the buffer's number."""
         return {number: use.handoff for number, use in self._uses.items()}
 
-    def acquire(self, handoff: HandoffId) -> MemoryRange | None:
-        """Returns a free buffer, which then belongs to `handoff`, or None if all are in use."""
-        for number, buffer in enumerate(self.buffers):
+    def acquire(self, handoff: HandoffId) -> int | None:
+        """Returns the offset of a free buffer, which then belongs to `handoff`, or None if all are in use."""
+        for number in range(RING_PIECES):
             if number not in self._uses:
                 self._uses[number] = _BufferUse(handoff)
-                return buffer
+                return number * self.nbytes
         return None
 
     def on_submitted(self, handoff: HandoffId, ticket: int) -> None:
@@ -166,36 +222,27 @@ class _StagedContext:
     stopping: bool = False  # no further lease is granted
     quarantined: list[int] = field(default_factory=list)  # numbers of the leases in quarantine
 
-    def packed_piece(self, piece: int, address: int) -> msg.PackedPiece:
+    def packed_piece(self, piece: int, offset: int) -> msg.PackedPiece:
         first, last = self.pieces[piece]
         pages = landing_pages(self.request, self.target)
-        return msg.PackedPiece(
-            source=self.source,
-            target=self.target,
-            row_pages=pages.rows,
-            key_pages=pages.keys,
-            first=first,
-            last=last,
-            address=address,
-        )
+        return msg.PackedPiece(self.source, self.target, pages, first, last, offset)
 
 
 class ReceiverStaging:
     """The ring, and all staged contexts that land in this worker. Only the receiver changes it."""
 
-    def __init__(self, memory: MemoryRange, stores: Mapping[msg.StoreName, Store]) -> None:
-        """`memory` is the memory of the ring. `stores` are those into which this process can unpack."""
-        self.ring = Ring(memory.nbytes)
-        self._memory, self._stores = memory, dict(stores)
+    def __init__(self, stores: Mapping[msg.StoreName, Store]) -> None:
+        """At least one of the stores has staging memory."""
+        self._stores = {name: store for name, store in stores.items() if can_stage(store)}
+        self.ring = Ring(next(store.staging[0].nbytes for store in stores.values() if store.staging))
         self._contexts: dict[HandoffKey, _StagedContext] = {}
 
     def begin(self, peer: str, hello: Hello, request: msg.HandoffRequest, piece_bytes: int) -> bool:
         """Begins a staged context. Returns False if it cannot be staged, for example because too much of the ring is
         in quarantine."""
-        target = self._stores.get(request.landing)
-        if target is None or len(hello.stores) != 1 or not self.ring.fits(piece_bytes):
+        source, target = hello.stores.get(SOURCE), self._stores.get(request.landing)
+        if source is None or target is None or not self.ring.fits(piece_bytes):
             return False
-        (source,) = hello.stores.values()
         self._contexts[request.key] = _StagedContext(peer, request, source, target, piece_bytes)
         return True
 
@@ -238,7 +285,7 @@ class ReceiverStaging:
         if lease is None or lease.number != written.lease:
             return None
         context.unpacking.add(written.piece)
-        return context.packed_piece(written.piece, self._memory.address + lease.first)
+        return context.packed_piece(written.piece, lease.first)
 
     def on_unpacked(self, key: HandoffKey, piece: int) -> None:
         """Ends the lease of a piece that is in its pages. Ignores a piece whose lease was freed before."""

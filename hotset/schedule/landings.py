@@ -18,7 +18,7 @@ from hotset.schedule.plan import (
     Withdrawal,
 )
 from hotset.schedule.request import Phase, Request
-from hotset.tiers.residence import PageUse
+from hotset.tiers.residence import PageUse, Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,12 @@ class Announcements:
         page_rows = self._geometry.page_rows
         last = request.num_scheduled if whole else request.num_scheduled - request.num_scheduled % page_rows
         if last > request.num_announced:
-            pages = request.holding.pages[PageUse.HOST][: self._geometry.row_pages(last)]
-            self._pending.append(RowsWritten(request.request_id, request.num_announced, last, tuple(pages)))
+            holding, num_pages = request.holding, self._geometry.row_pages(last)
+            on_device = None
+            if request.stays_on_device and holding.residence is Residence.RESIDENT:
+                on_device = tuple(holding.pages[PageUse.ROWS][:num_pages]), tuple(holding.pages[PageUse.KEYS])
+            pages = tuple(holding.pages[PageUse.HOST][:num_pages])
+            self._pending.append(RowsWritten(request.request_id, request.num_announced, last, pages, on_device))
             request.num_announced = last
 
     def announce_first_token(self, request: Request, token: int, alternatives: Alternatives | None) -> None:

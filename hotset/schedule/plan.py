@@ -58,13 +58,15 @@ class RowsWritten:
     """Announces that rows and index keys [first, last) of a prompt computed for a peer are on the host.
 
     This is true once the plan that carries the announcement has been executed. `pages` are the host pages of rows
-    [0, last).
+    [0, last). If the rows also stay on the device until the request is dropped, `device_pages` are the pages of rows
+    and of index keys there.
     """
 
     request_id: str
     first: int
     last: int
     pages: tuple[int, ...]
+    device_pages: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,14 @@ class Queues:
         return [request.holding.residence for request in self.running].count(residence)
 
     def audit(self, requests: Iterable[Request]) -> None:
-        """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat. Only
-        running requests have pending changes."""
+        """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat. A
+        prompt that is being handed over needs none. Only running requests have pending changes."""
         assert set(self.pending) <= set(self.running), "a request that does not run has a pending change"
         seats = list(self.free_seats)
         for request in requests:
             residence = request.holding.residence
             seated = residence not in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
+            seated &= request.phase is not Phase.HANDOFF
             assert seated == (request.seat is not None), (
                 f"{request.request_id} is {residence.value} on seat {request.seat}"
             )

@@ -76,6 +76,7 @@ class Request:
         "settled_in_flight",
         "settled_scheduled",
         "settled_unsampled",
+        "stays_on_device",
         "steady_since",
         "tiers",
         "tokens",
@@ -92,12 +93,14 @@ class Request:
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
         for_peer: bool = False,
+        stays_on_device: bool = False,
     ) -> None:
         """`max_length` is the maximal number of tokens of prompt and answer together.
 
         `prefill_at` is the control address of the prefill worker that computes the prompt, or None. `landing`
         restricts where its KV lands. `for_peer` marks a prompt that is computed for a decode worker, which needs only
-        the KV of the prompt and the first token of the answer.
+        the KV of the prompt and the first token of the answer. `stays_on_device` means that the peer reads this KV
+        from the device, if the prompt is resident there.
         """
         if not 0 < len(prompt) < max_length:
             raise InternalError(f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}")
@@ -108,7 +111,7 @@ class Request:
         self.prefill_at = prefill_at
         self.landing = landing
         self.attempt = 1  # number of the current attempt to have a prefill worker compute the prompt
-        self.for_peer = for_peer
+        self.for_peer, self.stays_on_device = for_peer, stays_on_device
         self.num_announced = 0  # announcements to the peer cover rows [0, num_announced)
         self.tokens = list(prompt.token_ids)  # the prompt and the committed part of the answer
         self.phase = Phase.WAITING

@@ -412,11 +412,14 @@ class Scheduler:
             self._end(request, "length")
 
     def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None) -> None:
-        """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent.
+        """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent. If
+        they are read from the device, the prompt is not parked.
 
         `failure` says why no first token could be sampled. The peer gets this reason instead of a token.
         """
-        self._next_plan.commands += self._ledger.park(request.holding, request.num_scheduled)
+        stays = request.stays_on_device and request.holding.residence is Residence.RESIDENT
+        store = self._ledger.flush if stays else self._ledger.park
+        self._next_plan.commands += store(request.holding, request.num_scheduled)
         self._queues.stop(request, Phase.HANDOFF)
         self._announcements.announce_rows(request, whole=True)
         if failure is None:

@@ -237,6 +237,12 @@ class Ledger:
         self._update_capacity(holding)
         return [Flush(holding.seat, length)]
 
+    def flush(self, holding: Holding, length: int) -> list[Command]:
+        """Completes the copy of a resident context of `length` rows on the host. It needs no seat afterwards."""
+        if holding.residence is not Residence.RESIDENT:
+            raise InternalError(f"a context that is {holding.residence.value} is flushed")
+        return [Flush(holding.seat, length)]
+
     def resume(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
         """Gives a parked context of `length` rows a seat again, and pages for `tokens` rows."""
         if not self.fits(self.pages_needed(holding, to, tokens)):

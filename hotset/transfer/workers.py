@@ -29,8 +29,10 @@ from hotset.transfer.api import DeviceEvent, Region, Throughput, Transfer, Write
 log = logging.getLogger(__name__)
 
 PROCESS_SHIFT = 52  # addresses of a process are smaller than 1 << PROCESS_SHIFT
+PROCESS_MASK = (1 << PROCESS_SHIFT) - 1  # the bits of an address within its process
 MAX_PROCESSES = 1 << (63 - PROCESS_SHIFT)  # of an engine; addresses are computed in int64
 OPEN_S, CONNECT_S, CLOSE_S = 60.0, 60.0, 15.0  # limits for a worker's answer
+COPY_THREADS = 2  # of a worker
 POLL_S = 0.0005  # interval at which a worker checks its lists of writes
 WORST_FIRST = (WriteState.FAILED_UNKNOWN, WriteState.FAILED_QUIESCED, WriteState.DONE)
 
@@ -40,7 +42,7 @@ def engine_address(process: int, address: int) -> int:
 
 
 def process_and_address(engine_address: int) -> tuple[int, int]:
-    return engine_address >> PROCESS_SHIFT, engine_address & (1 << PROCESS_SHIFT) - 1
+    return engine_address >> PROCESS_SHIFT, engine_address & PROCESS_MASK
 
 
 class WorkerTransfers:
@@ -85,7 +87,7 @@ class WorkerTransfers:
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         ends = writes[:, :2] >> PROCESS_SHIFT  # [writes, 2]: process of this engine, process of the peer
         local_writes = writes.copy()
-        local_writes[:, :2] &= (1 << PROCESS_SHIFT) - 1
+        local_writes[:, :2] &= PROCESS_MASK
         pairs = ends[:, 0] * MAX_PROCESSES + ends[:, 1]
         lists: list[tuple[Transfer, WriteTicket]] = []
         for pair in np.unique(pairs).tolist():
@@ -120,7 +122,7 @@ def _name(peer: str, process: int) -> str:
 @dataclass(frozen=True, slots=True)
 class _Call:
     number: int
-    method: str  # 'open', or a method of an endpoint
+    method: str  # 'open', 'copy', or a method of an endpoint
     arguments: tuple[Any, ...]
 
 
@@ -282,10 +284,13 @@ class _Served:
     submitted: list[tuple[_Call, Transfer, WriteTicket]] = field(default_factory=list)
 
 
-def serve_transfers(connection: Messages, open_endpoint: Callable[[], Transfer]) -> None:
+def serve_transfers(
+    connection: Messages, open_endpoint: Callable[[], Transfer], copy: Callable[..., None] | None = None
+) -> None:
     """Opens, uses and closes endpoints as the engine commands, until it closes the connection or ends.
 
-    `open_endpoint` opens an endpoint and registers the memory of this process with it.
+    `open_endpoint` opens an endpoint and registers the memory of this process with it. `copy` copies within this
+    memory, with the arguments of the engine's call.
     """
     served, numbers = _Served(), itertools.count()
     sending = threading.Lock()
@@ -316,6 +321,10 @@ def serve_transfers(connection: Messages, open_endpoint: Callable[[], Transfer])
                     with changed:
                         endpoint = served.open.pop(call.arguments[0])
                     reply(call, endpoint.close())
+                case "copy":
+                    assert copy is not None
+                    copy(*call.arguments)
+                    reply(call, None)
         except Exception as error:
             reply(call, error)
 
@@ -338,6 +347,7 @@ def serve_transfers(connection: Messages, open_endpoint: Callable[[], Transfer])
                 time.sleep(POLL_S)
 
     threading.Thread(target=poll, name="transfer polls", daemon=True).start()
+    copies = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="transfer copy")
     try:
         while (call := connection.recv()) is not None:
             if call.method == "forget" and (endpoint := served.open.get(call.arguments[0])) is not None:
@@ -352,6 +362,8 @@ def serve_transfers(connection: Messages, open_endpoint: Callable[[], Transfer])
                 with changed:
                     served.submitted.append((call, endpoint, endpoint.submit(peer, writes)))
                     changed.notify()
+            elif call.method == "copy":
+                copies.submit(run, call)
             else:
                 threading.Thread(target=run, args=(call,), name=f"transfer {call.method}", daemon=True).start()
     except (EOFError, OSError):
@@ -360,6 +372,7 @@ def serve_transfers(connection: Messages, open_endpoint: Callable[[], Transfer])
         with changed:
             ended = True
             changed.notify()
+        copies.shutdown(cancel_futures=True)
         for endpoint in served.open.values():
             endpoint.close()
         connection.close()

@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+
+from hotset.engine import build, stores
+from hotset.engine.handoffs import unmeasured_landing_policy
+from hotset.transfer.api import MemoryKind
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,3 +26,12 @@ def fast_process_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", get_context)
         yield
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes engines treat their device pools, which are in memory of the CPU, as memory of a GPU in handoffs."""
+    monkeypatch.setattr(stores, "memory_kind", lambda pool: MemoryKind.DEVICE)
+    monkeypatch.setattr(
+        build, "unmeasured_landing_policy", lambda config, _: unmeasured_landing_policy(config, torch.device("cuda"))
+    )

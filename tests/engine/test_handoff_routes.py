@@ -1,7 +1,6 @@
 """Where contexts land depends on the measured routes. The GPU is simulated: its memory is that of the CPU, and the
 loopback transfer engine gives each pair of memories a speed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ from engine.handoff_pair import SAMPLED, Pair, Prompts, answers_alone, decoder_o
 from loopback import Hub
 
 from hotset.base.config import EngineConfig
-from hotset.engine import build, stores
 from hotset.engine.handoffs import unmeasured_landing_policy
 from hotset.engine.stores import landing_policy
+from hotset.handoff import sender
 from hotset.handoff.messages import Route
 from hotset.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
@@ -26,9 +25,11 @@ UNMEASURED_GPU = unmeasured_landing_policy(EngineConfig(role="decode"), torch.de
 ON_HOST, ON_DEVICE = LandingPolicy(keys_on_host=True, prefer_host=True), LandingPolicy()
 
 
-def routes(host: float, device: float | None, per_write: float = 0.0) -> tuple[Route, ...]:
-    measured = [Route("host", "host", host, per_write), Route("device", "device", 815.0, per_write)]
-    return (*measured, *([] if device is None else [Route("host", "device", device, per_write)]))
+def routes(
+    host: float, device: float | None, per_write: float = 0.0, device_to_device: float | None = None
+) -> tuple[Route, ...]:
+    speeds = {("host", "host"): host, ("host", "device"): device, ("device", "device"): device_to_device}
+    return tuple(Route(*ends, speed, per_write) for ends, speed in speeds.items() if speed is not None)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ def routes(host: float, device: float | None, per_write: float = 0.0) -> tuple[R
     [
         (routes(4.4, 0.4), UNMEASURED_GPU, ON_HOST),
         (routes(4.4, None), UNMEASURED_GPU, ON_HOST),
+        (routes(4.4, 0.4, device_to_device=815.0), UNMEASURED_GPU, LandingPolicy(keys_on_host=True)),
+        (routes(4.4, 0.4, device_to_device=3.0), UNMEASURED_GPU, ON_HOST),
         (routes(20.0, 19.0), UNMEASURED_GPU, ON_DEVICE),
         (routes(20.0, 19.0, 2 * EXPENSIVE_WRITE_SECONDS), UNMEASURED_GPU, LandingPolicy(keys_on_host=True)),
         ((), UNMEASURED_GPU, UNMEASURED_GPU),
@@ -43,7 +46,18 @@ def routes(host: float, device: float | None, per_write: float = 0.0) -> tuple[R
         (routes(2.0, None), LAND_ANYWHERE, LAND_ANYWHERE),
         (routes(2.0, None, 2 * EXPENSIVE_WRITE_SECONDS), LAND_ANYWHERE, LandingPolicy(keys_on_host=True)),
     ],
-    ids=["slow", "none", "fast", "dear writes", "unmeasured", "several workers", "CPU", "CPU, dear writes"],
+    ids=[
+        "slow",
+        "none",
+        "same GPU",
+        "slow GPU",
+        "fast",
+        "dear writes",
+        "unmeasured",
+        "several workers",
+        "CPU",
+        "CPU, dear writes",
+    ],
 )
 def test_contexts_land_on_the_device_only_if_its_route_is_as_fast_as_that_to_the_host(
     measured: tuple[Route, ...], default: LandingPolicy, expected: LandingPolicy
@@ -51,44 +65,55 @@ def test_contexts_land_on_the_device_only_if_its_route_is_as_fast_as_that_to_the
     assert landing_policy(measured, default) == expected
 
 
-@pytest.fixture
-def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stores, "memory_kind", lambda pool: DEVICE)
-    monkeypatch.setattr(
-        build, "unmeasured_landing_policy", lambda config, _: unmeasured_landing_policy(config, torch.device("cuda"))
-    )
-    yield
-
-
-def open_pair(speeds: dict[tuple[MemoryKind, MemoryKind], float]) -> tuple[Hub, Pair]:
+def open_pair(speeds: dict[tuple[MemoryKind, MemoryKind], float], **settings: Any) -> tuple[Hub, Pair]:
     hub = Hub(threaded=True)
     hub.speeds = speeds
-    prefill, decode = (make(decoder_of("dsa"), hub, role=role, **SIZES) for role in ("prefill", "decode"))
+    prefill, decode = (make(decoder_of("dsa"), hub, role=role, **SIZES, **settings) for role in ("prefill", "decode"))
     return hub, Pair(prefill, decode)
 
 
-@pytest.mark.parametrize(("into_device", "landings"), [(0.05e9, {"host"}), (2e9, {"device", "host, keys on device"})])
+@pytest.mark.parametrize(
+    ("into_device", "between_devices", "landings", "routes_used", "staging_mib"),
+    [
+        (0.05e9, 0.05e9, {"host"}, {(HOST, HOST)}, 0),
+        (2e9, 0.05e9, {"device", "host, keys on device"}, {(HOST, DEVICE), (HOST, HOST)}, 0),
+        (0.05e9, 4e9, {"device", "host"}, {(DEVICE, DEVICE), (HOST, HOST)}, 0),
+        (0.05e9, 4e9, {"device", "host"}, {(DEVICE, DEVICE), (HOST, HOST)}, 1),
+    ],
+    ids=["host", "host to device", "device to device", "device to device, staged"],
+)
 def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of_one_engine(
-    simulated_gpu: None, into_device: float, landings: set[str]
+    simulated_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    into_device: float,
+    between_devices: float,
+    landings: set[str],
+    routes_used: set[tuple[MemoryKind, MemoryKind]],
+    staging_mib: int,
 ) -> None:
     """The first contexts land on the host, because nothing is measured yet. `landing="host"` of a request concerns its
-    rows, and its index keys still follow the faster route."""
-    speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 4e9}
-    hub, workers = open_pair(speeds)
+    rows, and its index keys still follow the faster route. Contexts of two devices are read from the device."""
+    monkeypatch.setattr(sender, "should_stage", lambda *_, **__: True)  # if there is staging memory
+    speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9}
+    speeds[DEVICE, DEVICE] = between_devices
+    hub, workers = open_pair(speeds, staging_mib=staging_mib)
     token_ids, expected = PROMPTS.token_ids(decoder_of("dsa")), answers_alone("dsa", PROMPTS, SAMPLED, **SIZES)
     try:
         assert workers.answers(token_ids, SAMPLED, "auto") == expected
         assert {request.landing for request in workers.comparer.requests.values()} == {"host"}
         workers.comparer.requests.clear()
+        hub.route_bytes.clear()
         assert workers.answers(token_ids, SAMPLED, "auto") == expected
         assert workers.answers(token_ids, SAMPLED, "host") == expected
         assert {request.landing for request in workers.comparer.requests.values()} == landings
+        assert {*hub.route_bytes} == routes_used
         assert workers.comparer.num_compared == 3 * len(token_ids), "landed bytes were not compared"
         for engine, peer in ((workers.prefill, workers.decode), (workers.decode, workers.prefill)):
             handoff = engine.stats().handoff
             assert handoff is not None and peer.card.control is not None
             ends = {(route.source, route.target) for route in handoff.routes[peer.card.control]}
             assert ends == {(source.value, target.value) for source, target in speeds}
+            assert (handoff.num_pieces > 0) == bool(staging_mib)
     finally:
         workers.close()
         hub.close()

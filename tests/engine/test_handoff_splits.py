@@ -21,9 +21,10 @@ from hotset.engine.core import Engine
 from hotset.engine.sizing import kv_budget
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
-from hotset.transfer.api import Transfer
+from hotset.transfer.api import MemoryKind, Transfer
 from hotset.transfer.engines import open_transfer
 
+HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 SEED = 5
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 31, 33, 48)  # prompt lengths at and near the boundaries of pages and chunks
@@ -83,11 +84,18 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
 
 @contextmanager
 def pair(
-    model: str, sender: str, receiver: str, transfer_name: str, *further_senders: str, nodes: int = 0, **settings: Any
+    model: str,
+    sender: str,
+    receiver: str,
+    transfer_name: str,
+    *further_senders: str,
+    nodes: int = 0,
+    hub: Hub | None = None,
+    **settings: Any,
 ) -> Iterator[Pair]:
     """Yields prefill workers (parallelism `sender` and `further_senders`) and a decode worker (`receiver`). `settings`
     apply to the decode worker. `nodes` is the argument of `split_engine`."""
-    hub = Hub(threaded=True)
+    hub = hub or Hub(threaded=True)
 
     def transfer() -> Transfer:
         return Loopback(hub) if transfer_name == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
@@ -154,3 +162,29 @@ def test_a_decode_engine_receives_from_prefill_engines_with_different_tensor_par
         assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process(model)
         (further_comparer,) = workers.further_comparers
         assert (workers.comparer.num_compared, further_comparer.num_compared) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "sender", "receiver"),
+    [
+        ("llama", "TP2", "TP4"),
+        pytest.param("llama", "TP4", "TP1", marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", "TP4", "DP4", marks=pytest.mark.slow),
+    ],
+)
+def test_contexts_in_memory_of_gpus_are_packed_there_and_land_there(
+    simulated_gpu: None, model: str, sender: str, receiver: str
+) -> None:
+    """Each rank packs its rows in its own memory, and each rank of the decode worker unpacks what is for it. The first
+    contexts land on the host, because no route is measured yet."""
+    hub = Hub(threaded=True)
+    hub.speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): 0.05e9, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 20e9}
+    with pair(model, sender, receiver, "loopback", hub=hub) as workers:
+        assert workers.answers(prompts(), PARAMS, "auto", salt="host") == answers_of_one_process(model)
+        hub.route_bytes.clear()
+        num_pieces = workers.prefill.stats().handoff.num_pieces
+        assert workers.answers(prompts(), PARAMS, "auto", salt="device") == answers_of_one_process(model)
+        assert {*hub.route_bytes} == {(DEVICE, DEVICE)}
+        assert workers.comparer.num_compared == 2 * len(LENGTHS)
+        if model == "llama":
+            assert workers.prefill.stats().handoff.num_pieces >= num_pieces + len(LENGTHS) - 2, "nothing was staged"

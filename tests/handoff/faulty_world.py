@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.deliveries import PIECE_TIMEOUTS
+from hotset.handoff.deliveries import PIECE_TIMEOUTS, Sources
 from hotset.handoff.layout import check_peers, head_shards, pages_before, pages_for
 from hotset.handoff.messages import (
     Fetch,
@@ -54,7 +54,7 @@ from hotset.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.handoff.packing import pack, unpack
 from hotset.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staging import ReceiverStaging, split_into_buffers
+from hotset.handoff.staging import ReceiverStaging
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, WriteState, WriteTicket
 
@@ -360,11 +360,14 @@ class Worker(ABC):
         arena = Arena()
         self.memories = self.make_memories(arena)
         staging = arena.allocate(STAGING_BYTES)  # the ring of a receiver, or the buffers of a sender
-        self.staging_range = MemoryRange(staging.ctypes.data, staging.nbytes)
+        staging_range = MemoryRange(staging.ctypes.data, staging.nbytes)
         self.blocks = [staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]
         self.transfer = self.open_endpoint()
-        stores = {name: memory.store for name, memory in zip(self.store_names, self.memories, strict=True)}
-        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe(), self.staging_range)
+        stores = {
+            name: replace(memory.store, staging=(staging_range,) * len(memory.store.shards))
+            for name, memory in zip(self.store_names, self.memories, strict=True)
+        }
+        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe())
         self.hello = replace(self.hello, process=ProcessIdentity("boot", "namespace", self.incarnation + 1, 0))
 
     def open_endpoint(self) -> Loopback:
@@ -436,7 +439,7 @@ class DecodeWorker(Worker):
 
     def start(self) -> None:
         super().start()
-        self.ring = ReceiverStaging(self.staging_range, self.hello.stores)
+        self.ring = ReceiverStaging(self.hello.stores)
         self.machine = Receiver(scaled(RECEIVER_TIMEOUTS, TIMEOUT_SCALE), self.ring)
         self.request_ids = itertools.count()  # each incarnation begins at 0 again
         # Requests that wait for pages or a prefill worker: key, token ids, and number of further attempts allowed.
@@ -623,11 +626,10 @@ class PrefillWorker(Worker):
     def start(self) -> None:
         super().start()
         self.machine = Sender(
-            self.memories[0].store,
+            Sources(self.hello.stores["host"]),
             scaled(SENDER_TIMEOUTS, TIMEOUT_SCALE),
             write_limit=3.0,
             tombstone_limit=20.0,
-            buffers=split_into_buffers(self.staging_range),
             max_direct_writes=20,
             piece_timeouts=scaled(PIECE_TIMEOUTS, TIMEOUT_SCALE / 4),
         )

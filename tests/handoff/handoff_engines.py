@@ -23,6 +23,7 @@ from hotset.handoff import outgoing, receiver
 from hotset.handoff.agent import HandoffAgent
 from hotset.handoff.channel import Channel
 from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.layout import head_shards
 from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
@@ -175,6 +176,10 @@ class StoppableClock:
         self._lag -= seconds
 
 
+def staged(store: Store, staging: "StagingMemory | None") -> Store:
+    return store if staging is None else staging.beside(store)
+
+
 class _Engine(ABC):
     """The common part of both engines: an agent, memory, and a thread that handles the events of the agent."""
 
@@ -192,11 +197,10 @@ class _Engine(ABC):
         writers: tuple[ProcessIdentity, ...] = (),
     ) -> None:
         self.machine, self.memory, self._staging, self._open_transfer = machine, memory, staging, open_transfer
-        is_decode, store = isinstance(machine, Receiver), {"host": memory.store}
+        is_decode, store = isinstance(machine, Receiver), {"host": staged(memory.store, staging)}
         self.transfer: Any = Endpoints(self._open_endpoint) if is_decode else self._open_endpoint()
-        ring = staging.memory_range if staging is not None and is_decode else None
         description = b"" if is_decode else self.transfer.describe()
-        hello = Hello(channel.address, model, store, self.transfer.name, description, ring, process, writers)
+        hello = Hello(channel.address, model, store, self.transfer.name, description, process, writers)
         self.address = channel.address
         self._event_ready = threading.Event()
         role: Any = DecodeAgent if is_decode else PrefillAgent
@@ -267,7 +271,7 @@ class DecodeEngine(_Engine):
         self.lost_peers: list[str] = []
         self._requests: dict[HandoffKey, HandoffRequest] = {}
         self._lock = threading.Lock()
-        self.ring = None if staging is None else ReceiverStaging(staging.memory_range, {"host": memory.store})
+        self.ring = None if staging is None else ReceiverStaging({"host": staging.beside(memory.store)})
         machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
         super().__init__(machine, memory, channel, open_transfer, staging=staging, **options)
 
@@ -402,10 +406,8 @@ class PrefillEngine(_Engine):
         self.held: dict[tuple[str, HandoffKey], list[int]] = {}
         self.started: list[HandoffKey] = []  # one entry for each StartPrefill
         self._stream: DeviceEvent | None = None  # the newest event of the simulated stream
-        buffers = () if staging is None else staging.sender_buffers
-        machine = Sender(
-            memory.store, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale, buffers=buffers
-        )
+        sources = Sources(staged(memory.store, staging))
+        machine = Sender(sources, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale)
         super().__init__(machine, memory, channel, open_transfer, staging=staging, **options)
 
     def handle_event(self, event: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from sharded_memory import ShardedMemory
 
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.layout import check_peers, landing_pages, pages_before, pages_for
 from hotset.handoff.messages import (
     Fetch,
@@ -72,8 +73,9 @@ class PrefillWorker:
         self.name = name
         self.memory = ShardedMemory(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
         self.staging = StagingMemory(staging_bytes)
-        self.sender = Sender(self.memory.store, buffers=self.staging.sender_buffers)
-        self.hello = Hello(name, MODEL, {"host": self.memory.store}, "loopback", b"")
+        store = self.staging.beside(self.memory.store)
+        self.sender = Sender(Sources(store))
+        self.hello = Hello(name, MODEL, {"host": store}, "loopback", b"")
         self.contexts: dict[HandoffKey, Context] = {}
         self.released: list[HandoffKey] = []  # one entry for each ReleasePages
         self.pages = PageAllocator(200)
@@ -95,10 +97,10 @@ class World:
         self.memory = ShardedMemory(ranks, HEADS, page_rows=8, pages=400)
         self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + 2 * 5
         self.ring_memory = StagingMemory(ring_bytes)
-        stores = {"host": self.memory.store}
-        self.staging = ReceiverStaging(self.ring_memory.memory_range, stores)
+        stores = {"host": self.ring_memory.beside(self.memory.store)}
+        self.staging = ReceiverStaging(stores)
         self.receiver = Receiver(staging=self.staging)
-        self.hello = Hello(DECODE, MODEL, stores, "loopback", b"", self.ring_memory.memory_range)
+        self.hello = Hello(DECODE, MODEL, stores, "loopback", b"")
         self.prefills = {
             f"prefill:{number}": PrefillWorker(f"prefill:{number}", ranks, 8192)
             for number, ranks in enumerate(prefills, 1)

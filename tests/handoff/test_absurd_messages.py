@@ -1,5 +1,6 @@
 """Property tests: an agent survives every sequence of messages that the codec accepts, including absurd ones."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.agent import HandoffAgent, HandoffEvent
 from hotset.handoff.codec import Codec
 from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
@@ -86,17 +88,23 @@ spans = st.builds(
 slices = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
 slices_of_a_row = st.lists(st.tuples(st.integers(0, ROW_BYTES), st.integers(0, ROW_BYTES)), max_size=3).map(tuple)
 memory = Memory(8, PAGE_ROWS)
-rings = st.none() | st.builds(MemoryRange, numbers, numbers) | st.just(MemoryRange(memory.buffer.ctypes.data, 1 << 12))
+rings = st.builds(MemoryRange, numbers, numbers) | st.just(MemoryRange(memory.buffer.ctypes.data, 1 << 12))
 # Two shards of half a row each. Both are at the same addresses, but no test reads or writes there.
 half_row_store = Store(
     tuple(Shard(memory.store.shards[0].span, ((first, ROW_BYTES // 2),)) for first in (0, ROW_BYTES // 2)),
     memory.store.keys,
 )
+
+
+def with_ring(store: Store, ring: MemoryRange | None) -> Store:
+    return replace(store, staging=() if ring is None else (ring,) * len(store.shards))
+
+
 valid_hellos = st.builds(
-    lambda peer, store, ring: Hello(peer, MODEL, {"host": store}, "loopback", b"", ring),
+    lambda peer, store, ring: Hello(peer, MODEL, {"host": with_ring(store, ring)}, "loopback", b""),
     st.sampled_from(PEERS),
     st.sampled_from([memory.store, half_row_store]),
-    rings,
+    st.none() | rings,
 )
 # Spans with a valid shape, but arbitrary addresses and distances between pages.
 addresses = st.integers(0, (1 << 63) - 1) | st.just(memory.buffer.ctypes.data)
@@ -118,11 +126,13 @@ arbitrary_hellos = st.builds(
             | (misplaced_spans | spans).map(whole_rows)
             | st.lists(st.builds(Shard, misplaced_spans | spans, slices | slices_of_a_row), max_size=3).map(tuple),
             st.just(memory.store.keys) | st.none() | spans,
+            st.just(()) | st.lists(spans, max_size=2).map(tuple),
+            st.sampled_from(["host", "device"]),
+            st.lists(rings, max_size=3).map(tuple),
         ),
     ),
     st.sampled_from(["loopback", "nixl"]),
     st.binary(max_size=4),
-    rings,
 )
 hellos = valid_hellos | arbitrary_hellos
 requests = st.builds(
@@ -169,8 +179,8 @@ def prefill_scripts(draw: st.DrawFn) -> list[Step]:
     """Draws messages to a prefill worker: first messages that let a handoff begin to write, then arbitrary ones."""
     peer, request = PEERS[0], draw(valid_requests)
     store = Store(draw(st.just(memory.store.shards) | misplaced_spans.map(whole_rows)), memory.store.keys)
-    ring = draw(rings)
-    first: list[Message] = [Hello(peer, MODEL, {"host": store}, "loopback", b"", ring), request]
+    store = with_ring(store, draw(st.none() | rings))
+    first: list[Message] = [Hello(peer, MODEL, {"host": store}, "loopback", b""), request]
     first.append(StartWrites(request.key, staged=draw(st.booleans())))
     first += [LeaseGranted(request.key, piece, piece, 256 * piece) for piece in range(draw(small_numbers))]
     return [*((peer, message, 0.1, False) for message in first), *draw(steps)]
@@ -232,8 +242,8 @@ def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: lis
 def test_a_decode_worker_survives_all_messages_and_every_fetch_ends_once(script: list[Step], peers: list[str]) -> None:
     channel, clock, endpoints = ScriptedChannel(), Clock(), Endpoints(partial(Loopback, Hub()))
     staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
-    hello = Hello(OWN_ADDRESS, MODEL, {"host": target.store}, "loopback", b"", staging.memory_range)
-    receiver = Receiver(staging=ReceiverStaging(staging.memory_range, hello.stores))
+    hello = Hello(OWN_ADDRESS, MODEL, {"host": staging.beside(target.store)}, "loopback", b"")
+    receiver = Receiver(staging=ReceiverStaging(hello.stores))
     agent = DecodeAgent(receiver, hello, channel, endpoints, wake=lambda: None, clock=clock)
     fetched = [HandoffKey(name, 0) for name in "rs"[: len(peers)]]
     for peer, key in zip(peers, fetched, strict=True):
@@ -269,9 +279,10 @@ def test_a_prefill_worker_survives_all_messages_and_releases_all_pages(script: l
     transfer.register(source.region)
     staging = StagingMemory(1 << 12)
     transfer.register(staging.region)
-    hello = Hello(OWN_ADDRESS, MODEL, {"host": source.store}, "loopback", b"")
+    store = staging.beside(source.store)
+    hello = Hello(OWN_ADDRESS, MODEL, {"host": store}, "loopback", b"")
     agent = PrefillAgent(
-        Sender(source.store, buffers=staging.sender_buffers, max_direct_writes=2),
+        Sender(Sources(store), max_direct_writes=2),
         hello,
         channel,
         transfer,

@@ -12,6 +12,7 @@ from loopback import Hub, Loopback
 
 from hotset.base.errors import EngineStopped, TransferError
 from hotset.handoff.channel import Channel
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.messages import FetchFailed, Hello, Landed, MessageReceived, Refused
 from hotset.handoff.prefill_agent import MAX_CONNECTING, MAX_HUNG_CONNECTS, STOPPING, PrefillAgent
 from hotset.handoff.sender import Sender
@@ -84,7 +85,7 @@ def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_pe
     transfer.may_fail = threading.Event()
     store = Memory(4, 8).store
     hello = Hello(channel.address, MODEL, {"host": store}, "loopback", b"")
-    agent = PrefillAgent(Sender(store), hello, channel, transfer, wake=lambda: None, clock=clock)
+    agent = PrefillAgent(Sender(Sources(store)), hello, channel, transfer, wake=lambda: None, clock=clock)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
     def deliver_hello(peer: str) -> None:

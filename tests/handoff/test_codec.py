@@ -73,7 +73,15 @@ MESSAGES: list[Message] = [
     Refused("the model's layers differ: 2 here, 3 there"),
     HandoffRequest(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3}), "ß"), "device", (0, 70_000), (1,), 64),
     replace(
-        HELLO, stores={"host 1": Store((Shard(SPAN, ((0, 8), (64, 8))),) * 2, None)}, ring=MemoryRange(1 << 46, 1 << 26)
+        HELLO,
+        stores={
+            "host 1": Store(
+                (Shard(SPAN, ((0, 8), (64, 8))),) * 2,
+                None,
+                memory="device",
+                staging=(MemoryRange(1 << 46, 1 << 26),) * 2,
+            )
+        },
     ),
     HandoffAccepted(KEY),
     HandoffAccepted(KEY, 1 << 20),
@@ -293,10 +301,17 @@ def test_a_span_beyond_the_address_range_raises_bad_message(changes: dict[str, A
             Codec().decode(Codec().encode(envelope(message)))
 
 
-@pytest.mark.parametrize("ring", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
-def test_a_ring_beyond_the_address_range_raises_bad_message(ring: MemoryRange) -> None:
+@pytest.mark.parametrize("staging", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
+def test_staging_memory_beyond_the_address_range_raises_bad_message(staging: MemoryRange) -> None:
+    stores = {"host": Store(whole_rows(SPAN), None, staging=(staging,))}
     with pytest.raises(BadMessage, match="out of range"):
-        Codec().decode(Codec().encode(envelope(replace(HELLO, ring=ring))))
+        Codec().decode(Codec().encode(envelope(replace(HELLO, stores=stores))))
+
+
+def test_a_store_in_an_unknown_kind_of_memory_raises_bad_message() -> None:
+    stores = {"host": Store(whole_rows(SPAN), None, memory="tape")}
+    with pytest.raises(BadMessage, match="unknown kind of memory"):
+        Codec().decode(Codec().encode(envelope(replace(HELLO, stores=stores))))
 
 
 @pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])

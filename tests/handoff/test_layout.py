@@ -24,7 +24,7 @@ from hotset.handoff.layout import (
     plan_writes,
     whole_rows,
 )
-from hotset.handoff.messages import HandoffKey, HandoffRequest, Hello, ModelIdentity, PagedSpan, Store
+from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, Hello, ModelIdentity, PagedSpan, Store
 from hotset.memory.geometry import Geometry
 
 POISON = 0xAB
@@ -318,9 +318,10 @@ def test_rows_from_a_page_boundary_on_are_written_only_to_the_pages_that_the_req
     prompt = PromptSpec((1,) * rows, SamplingParams())
     request = HandoffRequest(HandoffKey("r", 1), prompt, "host", tuple(row_pages), tuple(key_pages), first)
     pages = landing_pages(request, target)
-    consecutive = range(pages_for(source.shards[0].span, rows))
-    planned = plan_context_writes(source, consecutive, target, pages.rows, pages.keys, first, rows)
-    expected = plan_context_writes(source, consecutive, target, all_rows, all_keys, first, rows)
+    consecutive = tuple(range(pages_for(source.shards[0].span, rows)))
+    at_source, all_pages = ContextPages(consecutive, consecutive), ContextPages(tuple(all_rows), tuple(all_keys))
+    planned = plan_context_writes(source, at_source, target, pages, first, rows)
+    expected = plan_context_writes(source, at_source, target, all_pages, first, rows)
     assert planned.tolist() == expected.tolist()
     assert {*pages.rows} == {*row_pages} and {*pages.keys} == {*key_pages}
 

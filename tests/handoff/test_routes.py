@@ -39,7 +39,7 @@ def sides(speeds: dict[tuple[MemoryKind, MemoryKind], float], *, threaded: bool 
 
 
 def measured(routes: tuple[Route, ...], source: MemoryKind, target: MemoryKind) -> float:
-    route = find_route(routes, source, target)
+    route = find_route(routes, source.value, target.value)
     assert route is not None
     return route.gb_per_s
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.deliveries import MAX_LISTS_IN_FLIGHT
+from hotset.handoff.deliveries import MAX_LISTS_IN_FLIGHT, Sources
 from hotset.handoff.layout import plan_writes, whole_rows
 from hotset.handoff.messages import (
     Cancel,
@@ -86,7 +86,7 @@ class Bench:
     """A sender with two peers, and its clock."""
 
     def __init__(self, **limits: Any) -> None:
-        self.sender, self.now, self.tickets = Sender(STORE, **limits), 0.0, 0
+        self.sender, self.now, self.tickets = Sender(Sources(STORE), **limits), 0.0, 0
         self.sender.add_peer(PEER, HELLO)
         self.sender.add_peer(OTHER_PEER, HELLO)
 

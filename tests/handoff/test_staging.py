@@ -12,17 +12,17 @@ from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_p
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import count_writes, plan_context_writes, whole_rows
-from hotset.handoff.messages import HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Store
+from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Store
 from hotset.handoff.packing import StagingMemory, pack, unpack
 from hotset.handoff.staging import (
     MAX_DIRECT_WRITES,
     SMALL_WRITE_BYTES,
+    SenderBuffers,
     blocks,
     check_staging,
     packed_row_bytes,
     piece_rows,
     should_stage,
-    split_into_buffers,
 )
 
 RANKS = (1, 2, 4, 8)
@@ -36,9 +36,10 @@ def pack_and_unpack(
     memory = StagingMemory(nbytes + 9)
     memory._bytes.fill_(POISON)
     source_pages, row_pages, key_pages = map(tuple, pages)
-    pack(PackedPiece(source.store, target.store, source_pages, source_pages, first, last, memory.memory_range.address))
+    stores = memory.beside(source.store), memory.beside(target.store)
+    pack(PackedPiece(*stores, ContextPages(source_pages, source_pages), first, last, 0))
     assert (memory._bytes[nbytes:] == POISON).all(), "bytes after the end of the piece were written"
-    unpack(PackedPiece(source.store, target.store, row_pages, key_pages, first, last, memory.memory_range.address))
+    unpack(PackedPiece(*stores, ContextPages(row_pages, key_pages), first, last, 0))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -81,10 +82,10 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
     source_pages, row_pages, _ = fresh_pages(source, target, rows=30)
     source.compute(source_pages, 0, 30)
     packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
-    store = replace(target.store, keys=in_parts)
-    key_pages = (5, 0, 6)
-    pack(PackedPiece(source.store, store, tuple(source_pages), tuple(source_pages), 2, 30, packed.memory_range.address))
-    unpack(PackedPiece(source.store, store, tuple(row_pages), key_pages, 2, 30, packed.memory_range.address))
+    stores = packed.beside(source.store), packed.beside(replace(target.store, keys=in_parts))
+    key_pages, at_source = (5, 0, 6), ContextPages(tuple(source_pages), tuple(source_pages))
+    pack(PackedPiece(*stores, at_source, 2, 30, 0))
+    unpack(PackedPiece(*stores, ContextPages(tuple(row_pages), key_pages), 2, 30, 0))
     for position in range(30):
         page, row = divmod(position, 12)
         first_byte = row % part_rows * KEY_BYTES
@@ -123,8 +124,9 @@ def test_the_count_of_writes_equals_the_number_of_planned_writes() -> None:
             ShardedMemory(target_ranks, 4, page_rows=6).store,
         )
         row_pages, key_pages = (7, 8, 9, 3, 1, 2, 5), (1, 2, 3, 4, 5, 6, 7)
-        planned = plan_context_writes(source, range(3), target, row_pages, key_pages, 0, 40)
-        assert count_writes(source, target, row_pages, key_pages, 0, 40) == len(planned)
+        source_pages, target_pages = ContextPages((5, 6, 2), (5, 6, 2)), ContextPages(row_pages, key_pages)
+        planned = plan_context_writes(source, source_pages, target, target_pages, 0, 40)
+        assert count_writes(source, source_pages, target, target_pages, 0, 40) == len(planned)
 
 
 def test_contexts_that_need_large_writes_or_few_writes_are_not_staged() -> None:
@@ -148,9 +150,7 @@ def test_pieces_fit_into_a_quarter_of_the_ring_and_into_a_buffer() -> None:
     assert piece_rows(source, target, 1 << 16, 1 << 12) == (1 << 12) // row
     assert piece_rows(source, target, 1 << 13, 1 << 12) == (1 << 11) // row
     assert piece_rows(source, target, 4 * 256, 255) == 1 and piece_rows(source, target, 3 * 256, 255) == 0
-    memory = StagingMemory(5000)
-    assert {buffer.nbytes for buffer in split_into_buffers(memory.memory_range)} == {1024}
-    assert memory.region.nbytes == memory.memory_range.nbytes == 5000
+    assert SenderBuffers(5000).nbytes == 1024
 
 
 def test_staging_memory_too_small_for_one_row_is_refused_with_the_minimum() -> None:

@@ -92,6 +92,9 @@ class ListRunner:
     def host_row(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:
         return self.host[pages[position // self.geometry.page_rows], position % self.geometry.page_rows]
 
+    def device_row(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:
+        return self.device[pages[position // self.geometry.page_rows], position % self.geometry.page_rows]
+
     def submit(self, plan: Plan) -> StepResult:
         assert plan.number == self.number + 1, "plans were not submitted in the order of their numbers"
         self.number = plan.number

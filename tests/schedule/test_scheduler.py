@@ -80,6 +80,8 @@ class SchedulerMachine(RandomMachine):
         self.quarantine = False  # whether pages were ever quarantined
         self.lost: set[str] = set()  # requests with a failed landing that is not retried
         self.withdrawn: set[tuple[str, int]] = set()
+        # Prompts that peers read from the device: number of announced rows, pages of rows and of index keys.
+        self.on_device: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.announced: dict[str, int] = {}  # number of announced rows of each prompt computed for a peer
         self.first_tokens: dict[str, int] = {}  # first token announced for each of those prompts
         self.scored: dict[str, int] = {}  # log-probabilities reported for each prompt that asks for them
@@ -135,11 +137,16 @@ class SchedulerMachine(RandomMachine):
         self.prompts[name] = self.make_prompt(length)
         length = len(self.prompts[name])
         prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), cache_salt=self.random.choice(SALTS))
-        self.scheduler.add(Request(name, prompt, length + 1, for_peer=True))
+        stays = self.random.random() < 0.5
+        self.scheduler.add(Request(name, prompt, length + 1, for_peer=True, stays_on_device=stays))
 
     @rule(lambda self: self.announced)
     def drop(self) -> None:
-        self.scheduler.drop_prompt(self.random.choice([*self.announced]))
+        self.drop_prompt(self.random.choice([*self.announced]))
+
+    def drop_prompt(self, name: str) -> None:
+        self.on_device.pop(name, None)
+        self.scheduler.drop_prompt(name)
 
     @rule(lambda self: self.reserved)
     def end_landing(self) -> None:
@@ -183,6 +190,7 @@ class SchedulerMachine(RandomMachine):
     def abort(self) -> None:
         name = self.random.choice([*self.prompts])
         self.aborted.add(name)
+        self.on_device.pop(name, None)
         self.scheduler.abort(name)
 
     @rule()
@@ -210,11 +218,14 @@ class SchedulerMachine(RandomMachine):
         for announcement in plan.announcements:
             prompt = self.prompts[announcement.request_id]
             match announcement:
-                case RowsWritten(name, first, last, pages):
+                case RowsWritten(name, first, last, pages, device_pages):
                     assert first == self.announced[name], "rows were announced twice or out of order"
                     self.announced[name] = last
                     for position in range(first, last):
                         assert self.runner.host_row(pages, position) == tuple(prompt[: position + 1])
+                    if device_pages is not None:
+                        self.on_device[name] = last, *device_pages
+                        SEEN["prompts on the device"] += 1
                 case PromptComputed(name, token, _):
                     assert self.announced[name] == len(prompt) and name not in self.first_tokens
                     assert token == next_token(tuple(prompt))
@@ -251,7 +262,14 @@ class SchedulerMachine(RandomMachine):
             self.reasons[name] = reason
 
     def check(self) -> None:
+        """Checks the invariants, and that prompts stay on the device until they are dropped."""
         self.scheduler.audit()
+        for name, (last, row_pages, key_pages) in self.on_device.items():
+            for position in range(last):
+                expected = tuple(self.prompts[name][: position + 1])
+                assert self.runner.device_row(row_pages, position) == expected, "a row that a peer reads has changed"
+                for key in self.runner._keys_at(key_pages, position):
+                    assert self.runner.keys[key] == expected, "an index key that a peer reads has changed"
 
     def finish(self) -> None:
         """Runs all requests to their end. Checks their answers, and that no page is held afterwards."""
@@ -263,7 +281,7 @@ class SchedulerMachine(RandomMachine):
             while self.reserved:
                 self.land(self.reserved.pop())
             for name in self.first_tokens:
-                self.scheduler.drop_prompt(name)
+                self.drop_prompt(name)
         assert self.scheduler.idle, "a request did not end within 5000 steps"
         for late in self.given_up:
             self.scheduler.end_quarantine(late.request_id, late.attempt)
@@ -319,7 +337,7 @@ def test_requests_get_their_answers_and_no_page_is_lost_in_any_order_of_events(e
     SEEN.clear()
     for seed in range(examples):
         run_example(SchedulerMachine, seed, rules=40)
-    missing = [change for change in (*CHANGES, *LANDINGS) if not SEEN[change]]
+    missing = [change for change in (*CHANGES, *LANDINGS, "prompts on the device") if not SEEN[change]]
     assert not missing, f"changes that never happened: {missing}"
 
 

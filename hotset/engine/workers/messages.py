@@ -18,6 +18,7 @@ from hotset.handoff.messages import MemoryRange, PagedSpan
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
+from hotset.transfer.api import MemoryKind
 from hotset.transfer.engines import TransferSettings
 
 THIS_MACHINE = ""  # the node of workers that are child processes of the controller
@@ -177,6 +178,7 @@ class Spans:
 
     rows: PagedSpan
     keys: PagedSpan | None
+    memory: MemoryKind = MemoryKind.HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class MemoryDescribed:
     pool: Spans | None
     host: Spans | None  # None if another worker describes it, or if the controller has mapped it
     probes: Mapping[str, MemoryRange]  # memory for measuring routes, by kind
+    staging: Mapping[MemoryKind, MemoryRange]  # memory for packed pieces, by kind
     process: ProcessIdentity | None
 
 

@@ -24,13 +24,14 @@ from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
 from hotset.base.processes import this_process
+from hotset.base.units import MIB
 from hotset.engine.decode_graphs import StepGraph, captures_graphs, max_decoded
 from hotset.engine.frontend import grammar_compiler
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sizing import free_bytes
-from hotset.engine.stores import ProbeMemory, host_spans, pool_spans, regions
+from hotset.engine.stores import ProbeMemory, Staging, host_spans, memory_devices, pool_spans, regions
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
@@ -62,6 +63,8 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
+from hotset.handoff.messages import PackedPiece
+from hotset.handoff.packing import pack, unpack
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.mapping import store_nodes
@@ -300,6 +303,7 @@ class Worker:
         config, budget, shape = init.config, cache.budget, stage.kv_shape
         self._open_transfer = open_transfer
         self._writer = cache.writer
+        self._staging_bytes = config.staging_mib * MIB
         self._rank: WorkerRank = init.rank
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
@@ -361,7 +365,8 @@ class Worker:
         self._memory.close()
 
     def _serve_transfers(self, command: ServeTransfers) -> None:
-        """Serves transfer endpoints in threads of their own. They register memory of this worker and the probe memory.
+        """Serves transfer endpoints in threads of their own. They register memory of this worker, the probe memory and
+        the staging memory.
 
         The first worker of those that share a host store on another node than the controller's registers the store.
         """
@@ -371,7 +376,8 @@ class Worker:
         pool = self._memory.pool if command.with_pool else None
         host = None if self._rank.node == THIS_MACHINE or self._writer else self._memory.host
         probes = ProbeMemory(pool, host=False)
-        registered = [*regions([] if host is None else [host], pool), *probes.regions]
+        staging = Staging(self._staging_bytes, memory_devices(pool, host=host is not None))
+        registered = [*regions([] if host is None else [host], pool), *probes.regions, *staging.regions]
         known = [] if self._rank.node == THIS_MACHINE else [listener.address for listener in listeners()]  # Ray's
 
         def open_endpoint() -> Transfer:
@@ -386,10 +392,16 @@ class Worker:
             pool=None if pool is None else pool_spans(pool),
             host=None if host is None else host_spans(host),
             probes=probes.ranges,
+            staging=staging.ranges,
             process=this_process(),
         )
-        # The thread keeps the probe memory until the connection closes.
-        threading.Thread(target=serve_transfers, args=(connection, open_endpoint), daemon=True).start()
+
+        def copy_piece(direction: str, piece: PackedPiece, process: int) -> None:
+            (pack if direction == "pack" else unpack)(piece, process, self._stage.device)
+
+        self._registered = (probes, staging)  # must live as long as it is registered
+        arguments = (connection, open_endpoint, copy_piece)
+        threading.Thread(target=serve_transfers, args=arguments, daemon=True).start()
         self._send(described)
 
     def _execute(self, step: ExecuteStep) -> None:
