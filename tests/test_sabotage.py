@@ -14,9 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = (
-    set(range(1, 49)) | set(range(50, 59)) | {61, 62, 63, 66, 67, 71, 72, 73, 74, 79, 80, 81, 82, 83, 84, 85, 86, 87}
-)
+DEFECTS = {*range(1, 49), *range(50, 59), 61, 62, 63, 66, 67, 71, 72, 73, 74, *range(79, 89)}
 
 
 def load_script() -> ModuleType:
