@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hotset.base.errors import InternalError
+from hotset.base.units import ceil_div
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import plan_context_writes
 from hotset.handoff.messages import ContextPages, HandoffId, Message, Store
@@ -23,6 +24,7 @@ from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import DeviceEvent, Writes
 
 MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
+SMALLEST_PIECE_BYTES = 256 << 10  # a piece waits for rows until it is this large, or full
 WINDOW = 4  # maximum pieces of one context that are requested and not unpacked: as many as fit into a ring
 
 
@@ -56,7 +58,7 @@ PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
 class StagingOffer:
     """The sizes with which a context would be staged."""
 
-    rows: int  # rows of each piece; the last piece may have fewer
+    rows: int  # maximum rows of a piece
     row_bytes: int  # packed bytes of one row in all layers, with its index keys
     ring_bytes: int  # size of the receiver's ring
 
@@ -250,6 +252,7 @@ class StagedDelivery(Delivery):
         self._events: list[tuple[int, DeviceEvent | None]] = []  # (last, event)
         self._pieces: dict[int, _Piece] = {}  # pieces that are requested and not unpacked, by number
         self._num_requested = 0  # pieces requested since the start
+        self._requested = self._first  # leases are requested for rows [first, requested)
 
     @property
     def landed(self) -> int:
@@ -343,21 +346,22 @@ class StagedDelivery(Delivery):
         writing = {number for number, piece in self._pieces.items() if piece.timer.phase is PiecePhase.WRITING}
         assert {chunk.piece for chunk in in_flight} == writing, f"{self._key} has lost a piece"
 
-    @property
-    def _requested(self) -> int:
-        """Returns the end of the rows [first, requested) for which leases were requested."""
-        return min(self._first + self._num_requested * self._offer.rows, self._total)
-
     def _request_leases(self, now: float) -> list[msg.LeaseRequest]:
-        """Begins the next pieces, as far as WINDOW and the announced rows allow. Returns the lease requests to send."""
+        """Begins the next pieces, as far as WINDOW and the announced rows allow. Returns the lease requests to send.
+
+        A piece of SMALLEST_PIECE_BYTES does not wait for further rows, so that rows are sent while later ones are
+        computed. While WINDOW pieces are on their way, announced rows are collected for the next one.
+        """
         requests = []
+        fewest_rows = min(self._offer.rows, ceil_div(SMALLEST_PIECE_BYTES, self._offer.row_bytes))
         while len(self._pieces) < WINDOW and self._requested < self._total:
-            first, last = self._requested, min(self._requested + self._offer.rows, self._total)
-            if last > self._announced:
+            first, last = self._requested, min(self._requested + self._offer.rows, self._announced)
+            if last - first < fewest_rows and last < self._total:
                 break
             piece = _Piece(self._num_requested, first, last, PhaseTimer(self._table, PiecePhase.REQUESTED, now))
             self._pieces[piece.number] = piece
             self._num_requested += 1
+            self._requested = last
             requests.append(self._lease_request(piece))
         return requests
 

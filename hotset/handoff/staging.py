@@ -26,6 +26,7 @@ from hotset.base.units import MIB, ceil_div, show_bytes
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, merged, overlaps, pages_for, row_bytes
 from hotset.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Route, Store
+from hotset.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.memory.ring import Ring
 from hotset.transfer.api import MemoryKind, Writes
 
@@ -33,7 +34,8 @@ from hotset.transfer.api import MemoryKind, Writes
 # two additional copies of each byte. Up to MAX_DIRECT_WRITES writes are fast enough at any size.
 SMALL_WRITE_BYTES = 16 << 10
 MAX_DIRECT_WRITES = 64
-# Bytes per second that are packed and unpacked. With the measured cost of a write, they replace SMALL_WRITE_BYTES.
+# Bytes per second that are packed and unpacked. With the measured cost of a write, they replace SMALL_WRITE_BYTES if
+# memory of a GPU is involved, or if the cost is high.
 HOST_COPY_SPEED, DEVICE_COPY_SPEED = 2e9, 500e9
 
 SOURCE = "host"  # the store of a prefill worker; a piece from its device pool has the same layout
@@ -136,9 +138,10 @@ def should_stage(
     count = count_writes(source, ContextPages(expected, expected), target, pages, request.first, last)
     small_bytes = SMALL_WRITE_BYTES
     if route is not None:
-        on_device = MemoryKind.DEVICE.value in (source.memory, target.memory)
-        speed = DEVICE_COPY_SPEED if on_device else HOST_COPY_SPEED
-        small_bytes = max(SMALL_WRITE_BYTES, int(route.seconds_per_write * speed))
+        if MemoryKind.DEVICE.value in (source.memory, target.memory):
+            small_bytes = max(SMALL_WRITE_BYTES, int(route.seconds_per_write * DEVICE_COPY_SPEED))
+        elif route.seconds_per_write > EXPENSIVE_WRITE_SECONDS:
+            small_bytes = int(route.seconds_per_write * HOST_COPY_SPEED)
     nbytes = (last - request.first) * packed_row_bytes(source, target)
     return count > max_direct_writes and nbytes < count * small_bytes
 
