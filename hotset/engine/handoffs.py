@@ -334,7 +334,9 @@ def open_endpoint(
     with_pools = card.landing.on_device and (not is_prefill or card.landing.prefer_host)
     hosts, pool = executor.hosts(), executor.pool if with_pools else None
     workers = executor.serve_transfers(settings, with_pools=with_pools)
-    staging = Staging(config.staging_mib * MIB, memory_devices(pool, host=bool(hosts)))
+    # Contexts of workers on other nodes are not staged.
+    staging_mib = 0 if any(worker.described.host is not None for worker in workers) else config.staging_mib
+    staging = Staging(staging_mib * MIB, memory_devices(pool, host=bool(hosts)))
     stores = landing_stores(host_shards(hosts, workers, staging), pool_shards(pool, workers, staging))
     for store in stores.values():
         if store.staging:

@@ -376,7 +376,8 @@ class Worker:
         pool = self._memory.pool if command.with_pool else None
         host = None if self._rank.node == THIS_MACHINE or self._writer else self._memory.host
         probes = ProbeMemory(pool, host=False)
-        staging = Staging(self._staging_bytes, memory_devices(pool, host=host is not None))
+        staging_bytes = self._staging_bytes if self._rank.node == THIS_MACHINE else 0
+        staging = Staging(staging_bytes, memory_devices(pool, host=False))
         registered = [*regions([] if host is None else [host], pool), *probes.regions, *staging.regions]
         known = [] if self._rank.node == THIS_MACHINE else [listener.address for listener in listeners()]  # Ray's
 
