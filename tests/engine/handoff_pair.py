@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from engine.test_invariance import MODELS
 from harness import CPU, RandomWeights, run_all
@@ -31,6 +32,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_store_name
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.handoff import prefill_agent
 from hotset.handoff.layout import landing_pages
 from hotset.handoff.messages import (
     Fetch,
@@ -39,6 +41,7 @@ from hotset.handoff.messages import (
     Landed,
     PagedSpan,
     ReleasePages,
+    Route,
     RowsComputed,
     Store,
 )
@@ -47,10 +50,12 @@ from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, KvStorage, MtpSpec
+from hotset.transfer.api import MemoryKind
 from hotset.transfer.engines import TransferSettings
 from hotset.transfer.workers import process_and_address
 
 DEADLINE_S = 200.0
+Speeds = dict[tuple[MemoryKind, MemoryKind], float]  # bytes per second between kinds of memory
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 DSA_CONFIG = {
     "vocab_size": 96,
@@ -80,6 +85,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]},
 }
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
+
+
+def simulated_routes(monkeypatch: pytest.MonkeyPatch, speeds: Speeds) -> Hub:
+    """Returns a hub with these speeds, and makes prefill workers find exactly them: on a busy machine, measured ones
+    vary."""
+    routes = tuple(Route(source.value, target.value, speed / 1e9, 1e-6) for (source, target), speed in speeds.items())
+    monkeypatch.setattr(prefill_agent, "measure_routes", lambda *_: routes)
+    hub = Hub(threaded=True)
+    hub.speeds = speeds
+    return hub
 
 
 @lru_cache

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.handoff_pair import SAMPLED, Pair, Prompts, answers_alone, decoder_of, make
+from engine.handoff_pair import SAMPLED, Pair, Prompts, answers_alone, decoder_of, make, simulated_routes
 from loopback import Hub
 
 from hotset.base.config import EngineConfig
@@ -65,11 +65,9 @@ def test_contexts_land_on_the_device_only_if_its_route_is_as_fast_as_that_to_the
     assert landing_policy(measured, default) == expected
 
 
-def open_pair(speeds: dict[tuple[MemoryKind, MemoryKind], float], **settings: Any) -> tuple[Hub, Pair]:
-    hub = Hub(threaded=True)
-    hub.speeds = speeds
+def open_pair(hub: Hub, **settings: Any) -> Pair:
     prefill, decode = (make(decoder_of("dsa"), hub, role=role, **SIZES, **settings) for role in ("prefill", "decode"))
-    return hub, Pair(prefill, decode)
+    return Pair(prefill, decode)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,8 @@ def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of
     monkeypatch.setattr(sender, "should_stage", lambda *_, **__: True)  # if there is staging memory
     speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9}
     speeds[DEVICE, DEVICE] = between_devices
-    hub, workers = open_pair(speeds, staging_mib=staging_mib)
+    hub = simulated_routes(monkeypatch, speeds)
+    workers = open_pair(hub, staging_mib=staging_mib)
     token_ids, expected = PROMPTS.token_ids(decoder_of("dsa")), answers_alone("dsa", PROMPTS, SAMPLED, **SIZES)
     try:
         assert workers.answers(token_ids, SAMPLED, "auto") == expected
@@ -120,7 +119,9 @@ def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of
 
 
 def test_a_peer_without_any_route_is_refused_with_what_to_check(simulated_gpu: None, caplog: Any) -> None:
-    hub, workers = open_pair({(DEVICE, DEVICE): 0.0001})  # so slow that no probe ends in time
+    hub = Hub(threaded=True)
+    hub.speeds = {(DEVICE, DEVICE): 0.0001}  # so slow that no probe ends in time
+    workers = open_pair(hub)
     try:
         assert workers.answers(PROMPTS.token_ids(decoder_of("dsa"))[:1], SAMPLED, "auto") == [[]]
         assert "can be written from here over loopback" in caplog.text and "--transfer-interface" in caplog.text

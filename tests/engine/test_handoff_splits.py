@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.handoff_pair import Pair
+from engine.handoff_pair import Pair, simulated_routes
 from engine.threaded import split_engine
 from harness import CPU, RandomWeights, make_engine, run_all
 from loopback import Hub, Loopback
@@ -173,12 +173,12 @@ def test_a_decode_engine_receives_from_prefill_engines_with_different_tensor_par
     ],
 )
 def test_contexts_in_memory_of_gpus_are_packed_there_and_land_there(
-    simulated_gpu: None, model: str, sender: str, receiver: str
+    simulated_gpu: None, monkeypatch: pytest.MonkeyPatch, model: str, sender: str, receiver: str
 ) -> None:
     """Each rank packs its rows in its own memory, and each rank of the decode worker unpacks what is for it. The first
     contexts land on the host, because no route is measured yet."""
-    hub = Hub(threaded=True)
-    hub.speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): 0.05e9, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 20e9}
+    speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): 0.05e9, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 20e9}
+    hub = simulated_routes(monkeypatch, speeds)
     with pair(model, sender, receiver, "loopback", hub=hub) as workers:
         assert workers.answers(prompts(), PARAMS, "auto", salt="host") == answers_of_one_process(model)
         hub.route_bytes.clear()
