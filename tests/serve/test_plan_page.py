@@ -1,7 +1,6 @@
 """The page /plan: it is public and whole, and its calculation needs the key and refuses wrong input by name."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -119,6 +118,3 @@ def test_the_sliders_change_the_plan_in_a_browser(server: RunningServer, tmp_pat
         choose("gpus", "0")
         assert "does not fit" in page.evaluate("document.getElementById('splits').textContent")
         assert page.errors == [] and all(url.startswith(server.url) for url in page.requested)
-        if (pictures := os.environ.get("HOTSET_PICTURES")) is not None:
-            choose("gpus", "3")
-            page.picture(Path(pictures) / "plan.png")
