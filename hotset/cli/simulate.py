@@ -167,8 +167,9 @@ def simulate(
             raise ConfigError(f"{flag} must be a finite number above 0, got {value}")
     from hotset.bench.workload import read_trace
     from hotset.plan.model_configs import find_config
+    from hotset.simulate.prompts import arrivals
     from hotset.simulate.step_clock import FixedCosts, SimulatedClock, StepCost
-    from hotset.simulate.traffic import arrivals, planned_costs, planned_split, run_traffic, simulated_engine
+    from hotset.simulate.traffic import planned_costs, planned_split, run_traffic, simulated_engine
     from hotset.simulate.traffic_report import picture, print_traffic
 
     machine = find_machine(gpu, gpus, host_gib, this_machine, gpu_gib, gpu_tb_per_s, bus_gb_per_s)

@@ -168,14 +168,16 @@ def assemble(
     weights: str = "",
     wake: Callable[[], None] = lambda: None,
     open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
+    scheduler_class: type[Scheduler] = Scheduler,
 ) -> Engine:
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `open_transfer` opens a transfer endpoint of this process.
+    with different values. `open_transfer` opens a transfer endpoint of this process. `scheduler_class` is that of each
+    replica's scheduler.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
-    replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
+    replicas = [_replica(config, card, budget, scheduler_class) for _ in range(config.data_parallel_size)]
     in_flight = plans_in_flight(config, torch.device(card.device))
     endpoint = None
     if config.role != "both":
@@ -362,10 +364,10 @@ def _drafter(config: EngineConfig) -> LookupDrafter | MtpDrafter | None:
     return MtpDrafter() if config.drafts_by_mtp else LookupDrafter()
 
 
-def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
+def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, scheduler_class: type[Scheduler]) -> Replica:
     host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
-    scheduler = Scheduler(
+    scheduler = scheduler_class(
         ledger,
         config.max_num_seqs,
         config.max_num_batched_tokens,

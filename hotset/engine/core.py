@@ -15,7 +15,7 @@ from hotset.engine.outputs import EngineStats, RankStats
 from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import TokenOutputs
-from hotset.schedule.request import Counters, FinishReason
+from hotset.schedule.request import Counters, FinishReason, Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.schedule.snapshots import RequestSnapshot
 from hotset.tiers.ledger import Ledger
@@ -90,8 +90,22 @@ class Engine:
         compute for other requests, so long a prefix of it that this saves more than the difference."""
         request, scheduler = choice.to_request(), self._schedulers[0]
         if len(self._schedulers) > 1:
-            scheduler = min(self._schedulers, key=lambda replica: replica.cost_of(request))
+            scheduler = self._find_cheapest(request)
         scheduler.add(request)
+
+    def _find_cheapest(self, request: Request) -> Scheduler:
+        """Returns the scheduler at which a request costs least, the first of several.
+
+        A request costs at least one token more than the load of the scheduler. So those whose load is too high are not
+        asked for the prefix that they have, which takes longer.
+        """
+        loads = [scheduler.load for scheduler in self._schedulers]
+        costs: dict[int, int] = {}
+        for index in sorted(range(len(loads)), key=loads.__getitem__):
+            if costs and loads[index] >= min(costs.values()):
+                break
+            costs[index] = loads[index] + self._schedulers[index].tokens_unknown(request)
+        return self._schedulers[min(costs, key=lambda index: (costs[index], index))]
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request in any phase. Unknown ids are ignored."""
@@ -277,7 +291,7 @@ def _merge(outputs: Sequence[TokenOutputs]) -> TokenOutputs:
     if len(outputs) == 1:
         return outputs[0]
     merged = TokenOutputs()
-    for replica_outputs in outputs:
+    for replica_outputs in filter(None, outputs):
         first = len(merged.token_ids)
         merged.request_ids += replica_outputs.request_ids
         merged.token_ids += replica_outputs.token_ids

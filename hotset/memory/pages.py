@@ -100,8 +100,13 @@ class PageAllocator:
 
 def extend_runs(runs: list[tuple[int, int]], pages: Iterable[int]) -> None:
     """Appends `pages` to `runs` of (first page, count), and merges consecutive pages."""
+    first, count = runs.pop() if runs else (0, 0)
     for page in pages:
-        if runs and runs[-1][0] + runs[-1][1] == page:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        if page == first + count:
+            count += 1
         else:
-            runs.append((page, 1))
+            if count:
+                runs.append((first, count))
+            first, count = page, 1
+    if count:
+        runs.append((first, count))

@@ -7,6 +7,7 @@ number of bytes or products, divided by a rate of the GPU, times a coefficient. 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hotset.memory.device_pool import KvShape
 from hotset.models.spec import GqaSpec, ModelSpec
@@ -81,6 +82,21 @@ class StepTime:
         return self.bus_s / self.seconds
 
 
+class DecodeRates(NamedTuple):
+    """How the time of a decode step depends on the mean length of its requests, and on how many of them are tiered."""
+
+    whole_s: float  # weights, small kernels and collectives
+    position_s: float  # for each token of the mean length
+    selected_s: float  # for each token of the mean length that is selected
+    swapped_s: float  # the same, for each tiered request
+    topk: float  # the most that are selected
+
+    def seconds(self, context: float, tiered: int) -> float:
+        """Returns what a step takes in addition to `whole_s`."""
+        selected = min(context, self.topk)
+        return self.position_s * context + (self.selected_s + self.swapped_s * tiered) * selected
+
+
 class RankCosts:
     """The costs of one worker. Its requests are those of its replica; a pipeline stage computes its own layers."""
 
@@ -104,6 +120,7 @@ class RankCosts:
             self._collectives = 2 * len(set(layers) & set(spec.moe.layers)) if spec.moe else 0
         self._miss_rate = miss_rate(slots / shape.topk) if slots else 0.0
         self._row_bytes, self._key_bytes = shape.row.row_bytes, shape.key.row_bytes if shape.key else 0
+        self._decode_rates: dict[int, DecodeRates] = {}
         rates_of_prompts = product_rates(spec, split)
         self._routed = self._total_rate([rate for rate in rates_of_prompts if rate.name == ROUTED])
         self._unrouted = self._total_rate([rate for rate in rates_of_prompts if rate.name != ROUTED])
@@ -138,6 +155,23 @@ class RankCosts:
             swap_bytes=missed_rows * self._row_bytes,
             bus_s=bus_s,
         )
+
+    def decode_rates(self, requests: int) -> DecodeRates:
+        """Returns how the times of `decode` depend on its other two arguments. They are all proportional to lengths."""
+        if (known := self._decode_rates.get(requests)) is not None:
+            return known
+        attention = self._spec.attention
+        context = 1.0 if isinstance(attention, GqaSpec) else float(self._shape.topk)
+        step, topk = self.decode(requests, context, 1), float("inf") if isinstance(attention, GqaSpec) else context
+        rates = DecodeRates(
+            step.weights_s + step.layers_s + step.links_s,
+            step.keys_s / context,
+            step.attention_s / context,
+            step.swap_s / context,
+            topk,
+        )
+        self._decode_rates[requests] = rates
+        return rates
 
     def prefill_seconds(self, first: int, last: int, expert_share: float = 1.0) -> float:
         """Returns the time that tokens [first, last) of a prompt take.

@@ -166,16 +166,19 @@ class Preemptor:
                 self._change(request, to)
 
     def promote_one(self) -> None:
-        """Promotes the oldest request that `promotable` finds, if no request waits and pages were not short lately.
-
-        With tiers "always", it promotes none.
-        """
-        if self._mode == "always" or self._queues.waiting or self.pending or not self._ledger.tiers:
+        """Promotes the oldest request that `promotable` finds, if no request waits and pages were not short lately."""
+        if self._queues.waiting or self.pending:
             return
         if self._next_plan.number - self._last_pressure < self._promote_after_plans:
             return
-        if (request := promotable(self._ledger, self._queues.running)) is not None:
+        if (request := self.find_promotable()) is not None:
             self.change_residence(request, Residence.RESIDENT)
+
+    def find_promotable(self) -> Request | None:
+        """Returns the request that `promotable` finds. With tiers "always", there is none."""
+        if self._mode == "always" or not self._ledger.tiers:
+            return None
+        return promotable(self._ledger, self._queues.running)
 
     def recompute(self, request: Request) -> None:
         """Releases all pages of a running or parked request. Tokens whose pages are evicted from the prefix cache

@@ -2,7 +2,7 @@
 enter the cache."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Counters, Phase, Request
@@ -11,7 +11,6 @@ from hotset.tiers.prefix_cache import CachedPage, PageHasher
 from hotset.tiers.residence import Residence
 
 PAGES_OF_ANSWER = 16  # full pages of an answer that are published together
-CONTEXT_TOKENS_PER_COST = 8  # a token of a context costs other requests as much as 1/8 of a token to compute
 HASHED_TOKENS = 1 << 16  # while requests run, a plan hashes at most so many tokens of waiting requests
 
 
@@ -62,15 +61,21 @@ class Prefixes:
         self._hash(self._hasher, request)
         return self._ledger.find_prefix(request.page_hashes[: self._reusable_pages(request)])
 
-    def cost_of(self, request: Request, others: Collection[Request]) -> int:
-        """Returns how much work a new request would wait for or cause beside the open requests `others`, in tokens.
-
-        Tokens to compute count fully, unless their rows are in the cache or the others will publish them. Tokens in
-        contexts of the others, which decode steps only read, count 1 / CONTEXT_TOKENS_PER_COST.
-        """
-        contexts = sum(len(other.tokens) for other in others)
-        unknown = len(request.tokens) - self._tokens_known(request, others)
-        return self._queues.tokens_to_prefill + unknown + contexts // CONTEXT_TOKENS_PER_COST
+    def tokens_known(self, request: Request, others: Iterable[Request]) -> int:
+        """Returns how many tokens of a new request need not be computed: their rows are in the cache, or will be when
+        the other requests have been computed."""
+        if self._hasher is None:
+            return 0
+        self._hash(self._hasher, request)
+        hashes = request.page_hashes[: self._reusable_pages(request)]
+        known = len(self._ledger.find_prefix(hashes))
+        for other in others:
+            if known == len(hashes):
+                break
+            theirs = other.page_hashes
+            if known < len(theirs) and hashes[known] == theirs[known]:
+                known = _common_pages(hashes, theirs)
+        return known * self._page_rows
 
     def on_admitted(self, request: Request, prefix: Sequence[CachedPage]) -> None:
         """Counts a request that is admitted with these cached pages, and decides when it publishes its own. A request
@@ -100,7 +105,9 @@ class Prefixes:
         if pages > first:
             salt = request.prompt.cache_salt
             self._hash(self._hasher, request)
-            tokens = request.tokens[first * self._page_rows : pages * self._page_rows]
+            tokens: Sequence[int] = ()
+            if self._ledger.announces_tokens:
+                tokens = request.tokens[first * self._page_rows : pages * self._page_rows]
             self._ledger.publish(request.holding, request.page_hashes[first:pages], tokens, salt)
 
     def publish_rest(self, request: Request) -> None:
@@ -108,21 +115,6 @@ class Prefixes:
         so all scheduled rows have been computed. Those of a landing may not be on the host yet."""
         if self._hasher is not None and request.holding.residence not in (Residence.ABSENT, Residence.LANDING):
             self.publish(request, request.num_scheduled)
-
-    def _tokens_known(self, request: Request, others: Iterable[Request]) -> int:
-        """Returns how many tokens of a new request need not be computed: their rows are in the cache, or will be when
-        the other requests have been computed."""
-        if self._hasher is None:
-            return 0
-        self._hash(self._hasher, request)
-        hashes = request.page_hashes[: self._reusable_pages(request)]
-        known = len(self._ledger.find_prefix(hashes))
-        for other in others:
-            if known == len(hashes):
-                break
-            if known < len(other.page_hashes) and hashes[known] == other.page_hashes[known]:
-                known = _common_pages(hashes, other.page_hashes)
-        return known * self._page_rows
 
     def _next_publication(self, request: Request, published: int) -> int:
         """Returns how many rows must be computed before pages are published again.

@@ -43,6 +43,7 @@ from hotset.tiers.residence import Residence
 
 READS_HOST = (Load, Demote, Promote)  # commands that read host pages
 PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
+CONTEXT_TOKENS_PER_COST = 8  # a token of a context costs other requests as much as 1/8 of a token to compute
 MAX_ATTEMPTS = 3  # attempts to have one prompt computed by a prefill worker
 
 
@@ -151,13 +152,29 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.choice.costs = costs
 
-    def cost_of(self, request: Request) -> int:
-        """Returns how much work a new request would wait for or cause. It goes to the replica where this is least."""
-        return self._prefixes.cost_of(request, self._requests.values())
+    @property
+    def load(self) -> int:
+        """The work that a new request would wait for, in tokens. A request goes to the replica where this and its
+        `tokens_unknown` together are least.
+
+        Tokens to compute count fully. Tokens in contexts of open requests, which decode steps only read, count
+        1 / CONTEXT_TOKENS_PER_COST.
+        """
+        return self.tokens_to_prefill + self.context_tokens // CONTEXT_TOKENS_PER_COST
+
+    def tokens_unknown(self, request: Request) -> int:
+        """Returns how many tokens of a new request must be computed for it, at least one. The rows of the others are in
+        the prefix cache, or open requests will publish them."""
+        return len(request.tokens) - self._prefixes.tokens_known(request, self._requests.values())
 
     @property
     def tokens_to_prefill(self) -> int:
         return self._queues.tokens_to_prefill
+
+    @property
+    def context_tokens(self) -> int:
+        """The number of known tokens of all open requests."""
+        return sum(len(request.tokens) for request in self._requests.values())
 
     def in_residence(self, residence: Residence) -> int:
         return self._queues.count(residence)

@@ -14,6 +14,10 @@ from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 from hotset.transfer.api import DeviceEvent
 from hotset.transfer.engines import TransferSettings
 
+FIRST_ANSWER_TOKEN = 1 << 32  # of simulated answers: prompts have no such tokens
+QUIET_PLAN = Plan(number=-1, commands=(), seats=(), starts=(), counts=(), sampled=())  # for `FastScheduler`
+QUIET_RESULT = StepResult(number=-1, token_ids=())
+
 
 class StepWork(NamedTuple):
     """What one replica computes in one step."""
@@ -26,7 +30,10 @@ class StepWork(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(last - first for first, last in self.chunks)
+        return sum([last - first for first, last in self.chunks])
+
+    def with_expert_share(self, expert_share: float) -> "StepWork":
+        return StepWork(self.decodes, self.context, self.tiered, self.chunks, expert_share)
 
 
 def work_of(plan: Plan, tiered: int) -> StepWork:
@@ -75,10 +82,11 @@ class GpuCosts:
 
 def _gpu_seconds(rank: RankCosts, work: StepWork) -> float:
     """A step with prompts reads its weights once. It takes the longer of that and the products of the prompts."""
-    step = rank.decode(max(1, work.decodes), work.context, work.tiered)
-    prompts = sum(rank.prefill_seconds(first, last, work.expert_share) for first, last in work.chunks)
-    whole = step.weights_s + step.layers_s + step.links_s
-    return max(whole, prompts) + ((step.seconds - whole) if work.decodes else 0.0)
+    rates = rank.decode_rates(max(1, work.decodes))
+    seconds = rates.whole_s
+    if work.chunks:
+        seconds = max(seconds, sum([rank.prefill_seconds(*chunk, work.expert_share) for chunk in work.chunks]))
+    return seconds + rates.seconds(work.context, work.tiered) if work.decodes else seconds
 
 
 @dataclass(slots=True)
@@ -103,26 +111,25 @@ class SimulatedExecutor:
 
     addresses: Sequence[Address] = ()
 
-    def __init__(self, clock: SimulatedClock, cost: StepCost, tiered: Callable[[int], int]) -> None:
-        """`tiered(replica)` returns the number of tiered requests of a replica."""
-        self._clock, self._cost, self._tiered = clock, cost, tiered
-        self._tokens = count(1)  # all different, so that answers share no prefix
+    def __init__(self, clock: SimulatedClock, cost: StepCost, works: Callable[[Step], list[StepWork]]) -> None:
+        """`works(step)` returns the work of each replica's plan, without replicas that have none."""
+        self._clock, self._cost, self._works = clock, cost, works
+        self._tokens = count(FIRST_ANSWER_TOKEN)  # all different, so that answers share no prefix
 
     def submit(self, step: Step) -> StepFuture:
-        plans = [(plan, replica) for replica, plan in enumerate(step) if plan is not None]
-        works = [work_of(plan, self._tiered(replica)) for plan, replica in plans]
-        prompt_tokens = sum(work.prompt_tokens for work in works)
-        costs = [
-            self._cost(
-                work._replace(expert_share=prompt_tokens / (len(step) * work.prompt_tokens)) if work.chunks else work
-            )
-            for work in works
-        ]
-        slowest = [max(stage) for stage in zip(*costs, strict=True)]
+        works = self._works(step)
+        prompt_tokens = [work.prompt_tokens for work in works]
+        in_all = sum(prompt_tokens)
+        for index, tokens in enumerate(prompt_tokens):
+            if tokens:
+                works[index] = works[index].with_expert_share(in_all / (len(step) * tokens))
+        slowest = list(map(max, zip(*map(self._cost, works), strict=True)))
         results = [None if plan is None else self._result(plan) for plan in step]
         return _SimulatedStep(self._clock, self._clock.run(slowest), results)
 
     def _result(self, plan: Plan) -> StepResult:
+        if plan is QUIET_PLAN:
+            return QUIET_RESULT
         return StepResult(plan.number, list(islice(self._tokens, len(plan.sampled))))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:

@@ -3,42 +3,34 @@
 Nothing is computed: a step takes as long as the cost model says, and every answer has as many tokens as in the trace.
 """
 
+import gc
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from random import Random
 from typing import Any
 
 import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, InternalError
-from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.bench.workload import TRACE_BLOCK_TOKENS, TraceEntry
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.input_processor import Choice
 from hotset.engine.loading import choose_dtype
 from hotset.engine.model_checks import kv_storage
+from hotset.engine.workers.executor import Step
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.decoder import worker_kv_shape
 from hotset.plan.capacity import Capacity, plan_capacity
 from hotset.plan.gpus import Machine
 from hotset.plan.planner import make_plan, rank_costs
-from hotset.simulate.step_clock import GpuCosts, SimulatedClock, SimulatedExecutor, StepCost
+from hotset.schedule.scheduler import Scheduler
+from hotset.simulate.fast_scheduler import FastScheduler
+from hotset.simulate.prompts import Arrival, choice_of
+from hotset.simulate.step_clock import GpuCosts, SimulatedClock, SimulatedExecutor, StepCost, StepWork, work_of
 from hotset.tiers.residence import Residence
 
 SAMPLES = 400  # points in time that are kept for a picture
-FIRST_TOKEN_ID = 16  # lower ids may be special tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request of the traffic."""
-
-    seconds: float
-    prompt: tuple[int, ...]
-    answer_tokens: int
 
 
 @dataclass(slots=True)
@@ -99,42 +91,42 @@ class TrafficResult:
         return asdict(self) | {"first_token_s": self.first_token_s, "token_s": self.token_s}
 
 
-def arrivals(entries: Sequence[TraceEntry], scale: float, vocab: int) -> list[Arrival]:
-    """Returns the requests of a trace. Equal blocks of prompts have equal tokens; prompts without blocks are random."""
-    block_tokens, ids = max(1, round(TRACE_BLOCK_TOKENS * scale)), vocab - FIRST_TOKEN_ID
-    generator = Random(0)
-    rest = [FIRST_TOKEN_ID + position % ids for position in range(block_tokens)][2:]
-
-    def block(number: int) -> list[int]:
-        """Returns tokens that begin with the number, and are otherwise always the same."""
-        first = [FIRST_TOKEN_ID + number % ids, FIRST_TOKEN_ID + number // ids % ids]
-        return first[:block_tokens] + rest
-
-    found = []
-    for entry in entries:
-        tokens: list[int] = []
-        for number in entry.block_ids:
-            tokens += block(number)
-        missing = entry.input_tokens - len(tokens)
-        if missing > 0:
-            tokens += generator.choices(range(FIRST_TOKEN_ID, vocab), k=missing)
-        found.append(Arrival(entry.offset, tuple(tokens[: entry.input_tokens]), entry.output_tokens))
-    return found
-
-
 def simulated_engine(
-    capacity: Capacity, files: ModelFiles, on_gpu: bool, clock: SimulatedClock, cost: StepCost
+    capacity: Capacity,
+    files: ModelFiles,
+    on_gpu: bool,
+    clock: SimulatedClock,
+    cost: StepCost,
+    *,
+    every_plan: bool = False,
 ) -> Engine:
-    """Returns an engine with the planned memory, whose steps take simulated time."""
+    """Returns an engine with the planned memory, whose steps take simulated time.
+
+    With `every_plan`, quiet plans are made, too. Pipeline stages and drafts need this.
+    """
     config, device = capacity.config, torch.device("cuda" if on_gpu else "cpu")
     dtype = choose_dtype(config.dtype, files.spec, device)
     shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     card = model_card(config, files.spec, capacity.budget, device, dtype)
+    every_plan = every_plan or config.pipeline_parallel_size > 1 or config.speculate > 0
 
-    def tiered(replica: int) -> int:
-        return engine.replicas[replica].scheduler.in_residence(Residence.TIERED)
+    def works(step: Step) -> list[StepWork]:
+        planned = [(replica.scheduler, plan) for replica, plan in zip(engine.replicas, step, strict=True) if plan]
+        return [
+            scheduler.work
+            if isinstance(scheduler, FastScheduler)
+            else work_of(plan, scheduler.in_residence(Residence.TIERED))
+            for scheduler, plan in planned
+        ]
 
-    engine = assemble(config, card, shape, capacity.budget, SimulatedExecutor(clock, cost, tiered))
+    engine = assemble(
+        config,
+        card,
+        shape,
+        capacity.budget,
+        SimulatedExecutor(clock, cost, works),
+        scheduler_class=Scheduler if every_plan else FastScheduler,
+    )
     return engine
 
 
@@ -169,26 +161,39 @@ def run_traffic(
     if not fitting:
         raise ConfigError(f"no request of the trace fits into a context of {longest} tokens; use --scale-lengths")
     recorder = _Recorder(engine, clock, fitting)
-    waiting, stalled = deque(enumerate(fitting)), 0
-    while waiting or not engine.idle:
-        if engine.idle:
-            clock.now = max(clock.now, waiting[0][1].seconds)
-        while waiting and waiting[0][1].seconds <= clock.now:
-            engine.add(_choice(*waiting.popleft()))
-        before, steps = clock.now, engine.steps
-        outputs = engine.step()
-        stalled = stalled + 1 if engine.steps == steps and not outputs else 0
-        if stalled > engine.open_requests + 1:  # before a plan, each request can lose its pages once
-            raise InternalError("the scheduler plans nothing although requests are open")
-        recorder.add(before, outputs.request_ids, outputs.finished)
-        progress(recorder.finished, len(fitting))
+    waiting, stalled, steps = deque(enumerate(fitting)), 0, 0
+    hasher = engine.card.page_hasher
+    # With several replicas, `Engine.add` hashes every prompt. With one, its scheduler does, within limits in each plan.
+    hashed_page_rows = hasher.page_rows if hasher is not None and len(engine.replicas) > 1 else None
+    with _garbage_collection_off():
+        while not (idle := engine.idle) or waiting:
+            if idle:
+                clock.now = max(clock.now, waiting[0][1].seconds)
+            while waiting and waiting[0][1].seconds <= clock.now:
+                engine.add(choice_of(*waiting.popleft(), hashed_page_rows))
+            before = clock.now
+            outputs = engine.step()
+            if outputs or clock.now > before:
+                stalled = 0
+            else:
+                stalled, steps = stalled + 1 if engine.steps == steps else 0, engine.steps
+                if stalled > engine.open_requests + 1:  # before a plan, each request can lose its pages once
+                    raise InternalError("the scheduler plans nothing although requests are open")
+            recorder.add(before, outputs.request_ids, outputs.finished)
+            progress(recorder.finished, len(fitting))
     return recorder.result(len(requests) - len(fitting))
 
 
-def _choice(number: int, request: Arrival) -> Choice:
-    params = SamplingParams(temperature=0, max_tokens=request.answer_tokens, ignore_eos=True, seed=0)
-    length = len(request.prompt) + request.answer_tokens
-    return Choice(str(number), 0, PromptSpec(request.prompt, params), length)
+@contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    """Requests leave no reference cycles, and each collection would visit the tokens of all open requests."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Recorder:
@@ -205,17 +210,20 @@ class _Recorder:
 
     def add(self, before: float, sampled: Sequence[str], finished: Sequence[str] | dict[str, Any]) -> None:
         """Records one step, which began at `before`."""
-        now, schedulers = self._clock.now, [replica.scheduler for replica in self._engine.replicas]
-        for request_id in self._unstarted.intersection(sampled):
+        now = self._clock.now
+        for request_id in self._unstarted.intersection(sampled) if sampled else ():
             self._times[int(request_id)].first_token = now
             self._unstarted.discard(request_id)
         for request_id in finished:
             self._times[int(request_id)].ended = now
         self.finished += len(finished)
-        still_running = sum(scheduler.running for scheduler in schedulers)
-        waiting = sum(scheduler.open_requests for scheduler in schedulers) - still_running
-        running = still_running + len(finished)  # during the step
-        tiered = sum(scheduler.in_residence(Residence.TIERED) for scheduler in schedulers)
+        schedulers = [replica.scheduler for replica in self._engine.replicas if replica.scheduler.open_requests]
+        running, waiting, tiered = len(finished), 0, 0  # those that have finished ran during the step
+        for scheduler in schedulers:
+            still_running = scheduler.running
+            running += still_running
+            waiting += scheduler.open_requests - still_running
+            tiered += scheduler.in_residence(Residence.TIERED)
         self._running_s += running * (now - before)
         self._waiting_s += waiting * (now - before)
         self._max_running, self._max_tiered = max(self._max_running, running), max(self._max_tiered, tiered)

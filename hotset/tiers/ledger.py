@@ -128,9 +128,15 @@ class Ledger:
     def is_cached(self, page_hash: bytes) -> bool:
         return self.host is not None and page_hash in self.host
 
+    @property
+    def announces_tokens(self) -> bool:
+        """True if subscribers receive the tokens of pages that enter the prefix cache."""
+        return self.host is not None and self.host.on_change is not None
+
     def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str = "") -> None:
         """Makes full pages of a request available to others. All their rows are on the host, or commands before any
-        later one put them there. `hashes` and `token_ids` are those of these pages, the next after `holding.cached`."""
+        later one put them there. `hashes` and `token_ids` are those of these pages, the next after `holding.cached`.
+        Without subscribers, `token_ids` can be empty."""
         if holding.residence is Residence.LANDING:
             raise InternalError("another process may still write to its pages")
         if self.host is not None:
@@ -381,19 +387,18 @@ class Ledger:
 
     def _required(self, to: Residence, tokens: int) -> dict[PageUse, int]:
         """Returns the number of pages for each use that a context of `tokens` rows requires in residence `to`."""
-        geometry = self.geometry
-        required = {
-            PageUse.KEYS: geometry.key_pages(tokens),
-            PageUse.HOST: 0 if self.host is None else geometry.row_pages(tokens),
-        }
+        geometry, rows = self.geometry, self.geometry.row_pages(tokens)
+        required = {PageUse.KEYS: geometry.key_pages(tokens), PageUse.HOST: 0 if self.host is None else rows}
         if to is Residence.RESIDENT:
-            return required | {PageUse.ROWS: geometry.row_pages(tokens)}
-        if to is Residence.STREAMED:
-            return required | {PageUse.WORK: max(geometry.work_pages(tokens), geometry.hot_pages(tokens))}
-        if to is not Residence.TIERED:
+            required[PageUse.ROWS] = rows
+        elif to is Residence.STREAMED:
+            required[PageUse.WORK] = max(geometry.work_pages(tokens), geometry.hot_pages(tokens))
+        elif to is Residence.TIERED:
+            required[PageUse.SLOTS], required[PageUse.TAIL] = geometry.slot_pages, geometry.tail_pages
+            required[PageUse.MAPS] = geometry.map_pages(tokens)
+        else:
             raise InternalError(f"a request that is {to.value} is granted no pages")
-        maps = geometry.map_pages(tokens)
-        return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: geometry.tail_pages, PageUse.MAPS: maps}
+        return required
 
     def _missing(
         self, holding: Holding, required: Mapping[PageUse, int], prefix: Sequence[CachedPage] = ()
@@ -442,19 +447,18 @@ class Ledger:
         return commands
 
     def _update_capacity(self, holding: Holding) -> None:
-        geometry, held = self.geometry, {use: len(pages) for use, pages in holding.pages.items()}
-        holding.host_capacity = NO_LIMIT if self.host is None else held[PageUse.HOST] * geometry.page_rows
-        limits = [geometry.key_capacity(held[PageUse.KEYS]) if geometry.keys_per_block else NO_LIMIT]
-        if holding.residence is Residence.RESIDENT:
-            limits.append(held[PageUse.ROWS] * geometry.page_rows)
-        elif holding.residence is Residence.STREAMED:
-            limits.append(held[PageUse.WORK] * geometry.layers * geometry.page_rows)
-        elif holding.residence is Residence.TIERED:
-            limits.append(2 * (held[PageUse.MAPS] * geometry.words_per_page - 2 * geometry.slots))
-        else:
-            limits.append(0)
-        holding.device_capacity = min(limits)
-        holding.capacity = min(holding.device_capacity, holding.host_capacity)
+        geometry, pages, residence, rows = self.geometry, holding.pages, holding.residence, 0
+        if residence is Residence.RESIDENT:
+            rows = len(pages[PageUse.ROWS]) * geometry.page_rows
+        elif residence is Residence.STREAMED:
+            rows = len(pages[PageUse.WORK]) * geometry.layers * geometry.page_rows
+        elif residence is Residence.TIERED:
+            rows = 2 * (len(pages[PageUse.MAPS]) * geometry.words_per_page - 2 * geometry.slots)
+        if geometry.keys_per_block:
+            rows = min(rows, geometry.key_capacity(len(pages[PageUse.KEYS])))
+        holding.device_capacity = rows
+        holding.host_capacity = NO_LIMIT if self.host is None else len(pages[PageUse.HOST]) * geometry.page_rows
+        holding.capacity = min(rows, holding.host_capacity)
 
     def _release_device_pages(self, holding: Holding) -> None:
         unused = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))

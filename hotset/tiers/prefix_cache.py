@@ -139,9 +139,14 @@ class PrefixCache(PageAllocator):
         """Adds the full pages of a context that come next after those in `used`, and extends `used` by them.
 
         If another request has published a page with the same hash before, this request uses the other's page, too, and
-        keeps its own.
+        keeps its own. `token_ids` are needed only if there is an `on_change`.
         """
         self.version += 1
+        if self.on_change is None and self._cached.keys().isdisjoint(hashes):
+            new = [CachedPage(page, page_hash) for page, page_hash in zip(pages, hashes, strict=True)]
+            self._cached.update(zip(hashes, new, strict=True))
+            used += new
+            return
         page_rows = len(token_ids) // len(hashes)
         parent = used[-1].page_hash if used else None
         first = 0  # pages [first, number) are new
@@ -162,10 +167,11 @@ class PrefixCache(PageAllocator):
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
         """Records that one request no longer uses these pages, which are those of a whole prefix."""
         self.version += 1
+        unused = self._unused
         for cached in reversed(pages):
             cached.users -= 1
             if cached.users == 0:
-                self._unused[cached.page_hash] = cached
+                unused[cached.page_hash] = cached
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
         """Returns `count` pages as `PageAllocator` does, after evicting cached pages if necessary."""

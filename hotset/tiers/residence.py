@@ -84,8 +84,9 @@ class Holding:
     @property
     def own_host_pages(self) -> list[int]:
         """The host pages that are not in the prefix cache."""
-        cached = {page.page for page in self.cached}
-        return [page for page in self.pages[PageUse.HOST] if page not in cached]
+        pages, cached = self.pages[PageUse.HOST], self.cached
+        kept = [page for page, of_cache in zip(pages, cached, strict=False) if page != of_cache.page]
+        return kept + pages[len(cached) :]
 
     @property
     def device_pages(self) -> int:

@@ -15,8 +15,9 @@ from hotset.plan.gpus import Machine
 from hotset.plan.model_configs import find_config
 from hotset.schedule import steady
 from hotset.schedule.request import PlanNumbers, Request
+from hotset.simulate.prompts import Arrival
 from hotset.simulate.step_clock import FixedCosts, SimulatedClock
-from hotset.simulate.traffic import Arrival, TrafficResult, run_traffic, simulated_engine
+from hotset.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 
 COSTS = FixedCosts(step_s=0.01, prompt_token_s=1e-4, decode_token_s=1e-3, tiered_token_s=1e-3)
 # Too few device pages make requests tiered or parked. Too few host pages make them release everything and start again.
@@ -43,7 +44,7 @@ def simulate(folder: Path, requests: Sequence[Arrival], settings: dict[str, Any]
     config = config_of(folder, max_model_len=256, max_num_seqs=12, **settings)
     files, clock = find_config(config.model), SimulatedClock()
     capacity = plan_capacity(config, files, Machine(host_memory().free))
-    engine = simulated_engine(capacity, files, False, clock, COSTS)
+    engine = simulated_engine(capacity, files, False, clock, COSTS, every_plan=True)
     result = run_traffic(engine, clock, requests, lambda done, total: engine.audit())
     return result, engine.stats()
 

@@ -31,8 +31,9 @@ from hotset.plan.gpus import H200, Machine
 from hotset.plan.model_configs import find_config
 from hotset.plan.products import ROUTED, prefill_products
 from hotset.schedule.plan import StepResult
+from hotset.simulate.prompts import Arrival, arrivals
 from hotset.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, positions, work_of
-from hotset.simulate.traffic import Arrival, TrafficResult, arrivals, run_traffic, simulated_engine
+from hotset.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.tiers.residence import Residence
 
 VOCAB = 64
