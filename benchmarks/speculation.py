@@ -95,6 +95,12 @@ def imposed_acceptance() -> Iterator[None]:
         SegmentTable.accepted = accepted_of  # type: ignore[method-assign]
 
 
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class Loaded:
     """An engine with its KV memory, built like that of `hotset serve`, and measured like it."""
 
@@ -107,7 +113,7 @@ class Loaded:
         spec, kind = loader.files.spec, (model, speculate > 0)
         if kind not in decoders:
             decoders.clear()
-            gc.collect()
+            _free_memory()
             decoders[kind] = loader.load(lambda done, total: None)
         decoder = decoders[kind]
         self.vocab = spec.vocab
@@ -124,9 +130,7 @@ class Loaded:
     def close(self) -> None:
         self.engine.close()
         del self.engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from engine.waiting_steps import forbid_waiting
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +25,6 @@ from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Plan, PromptRange
-from hotset.tiers.commands import Grant
 from hotset.tiers.residence import Residence
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
@@ -203,22 +202,9 @@ def test_layers_that_share_a_selection_read_the_right_rows_when_rows_are_copied_
 @pytest.mark.parametrize("tiers", ["off", "always"])
 def test_no_decode_step_synchronizes_the_host_with_the_gpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers cross at least two page boundaries. With tiers, pages are mirrored there, and rows are copied into
-    slots. Steps with prompts, and steps with commands other than `Grant`, are not checked."""
-    submit, num_checked = Runner.submit, 0
-
-    def submit_without_sync(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
-        nonlocal num_checked
-        if graph is None or not all(isinstance(command, Grant) for command in plan.commands):
-            return submit(runner, plan, graph)
-        num_checked += 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return submit(runner, plan, graph)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Runner, "submit", submit_without_sync)
+    slots."""
+    checked = forbid_waiting(monkeypatch)
     _, _, prompts = make_prompts(["lookup"])
     memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
     answers(prompts, tokens=140, tiers=tiers, device="cuda", **memory)
-    assert num_checked > 130
+    assert len(checked) > 130

@@ -8,6 +8,7 @@ import torch
 from engine.emulated_graphs import emulate_graphs, make_engine_with_graphs
 from engine.test_decode_graphs import DEMO, answers, make_prompts
 from engine.test_mtp_drafts import MODELS, SPECS, record_drafts, record_unverified
+from engine.waiting_steps import forbid_waiting
 from harness import make_engine, run_all
 from torch import Tensor
 
@@ -17,13 +18,11 @@ from hotset.engine.decode_graphs import StepGraph, choose_graph
 from hotset.engine.llm import LLM
 from hotset.engine.mtp_drafts import MtpDrafts
 from hotset.engine.mtp_graphs import MtpGraphs
-from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sampled_segments import SampledSegments
 from hotset.kernels import EMPTY
 from hotset.models.mtp import MtpOutput
 from hotset.schedule.draft_costs import DraftChoice
 from hotset.schedule.plan import Plan
-from hotset.tiers.commands import Grant
 from hotset.tiers.residence import Residence
 
 REQUESTS = 3
@@ -161,24 +160,9 @@ def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("tiers", ["off", "always"])
 def test_no_step_with_drafts_synchronizes_the_host_with_the_gpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with prompts, and steps with commands other than `Grant`, are not checked."""
-    submit, verified = Runner.submit, 0
-
-    def submit_without_sync(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
-        nonlocal verified
-        if graph is None or not all(isinstance(command, Grant) for command in plan.commands):
-            assert not plan.drafts or plan.commands, "a step with drafts was computed without a graph"
-            return submit(runner, plan, graph)
-        verified += bool(plan.drafts)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return submit(runner, plan, graph)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Runner, "submit", submit_without_sync)
+    checked = forbid_waiting(monkeypatch)
     draft_always(monkeypatch)
     _, _, prompts = make_prompts(["lookup"])
     memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
     answers(prompts, tokens=140, tiers=tiers, device="cuda", speculate=3, **memory)
-    assert verified > 30
+    assert sum(bool(plan.drafts) for plan in checked) > 30
