@@ -202,10 +202,14 @@ def call_controller(method: str, /, *arguments: Any, **keywords: Any) -> Any:
 
 
 def is_complete(status: Status) -> bool:
-    """Returns whether exactly the wanted processes are ready."""
-    roles = [member["role"] for member in status["members"]]
-    all_ready = all(member["phase"] == "ready" for member in status["members"])
-    return all_ready and all(roles.count(role) == count for role, count in status["counts"].items())
+    """Returns whether exactly the wanted processes are ready, and all engines have answered all routers."""
+    members = status["members"]
+    roles = [member["role"] for member in members]
+    if any(member["phase"] != "ready" for member in members):
+        return False
+    engines = {member["url"] for member in members if member["role"] != "router"}
+    all_routed = all(engines <= {*member["up"]} for member in members if member["role"] == "router")
+    return all_routed and all(roles.count(role) == count for role, count in status["counts"].items())
 
 
 def router_urls(status: Status) -> list[str]:

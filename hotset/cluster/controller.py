@@ -161,6 +161,7 @@ class Controller:
             **asdict(member),
             "seconds": max(0.0, time.time() - member.since),
             "pid": None if report is None else report.pid,
+            "up": [] if report is None else list(report.up),
             "load": asdict(Load() if report is None else report.load),
         }
 

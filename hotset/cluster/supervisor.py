@@ -72,6 +72,7 @@ class Report:
     ended: str | None = None  # why the process has ended
     load: Load = field(default_factory=Load)
     routed: tuple[str, ...] = ()  # of a router: the workers to which it may send requests
+    up: tuple[str, ...] = ()  # of a router: those of them that have answered it
 
 
 class Supervisor:
@@ -88,6 +89,7 @@ class Supervisor:
         self._ended: str | None = None
         self._load = Load()
         self._routed: tuple[str, ...] = ()
+        self._up: tuple[str, ...] = ()
         self._stop_now = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._epoch = ""  # of the controller that asked last
@@ -131,6 +133,7 @@ class Supervisor:
             ended=self._ended,
             load=self._load,
             routed=self._routed,
+            up=self._up,
         )
 
     async def set_workers(self, workers: Mapping[str, Sequence[str]]) -> None:
@@ -237,6 +240,7 @@ class Supervisor:
             return False
         if self._launch.role == "router":
             self._routed = tuple(worker["url"] for worker in body["workers"])
+            self._up = tuple(worker["url"] for worker in body["workers"] if worker["up"])
         else:
             self._load = _load_of(body)
         return True
