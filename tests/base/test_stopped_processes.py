@@ -25,12 +25,16 @@ def test_a_stopped_descendant_is_found_until_it_continues_or_ends() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         grandchild = int(parent.stdout.readline())
-        assert find_stopped(parent.pid) is None
-        pause(grandchild)
-        assert find_stopped(parent.pid) == grandchild
-        os.kill(grandchild, signal.SIGCONT)
-        assert find_stopped(parent.pid) is None
-        pause(parent.pid)
-        assert find_stopped(parent.pid) == parent.pid
-        os.kill(parent.pid, signal.SIGCONT)
+        try:
+            assert find_stopped(parent.pid) is None
+            pause(grandchild)
+            assert find_stopped(parent.pid) == grandchild
+            os.kill(grandchild, signal.SIGCONT)
+            assert find_stopped(parent.pid) is None
+            pause(parent.pid)
+            assert find_stopped(parent.pid) == parent.pid
+            os.kill(parent.pid, signal.SIGCONT)
+        finally:
+            for pid in (grandchild, parent.pid):
+                os.kill(pid, signal.SIGKILL)
     assert find_stopped(parent.pid) is None

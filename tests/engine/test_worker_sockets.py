@@ -159,14 +159,16 @@ def test_a_stopped_worker_has_ended_but_a_busy_one_has_not(impatient: None, cont
     arguments = (controller.endpoint, keys)
     process = multiprocessing.get_context("spawn").Process(target=block_python_and_report, args=arguments)
     process.start()
-    assert controller.wait_connected(0, WAIT_S)
-    worker.send(AbortSteps())
-    assert worker.poll(WAIT_S) and worker.recv() == AuditReport("awake")
-    assert process.pid is not None
-    pause(process.pid)
-    assert wait([worker.sentinel], WAIT_S) and worker.exitcode is None
-    process.kill()
-    process.join(WAIT_S)
+    try:
+        assert controller.wait_connected(0, WAIT_S)
+        worker.send(AbortSteps())
+        assert worker.poll(WAIT_S) and worker.recv() == AuditReport("awake")
+        assert process.pid is not None
+        pause(process.pid)
+        assert wait([worker.sentinel], WAIT_S) and worker.exitcode is None
+    finally:
+        process.kill()
+        process.join(WAIT_S)
 
 
 def run_controller(pipe: Connection, key: bytes) -> None:
