@@ -11,6 +11,8 @@ one device page. With Mooncake, where each write is expensive, keys land in host
 The time of a landing is taken at the decode side, from the request until the landing is complete. The bytes of the
 first landing in each kind of pool, which is not timed, are compared with their source.
 
+Contexts are staged if the measured costs of writes say so, as in the engine: between GPU memories nearly always.
+
 --routes measures other memories: with `device to device`, contexts are read from GPU memory, in the layout of a host
 store, and rows and index keys land in pages of the device pool. Without a GPU, the device is ordinary memory.
 

@@ -28,11 +28,20 @@ from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import DecodeEndpoint
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.stores import ProbeMemory, host_stores, regions
+from hotset.engine.stores import (
+    ProbeMemory,
+    Staging,
+    host_shards,
+    landing_stores,
+    memory_devices,
+    pool_shards,
+    regions,
+)
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.agent import open_channel
 from hotset.handoff.deliveries import Sources
-from hotset.handoff.messages import FirstTokenSampled, Hello, ModelIdentity, RowsComputed, StartPrefill
+from hotset.handoff.messages import ContextPages, FirstTokenSampled, Hello, ModelIdentity, RowsComputed, StartPrefill
+from hotset.handoff.packing import EngineCopies
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.sender import Sender
 from hotset.memory.device_pool import DevicePool, KvShape
@@ -42,6 +51,7 @@ from hotset.transfer.workers import WorkerTransfers
 
 BAR = 1.05
 LANDING_TOKENS = 4096
+STAGING_BYTES = 64 << 20
 STRETCH = 40  # steps of one kind before the other kind follows
 
 
@@ -60,14 +70,21 @@ def serve_contexts(case: SenderCase, pipe: Connection) -> None:
     host = HostStore(case.shape, pages, PAGE_ROWS, GPU)
     shards = [HostShard(0, 0, case.shape, 1, host)]
     host.rows.view(torch.uint8).zero_()
-    pool = DevicePool(case.shape, case.shape.geometry(PAGE_ROWS), 1, GPU)
+    geometry = case.shape.geometry(PAGE_ROWS)
+    key_pages = geometry.key_pages(LANDING_TOKENS)
+    pool = DevicePool(case.shape, geometry, pages + key_pages, GPU) if GPU.type == "cuda" else None
     probes, registered = ProbeMemory(pool), open_transfer(case.engine)
-    for region in (*regions(shards, None), *probes.regions):
+    staging = Staging(STAGING_BYTES, memory_devices(pool, host=True))
+    for region in (*regions([host], pool), *probes.regions, *staging.regions):
         registered.register(region)
     transfer = WorkerTransfers([registered])
-    stores, channel, woken = host_stores(shards), open_channel(f"{HOST}:0"), threading.Event()
+    stores = landing_stores(host_shards(shards, (), staging), pool_shards(pool, (), staging))
+    channel, woken = open_channel(f"{HOST}:0"), threading.Event()
     hello = Hello(channel.address, case.model, stores, transfer.name, transfer.describe(), probes=probes.ranges)
-    agent = PrefillAgent(Sender(Sources(stores["host"])), hello, channel, transfer, wake=woken.set)
+    sender, copies = Sender(Sources(stores["host"], stores.get("device"))), EngineCopies(GPU, ())
+    agent = PrefillAgent(sender, hello, channel, transfer, wake=woken.set, copies=copies)
+    on_host = tuple(range(pages))
+    on_device = None if pool is None else ContextPages(on_host, tuple(range(pages, pages + key_pages)))
     agent.start()
     pipe.send(channel.address)
     while not pipe.poll():
@@ -76,7 +93,8 @@ def serve_contexts(case: SenderCase, pipe: Connection) -> None:
         for event in agent.take_events():
             if isinstance(event, StartPrefill):
                 rows = len(event.prompt)
-                agent.put(RowsComputed(event.peer, event.key, 0, rows, tuple(range(pages)), None))
+                device_pages = on_device if event.from_device else None
+                agent.put(RowsComputed(event.peer, event.key, 0, rows, on_host, None, device_pages))
                 agent.put(FirstTokenSampled(event.peer, event.key, 5, None))
     agent.close(1.0)
     transfer.close()

@@ -16,7 +16,14 @@ import torch
 from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
-from hotset.engine.stores import landing_store_name, landing_stores, pool_shard, regions
+from hotset.engine.stores import (
+    Staging,
+    host_shards,
+    landing_store_name,
+    landing_stores,
+    pool_shards,
+    regions,
+)
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
@@ -37,9 +44,12 @@ from hotset.handoff.messages import (
     StartPrefill,
     Store,
 )
+from hotset.handoff.packing import EngineCopies, StagingMemory
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
+from hotset.handoff.routes import PROBE_BYTES
 from hotset.handoff.sender import Sender
+from hotset.handoff.staging import ReceiverStaging
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
@@ -57,6 +67,7 @@ POISON = 0xAB
 # Pages that no context uses. As in a real store, the rows of a context in one layer must not be adjacent to its rows in
 # the next layer.
 SPARE_PAGES = 1
+STAGING_BYTES = 64 << 20
 SHIFT = 4099  # bytes by which the pattern of a layer is shifted against that of the previous layer
 TIMEOUT_S = 60.0
 
@@ -192,18 +203,29 @@ class Worker:
         self.pool: DevicePool | None = None
         self.backend = RecordingBackend(open_backend(case.engine))
         self.transfer = Lanes(self.backend, LANES, DEADLINE_S)
+        on_device = (case.source if prefill else case.target) == "device"
+        kinds = {device_kind(): GPU} if on_device else {MemoryKind.HOST: torch.device("cpu")}
+        self.staging = Staging(STAGING_BYTES, kinds)
+        self.probe = StagingMemory(PROBE_BYTES, *((GPU, device_kind()) if on_device else ()))
+        for region in (*self.staging.regions, self.probe.region):
+            self.transfer.register(region)
         store = self._open_source() if prefill else self._open_target()
         channel = open_channel(f"{HOST}:0")
         assert self.shape.key is not None
         row, key = self.shape.row.description, self.shape.key.description
         model = ModelIdentity("synthetic", case.layers, row, key, self.shape.groups, "")
         self.store = store
-        self.hello = Hello(channel.address, model, {"host": store}, case.engine, self.transfer.describe())
+        probes = {store.memory: self.probe.memory_range}
+        self.hello = Hello(
+            channel.address, model, {"host": store}, case.engine, self.transfer.describe(), probes=probes
+        )
         self.has_events, self.closed = threading.Event(), False
-        machine = Sender(Sources(store)) if prefill else Receiver()
+        receiver_staging = ReceiverStaging({"host": store}) if store.staging else None
+        machine = Sender(Sources(store)) if prefill else Receiver(staging=receiver_staging)
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
         role: Any = PrefillAgent if prefill else DecodeAgent
-        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set)
+        copies = EngineCopies(GPU, ())
+        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set, copies=copies)
         self.agent.start()
 
     def _open_source(self) -> Store:
@@ -220,7 +242,8 @@ class Worker:
             bases = tuple((layer.data_ptr(),) for layer in tensor)
             spans.append(PagedSpan(bases, PAGE_ROWS * row.stride_bytes, PAGE_ROWS, row.stride_bytes))
             self.tensors.append(tensor)
-        return Store(whole_rows(spans[0]), spans[1])
+        staging = (self.staging.ranges[kind],)
+        return Store(whole_rows(spans[0]), spans[1], memory=kind.value, staging=staging)
 
     def _open_target(self) -> Store:
         case = self.case
@@ -229,7 +252,7 @@ class Worker:
             self.pool = DevicePool(self.shape, geometry, case.pages + case.key_pages + SPARE_PAGES, GPU)
             for region in regions([], self.pool):
                 self.transfer.register(region)
-            return landing_stores([], [pool_shard(self.pool)])["device"]
+            return landing_stores([], pool_shards(self.pool, (), self.staging))["device"]
         if case.keys == "device":
             self.pool = DevicePool(self.shape, geometry, case.key_pages + SPARE_PAGES, GPU)
         stores = self._open_host(self.pool)
@@ -239,9 +262,9 @@ class Worker:
         self.host = HostStore(self.shape, self.case.pages + SPARE_PAGES, PAGE_ROWS, GPU)
         self.tensors = [tensor for tensor in (self.host.rows, self.host.keys) if tensor is not None]
         shards = [HostShard(0, 0, self.shape, 1, self.host)]
-        for region in regions(shards, pool):
+        for region in regions([self.host], pool):
             self.transfer.register(region)
-        return landing_stores(shards, [] if pool is None else [pool_shard(pool)])
+        return landing_stores(host_shards(shards, (), self.staging), pool_shards(pool, (), self.staging))
 
     @property
     def memory(self) -> torch.Tensor:

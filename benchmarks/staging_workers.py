@@ -18,6 +18,7 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.layout import head_shards
 from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
@@ -34,12 +35,12 @@ from hotset.handoff.messages import (
     StartPrefill,
     Store,
 )
-from hotset.handoff.packing import StagingMemory
+from hotset.handoff.packing import EngineCopies, StagingMemory
 from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging
-from hotset.transfer.api import Region
+from hotset.transfer.api import MemoryKind, Region
 from hotset.transfer.engines import LANES
 from hotset.transfer.lanes import Lanes
 
@@ -60,6 +61,7 @@ class StagingCase:
     target_ranks: int
     staging_bytes: int  # on each side; 0 disables staging
     chunk: int
+    device: str = "cpu"  # where rows and staging memory are
 
     @property
     def nbytes(self) -> int:
@@ -75,37 +77,45 @@ class ShardedRows:
 
     def __init__(self, case: StagingCase, ranks: int) -> None:
         shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # an unused page separates the layers
-        self.rows = [np.full(shape, POISON, np.uint8) for _ in range(ranks)]
+        self.device = torch.device(case.device)
+        self.rows = [torch.full(shape, POISON, dtype=torch.uint8, device=self.device) for _ in range(ranks)]
         spans = [
-            PagedSpan(tuple((layer.ctypes.data,) for layer in rank), PAGE_ROWS * shape[3], PAGE_ROWS, shape[3])
+            PagedSpan(tuple((layer.data_ptr(),) for layer in rank), PAGE_ROWS * shape[3], PAGE_ROWS, shape[3])
             for rank in self.rows
         ]
-        self.store = Store(head_shards(spans, HEADS, HEAD_BYTES), None)
+        self.kind = MemoryKind.DEVICE if case.device == "cuda" else MemoryKind.HOST
+        self.store = Store(head_shards(spans, HEADS, HEAD_BYTES), None, memory=self.kind.value)
         self._pages = case.pages
         longest = case.pages * PAGE_ROWS * ROW_BYTES + case.layers * SHIFT
         self._pattern = np.frombuffer(np.random.default_rng(0).bytes(longest), np.uint8)
 
     def register(self, transfer: Lanes) -> None:
         for rank in self.rows:
-            transfer.register(Region(rank.ctypes.data, rank.nbytes))
+            transfer.register(Region(rank.data_ptr(), rank.nbytes, self.kind))
 
     def fill(self, pages: tuple[int, ...]) -> None:
         """Stores a context in these pages."""
         for layer in range(len(self.rows[0])):
             for rank, expected in zip(self.rows, self._expected(layer), strict=True):
-                rank[layer, list(pages)] = expected
+                rank[layer, list(pages)] = torch.from_numpy(expected).to(self.device)
+        self.synchronize()
 
     def check(self, pages: tuple[int, ...], tokens: int) -> None:
         """Fails unless these pages hold every byte of the context."""
         for layer in range(len(self.rows[0])):
             for rank, expected in zip(self.rows, self._expected(layer), strict=True):
-                landed = rank[layer, list(pages)].reshape(-1, rank.shape[-1])
+                landed = rank[layer, list(pages)].cpu().numpy().reshape(-1, rank.shape[-1])
                 source = expected.reshape(landed.shape)
                 assert np.array_equal(landed[:tokens], source[:tokens]), f"rows of layer {layer} differ"
 
     def poison(self) -> None:
         for rank in self.rows:
-            rank.fill(POISON)
+            rank.fill_(POISON)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _expected(self, layer: int) -> list[np.ndarray]:
         """Returns the context's bytes [page, row, bytes] for each rank."""
@@ -126,25 +136,26 @@ class Worker:
         self.backend = RecordingBackend(open_backend(case.engine))
         self.transfer = Lanes(self.backend, LANES, TIMEOUT_S)
         self.memory.register(self.transfer)
-        staging = StagingMemory(case.staging_bytes) if case.staging_bytes else None
+        memory, store = self.memory, self.memory.store
+        staging = StagingMemory(case.staging_bytes, memory.device, memory.kind) if case.staging_bytes else None
         if staging is not None:
             self.transfer.register(staging.region)
+            store = staging.beside(store)
         self._staging = staging
         channel = open_channel(f"{HOST}:0")
-        stores = {"host": self.memory.store}
-        ring = None if prefill or staging is None else staging.memory_range
+        stores = {"host": store}
         model = ModelIdentity("synthetic", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
-        self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe(), ring)
+        self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
         self.has_events = threading.Event()
         machine: Sender | Receiver
         if prefill:
-            buffers = () if staging is None else staging.sender_buffers
-            machine = Sender(self.memory.store, buffers=buffers, write_limit=TIMEOUT_S)
+            machine = Sender(Sources(store), write_limit=TIMEOUT_S)
         else:
-            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, stores))
+            machine = Receiver(staging=None if staging is None else ReceiverStaging(stores))
         transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
         role: Any = PrefillAgent if prefill else DecodeAgent
-        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set)
+        copies = EngineCopies(memory.device, ())
+        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set, copies=copies)
         self.agent.start()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_pages
@@ -12,7 +13,7 @@ from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_p
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import count_writes, plan_context_writes, whole_rows
-from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Store
+from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Route, Store
 from hotset.handoff.packing import StagingMemory, pack, unpack
 from hotset.handoff.staging import (
     MAX_DIRECT_WRITES,
@@ -22,8 +23,10 @@ from hotset.handoff.staging import (
     check_staging,
     packed_row_bytes,
     piece_rows,
+    piece_writes,
     should_stage,
 )
+from hotset.transfer.api import MemoryKind
 
 RANKS = (1, 2, 4, 8)
 
@@ -160,3 +163,69 @@ def test_staging_memory_too_small_for_one_row_is_refused_with_the_minimum() -> N
     with pytest.raises(ConfigError, match=r"--staging-mib 34 or more") as raised:
         check_staging(minimum - 1, store)
     assert f"{61 * 16 * 9000 + KEY_BYTES} bytes over 61 layers" in str(raised.value)
+
+
+class DeviceMemory:
+    """A copy of sharded memory on a device, with staging memory beside it."""
+
+    def __init__(self, memory: ShardedMemory, device: torch.device, nbytes: int) -> None:
+        self.memory, self.bytes = memory, torch.from_numpy(memory.memory.copy()).to(device)
+        self.staging = StagingMemory(nbytes, device, MemoryKind.DEVICE)
+        self.staging._bytes.fill_(POISON)
+        distance = self.bytes.data_ptr() - memory.memory.ctypes.data
+
+        def moved(span: PagedSpan) -> PagedSpan:
+            return replace(span, bases=tuple(tuple(base + distance for base in parts) for parts in span.bases))
+
+        shards = tuple(replace(shard, span=moved(shard.span)) for shard in memory.store.shards)
+        keys = None if memory.store.keys is None else moved(memory.store.keys)
+        self.store = self.staging.beside(replace(memory.store, shards=shards, keys=keys, memory="device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("source_ranks", "target_ranks", "head_bytes"), [(2, 4, 7), (4, 2, 64), (1, 1, 16)])
+def test_contexts_on_a_device_are_packed_and_unpacked_there(
+    device: str, source_ranks: int, target_ranks: int, head_bytes: int
+) -> None:
+    on = torch.device(device)
+    source = ShardedMemory(source_ranks, 4, page_rows=16, seed=1, spare=16, head_bytes=head_bytes)
+    target = ShardedMemory(target_ranks, 4, page_rows=6, head_bytes=head_bytes)
+    pages = fresh_pages(source, target, rows=40)
+    source.compute(pages[0], 0, 40)
+    nbytes = 40 * packed_row_bytes(source.store, target.store)
+    near, far = DeviceMemory(source, on, nbytes + 512), DeviceMemory(target, on, nbytes + 512)
+    for first, last in ((0, 17), (17, 40)):
+        piece = PackedPiece(near.store, far.store, ContextPages(tuple(pages[0]), tuple(pages[0])), first, last, 256)
+        pack(piece, 0, on)
+        for local, remote, length in piece_writes(near.store, far.store, last - first, 256, 128).tolist():
+            begin = local - near.staging.memory_range.address, remote - far.staging.memory_range.address
+            far.staging._bytes[begin[1] : begin[1] + length] = near.staging._bytes[begin[0] : begin[0] + length]
+        far.staging._bytes[128 + length :] = POISON
+        if device == "cuda":
+            torch.cuda.synchronize()
+        unpack(replace(piece, pages=ContextPages(tuple(pages[1]), tuple(pages[2])), offset=128), 0, on)
+    target.memory[:] = far.bytes.cpu().numpy()
+    target.check(pages[1], pages[2], 0, 40)
+
+
+@pytest.mark.parametrize(
+    ("memory", "per_write", "staged"),
+    [("device", 4e-6, True), ("device", 1e-8, False), ("host", 4e-6, False), ("host", 100e-6, True)],
+    ids=["device", "device, cheap writes", "host", "host, expensive writes"],
+)
+def test_measured_costs_of_writes_decide_whether_pages_between_equal_splits_are_packed(
+    memory: str, per_write: float, staged: bool
+) -> None:
+    """The pages of the decode worker are not consecutive. Each write has 64 rows of 1 KiB."""
+    span = PagedSpan(tuple((layer << 30,) for layer in range(1, 31)), 64 << 10, 64, 1 << 10)
+    store = Store(whole_rows(span), None, memory=memory)
+    route = Route(memory, memory, 10.0, per_write)
+    assert should_stage(store, store, request(1000, 16), route=route) is staged
+
+
+def test_scattered_pages_of_the_prefill_worker_count_like_those_of_the_decode_worker() -> None:
+    span = PagedSpan(tuple((layer << 30,) for layer in range(1, 31)), 8 << 10, 16, 512)
+    store, pages = Store(whole_rows(span), None), tuple(range(20))
+    consecutive = HandoffRequest(HandoffKey("r", 0), PromptSpec((1,) * 320, SamplingParams()), "host", pages, ())
+    assert not should_stage(store, store, consecutive)
+    assert should_stage(store, store, consecutive, run_pages=1)
