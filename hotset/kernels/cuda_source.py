@@ -4,6 +4,7 @@ NVRTC compiles a file on the first use of one of its kernels, once per process, 
 Every parameter of such a kernel is eight bytes wide: a pointer or a `long long`.
 """
 
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError, MissingDependency
 
+# Held while a kernel is compiled: cuda-core's first import fails in a thread that begins while another is at it.
+_compiling = threading.Lock()
 DEFAULT_MAX_SHARED_BYTES = 48 << 10  # of shared memory per block; a launch that needs more raises its limit
 
 
@@ -44,7 +47,8 @@ def kernel(source: Path, name: str, **constants: int) -> Kernel:
     """
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # a: with the instructions of this architecture alone
-    return _compiled(source, name, tuple(sorted(constants.items())), arch)
+    with _compiling:
+        return _compiled(source, name, tuple(sorted(constants.items())), arch)
 
 
 class _LoadedKernel:
