@@ -169,11 +169,6 @@ def check_speculation(config: EngineConfig, files: ModelFiles) -> None:
             f"--speculate {config.speculate}: {files.path} has no layer for multi-token prediction (MTP), which would "
             "draft the tokens; add --speculate-by lookup"
         )
-    if config.data_parallel_size > 1:
-        raise ConfigError(
-            "--speculate-by mtp is not supported with --data-parallel-size; use --speculate-by lookup, or tensor "
-            "parallelism"
-        )
 
 
 def model_splits(config: EngineConfig, spec: ModelSpec) -> list[Split]:

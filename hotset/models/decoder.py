@@ -71,7 +71,10 @@ class Decoder:
         self._embedding, self._head = embedding if embeds else None, head if self.last else None
         self._mtp: MtpLayer | None = None
         if spec.mtp is not None:
-            mtp = MtpLayer(loader if drafts else skipping, len(stage), spec, spec.mtp)
+            mtp_loader = loader if drafts else skipping
+            if split.dp_size > 1:  # replicas draft for different numbers of requests, so each has all experts
+                mtp_loader = ShardLoader(mtp_loader.weights, WHOLE_MODEL, SINGLE_RANK)
+            mtp = MtpLayer(mtp_loader, len(stage), spec, spec.mtp)
             self._mtp = mtp if drafts else None
         like = self._layers[0].input_norm.weight
         self.dtype, self.device = like.dtype, like.device

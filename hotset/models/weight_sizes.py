@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
-from hotset.models.split import Split
+from hotset.models.split import WHOLE_MODEL, Split
 
 FP8_BYTES = 1 + 4 / 128**2  # one byte per value, and one float32 scale for each block of 128 x 128 values
 
@@ -35,7 +35,8 @@ def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
         counts += _layer(spec, split, layer)
     if spec.mtp is not None and layers.stop == spec.layers:
         glue = _Counts(matrices=2 * spec.hidden**2, plain=3 * spec.hidden)  # the projection, and norms
-        counts += _layer(spec.with_mtp_layer, split, spec.layers) + glue
+        # Data parallel ranks do not divide the experts of this layer.
+        counts += _layer(spec.with_mtp_layer, WHOLE_MODEL if split.dp_size > 1 else split, spec.layers) + glue
     matrices = round(counts.matrices * _matrix_bytes(spec, dtype_bytes))
     return matrices + counts.plain * dtype_bytes + counts.fp32 * max(4, dtype_bytes)
 

@@ -18,6 +18,7 @@ from engine.test_invariance import REQUESTS, dsa_spec, workload
 from engine.threaded import closing, split_engine
 from harness import Answer, RandomWeights, make_engine, run_all
 from models.mtp_oracle import MtpOracle
+from models.split_workers import SPECS as SPLIT_SPECS
 from models.test_mtp import DraftingMemory, oracle_drafts, sizes
 from torch import Tensor
 
@@ -81,9 +82,10 @@ class RecordedDrafts(MtpDrafter):
 
 
 def record_drafts(engine: Engine) -> RecordedDrafts:
-    (replica,) = engine.replicas
-    assert replica.scheduler._speculation is not None
-    drafter = replica.scheduler._speculation._drafter = RecordedDrafts()
+    drafter = RecordedDrafts()
+    for replica in engine.replicas:
+        assert replica.scheduler._speculation is not None
+        replica.scheduler._speculation._drafter = drafter
     return drafter
 
 
@@ -152,16 +154,16 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
     assert sum(drafts > 0 for drafts in unverified) > 0.2 * len(unverified), "few plans were made ahead of verification"
 
 
-@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_ranks_and_stages_draft_what_one_process_drafts(split: dict[str, int]) -> None:
+@pytest.mark.parametrize("split", [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")])
+def test_ranks_and_stages_draft_what_one_process_drafts(split: str) -> None:
     prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [8, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57, 58], [6]]
     params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
     sizes = {"device_kv_tokens": 400, "host_kv_tokens": 500, "max_num_seqs": 3, "max_model_len": 56, "page_rows": 4}
-    spec, seed = SPECS["deepseek"], 6
+    spec, seed = replace(SPLIT_SPECS["deepseek_v32"], mtp=MtpSpec(carries_normed=False, shares_selection=False)), 6
     one = make_engine(Decoder(spec, RandomWeights(torch.float64, seed)), spec, **sizes, speculate=3)
     drafter = record_drafts(one)
     expected = run_all(one, prompts, params)
-    with closing(split_engine(spec, seed, **sizes, **split, speculate=3)) as engine:
+    with closing(split_engine(spec, seed, **sizes, **{split: 2}, speculate=3)) as engine:
         of_split = record_drafts(engine)
         assert run_all(engine, prompts, params) == expected
     assert of_split.recorded == drafter.recorded

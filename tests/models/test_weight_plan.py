@@ -20,7 +20,7 @@ from hotset.models.collectives import planning_collectives
 from hotset.models.config_fields import read_json
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec
+from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, MtpSpec
 from hotset.models.split import WHOLE_MODEL, Split, stage_layers
 from hotset.models.weight_plan import plan_weights
 from hotset.models.weight_sizes import worker_weight_bytes
@@ -100,6 +100,15 @@ def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name
         assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.03), f"{split}"
         decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
         assert plan.device_bytes == pytest.approx(measured_bytes(decoder), rel=0.01), f"{split}"
+
+
+def test_each_data_parallel_rank_has_the_whole_mtp_layer() -> None:
+    spec = replace(wider(SPECS["deepseek_v32"]), mtp=MtpSpec(carries_normed=False, shares_selection=False))
+    split, source = Split(dp_rank=1, dp_size=2), DummySource(torch.bfloat16, CPU)
+    plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
+    assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.03)
+    decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
+    assert plan.device_bytes == pytest.approx(measured_bytes(decoder), rel=0.01)
 
 
 PUBLISHED = [
