@@ -51,7 +51,7 @@ from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, Rows
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
-from hotset.transfer.api import DeviceEvent, Transfer
+from hotset.transfer.api import DeviceEvent, MemoryKind, Transfer
 from hotset.transfer.engines import DEADLINE_S, TransferSettings
 from hotset.transfer.workers import RemoteTransfer, WorkerTransfers, engine_address
 
@@ -376,6 +376,9 @@ def open_endpoint(
         )
         device = torch.device("cpu") if pool is None else pool.device
         copies = EngineCopies(device, [worker.connection for worker in workers])
+        for store in stores.values():
+            if store.memory == MemoryKind.DEVICE.value and store.staging:
+                copies.warm_up(store)
         agent: HandoffAgent
         if isinstance(transfer, Endpoints):
             staged = any(store.staging for store in stores.values())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hotset.handoff.layout import plan_writes
-from hotset.handoff.messages import MemoryRange, PackedPiece, PagedSpan, Store
+from hotset.handoff.messages import ContextPages, MemoryRange, PackedPiece, PagedSpan, Store
 from hotset.handoff.staging import piece_layout
 from hotset.kernels import page_copy
 from hotset.kernels.device_copies import to_device
@@ -57,6 +57,13 @@ class EngineCopies:
     def unpack(self, piece: PackedPiece) -> None:
         """Copies a piece from the target's staging memory to its pages. It is complete on return."""
         self._copy("unpack", unpack, piece, piece.target)
+
+    def warm_up(self, store: Store) -> None:
+        """Compiles the kernels for whole rows of this store. Packs one row and copies it back, so nothing changes. Call
+        it while nothing else uses the store."""
+        piece = PackedPiece(store, store, ContextPages((0,), (0,)), 0, 1, 0)
+        self.pack(piece)
+        self.unpack(piece)
 
     def _copy(self, name: str, copy: Callable[..., None], piece: PackedPiece, store: Store) -> None:
         processes = {_process(shard.span) for shard in store.shards} | {_process(keys) for keys in store.all_keys}

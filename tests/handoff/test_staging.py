@@ -14,7 +14,7 @@ from hotset.base.errors import ConfigError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import count_writes, plan_context_writes, whole_rows
 from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Route, Store
-from hotset.handoff.packing import StagingMemory, pack, unpack
+from hotset.handoff.packing import EngineCopies, StagingMemory, pack, unpack
 from hotset.handoff.staging import (
     MAX_DIRECT_WRITES,
     SMALL_WRITE_BYTES,
@@ -194,6 +194,9 @@ def test_contexts_on_a_device_are_packed_and_unpacked_there(
     source.compute(pages[0], 0, 40)
     nbytes = 40 * packed_row_bytes(source.store, target.store)
     near, far = DeviceMemory(source, on, nbytes + 512), DeviceMemory(target, on, nbytes + 512)
+    before = far.bytes.clone()
+    EngineCopies(on, ()).warm_up(far.store)
+    assert torch.equal(far.bytes, before), "warming up has changed a store"
     for first, last in ((0, 17), (17, 40)):
         piece = PackedPiece(near.store, far.store, ContextPages(tuple(pages[0]), tuple(pages[0])), first, last, 256)
         pack(piece, 0, on)
