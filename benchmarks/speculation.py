@@ -177,7 +177,7 @@ def measure_gains(cases: Sequence[Case], device: torch.device, tokens: int, seco
     without."""
     results: dict[tuple[str, int, int], Decoded] = {}
     decoders: dict[tuple[str, bool], Any] = {}
-    for model, speculate in dict.fromkeys((case.model, speculate) for case in cases for speculate in (0, DRAFTS)):
+    for model, speculate in dict.fromkeys((case.model, speculate) for case in cases for speculate in (DRAFTS, 0)):
         for case in (case for case in cases if case.model == model):
             with imposed_acceptance():  # graphs contain it
                 loaded = Loaded(model, device, speculate, decoders, **case.settings)
