@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -24,6 +24,7 @@ from hotset.engine import runner as runner_module
 from hotset.engine.decode_graphs import SampledLogits, StepGraph, columns_of_tokens, graph_sizes
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.sampled_segments import SeatDrafts
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.worker import Worker
 from hotset.models.decoder import Decoder
@@ -244,19 +245,19 @@ class FakeGraphs:
         model: Any,
         memory: KvMemory,
         tokens: Tensor,
+        most: int,
         before_capture: Callable[[int], None],
         log: "ReplayLog",
-        keep_hidden: bool,
+        seat_drafts: SeatDrafts | None,
     ) -> None:
-        assert not keep_hidden, "only models that draft keep hidden states"
+        assert seat_drafts is None, "these models have no layer that drafts"
         self._model, self._memory, self._tokens, self._log = model, memory, tokens, log
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         progress(1, 1)
 
-    def run(
-        self, graph: StepGraph, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-    ) -> SampledLogits | None:
+    def run(self, graph: StepGraph, plan: Plan | None) -> SampledLogits | None:
+        seats, starts, counts = ((), (), ()) if plan is None else (plan.seats, plan.starts, plan.counts)
         collectives = self._model._world.collectives
         self._log[threading.get_ident()].append(Replay(graph, sum(counts), tuple(collectives.tokens_per_rank)))
         if collectives.tokens_per_rank:  # without padding, the experts compute fewer tokens
