@@ -36,9 +36,7 @@ class Geometry:
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
     max_drafts: int = 0  # drafted tokens that a step of one request can verify beside its newest token
-    max_unverified: int = (
-        0  # drafts of a request that earlier steps in flight can verify when its next one is submitted
-    )
+    max_unverified: int = 0  # drafts of a request that steps in flight verify when its next one is submitted
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
     # blocks_per_page / key_groups: how many blocks of one index group are in a page. Workers can differ in this number;
