@@ -114,7 +114,7 @@ class ResidualChecksums:
 @pytest.mark.parametrize(("model", "split", "tiers"), cases())
 def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -> None:
     checksums, ranks = ResidualChecksums(), SPLITS[split].get("tensor_parallel_size", 1)
-    settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "tiers": tiers}
+    settings = SPLITS[split] | SMALL | {"device_kv_tokens": 80, "tiers": tiers}
     if tiers != "off":
         settings["host_kv_tokens"] = 600
     with closing(split_engine(SPECS[model], SEED, on_load=checksums.record, **settings)) as engine:
