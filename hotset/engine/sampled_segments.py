@@ -20,8 +20,8 @@ COLUMNS = 6  # of a row of `SampledSegments.rows` before its drafts
 
 
 class SeatDrafts:
-    """Of each seat, on the device: where its next step begins, and drafts of the tokens after its newest one. The last
-    row is that of padding, whose seat is EMPTY."""
+    """Device tensors with a row for each seat: where its next step begins, and the drafts that follow its newest token.
+    The last row belongs to padding, whose seat is EMPTY."""
 
     def __init__(self, seats: int, max_drafts: int, device: torch.device) -> None:
         self.next_starts = torch.zeros(seats + 1, dtype=torch.int64, device=device)
@@ -107,7 +107,7 @@ class SampledSegments:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each draft: its row, its place, and the index of the sampled token that follows it."""
+        """Returns the row and the place of each draft, and the index of the sampled token that follows it."""
         places, first_sampled = [], 0
         for number, segment in enumerate(self.segments):
             drafts = range(len(self._plan.drafts.get(segment, ())))

@@ -27,7 +27,7 @@ class Staging:
     registered."""
 
     def __init__(self, nbytes: int, devices: Mapping[MemoryKind, torch.device]) -> None:
-        """With a size of 0, there is none."""
+        """Allocates no memory if `nbytes` is 0."""
         self._memories = {kind: StagingMemory(nbytes, device, kind) for kind, device in devices.items() if nbytes}
 
     @property

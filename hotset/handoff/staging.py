@@ -179,7 +179,7 @@ class SenderBuffers:
     """
 
     def __init__(self, staging_bytes: int) -> None:
-        """With a size of 0 there are no buffers, and nothing can be staged."""
+        """If `staging_bytes` is 0, there are no buffers, and nothing can be staged."""
         self.nbytes = staging_bytes // RING_PIECES // ALIGN * ALIGN  # of each buffer
         self._uses: dict[int, _BufferUse] = {}
 

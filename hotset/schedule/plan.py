@@ -141,8 +141,8 @@ class Plan:
     reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
     residences: frozenset[Residence] = frozenset()  # of the segments' requests, once the commands have been executed
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # segment -> token ids to verify
-    # Of each segment: how many drafts of its request are in earlier plans that the scheduler has not committed. The
-    # segment begins so many positions after its entry in `starts`, less those that are rejected. Empty: 0 for each
+    # unverified[i] drafts of the request of segment i are in earlier plans whose results the scheduler does not know
+    # yet. The segment begins at starts[i] plus the number of these that are accepted. Empty: there are none
     unverified: Sequence[int] = ()
     # The MTP layer writes rows of segment i only for positions before draft_limits[i]. If this is empty, the layer
     # computes nothing.
@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def most_counts(self) -> Sequence[int]:
-        """Of each segment: how many tokens from its entry in `starts` on it can reach, if all drafts are right."""
+        """Returns how many tokens each segment can extend beyond its entry in `starts`, if all drafts are right."""
         if not self.unverified:
             return self.counts
         return [count + drafts for count, drafts in zip(self.counts, self.unverified, strict=True)]

@@ -163,7 +163,8 @@ def run_traffic(
     recorder = _Recorder(engine, clock, fitting)
     waiting, stalled, steps = deque(enumerate(fitting)), 0, 0
     hasher = engine.card.page_hasher
-    # With several replicas, `Engine.add` hashes every prompt. With one, its scheduler does, within limits in each plan.
+    # An engine with several replicas hashes every prompt when it is added. With one replica, the scheduler hashes it
+    # later, a limited number of pages in each plan.
     hashed_page_rows = hasher.page_rows if hasher is not None and len(engine.replicas) > 1 else None
     with _garbage_collection_off():
         while not (idle := engine.idle) or waiting:

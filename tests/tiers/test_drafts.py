@@ -36,7 +36,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("pool", "max_drafts", "depth", "mtp"), cases())
 def test_answers_and_rows_are_those_without_drafts(pool: str, max_drafts: int, depth: int, mtp: bool) -> None:
-    """With an MTP layer, all plans in flight verify drafts of the same requests. Other drafts are known to the host."""
+    """Every plan in flight can verify drafts of the MTP layer. Other drafts wait until the plan before is committed."""
     bench = make_bench(pool, max_drafts, depth=depth, mtp=mtp)
     requests = [bench.add(f"r{number}", 20 + number, 60 - 5 * number) for number in range(4)]
     aborted = bench.add("aborted", 9, 60)
