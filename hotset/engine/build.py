@@ -111,8 +111,9 @@ def _warm_up(engine: Engine, config: EngineConfig, budget: KvBudget, device: tor
     """Runs all that happens only once, so that no request pays for it, or runs out of memory."""
     replicas = config.data_parallel_size
     if device.type == "cuda":
-        run_largest_steps(engine.executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
+        # Captures return all memory that torch has cached. If the largest steps run last, requests find theirs cached.
         engine.warm_up(show_counts(show, "Capturing decode steps"))
+        run_largest_steps(engine.executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
         if config.speculate:
             timed = show_counts(show, "Measuring steps with drafts")
             costs = measure_draft_costs(engine.executor, config, budget, replicas, timed)
@@ -274,10 +275,10 @@ def _measure_steps(
     )
     executor = in_process_executor(config, model, small, device, vocab)
     try:
-        run_largest_steps(executor, config, small, 1, show_counts(show, "Compiling kernels of prompts"))
         executor.warm_up(show_counts(show, "Compiling kernels of decode steps"))
+        run_largest_steps(executor, config, small, 1, show_counts(show, "Compiling kernels of prompts"))
         torch.cuda.synchronize(device)
-        # torch keeps what it has freed, so this includes the peaks of all steps.
+        # torch keeps what it has freed until the next capture, so this includes the peaks of all steps.
         taken = free - free_bytes(device) - executor.pool.bytes.nbytes
     finally:
         executor.close()

@@ -36,7 +36,7 @@ COSTLY_PARAMS = SamplingParams(
     logprobs=20,
     seed=0,
 )
-# The residence of no request here. It keeps short prompts from being computed by graphs, which are captured later.
+# The residence of no request here. With it, no graph computes a short prompt, so that its own kernels are compiled.
 WITHOUT_GRAPH = frozenset({Residence.STREAMED})
 ALTERNATIVES = 20  # of each token of a prompt whose log-probabilities are requested
 

@@ -78,3 +78,4 @@ def test_256_seats_that_sample_from_a_large_vocabulary_do_not_run_out_of_memory(
         )
     finally:
         llm.close()
+        del llm  # the traceback of a failure would keep its memory from the next test

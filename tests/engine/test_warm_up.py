@@ -15,15 +15,17 @@ from harness import CPU, run_all, tiny_directory
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import StartupError
 from hotset.base.sampling import SamplingParams
+from hotset.base.status_line import ignore_progress
 from hotset.base.units import MIB
 from hotset.engine import build, loading
 from hotset.engine.build import build_engine, in_process_executor
 from hotset.engine.core import Engine
 from hotset.engine.loading import ModelLoader
-from hotset.engine.sizing import DeviceMemory
+from hotset.engine.sizing import DeviceMemory, KvBudget
 from hotset.engine.start_plan import check_start
 from hotset.engine.warm_up import run_largest_steps
 from hotset.engine.workers.executor import InProcessExecutor
+from hotset.memory.geometry import Geometry
 from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
 
@@ -148,6 +150,22 @@ def test_the_largest_step_with_drafts_runs_on_a_few_pages(computed: list[int], m
     run_largest_steps(executor, config, small, 1, lambda *_: None)
     executor.close()
     assert computed[-1] == sampled[-1] == 20, "five requests with three drafts each fit into 22 tokens"
+
+
+def test_the_largest_steps_run_after_all_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture returns all memory that torch has cached, so that the first requests would allocate it again."""
+    order: list[str] = []
+
+    class RecordingEngine:
+        executor = None
+
+        def warm_up(self, progress: object) -> None:
+            order.append("captures")
+
+    monkeypatch.setattr(build, "run_largest_steps", lambda *_: order.append("largest steps"))
+    budget = KvBudget(Geometry(page_rows=1, layers=1, layer_page_bytes=1), 1, 0, 1)
+    build._warm_up(RecordingEngine(), EngineConfig(model=DEMO), budget, torch.device("cuda"), ignore_progress)  # type: ignore[arg-type]
+    assert order == ["captures", "largest steps"]
 
 
 def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
