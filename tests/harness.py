@@ -158,6 +158,28 @@ def run_all(
     return list(answers.values())
 
 
+# Fields with which `tiny_directory` writes a sparse model. Its layers and heads are those of the test.
+SPARSE_FIELDS: dict[str, Any] = {
+    "model_type": "deepseek_v32",
+    "vocab_size": 60,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "index_topk": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+}
+
+
 def tiny_directory(folder: Path, **changes: Any) -> str:
     """Writes a model directory that contains only config.json, for load_format='dummy', and returns its path.
 

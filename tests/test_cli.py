@@ -16,6 +16,7 @@ import pytest
 import torch
 import typer
 from harness import tiny_directory
+from one_line_errors import expect_one_line_error
 from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
@@ -186,12 +187,7 @@ def test_version_is_printed() -> None:
 def test_start_up_error_is_one_line_and_exit_status_1(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    output, error = capsys.readouterr()
-    assert (ended.value.code, output) == (1, "")
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    expect_one_line_error(arguments, message, capsys, monkeypatch)
 
 
 def test_absurd_model_files_are_one_line_and_exit_status_1(tmp_path: Path) -> None:

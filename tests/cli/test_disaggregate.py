@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import typer
 from harness import tiny_directory
+from one_line_errors import expect_one_line_error
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.units import GIB
-from hotset.cli import app, disaggregate, main
+from hotset.cli import app, disaggregate
 from hotset.cli.disaggregate import router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import config_values
 from hotset.cli.roles import RoleEngine
@@ -184,12 +185,7 @@ def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
 def test_start_up_errors_are_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    output, error = capsys.readouterr()
-    assert (ended.value.code, output) == (1, "")
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    expect_one_line_error(arguments, message, capsys, monkeypatch)
 
 
 def test_a_child_process_that_does_not_start_is_named_and_stops_all_others(tmp_path: Path) -> None:

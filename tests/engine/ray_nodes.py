@@ -8,33 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import tiny_directory
+from harness import SPARSE_FIELDS, tiny_directory
 from ray.cluster_utils import Cluster
 
 from hotset import LLM, SamplingParams
 from hotset.engine.workers.processes import MultiprocessExecutor
 
-SPARSE_MODEL = {
-    "model_type": "deepseek_v32",
-    "vocab_size": 60,
-    "moe_intermediate_size": 8,
+SPARSE_MODEL = SPARSE_FIELDS | {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "index_topk": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
     "max_position_embeddings": 4096,
 }
 # The pools are small, so requests are demoted and parked.

@@ -23,7 +23,7 @@ import aiohttp
 import numpy as np
 import plain_http
 import pytest
-from harness import tiny_directory
+from harness import SPARSE_FIELDS, tiny_directory
 from processes import descendants_of
 from running_server import API_KEY, RunningServer, serving
 
@@ -38,31 +38,7 @@ IDLE_SECONDS = 120.0  # time until all pages must be free after the last request
 MAX_GROWTH_MIB = 24.0  # of one process in the second half of the run
 KEY = {"Authorization": f"Bearer {API_KEY}"}
 
-SPARSE_MODEL = {
-    "model_type": "deepseek_v32",
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "index_topk": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "max_position_embeddings": 256,
-}
+SPARSE_MODEL = SPARSE_FIELDS | {"num_hidden_layers": 3, "num_key_value_heads": 2, "max_position_embeddings": 256}
 # The pools are small, so requests are demoted, parked and recomputed all the time.
 SIZES = ["--page-rows", "8", "--device-kv-tokens", "272", "--host-kv-tokens", "1600", "--hot-slots", "12"]
 FLAGS = ["--device", "cpu", "--dtype", "float64", "--load-format", "dummy", "--max-num-batched-tokens", "64", *SIZES]
