@@ -7,6 +7,9 @@ bf16 (1152 bytes) or fp8 (656 bytes). GB/s counts every selected row once per qu
 products. "of copy" and "of matrix" are shares of a large copy's bandwidth and of a large matrix product's rate. The L2
 is flushed before every call. Bars (required results), at batch 32 and 128: 60 % of the copy bandwidth with 16 heads;
 50 % (bf16 rows) and 40 % (fp8 rows) of the matrix rate with 128 heads. Other combinations have no bar.
+
+--peer FILE compares with another kernel, such as FlashMLA's: "speedup" is its time over ours. With 64 and 128 heads and
+fp8 rows, Hotset must be as fast in every case, and 1.05 times as fast in the geometric mean.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from peer_timings import PeerTimings, add_peer_option
 from report import make_parser, report
 from torch import Tensor
 
@@ -42,6 +46,8 @@ INPUTS = 3  # number of inputs, which are used in rotation
 COPY_BAR = {16: 0.6}
 MATRIX_BAR = {(128, False): 0.5, (128, True): 0.4}
 BAR_BATCHES = (32, 128)
+PEER_COLUMNS = ("batch", "heads", "rows")
+PEER_MEAN, PEER_SLOWEST = 1.05, 1.0  # speedups with 64 and 128 heads and fp8 rows
 SWEPT_HEADS, SWEPT_BATCHES = (16, 32), (8, 16, 32, 128)
 
 
@@ -190,14 +196,18 @@ def sweep_rows(launch: LaunchConfig, cases: Sequence[AttentionCase]) -> list[dic
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]], path: Path, peer: PeerTimings | None) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     names = [f"{row['heads']} heads\n{row['rows']}\nbatch {row['batch']}" for row in rows]
-    figure, axes = pyplot.subplots(figsize=(0.55 * len(rows) + 3, 5))
+    panels = 1 if peer is None else 2
+    figure, grid = pyplot.subplots(panels, 1, figsize=(0.55 * len(rows) + 3, 5 * panels), squeeze=False)
+    axes = grid[0][0]
+    if peer is not None:
+        peer.draw(grid[1][0], names, rows)
     ticks = range(len(rows))
     axes.bar([x - 0.2 for x in ticks], [100 * row["of copy"] for row in rows], 0.4, label="of copy bandwidth")
     axes.bar([x + 0.2 for x in ticks], [100 * row["of matrix"] for row in rows], 0.4, label="of matrix rate")
@@ -217,6 +227,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--png", type=Path, help="also draw the results to this file")
+    add_peer_option(parser, PEER_COLUMNS)
     parser.add_argument("--quick", action="store_true", help="only batches 32 and 128, without 64 heads")
     parser.add_argument("--sweep", action="store_true", help="print the times of several launches instead")
     parser.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="numbers of heads in the sweep")
@@ -232,9 +243,13 @@ def main() -> None:
         f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s (read + written), "
         f"matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s"
     )
-    report(f"Sparse MLA decode attention, top-k {TOPK}", rows, options.json, notes)
+    shown = rows if options.peer is None else options.peer.beside(rows)
+    report(f"Sparse MLA decode attention, top-k {TOPK}", shown, options.json, notes)
+    wide = [row for row in rows if row["heads"] >= 64 and row["rows"] == "fp8"]
+    if options.peer is not None and (bars := options.peer.bars(wide, PEER_MEAN, PEER_SLOWEST)):
+        report("Bars", [bar.row() for bar in bars], None)
     if options.png is not None:
-        draw(rows, options.png)
+        draw(rows, options.png, options.peer)
 
 
 if __name__ == "__main__":

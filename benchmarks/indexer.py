@@ -9,6 +9,9 @@ in a real step some of the scores are still in the L2. Bars (required results), 
 128, for all numbers of heads: scoring reaches 93 % of the copy bandwidth over fp8 keys and 60 % over 16-bit keys, and
 top-k takes no longer than scoring. Other combinations have no bar. "21 of 78" groups of layers are those of GLM-5.2:
 the blocks of keys that a group reads lie between those of other groups, which should not change the time.
+
+--peer FILE compares scoring with another kernel, such as DeepGEMM's: "speedup" is its time over ours, and must be 0.97
+in every case.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from peer_timings import PeerTimings, add_peer_option
 from report import make_parser, report
 from torch import Tensor
 
@@ -33,6 +37,8 @@ BLOCK_BYTES = 64 * 656  # one layer of a page of 64 fp8 rows; a block of index k
 BLOCKS_PER_ENCODING = 2048
 SCORING_BAR = {True: 0.93, False: 0.6}  # by fp8 keys
 TOPK_BAR = 1.0
+PEER_COLUMNS = ("queries", "context", "heads", "keys", "groups")
+PEER_SLOWEST = 0.97  # speedup
 CASES_WITH_BARS = {(batch, context) for batch in (32, 128) for context in (32 << 10, 128 << 10)}
 
 
@@ -249,7 +255,7 @@ def tuning_text(tuning: Any) -> str:
     return ", ".join(f"{name} {getattr(tuning, name)}" for name in tuning.__dataclass_fields__)
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]], path: Path, peer: PeerTimings | None) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -259,7 +265,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         f"{row['queries']} at {row['context'] >> 10}k\n{row['heads']} heads, {row['keys']}, {row['groups']}"
         for row in rows
     ]
-    figure, (rate, time) = pyplot.subplots(2, 1, figsize=(1.1 * len(rows) + 2, 7), sharex=True)
+    panels = 2 if peer is None else 3
+    figure, (rate, time, *below) = pyplot.subplots(panels, 1, figsize=(1.1 * len(rows) + 2, 3.5 * panels), sharex=True)
+    if peer is not None:
+        peer.draw(below[0], names, rows, "scoring us")
     rate.bar(names, [100 * row["of ceiling"] for row in rows], color="tab:blue")
     rate.axhline(100 * SCORING_BAR[True], color="tab:red", linewidth=1, label="bar of fp8 keys at batch 32 and 128")
     rate.set_ylabel("scoring, % of copy bandwidth\n(chunks: % of matrix rate)")
@@ -282,6 +291,7 @@ def main() -> None:
         "--quick", action="store_true", help="only decode with 32 heads and fp8 keys at 32k and 128k tokens"
     )
     parser.add_argument("--sweep", action="store_true", help="print the times of other kernel constants instead")
+    add_peer_option(parser, PEER_COLUMNS)
     options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)
@@ -297,9 +307,12 @@ def main() -> None:
         "scoring; 'whole op us' includes all queries, while scoring and top-k are limited to the queries whose scores "
         "fit in the workspace"
     )
-    report(f"Index scoring and exact top-{TOPK}", rows, options.json, notes)
+    shown = rows if options.peer is None else options.peer.beside(rows, "scoring us")
+    report(f"Index scoring and exact top-{TOPK}", shown, options.json, notes)
+    if options.peer is not None and (bars := options.peer.bars(rows, PEER_SLOWEST, PEER_SLOWEST, "scoring us")):
+        report("Bars", [bar.row() for bar in bars], None)
     if options.png is not None:
-        draw(rows, options.png)
+        draw(rows, options.png, options.peer)
 
 
 if __name__ == "__main__":

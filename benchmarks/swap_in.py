@@ -6,9 +6,9 @@ Top-k is 2048 over contexts of 131,072 tokens. Every context has its own host pa
 1152-byte rows share host pages in large batches (the caption shows from which batch on). The rows in slots, the hits,
 the misses, the order of the selected positions and the ages of the slots are random. 8 inputs are used in rotation (4
 at batch 128). The maps are restored and the L2 is overwritten before every call. SGLang's times (commit cce0a12) were
-measured under the same conditions on an H200. The bare gather copies exactly the missing rows from a given list, by a
-kernel with one warp per row or by swap-in's own copy, whichever is faster. "two launches" runs plan and copy as
-separate kernels.
+measured under the same conditions on an H200; --peer FILE replaces them. The bare gather copies exactly the missing
+rows from a given list, by a kernel with one warp per row or by swap-in's own copy, whichever is faster. "two launches"
+runs plan and copy as separate kernels.
 
 Bars (required results), for 656-byte rows: without misses at most 9 us up to batch 32 and 14 us at batch 128; 1.8 times
 as fast as SGLang (geometric mean), and no case more than 3 % slower than SGLang; with 5 % misses or more, at most 1.15
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from gpu_timing import require_gpu, seconds_of
+from peer_timings import PeerTimings, add_peer_option, geometric_mean
 from report import Bar, make_parser, report
 from swap_in_state import PAGE_ROWS, TOP_K, PinnedRows, SwapInState, make_state, pinned_host_rows
 
@@ -40,17 +41,7 @@ MISSES = (0.0, 0.01, 0.05, 0.2)
 INPUTS = 8  # number of inputs, which are used in rotation
 TWO_LAUNCHES = replace(cuda_impl.TUNED, clusters=((1, None),))
 
-# Microseconds of SGLang's kernel for each of MISSES, by (slots, batch).
-SGLANG_US = {
-    (4096, 1): (17.8, 20.7, 31.8, 60.7),
-    (4096, 8): (19.3, 24.4, 39.1, 79.3),
-    (4096, 32): (21.8, 30.1, 98.8, 305.0),
-    (4096, 128): (23.3, 89.7, 465.0, 1684.0),
-    (8192, 1): (29.6, 33.8, 43.3, 73.6),
-    (8192, 8): (31.8, 35.6, 51.2, 99.0),
-    (8192, 32): (33.5, 42.3, 120.0, 330.0),
-    (8192, 128): (36.5, 103.0, 479.0, 1694.0),
-}
+PEER_COLUMNS = ("row bytes", "slots", "batch", "misses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +54,30 @@ class SwapInCase:
     misses: float  # as a share of top-k
 
     @property
-    def sglang_us(self) -> float | None:
-        return SGLANG_US[self.slots, self.batch][MISSES.index(self.misses)] if self.row_bytes == 656 else None
+    def columns(self) -> dict[str, Any]:
+        values = (self.row_bytes, self.slots, self.batch, f"{self.misses:.0%}")
+        return dict(zip(PEER_COLUMNS, values, strict=True))
+
+
+# Microseconds of SGLang's kernel for each of MISSES, by (slots, batch).
+SGLANG_US = {
+    (4096, 1): (17.8, 20.7, 31.8, 60.7),
+    (4096, 8): (19.3, 24.4, 39.1, 79.3),
+    (4096, 32): (21.8, 30.1, 98.8, 305.0),
+    (4096, 128): (23.3, 89.7, 465.0, 1684.0),
+    (8192, 1): (29.6, 33.8, 43.3, 73.6),
+    (8192, 8): (31.8, 35.6, 51.2, 99.0),
+    (8192, 32): (33.5, 42.3, 120.0, 330.0),
+    (8192, 128): (36.5, 103.0, 479.0, 1694.0),
+}
+SGLANG = PeerTimings(
+    "SGLang",
+    [
+        SwapInCase(656, slots, batch, misses).columns | {"us": us}
+        for (slots, batch), times in SGLANG_US.items()
+        for misses, us in zip(MISSES, times, strict=True)
+    ],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +91,13 @@ class SwapInResult:
     missing_rows: int
 
     @property
-    def speedup(self) -> float | None:
-        return None if self.case.sglang_us is None else self.case.sglang_us / self.us
-
-    @property
     def over_gather(self) -> float | None:
         return None if self.gather_us is None else self.us / self.gather_us
 
     def row(self) -> dict[str, Any]:
         bytes_per_us = self.missing_rows * self.case.row_bytes / self.us
-        return {
-            "row bytes": self.case.row_bytes,
-            "slots": self.case.slots,
-            "batch": self.case.batch,
-            "misses": f"{self.case.misses:.0%}",
+        return self.case.columns | {
             "us": round(self.us, 2),
-            "sglang us": self.case.sglang_us or "-",
-            "speedup": round(self.speedup, 2) if self.speedup else "-",
             "gather us": round(self.gather_us, 2) if self.gather_us else "-",
             "of gather": round(self.over_gather, 2) if self.over_gather else "-",
             "GB/s": round(bytes_per_us * 1e-3, 1),
@@ -105,10 +108,6 @@ class SwapInResult:
 def with_cluster(cluster: cuda_impl.BlockCluster) -> cuda_impl.SwapInTuning:
     """Returns a tuning that uses this cluster for every batch."""
     return replace(cuda_impl.TUNED, clusters=((1, cluster),))
-
-
-def geometric_mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def make_states(case: SwapInCase, host: PinnedRows, count: int = INPUTS) -> list[SwapInState]:
@@ -160,7 +159,7 @@ def measure(case: SwapInCase, host: PinnedRows) -> SwapInResult:
     )
 
 
-def make_bars(results: list[SwapInResult]) -> list[Bar]:
+def make_bars(results: list[SwapInResult], peer: PeerTimings) -> list[Bar]:
     """Returns the bars, which apply only to 656-byte rows. There are none if no such rows were measured."""
     grid = [result for result in results if result.case.row_bytes == 656]
     if not grid:
@@ -170,10 +169,7 @@ def make_bars(results: list[SwapInResult]) -> list[Bar]:
         times = [result.us for result in grid if not result.case.misses and result.case.batch in batches]
         if times:
             bars.append(Bar(f"us without misses, batch {', '.join(map(str, batches))}", max(times), limit))
-    speedups = [result.speedup for result in grid if result.speedup is not None]
-    what = f"speedup against SGLang, geometric mean of {len(speedups)} cases"
-    bars.append(Bar(what, geometric_mean(speedups), 1.8, at_least=True))
-    bars.append(Bar("speedup against SGLang, slowest case", min(speedups), 1 / 1.03, at_least=True))
+    bars += peer.bars([result.row() for result in grid], 1.8, 1 / 1.03)
     for limit, first, last in ((1.15, 32, 128), (1.8, 8, 8)):
         ratios = [
             result.over_gather
@@ -243,14 +239,14 @@ def sweep(host: PinnedRows) -> None:
         rows = []
         for name, tuning in tunings.items():
             times = {case: swap_in_us(states[case], tuning) for case in cases}
-            speedups = [SGLANG_US[4096, batch][MISSES.index(case.misses)] / us for case, us in times.items()]
+            speedups = [peer_us / us for case, us in times.items() if (peer_us := SGLANG.us_of(case.columns))]
             columns = {f"{case.misses:.0%} us": round(us, 2) for case, us in times.items()}
             rows.append({"launch": name} | columns | {"mean speedup": round(geometric_mean(speedups), 3)})
         report(f"Batch {batch}", rows, None)
         print(f"fastest at batch {batch}: {max(rows, key=lambda row: float(row['mean speedup']))['launch']}")
 
 
-def draw(results: list[SwapInResult], path: Path) -> None:
+def draw(results: list[SwapInResult], path: Path, peer: PeerTimings) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -264,7 +260,8 @@ def draw(results: list[SwapInResult], path: Path) -> None:
         for j, batch in enumerate(batches):
             shown = [result for result in grid if (result.case.slots, result.case.batch) == (slots, batch)]
             misses = [f"{result.case.misses:.0%}" for result in shown]
-            axes[i][j].plot(misses, [result.case.sglang_us for result in shown], "o-", color="#c0504d", label="SGLang")
+            theirs = [math.nan if (us := peer.us_of(result.row())) is None else us for result in shown]
+            axes[i][j].plot(misses, theirs, "o-", color="#c0504d", label=peer.name)
             axes[i][j].plot(misses, [result.us for result in shown], "o-", color="#1f77b4", label="Hotset")
             gathers = [math.nan if result.gather_us is None else result.gather_us for result in shown]
             axes[i][j].plot(misses, gathers, "--", color="#888888", label="bare gather")
@@ -298,7 +295,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only batch 8 and 32")
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[656, 1152], choices=[656, 1152], help="row sizes")
     parser.add_argument("--sweep", action="store_true", help="print the times of other launches instead")
+    add_peer_option(parser, PEER_COLUMNS)
     options = parser.parse_args()
+    peer = options.peer or SGLANG
     require_gpu()
     max_batch = 32 if options.quick else 128
     with pinned_host_rows(max_batch * 656) as host:
@@ -309,14 +308,14 @@ def main() -> None:
         pages = measure_pages(host)
     notes = (
         f"{host.gib:.1f} GiB of pinned rows, which contexts of 1152-byte rows share from batch "
-        f"{max_batch * 656 // 1152 + 1} on; speedup: against SGLang; of gather: time / time of the bare gather"
+        f"{max_batch * 656 // 1152 + 1} on; speedup: against {peer.name}; of gather: time / time of the bare gather"
     )
-    report("Swap-in", [result.row() for result in results], options.json, notes)
+    report("Swap-in", peer.beside([result.row() for result in results]), options.json, notes)
     report("Copies of whole pages by one kernel, 656-byte rows, 8 layers", pages, None)
-    if rows := [bar.row() for bar in make_bars(results)]:
+    if rows := [bar.row() for bar in make_bars(results, peer)]:
         report("Bars", rows, None)
     if options.png is not None:
-        draw(results, options.png)
+        draw(results, options.png, peer)
 
 
 if __name__ == "__main__":
