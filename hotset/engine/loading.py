@@ -117,6 +117,8 @@ class ModelLoader:
         self._weights = open_weights(
             self.files, self.dtype, device, load_format=config.load_format, progress=self._report
         )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # closed engines of this process leave memory that only torch counts as free
         memory, steps = device_memory(device), estimated_steps(config, spec, split, device, self.dtype)
         self.plan = WorkerPlan(
             weights=plan_weights(
