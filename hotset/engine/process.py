@@ -12,6 +12,7 @@ while the child loads the model.
 """
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -273,6 +274,8 @@ def _build(
     except Exception as error:
         pipe.send(EngineFailed(StartupError(f"the engine failed to start: {error!r}"), traceback.format_exc()))
         return None
+    gc.collect()
+    gc.freeze()  # what exists now stays: no collection should look through it again (0.11 s of a pause on an H200)
     pipe.send(EngineReady(engine.card, engine.closing_seconds))
     return engine
 

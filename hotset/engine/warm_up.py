@@ -135,15 +135,15 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields chunks of all orders of magnitude, at the beginning and at the end of the longest context.
 
     Our kernels differ by the number of tokens: by its order of magnitude, and by whether 16 divides it. Libraries
-    choose among more kernels, and load each at its first use, so at least four sizes of each order of magnitude run.
+    choose among many more kernels, also by smaller divisors, and take milliseconds to load each at its first use. So
+    many other numbers of tokens run too, each once.
     """
     length = budget.max_model_len - 1
     most = min(length, config.max_num_batched_tokens)
     powers = [1 << bits for bits in range(most.bit_length())]
-    between = {power * quarters // 4 for power in powers for quarters in (5, 6, 7)}
-    sizes = {*powers, *(power + 1 for power in powers), *between, *range(64, 1024, 64), most}
-    for tokens in sorted(size for size in sizes if size <= most):
-        for start in {0, length - tokens}:
+    at_both_ends = {size for size in (*powers, *(power + 1 for power in powers), most) if size <= most}
+    for tokens in sorted({*at_both_ends, *range(64, min(most, 1024), 64), *_growing_sizes(most)}):
+        for start in {0, length - tokens} if tokens in at_both_ends else {0}:
             yield Plan(
                 number=2,
                 commands=[],
@@ -154,6 +154,14 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
                 residences=WITHOUT_GRAPH,
                 draft_limits=(0,),
             )
+
+
+def _growing_sizes(most: int) -> Iterator[int]:
+    """Yields numbers of tokens, each about 1/25 larger than the one before, with all kinds of divisors."""
+    size = PROMPT_TOKENS
+    while size <= most:
+        yield size
+        size += size // 25 + 1
 
 
 def _uploads(budget: KvBudget) -> Iterator[Plan]:

@@ -5,6 +5,7 @@ and exits.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -348,6 +349,8 @@ class Worker:
             case WarmUp():
                 self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
                 self._abort.check()
+                gc.collect()
+                gc.freeze()  # what exists now stays: no collection should look through it again
                 self._send(WarmedUp(self._runner.has_graphs))
             case ServeTransfers():
                 self._serve_transfers(command)
