@@ -188,9 +188,9 @@ class RecordingBackend:
         self._backend.close()
 
 
-def open_backend(engine: str) -> Backend:
+def open_backend(engine: str, lanes: int) -> Backend:
     if engine == "nixl":
-        return NixlBackend(LOOPBACK_INTERFACE, LANES)
+        return NixlBackend(LOOPBACK_INTERFACE, lanes)
     return MooncakeBackend(HOST, LOOPBACK_INTERFACE, "tcp")
 
 
@@ -201,8 +201,9 @@ class Worker:
         self.case, self.shape = case, case.shape
         self.host: HostStore | None = None  # None if everything is on the device
         self.pool: DevicePool | None = None
-        self.backend = RecordingBackend(open_backend(case.engine))
-        self.transfer = Lanes(self.backend, LANES, DEADLINE_S)
+        lanes = LANES if prefill else 1  # as in an engine: a decode worker writes nothing
+        self.backend = RecordingBackend(open_backend(case.engine, lanes))
+        self.transfer = Lanes(self.backend, lanes, DEADLINE_S)
         on_device = (case.source if prefill else case.target) == "device"
         kinds = {device_kind(): GPU} if on_device else {MemoryKind.HOST: torch.device("cpu")}
         self.staging = Staging(STAGING_BYTES, kinds)

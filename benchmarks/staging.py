@@ -31,6 +31,7 @@ from report import Bar, make_parser, report, write_json
 from rich.progress import Progress
 from staging_workers import ROW_BYTES, DecodeWorker, StagingCase, count_writes, prefill_process
 
+from hotset.base.engine_settings import DEFAULT_STAGING_MIB
 from hotset.base.errors import HotsetError
 from hotset.base.units import GIB, MIB
 
@@ -131,7 +132,9 @@ def main() -> None:
         help="context lengths of the second table",
     )
     parser.add_argument("--at-once", type=int, default=32, help="contexts that land at once in the second table")
-    parser.add_argument("--staging-mib", type=int, default=64, help="size of the staging ring and of the send buffers")
+    parser.add_argument(
+        "--staging-mib", type=int, default=DEFAULT_STAGING_MIB, help="size of the staging ring and of the send buffers"
+    )
     parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk")
     parser.add_argument("--store-gib", type=float, default=1.0, help="GiB of KV per side; limits the number of layers")
     parser.add_argument("--many-gib", type=float, default=0.25, help="--store-gib for the second table")

@@ -133,8 +133,9 @@ class Worker:
     def __init__(self, case: StagingCase, prefill: bool) -> None:
         self.case = case
         self.memory = ShardedRows(case, case.source_ranks if prefill else case.target_ranks)
-        self.backend = RecordingBackend(open_backend(case.engine))
-        self.transfer = Lanes(self.backend, LANES, TIMEOUT_S)
+        lanes = LANES if prefill else 1  # as in an engine: a decode worker writes nothing
+        self.backend = RecordingBackend(open_backend(case.engine, lanes))
+        self.transfer = Lanes(self.backend, lanes, TIMEOUT_S)
         self.memory.register(self.transfer)
         memory, store = self.memory, self.memory.store
         staging = StagingMemory(case.staging_bytes, memory.device, memory.kind) if case.staging_bytes else None

@@ -35,6 +35,7 @@ LOGGER = logging.getLogger("hotset.handoff")
 STOP_SECONDS = 5.0  # time for the thread to end after its drain, and then for copies in progress to end
 NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
 IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff is open
+TICK_SECONDS = 0.02  # timers of all handoffs are looked through at most this often
 COPY_THREADS = 2  # threads that pack or unpack pieces
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand
@@ -127,6 +128,8 @@ class HandoffAgent(ABC):
         self._closing = self._drained = self._ended = False
         self._failure: BaseException | None = None
         self._next_check = 0.0  # time of the next check of peers
+        self._next_tick = 0.0  # when timers are looked through next; messages and results of threads can change them
+        self._next_poll = float("inf")  # when writes in flight are polled next
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here
@@ -187,14 +190,9 @@ class HandoffAgent(ABC):
         """Returns None: a decode worker writes nothing."""
         return None
 
-    @property
-    def _needs_polling(self) -> bool:
-        """Returns whether writes or forward passes are in flight that `_poll` must check."""
+    def _poll(self, now: float) -> bool:
+        """Checks which writes and which forward passes have ended. Returns whether it must be called again soon."""
         return False
-
-    def _poll(self, now: float) -> None:
-        """Checks which writes and which forward passes have ended."""
-        return
 
     def _connected_to(self, peer: str) -> bool:
         """Returns the value of `connected` in the Pong that answers a Ping of this peer."""
@@ -207,7 +205,8 @@ class HandoffAgent(ABC):
     def _tick(self, now: float) -> None:
         self._machine.tick(now)
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
+        """Returns when `_tick` must be called next, if nothing else happens."""
         return self._machine.next_deadline()
 
     def start(self) -> None:
@@ -304,7 +303,10 @@ class HandoffAgent(ABC):
         self._copies.add(future)
         future.add_done_callback(lambda ended: self._enqueue(CopyEnded(ended, on_copied)))
 
-    def _handle_inbox(self, now: float) -> None:
+    def _handle_inbox(self, now: float) -> bool:
+        """Handles commands, and results of other threads. Returns whether there were any."""
+        if self._inbox.empty():
+            return False
         while not self._inbox.empty():
             match self._inbox.get():
                 case CopyEnded(copy, on_copied):
@@ -314,6 +316,7 @@ class HandoffAgent(ABC):
                     on_copied()
                 case command:
                     self._handle_command(command, now)
+        return True
 
     def _run(self) -> None:
         try:
@@ -336,12 +339,12 @@ class HandoffAgent(ABC):
         if drain_until is None:
             return False
         if not self._closing:
-            self._closing = True
+            self._closing, self._next_tick = True, 0.0
             with self._lock:
                 self._begin_drain(self._clock())
             self._work()
         if not self._drained and self._clock() >= drain_until:
-            self._drained = True
+            self._drained, self._next_tick = True, 0.0
             with self._lock:
                 if not self._end_drain(self._clock()):
                     self._notify_seconds = 0.0
@@ -350,13 +353,10 @@ class HandoffAgent(ABC):
 
     def _seconds_to_wait(self) -> float:
         """Returns the time until the next timer or poll of writes is due."""
-        now = self._clock()
-        times = [self._next_check, self._next_deadline()]
+        times = [self._next_check, self._next_tick, self._next_poll]
         if self._drain_until is not None:
             times.append(self._drain_until + self._notify_seconds if self._drained else self._drain_until)
-        if self._needs_polling:
-            times.append(now + self._timing.poll_every)
-        return max(0.0, min(time for time in times if time is not None) - now)
+        return max(0.0, min(times) - self._clock())
 
     def _work(self) -> None:
         with self._lock:
@@ -376,16 +376,22 @@ class HandoffAgent(ABC):
         Peers are checked after the messages, so a peer whose message was just received does not count as silent.
         """
         received = self._channel.receive()
-        if received or not self._inbox.empty():
-            self._next_check = min(self._next_check, now + self._timing.ping_every / 2)
         for event in received:
             self._handle_channel_event(event, now)
-        self._handle_inbox(now)
-        self._poll(now)
-        self._tick(now)
+        if self._handle_inbox(now) or received:
+            self._next_check = min(self._next_check, now + self._timing.ping_every / 2)
+            self._next_tick = min(self._next_tick, now + TICK_SECONDS)
+        self._next_poll = float("inf")
+        if self._poll(now):
+            self._next_poll = now + self._timing.poll_every
+            self._next_tick = min(self._next_tick, now + TICK_SECONDS)
+        if now >= self._next_tick:
+            self._tick(now)
+            self._next_tick = self._next_deadline()
         self._run_actions()
         if now >= self._next_check:
             self._check_peers(now)
+            self._next_tick = now
             self._run_actions()
 
     def _handle_channel_event(self, event: msg.ChannelEvent, now: float) -> None:

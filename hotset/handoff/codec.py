@@ -12,6 +12,7 @@ replayed. This does little harm: messages are idempotent, and most of them name 
 import hashlib
 import hmac
 import re
+from functools import lru_cache
 from typing import Any, get_args
 
 import msgspec
@@ -120,10 +121,15 @@ class Codec:
         return hashlib.blake2b(envelope, digest_size=TAG_BYTES, key=key).digest()
 
 
+@lru_cache(maxsize=256)  # a peer sends thousands of messages
+def _is_reachable(address: str) -> bool:
+    parsed = Address.parse(address)
+    return parsed is not None and parsed.reachable
+
+
 def _check_names(envelope: _WireEnvelope) -> None:
     """Checks the sender's address and the incarnations."""
-    sender_address = Address.parse(envelope.sender_address)
-    if sender_address is None or not sender_address.reachable:
+    if not _is_reachable(envelope.sender_address):
         raise BadMessage(f"its sender's address is invalid: {envelope.sender_address[:MAX_QUOTED]!r}")
     if not INCARNATION.fullmatch(envelope.sender_incarnation):
         raise BadMessage("its sender's incarnation is invalid")

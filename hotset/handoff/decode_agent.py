@@ -144,15 +144,14 @@ class DecodeAgent(HandoffAgent):
         self._cut_off_unconfirmed(now)
         self._links.close_retired(self._receiver.unconfirmed_keys(), now)
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         timing = self._timing
         hellos = [
             min(entry.sent_at + timing.hello_every, entry.since + timing.hello_timeout)
             for entry in self._introductions.values()
         ]
         holds = [link.held_since + HOLD_SECONDS for link in self._links.current if link.held_since is not None]
-        further = [time for time in (self._receiver.next_deadline(), self._links.observe_at) if time is not None]
-        return min([*hellos, *holds, *further], default=None)
+        return min([*hellos, *holds, self._receiver.next_deadline(), self._links.observe_at])
 
     def _run_actions(self) -> None:
         for action in self._receiver.take_actions():

@@ -148,7 +148,7 @@ class Links:
         self._links: dict[str, Link] = {}  # by peer
         self._retired: dict[int, Link] = {}  # by number
         self._numbers = itertools.count(1)
-        self.observe_at: float | None = None  # when `close_retired` must be called next
+        self.observe_at = float("inf")  # when `close_retired` must be called next
 
     @property
     def full(self) -> bool:
@@ -215,7 +215,7 @@ class Links:
                 continue
             link.closing = True
             self._endpoints.start_closing(link.number, self._report)
-        self.observe_at = now + OBSERVE_SECONDS if waiting else None
+        self.observe_at = now + OBSERVE_SECONDS if waiting else float("inf")
 
     def on_closed(self, closed: EndpointClosed) -> set[HandoffKey]:
         """Returns the failed handoffs for which nothing can be written any more."""

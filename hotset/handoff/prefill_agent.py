@@ -153,18 +153,14 @@ class PrefillAgent(HandoffAgent):
             del self._connecting[peer]
         self._sender.tick(now)
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         ends = [entry.since + self._timing.hello_timeout for entry in self._connecting.values()]
-        sender = self._sender.next_deadline()
-        return min([*ends, *([] if sender is None else [sender])], default=None)
+        return min([*ends, self._sender.next_deadline()])
 
-    @property
-    def _needs_polling(self) -> bool:
-        return self._sender.has_pending_events or any(entry.submitted is not None for entry in self._lists)
-
-    def _poll(self, now: float) -> None:
+    def _poll(self, now: float) -> bool:
         """Checks which writes and which forward passes have ended, and passes this to the sender."""
-        if self._sender.has_pending_events:
+        awaits_pass = self._sender.has_pending_events
+        if awaits_pass:
             self._sender.poll_events(now)
         pending = []
         for entry in self._lists:
@@ -175,6 +171,7 @@ class PrefillAgent(HandoffAgent):
                 self._written_bytes += entry.ticket.nbytes if state is WriteState.DONE else 0
                 self._sender.on_write_ended(entry.peer, entry.key, entry.ticket, state, now)
         self._lists = pending
+        return awaits_pass or any(entry.submitted is not None for entry in pending)
 
     def _run_actions(self) -> None:
         for action in self._sender.take_actions():

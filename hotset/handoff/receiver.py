@@ -14,7 +14,7 @@ from enum import Enum
 from hotset.handoff import messages as msg
 from hotset.handoff.messages import HandoffKey, Hello, Message
 from hotset.handoff.staging import ReceiverStaging
-from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
+from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 
 
 class ReceiverPhase(Enum):
@@ -191,10 +191,10 @@ class Receiver:
                 self.num_retransmits += 1
                 self._transmit(handoff)
 
-    def next_deadline(self) -> float | None:
-        """Returns when `tick` must be called next, or None if there is no handoff."""
+    def next_deadline(self) -> float:
+        """Returns when `tick` must be called next, or infinity if there is no handoff."""
         timers = [handoff.timer for handoff in self._handoffs.values()]
-        return earliest(min(timer.deadline, timer.retransmit_at) for timer in timers)
+        return min((min(timer.deadline, timer.retransmit_at) for timer in timers), default=float("inf"))
 
     def take_actions(self) -> list[msg.SendMessage | msg.UnpackPiece | msg.ReceiverEvent]:
         """Returns the new actions. The caller must run them in order and complete each before it begins the next."""

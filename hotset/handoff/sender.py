@@ -40,7 +40,7 @@ from hotset.handoff.outgoing import (
 )
 from hotset.handoff.routes import DEVICE_SHARE, find_route
 from hotset.handoff.staging import MAX_DIRECT_WRITES, SenderBuffers, should_stage
-from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
+from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import WriteState, WriteTicket
 
 WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own deadline should be shorter
@@ -179,9 +179,9 @@ class Sender:
                 self.num_retransmits += 1
                 self._send(handoff.peer, message)
 
-    def next_deadline(self) -> float | None:
-        """Returns when `tick` must be called next, or None if there is no handoff."""
-        return earliest(handoff.next_deadline for handoff in self._handoffs.values())
+    def next_deadline(self) -> float:
+        """Returns when `tick` must be called next, or infinity if there is no handoff."""
+        return min((handoff.next_deadline for handoff in self._handoffs.values()), default=float("inf"))
 
     def take_actions(self) -> list[msg.SendMessage | msg.SubmitWrites | msg.SenderEvent]:
         """Returns the new actions. The caller must run them in this order."""
@@ -316,7 +316,7 @@ class Sender:
         for answer in answers:
             self._send(handoff.peer, answer)
         handoff.timer.extend(now)
-        self.poll_events(now)
+        self._submit([handoff], now)  # if a buffer is free, no piece of another handoff waits for one
         self._finish_if_idle(handoff, now)
 
     def _submit(self, handoffs: Iterable[OutgoingHandoff], now: float) -> None:

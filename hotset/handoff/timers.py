@@ -22,6 +22,7 @@ class PhaseTimeout:
 
     limit: float  # seconds
     retransmit_every: float | None = None  # seconds; None if the phase repeats no message
+    doubles_until: float = 0.0  # seconds: the interval doubles at each retransmit until it has reached this
 
 
 class PhaseTable(Generic[P]):
@@ -41,7 +42,7 @@ class PhaseTimer(Generic[P]):
     `move` raises IllegalTransition if the table does not contain the transition.
     """
 
-    __slots__ = ("_entered", "_table", "deadline", "phase", "retransmit_at")
+    __slots__ = ("_entered", "_interval", "_table", "deadline", "phase", "retransmit_at")
 
     def __init__(self, table: PhaseTable[P], phase: P, now: float) -> None:
         self._table = table
@@ -51,9 +52,9 @@ class PhaseTimer(Generic[P]):
         self.phase, self._entered = phase, now
         timeout = self._table.timeouts.get(phase)
         self.deadline = now + timeout.limit if timeout is not None else float("inf")
-        self.retransmit_at = float("inf")
-        if timeout is not None and timeout.retransmit_every is not None:
-            self.retransmit_at = now + timeout.retransmit_every
+        every = None if timeout is None else timeout.retransmit_every
+        self._interval = float("inf") if every is None else every
+        self.retransmit_at = now + self._interval
 
     def move(self, to: P, now: float) -> None:
         if to not in self._table.transitions[self.phase]:
@@ -69,16 +70,10 @@ class PhaseTimer(Generic[P]):
         """Returns whether the caller must retransmit now, and if so schedules the next retransmit."""
         if now < self.retransmit_at:
             return False
-        interval = self._table.timeouts[self.phase].retransmit_every
-        assert interval is not None
-        self.retransmit_at = now + interval
+        if self._interval < self._table.timeouts[self.phase].doubles_until:
+            self._interval *= 2
+        self.retransmit_at = now + self._interval
         return True
-
-
-def earliest(times: Iterable[float]) -> float | None:
-    """Returns the smallest time, or None if `times` is empty or contains only infinity."""
-    smallest = min(times, default=float("inf"))
-    return None if smallest == float("inf") else smallest
 
 
 @dataclass(frozen=True, slots=True)

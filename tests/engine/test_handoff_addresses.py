@@ -15,8 +15,10 @@ from harness import CPU, tiny_directory
 from loopback import Hub, Loopback
 
 from hotset.base.config import EngineConfig
+from hotset.base.engine_settings import DEFAULT_STAGING_MIB
 from hotset.base.errors import RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.base.units import MIB
 from hotset.engine import build
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
@@ -89,7 +91,7 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
         assert probe.nbytes == PROBE_BYTES, "routes are measured with memory that nothing else uses"
         hosts = [shard.store for shard in engine.executor.hosts()]
         assert stores == regions(hosts, engine.executor.pool if role == "decode" else None)
-        assert staging.nbytes == 64 << 20
+        assert staging.nbytes == DEFAULT_STAGING_MIB * MIB
         assert (on_device in transfer.registered) == (role == "decode"), "only decode workers register the device pool"
     finally:
         engine.close()

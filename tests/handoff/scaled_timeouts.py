@@ -14,6 +14,7 @@ def scaled(timeouts: Mapping[P, PhaseTimeout], factor: float) -> dict[P, PhaseTi
 
     def scale(timeout: PhaseTimeout) -> PhaseTimeout:
         interval = timeout.retransmit_every
-        return PhaseTimeout(timeout.limit * factor, None if interval is None else interval * factor)
+        scaled_interval = None if interval is None else interval * factor
+        return PhaseTimeout(timeout.limit * factor, scaled_interval, timeout.doubles_until * factor)
 
     return {phase: scale(timeout) for phase, timeout in timeouts.items()}

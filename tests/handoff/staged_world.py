@@ -252,11 +252,7 @@ class World:
         end = self.now + seconds
         machines = [self.receiver, *(worker.sender for worker in self.prefills.values())]
         while True:
-            deadlines = [
-                deadline
-                for machine in machines
-                if (deadline := machine.next_deadline()) is not None and deadline <= end
-            ]
+            deadlines = [deadline for machine in machines if (deadline := machine.next_deadline()) <= end]
             self.now = max(self.now, min(deadlines, default=end))
             for machine in machines:
                 machine.tick(self.now)

@@ -177,7 +177,7 @@ def test_a_closing_prefill_worker_notifies_peers_of_unfinished_handoffs(world: W
     decode, prefill = world.decode(), world.prefill(stop_before="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
     all_bytes = 3 * 60 * (2 * 48 + 16)  # all rows and index keys: only the first token is missing
-    assert wait_until(lambda: prefill.agent.stats().nbytes == all_bytes and not prefill.agent._needs_polling)
+    assert wait_until(lambda: prefill.agent.stats().nbytes == all_bytes and not prefill.agent._lists)
     prefill.agent.close(drain_seconds)
     assert [decode.wait_for_outcome(key) for key in keys] == [FetchFailed(key, True, False, STOPPING) for key in keys]
     assert wait_until(lambda: not decode.agent.stats().num_open) and not decode.quarantined
@@ -188,7 +188,7 @@ def test_a_peer_is_notified_at_the_end_of_a_drain_only_after_its_writes_have_end
     clock, computed = StoppableClock(), threading.Event()
     decode, prefill = world.decode(), world.prefill(stop_before="sample", gate=computed, clock=clock)
     key = decode.fetch(prefill.address, prompt(20), "r")
-    assert wait_until(lambda: prefill.agent._needs_polling)
+    assert wait_until(lambda: bool(prefill.agent._lists))
     clock.stop()
     closing = threading.Thread(target=prefill.agent.close, args=(1.0,))
     closing.start()
@@ -197,7 +197,7 @@ def test_a_peer_is_notified_at_the_end_of_a_drain_only_after_its_writes_have_end
     assert wait_until(lambda: prefill.agent._drained) and not decode.events[key]
     computed.set()
     assert decode.wait_for_outcome(key) == FetchFailed(key, True, False, STOPPING)
-    assert not prefill.agent._needs_polling, "HandoffFailed was sent before the last write had ended"
+    assert not prefill.agent._lists, "HandoffFailed was sent before the last write had ended"
     closing.join(WAIT_S)
     assert not closing.is_alive()
 

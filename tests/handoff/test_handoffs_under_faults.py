@@ -66,7 +66,7 @@ def check_idle(world: World) -> None:
     """Asserts that all workers run, that all handoffs are closed, and that nothing has leaked. Records the seconds that
     were spent in each phase."""
     for worker in world.workers:
-        assert worker.alive and worker.machine.phases() == {} and worker.machine.next_deadline() is None
+        assert worker.alive and worker.machine.phases() == {} and worker.machine.next_deadline() == float("inf")
         worker.record_phase_seconds()
     for decode in world.decodes:
         assert not decode.open and not decode.waiting and not decode.landed, "some handoffs have not ended"

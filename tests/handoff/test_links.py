@@ -281,6 +281,7 @@ def test_pages_stay_in_quarantine_if_the_endpoint_of_their_writer_cannot_be_clos
     bench = Bench(StuckLoopback)
     key = bench.start_landing()
     bench.agent._on_peer_lost(PEER, "silent", bench.clock.now)
+    bench.agent._next_tick = bench.clock.now  # as after every check of peers
     bench.wait_until(lambda: "cannot be closed" in caplog.text)
     bench.work(seconds=6.0)
     assert bench.events() == [PeerLost(PEER, "silent"), FetchFailed(key, False, False, "silent")]

@@ -76,7 +76,7 @@ class Bench:
     def pass_time(self, seconds: float) -> None:
         """Advances the clock and ticks the receiver at each of its deadlines, as an agent does."""
         end = self.now + seconds
-        while (deadline := self.receiver.next_deadline()) is not None and deadline <= end:
+        while (deadline := self.receiver.next_deadline()) <= end:
             self.now = max(self.now, deadline)
             self.receiver.tick(self.now)
         self.now = end
@@ -125,7 +125,7 @@ def test_a_context_lands_once_and_every_copy_of_done_is_acknowledged() -> None:
     assert bench.actions() == [SendMessage(PEER, HandoffAck(KEY)), Landed(KEY, 7, {7: (-0.1, 1)})]
     bench.receive(DONE)
     assert bench.actions() == [SendMessage(PEER, HandoffAck(KEY))]
-    assert bench.receiver.phases() == {} and bench.receiver.next_deadline() is None
+    assert bench.receiver.phases() == {} and bench.receiver.next_deadline() == float("inf")
 
 
 def test_progress_that_arrives_after_done_has_no_effect() -> None:
@@ -195,7 +195,7 @@ def test_pages_of_a_cancelled_landing_are_kept_until_the_sender_has_stopped() ->
     assert bench.actions() == [SendMessage(PEER, Cancel(KEY))] * 2
     bench.receive(Cancelled(KEY, True))
     assert bench.actions() == [FetchFailed(KEY, True, False, "cancelled")]
-    assert bench.receiver.next_deadline() is None
+    assert bench.receiver.next_deadline() == float("inf")
 
 
 def test_done_after_a_cancel_frees_the_pages() -> None:
@@ -382,7 +382,7 @@ def test_all_handoffs_end_at_their_timeouts_or_when_their_writers_are_cut_off() 
     bench.pass_time(SUM_OF_LIMITS)
     assert set(bench.receiver.phases().values()) == {ReceiverPhase.QUARANTINED}
     bench.receiver.end_writers(bench.receiver.unconfirmed_keys(), bench.now)
-    assert bench.receiver.phases() == {} and bench.receiver.next_deadline() is None
+    assert bench.receiver.phases() == {} and bench.receiver.next_deadline() == float("inf")
     assert len([event for event in bench.events() if isinstance(event, FetchFailed)]) == 40
 
 

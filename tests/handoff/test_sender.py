@@ -134,7 +134,7 @@ class Bench:
     def pass_time(self, seconds: float) -> None:
         """Advances the clock and ticks the sender at each of its deadlines, as an agent does."""
         end = self.now + seconds
-        while (deadline := self.sender.next_deadline()) is not None and deadline <= end:
+        while (deadline := self.sender.next_deadline()) <= end:
             self.now = max(self.now, deadline)
             self.sender.tick(self.now)
         self.now = end
@@ -282,7 +282,7 @@ def test_done_is_retransmitted_until_it_is_acknowledged() -> None:
     assert bench.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
     bench.receive(HandoffAck(KEY))
     bench.receive(HandoffAck(KEY))
-    assert bench.actions() == [] and bench.sender.next_deadline() is None
+    assert bench.actions() == [] and bench.sender.next_deadline() == float("inf")
 
 
 def test_a_late_copy_of_a_finished_request_is_answered_and_not_computed_again() -> None:
@@ -679,7 +679,7 @@ def test_all_handoffs_end_at_their_timeouts_and_release_their_pages() -> None:
         if number % 2:
             bench.receive(StartWrites(key))
     bench.pass_time(sum(timeout.limit for timeout in SENDER_TIMEOUTS.values()))
-    assert bench.sender.phases() == {} and bench.sender.next_deadline() is None
+    assert bench.sender.phases() == {} and bench.sender.next_deadline() == float("inf")
     actions = bench.actions()
     assert len([action for action in actions if isinstance(action, ReleasePages)]) == 21
 

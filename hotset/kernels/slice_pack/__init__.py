@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,8 +80,8 @@ def _checked_op(
     if packed.numel() != nbytes:
         raise InternalError(f"{nbytes} packed bytes in a buffer of {packed.numel()}")
     if not (isinstance(pages, Tensor) and pages.is_cuda):
-        used = torch.as_tensor(pages)[first // page_rows : -(-last // page_rows)]
-        if len(used) and not (int(used.min()) >= 0 and int(used.max()) < count):
+        used = np.asarray(pages[first // page_rows : -(-last // page_rows)])
+        if len(used) and not (used.min() >= 0 and used.max() < count):
             raise InternalError(f"pages {pages} of {count}")
     if packed.is_cuda or any(store.is_cuda for store in stores):
         return kernels_of("slice_pack")

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -51,20 +52,28 @@ def copy(
 ) -> None:
     row_stride, packed_stride = stores[0].stride(1), slices.nbytes
     store_packed_stride = (last - first) * packed_stride
-    runs, strips = _runs(stores[0], torch.as_tensor(pages, dtype=torch.int64), first, last), _strips(slices)
+    runs, strips, packed_bytes = _runs(stores[0], pages, first, last), _strips(slices), _storage_bytes(packed)
     for unit, store, num_stores, store_stride in _equidistant(stores):
+        stored_bytes = _storage_bytes(store)
         for row, rows, offset in runs:
             begin_packed = packed.storage_offset() + unit * store_packed_stride + row * packed_stride
             for begin, count, step, nbytes in strips:
                 shape = num_stores, rows, count, nbytes
-                begin_stored = store.storage_offset() + offset + begin
-                stored = store.as_strided(shape, (store_stride, row_stride, step, 1), begin_stored)
-                flat = packed.as_strided(shape, (store_packed_stride, packed_stride, nbytes, 1), begin_packed)
+                begin_stored, strides = store.storage_offset() + offset + begin, (store_stride, row_stride, step, 1)
+                stored = np.ndarray(shape, np.uint8, stored_bytes, begin_stored, strides)
+                strides = store_packed_stride, packed_stride, nbytes, 1
+                flat = np.ndarray(shape, np.uint8, packed_bytes, begin_packed, strides)
                 if unpack:
-                    stored.copy_(flat)
+                    stored[...] = flat
                 else:
-                    flat.copy_(stored)
+                    flat[...] = stored
                 begin_packed += count * nbytes
+
+
+def _storage_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Returns the memory of which a tensor is a view. Copies by numpy are up to 1.6 times as fast as those by torch."""
+    flat: NDArray[np.uint8] = tensor.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0).numpy()
+    return flat
 
 
 def _equidistant(stores: Sequence[Tensor]) -> list[tuple[int, Tensor, int, int]]:
@@ -92,16 +101,24 @@ def _strips(slices: RowSlices) -> list[Strip]:
     return [(begin, 1, nbytes, nbytes) for begin, nbytes in slices.spans]
 
 
-def _runs(store: Tensor, pages: Tensor, first: int, last: int) -> list[tuple[int, int, int]]:
+def _runs(store: Tensor, pages: Tensor | Sequence[int], first: int, last: int) -> list[tuple[int, int, int]]:
     """Divides the rows into ranges that are consecutive in memory.
 
     Returns (first row, counted from `first`; number of rows; byte offset in a store) of each range.
     """
     page_rows, (page_stride, row_stride, _) = store.shape[1], store.stride()
-    positions = torch.arange(first, last)
-    offsets = pages[positions // page_rows] * page_stride + positions % page_rows * row_stride
-    new = torch.ones(len(positions), dtype=torch.bool)
-    new[1:] = offsets.diff() != row_stride
-    starts = new.nonzero()[:, 0]
-    counts = torch.cat((starts, torch.tensor([len(positions)]))).diff()
-    return list(zip(starts.tolist(), counts.tolist(), offsets[starts].tolist(), strict=True))
+    numbers = range(first // page_rows, -(-last // page_rows))
+    used = np.asarray(pages[numbers.start : numbers.stop], np.int64).tolist()
+    runs: list[tuple[int, int, int]] = []
+    end = None  # where the rows of the page before end
+    for number, page in zip(numbers, used, strict=True):
+        begins = max(first, number * page_rows)
+        rows = min(last, (number + 1) * page_rows) - begins
+        offset = page * page_stride + begins % page_rows * row_stride
+        if offset == end:
+            row, before, start = runs.pop()
+            runs.append((row, before + rows, start))
+        else:
+            runs.append((begins - first, rows, offset))
+        end = offset + rows * row_stride
+    return runs
