@@ -44,9 +44,9 @@ PIECE_TRANSITIONS: dict[PiecePhase, frozenset[PiecePhase]] = {
     PiecePhase.UNPACKED: frozenset(),
 }
 
-# REQUESTED and LEASED may last long, because pieces of other contexts may be ahead in the queue. With 32 contexts, lease
-# requests that are repeated twice a second are half of all messages; therefore the interval doubles. WRITING never
-# reaches its limit, because each list of writes has a shorter one (WRITE_LIMIT in sender.py).
+# REQUESTED and LEASED may last long, because pieces of other contexts may be ahead in the queue. With 32 contexts,
+# lease requests that are repeated twice a second are half of all messages; therefore the interval doubles. WRITING
+# never reaches its limit, because each list of writes has a shorter one (WRITE_LIMIT in sender.py).
 PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
     PiecePhase.REQUESTED: PhaseTimeout(120.0, retransmit_every=0.5, doubles_until=4.0),
     PiecePhase.LEASED: PhaseTimeout(120.0),
