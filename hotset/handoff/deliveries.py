@@ -1,7 +1,8 @@
-"""How the rows of one handoff travel from the sender: by direct writes to the receiver's pages, or staged in pieces.
+"""How the rows of one handoff travel from the sender: by direct writes to the receiver's pages, which read the sender's
+pages or packed rows, or staged in pieces.
 
-Both are a `Delivery`, which has no threads and no clock, like the sender, which owns it. In a staged delivery, pieces
-have phases and timeouts (PIECE_TIMEOUTS), and share the sender's buffers.
+All are a `Delivery`, which has no threads and no clock, like the sender, which owns it. In a staged delivery, pieces
+have phases and timeouts (PIECE_TIMEOUTS). Packed and staged ones share the sender's buffers.
 
 The engine announces rows when their forward pass is submitted to the device. A lease is requested only after the last
 row of the piece was announced. The lease can arrive before the rows are computed, but the piece then waits only for a
@@ -19,7 +20,7 @@ from hotset.base.units import ceil_div
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import plan_context_writes
 from hotset.handoff.messages import ContextPages, HandoffId, Message, Store
-from hotset.handoff.staging import SenderBuffers, can_stage, packed_row_bytes, piece_rows, piece_writes
+from hotset.handoff.staging import SenderBuffers, can_stage, packed_row_bytes, page_writes, piece_rows, piece_writes
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import DeviceEvent, Writes
 
@@ -219,6 +220,83 @@ class DirectDelivery(Delivery):
         assert self.landed <= self._submitted, "rows are lost"
 
 
+class _AnnouncedRows:
+    """The rows of a prompt from `first` on: which of them are announced, and which are computed."""
+
+    def __init__(self, first: int) -> None:
+        self.newest: msg.RowsComputed | None = None  # the newest announcement, which has all pages of the context
+        self.announced = first  # rows [first, announced) are computed, or their forward pass is in flight
+        self._computed = first  # rows [first, computed) are in the prefill worker's pages
+        # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
+        self._events: list[tuple[int, DeviceEvent | None]] = []  # (last, event)
+
+    @property
+    def pending(self) -> bool:
+        """Returns whether a forward pass may still run, as far as is known."""
+        return bool(self._events)
+
+    def add(self, rows: msg.RowsComputed) -> None:
+        self.newest, self.announced = rows, rows.last
+        self._events.append((rows.last, rows.after))
+
+    def computed(self) -> int:
+        """Asks the events, and returns the end of the computed rows."""
+        while self._events and (self._events[0][1] is None or self._events[0][1].query()):
+            self._computed = self._events.pop(0)[0]
+        return self._computed
+
+    def locate(self, sources: Sources) -> tuple[Store, ContextPages]:
+        """Returns where the rows are read, with all pages of their context there."""
+        if self.newest is None:
+            raise InternalError("no rows are announced")
+        return sources.locate(self.newest)
+
+    def audit(self) -> None:
+        assert self._computed <= self.announced and self.pending == (self._computed < self.announced), "rows are lost"
+
+
+class PackedDelivery(DirectDelivery):
+    """Packs rows into a buffer, in the order of the receiver's pages, and writes them from there to these pages, so
+    that nothing is unpacked. Requires `can_pack_pages`."""
+
+    def __init__(self, sources: Sources, target: Store, pages: ContextPages, first: int, rows: int) -> None:
+        """A list has at most so many rows, which fit into a buffer."""
+        super().__init__(sources, target, pages)
+        self._announced, self._rows = _AnnouncedRows(first), rows
+        self._submitted = self._landed = first
+
+    @property
+    def finished(self) -> bool:
+        return self._submitted == self._announced.announced
+
+    @property
+    def has_pending_events(self) -> bool:
+        return self._announced.pending
+
+    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+        self._announced.add(rows)
+        return ()
+
+    def next_order(self, num_in_flight: int) -> int | None:
+        has_rows = self._announced.computed() > self._submitted
+        return 0 if has_rows and num_in_flight < MAX_LISTS_IN_FLIGHT else None
+
+    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
+        buffer = buffers.acquire(handoff)
+        if buffer is None:
+            return None
+        first, last = self._submitted, min(self._submitted + self._rows, self._announced.computed())
+        self._submitted = last
+        source, pages = self._announced.locate(self._sources)
+        writes = page_writes(source, self._target, self._pages, first, last, buffer)
+        return RowWrites(first, last, writes, None, msg.PackedPiece(source, self._target, pages, first, last, buffer))
+
+    def audit(self, in_flight: Sequence[RowWrites]) -> None:
+        self._announced.audit()
+        assert len(in_flight) <= MAX_LISTS_IN_FLIGHT, f"{len(in_flight)} lists of writes are in flight"
+        assert self.landed <= self._submitted <= self._announced.announced, "rows are lost"
+
+
 @dataclass(slots=True, eq=False)
 class _Piece:
     """Rows [first, last) of a staged context, which are written together."""
@@ -246,11 +324,7 @@ class StagedDelivery(Delivery):
         """`grants` numbers the grants of all contexts."""
         self._sources, self._target, self._offer, self._table, self._grants = sources, target, offer, table, grants
         self._key, self._first, self._total = request.key, request.first, len(request.prompt)
-        self._newest: msg.RowsComputed | None = None  # the newest announcement, which has all pages of the context
-        self._announced = self._first  # rows [first, announced) are computed, or their forward pass is in flight
-        self._computed = self._first  # rows [first, computed) are in the prefill worker's pages
-        # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
-        self._events: list[tuple[int, DeviceEvent | None]] = []  # (last, event)
+        self._announced = _AnnouncedRows(self._first)
         self._pieces: dict[int, _Piece] = {}  # pieces that are requested and not unpacked, by number
         self._num_requested = 0  # pieces requested since the start
         self._requested = self._first  # leases are requested for rows [first, requested)
@@ -265,7 +339,9 @@ class StagedDelivery(Delivery):
 
     @property
     def has_pending_events(self) -> bool:
-        return bool(self._events) and any(piece.timer.phase is PiecePhase.LEASED for piece in self._pieces.values())
+        return self._announced.pending and any(
+            piece.timer.phase is PiecePhase.LEASED for piece in self._pieces.values()
+        )
 
     @property
     def deadline(self) -> float:
@@ -276,13 +352,10 @@ class StagedDelivery(Delivery):
         return min((piece.timer.retransmit_at for piece in self._pieces.values()), default=self.deadline)
 
     def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
-        self._newest, self._announced = rows, rows.last
-        self._events.append((rows.last, rows.after))
+        self._announced.add(rows)
         return self._request_leases(now)
 
     def next_order(self, num_in_flight: int) -> int | None:
-        while self._events and (self._events[0][1] is None or self._events[0][1].query()):
-            self._computed = self._events.pop(0)[0]
         return min((piece.grant_order for piece in self._ready()), default=None)
 
     def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
@@ -290,9 +363,9 @@ class StagedDelivery(Delivery):
         buffer = buffers.acquire(handoff)
         if buffer is None:
             return None
-        assert piece.lease is not None and self._newest is not None
+        assert piece.lease is not None
         piece.timer.move(PiecePhase.WRITING, now)
-        source, pages = self._sources.locate(self._newest)
+        source, pages = self._announced.locate(self._sources)
         writes = piece_writes(source, self._target, piece.last - piece.first, buffer, piece.lease.offset)
         packed = msg.PackedPiece(source, self._target, pages, piece.first, piece.last, buffer)
         return RowWrites(piece.first, piece.last, writes, None, packed, piece.number)
@@ -340,8 +413,11 @@ class StagedDelivery(Delivery):
     def audit(self, in_flight: Sequence[RowWrites]) -> None:
         """Asserts that the window is respected, and that leases were requested only for announced rows."""
         assert len(self._pieces) <= WINDOW, f"{self._key} has {len(self._pieces)} pieces, more than {WINDOW}"
-        assert self.landed <= self._requested <= self._announced, f"{self._key} requested a lease for unannounced rows"
-        assert self._computed <= self._announced and bool(self._events) == (self._computed < self._announced), self._key
+        self._announced.audit()
+        requested = self._requested
+        assert self.landed <= requested <= self._announced.announced, (
+            f"{self._key} requested a lease for unannounced rows"
+        )
         for piece in self._pieces.values():
             assert (piece.lease is None) == (piece.timer.phase is PiecePhase.REQUESTED), f"{self._key}: {piece}"
         writing = {number for number, piece in self._pieces.items() if piece.timer.phase is PiecePhase.WRITING}
@@ -356,7 +432,7 @@ class StagedDelivery(Delivery):
         requests = []
         fewest_rows = min(self._offer.rows, ceil_div(SMALLEST_PIECE_BYTES, self._offer.row_bytes))
         while len(self._pieces) < WINDOW and self._requested < self._total:
-            first, last = self._requested, min(self._requested + self._offer.rows, self._announced)
+            first, last = self._requested, min(self._requested + self._offer.rows, self._announced.announced)
             if last - first < fewest_rows and last < self._total:
                 break
             piece = _Piece(self._num_requested, first, last, PhaseTimer(self._table, PiecePhase.REQUESTED, now))
@@ -369,7 +445,8 @@ class StagedDelivery(Delivery):
     def _ready(self) -> list[_Piece]:
         """Returns the pieces that can be packed now."""
         leased = [piece for piece in self._pieces.values() if piece.timer.phase is PiecePhase.LEASED]
-        return [piece for piece in leased if piece.last <= self._computed]
+        computed = self._announced.computed()
+        return [piece for piece in leased if piece.last <= computed]
 
     def _nbytes(self, piece: _Piece) -> int:
         return (piece.last - piece.first) * self._offer.row_bytes

@@ -74,6 +74,7 @@ class OutgoingHandoff:
     hello: Hello
     timer: PhaseTimer[SenderPhase]
     offer: StagingOffer | None = None
+    packed_rows: int = 0  # if rows are packed for direct writes: the most rows of a list; else 0
     delivery: Delivery | None = None  # set by StartWrites
     waiting: msg.RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
     in_flight: list[ListInFlight] = field(default_factory=list)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotset.handoff.layout import plan_writes
 from hotset.handoff.messages import ContextPages, MemoryRange, PackedPiece, PagedSpan, Store
-from hotset.handoff.staging import piece_layout
+from hotset.handoff.staging import packed_span, piece_layout
 from hotset.kernels import page_copy
 from hotset.kernels.device_copies import to_device
 from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
@@ -88,7 +88,8 @@ def pack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> No
                 layers = _layer_tensors(span, piece.pages.rows, memory)
                 slice_pack(layers, piece.pages.rows, piece.first, piece.last, slices, packed)
         if source.keys is not None and _process(source.keys) == process:
-            packed_keys = _packed_keys(piece, source.keys, source.staging[0].address + piece.offset + layout.keys)
+            start = source.staging[0].address + piece.offset + layout.keys
+            packed_keys = packed_span(start, len(source.keys.bases), source.keys.row_bytes, piece.first, piece.last)
             _copy(plan_writes(source.keys, piece.pages.keys, packed_keys, (0,), piece.first, piece.last), memory)
 
 
@@ -106,7 +107,8 @@ def unpack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> 
                     slice_unpack(packed, layers, piece.pages.rows, piece.first, piece.last, slices)
         for keys, staging in zip(target.all_keys, target.staging, strict=False):
             if _process(keys) == process:
-                packed_keys = _packed_keys(piece, keys, staging.address + piece.offset + layout.keys)
+                start = staging.address + piece.offset + layout.keys
+                packed_keys = packed_span(start, len(keys.bases), keys.row_bytes, piece.first, piece.last)
                 _copy(plan_writes(packed_keys, (0,), keys, piece.pages.keys, piece.first, piece.last), memory)
 
 
@@ -125,22 +127,6 @@ def _copying(store: Store, device: torch.device) -> Iterator[torch.device]:
 def _process(span: PagedSpan) -> int:
     """Returns the number of the process whose memory this is. All layers of a store that is staged are in one."""
     return process_and_address(span.bases[0][0])[0]
-
-
-def _packed_keys(piece: PackedPiece, keys: PagedSpan, start: int) -> PagedSpan:
-    """Describes the packed index keys, which begin at address `start`, as a span with a single page, page 0.
-
-    The page has `piece.last` rows, so that position p of the context is row p of the page. Only rows
-    [piece.first, piece.last) exist: the bases lie `piece.first` rows before the packed keys.
-    """
-    group_bytes = (piece.last - piece.first) * keys.row_bytes
-    bases = tuple((start + group * group_bytes - piece.first * keys.row_bytes,) for group in range(len(keys.bases)))
-    return PagedSpan(
-        bases=bases,
-        page_bytes=piece.last * keys.row_bytes,
-        part_rows=piece.last,
-        row_bytes=keys.row_bytes,
-    )
 
 
 def _copy(writes: Writes, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from hotset.handoff.deliveries import (
     PIECE_TRANSITIONS,
     Delivery,
     DirectDelivery,
+    PackedDelivery,
     PiecePhase,
     Sources,
     StagedDelivery,
@@ -39,7 +40,14 @@ from hotset.handoff.outgoing import (
     refusal,
 )
 from hotset.handoff.routes import DEVICE_SHARE, find_route
-from hotset.handoff.staging import MAX_DIRECT_WRITES, SenderBuffers, should_stage
+from hotset.handoff.staging import (
+    MAX_DIRECT_WRITES,
+    SenderBuffers,
+    can_pack_pages,
+    packed_row_bytes,
+    should_stage,
+    small_write_bytes,
+)
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import WriteState, WriteTicket
 
@@ -207,7 +215,7 @@ class Sender:
             handoff.audit()
             # There are more users than writes if an earlier incarnation's handoff with the same id was closed while its
             # writes were in flight.
-            buffers = sum(entry.rows.piece is not None for entry in handoff.in_flight)
+            buffers = sum(entry.rows.packed is not None for entry in handoff.in_flight)
             assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
 
     def _on_request(self, peer: str, request: msg.HandoffRequest, now: float) -> None:
@@ -233,9 +241,9 @@ class Sender:
         else:
             for attempt in attempts:
                 self._cancel(attempt, now)
-            source, offer = self._choose_delivery(peer, hello.stores[request.landing], request)
+            source, offer, packed_rows = self._choose_delivery(peer, hello.stores[request.landing], request)
             timer = PhaseTimer(self.table, SenderPhase.ACCEPTED, now)
-            handoff = OutgoingHandoff(peer, request, hello, timer, offer)
+            handoff = OutgoingHandoff(peer, request, hello, timer, offer, packed_rows)
             self._handoffs[handoff.id] = handoff
             self._transmit(handoff)
             from_device = source is self._sources.device
@@ -243,25 +251,26 @@ class Sender:
 
     def _choose_delivery(
         self, peer: str, target: Store, request: msg.HandoffRequest
-    ) -> tuple[Store, StagingOffer | None]:
-        """Chooses, by the measured routes, where the context is read, and how it can be staged if direct writes would
-        be slower."""
+    ) -> tuple[Store, StagingOffer | None, int]:
+        """Chooses, by the measured routes, where the context is read, and how it is delivered if direct writes from its
+        pages would be slower: staged (the offer), or packed for direct writes (the most rows of a list, else 0)."""
         routes = self._routes.get(peer, ())
         source, route = self._sources.host, find_route(routes, self._sources.host.memory, target.memory)
         if (device := self._sources.device) is not None:
             from_device = find_route(routes, device.memory, target.memory)
             if from_device is not None and (route is None or DEVICE_SHARE * from_device.gb_per_s > route.gb_per_s):
                 source, route = device, from_device
-        offer = make_offer(source, target, request, self._buffers.nbytes)
-        staged = offer is not None and should_stage(
-            source,
-            target,
-            request,
-            self._max_direct_writes,
-            route=route,
-            run_pages=self._run_pages.get(source.memory),
-        )
-        return source, offer if staged else None
+        run_pages = self._run_pages.get(source.memory)
+        if not should_stage(source, target, request, self._max_direct_writes, route=route, run_pages=run_pages):
+            return source, None, 0
+        page = target.shards[0].span
+        if page.part_rows * page.row_bytes >= small_write_bytes(source, target, route) and can_pack_pages(
+            source, target
+        ):
+            packed_rows = self._buffers.nbytes // packed_row_bytes(source, target)
+            if packed_rows:
+                return source, None, packed_rows
+        return source, make_offer(source, target, request, self._buffers.nbytes), 0
 
     def _on_cancel(self, peer: str, key: HandoffKey, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
@@ -295,8 +304,11 @@ class Sender:
                 grants=self._grant_numbers,
             )
         else:
-            handoff.delivery = DirectDelivery(
-                self._sources, handoff.target, landing_pages(handoff.request, handoff.target)
+            pages, rows = landing_pages(handoff.request, handoff.target), handoff.packed_rows
+            handoff.delivery = (
+                PackedDelivery(self._sources, handoff.target, pages, handoff.request.first, rows)
+                if rows
+                else DirectDelivery(self._sources, handoff.target, pages)
             )
         waiting, handoff.waiting = handoff.waiting, None
         if waiting is not None:

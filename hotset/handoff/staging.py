@@ -24,8 +24,17 @@ import numpy as np
 from hotset.base.errors import ConfigError
 from hotset.base.units import MIB, ceil_div, show_bytes
 from hotset.handoff import messages as msg
-from hotset.handoff.layout import ByteRanges, count_writes, landing_pages, merged, overlaps, pages_for, row_bytes
-from hotset.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Route, Store
+from hotset.handoff.layout import (
+    ByteRanges,
+    count_writes,
+    landing_pages,
+    merged,
+    overlaps,
+    pages_for,
+    plan_writes,
+    row_bytes,
+)
+from hotset.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, PagedSpan, Route, Store
 from hotset.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.memory.ring import Ring
 from hotset.transfer.api import MemoryKind, Writes
@@ -106,6 +115,40 @@ def piece_writes(source: Store, target: Store, rows: int, source_offset: int, ta
     return np.array(merged(sorted(writes, key=lambda write: write[1])), np.int64)
 
 
+def can_pack_pages(source: Store, target: Store) -> bool:
+    """Returns whether rows can be packed in the order of the target's pages: each of its shards gets whole rows from
+    one source shard, and there are no index keys."""
+    whole = all(
+        target.shards[number].span.row_bytes == block.row_bytes
+        for block in blocks(source, target)
+        for number in block.targets
+    )
+    return whole and can_stage(source) and source.keys is None
+
+
+def page_writes(source: Store, target: Store, pages: ContextPages, first: int, last: int, offset: int) -> Writes:
+    """Plans the writes of a packed piece from its buffer, at this offset of the source's staging memory, to the pages
+    of the target. `can_pack_pages` must hold."""
+    layers, plans = len(source.shards[0].span.bases), []
+    for begin, _, block in piece_layout(source, target, last - first).blocks:
+        address = source.staging[block.source].address + offset + begin
+        packed = packed_span(address, layers, block.row_bytes, first, last)
+        for number in block.targets:
+            plans.append(plan_writes(packed, (0,), target.shards[number].span, pages.rows, first, last))
+    return np.concatenate(plans)
+
+
+def packed_span(address: int, layers: int, row_bytes: int, first: int, last: int) -> PagedSpan:
+    """Describes packed rows (or keys), [layer][row], which begin at `address`, as a span with a single page, page 0.
+
+    The page has `last` rows, so that position p of the context is row p of the page. Only rows [first, last) exist: the
+    bases lie `first` rows before the packed ones.
+    """
+    layer_bytes = (last - first) * row_bytes
+    bases = tuple((address + layer * layer_bytes - first * row_bytes,) for layer in range(layers))
+    return PagedSpan(bases=bases, page_bytes=last * row_bytes, part_rows=last, row_bytes=row_bytes)
+
+
 def packed_row_bytes(source: Store, target: Store) -> int:
     """Returns the packed bytes of one position of a context: its row in every layer, and its index keys."""
     layers = len(source.shards[0].span.bases)
@@ -136,14 +179,17 @@ def should_stage(
     numbers = range(max(pages_for(span, last) for span in spans))
     expected = tuple(number + (number // run_pages if run_pages else 0) for number in numbers)
     count = count_writes(source, ContextPages(expected, expected), target, pages, request.first, last)
-    small_bytes = SMALL_WRITE_BYTES
-    if route is not None:
-        if MemoryKind.DEVICE.value in (source.memory, target.memory):
-            small_bytes = max(SMALL_WRITE_BYTES, int(route.seconds_per_write * DEVICE_COPY_SPEED))
-        elif route.seconds_per_write > EXPENSIVE_WRITE_SECONDS:
-            small_bytes = int(route.seconds_per_write * HOST_COPY_SPEED)
     nbytes = (last - request.first) * packed_row_bytes(source, target)
-    return count > max_direct_writes and nbytes < count * small_bytes
+    return count > max_direct_writes and nbytes < count * small_write_bytes(source, target, route)
+
+
+def small_write_bytes(source: Store, target: Store, route: Route | None) -> int:
+    """Returns the size below which a write costs more than copies of its bytes. `route` is that of `should_stage`."""
+    if route is not None and MemoryKind.DEVICE.value in (source.memory, target.memory):
+        return max(SMALL_WRITE_BYTES, int(route.seconds_per_write * DEVICE_COPY_SPEED))
+    if route is not None and route.seconds_per_write > EXPENSIVE_WRITE_SECONDS:
+        return int(route.seconds_per_write * HOST_COPY_SPEED)
+    return SMALL_WRITE_BYTES
 
 
 def can_stage(store: Store) -> bool:

@@ -36,7 +36,10 @@ from hotset.transfer.api import WriteState, WriteTicket
 
 HEADS = 4
 DECODE = "decode:1"
-MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
+
+
+def model(groups: int) -> ModelIdentity:
+    return ModelIdentity("m", 3, "any", "5 bytes" if groups else None, groups, "w")
 
 
 class Event:
@@ -69,13 +72,13 @@ class Context:
 class PrefillWorker:
     """A sender, and the memory and contexts of its engine."""
 
-    def __init__(self, name: str, ranks: int, staging_bytes: int, page_rows: int = 16) -> None:
+    def __init__(self, name: str, ranks: int, staging_bytes: int, page_rows: int = 16, groups: int = 2) -> None:
         self.name = name
-        self.memory = ShardedMemory(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
+        self.memory = ShardedMemory(ranks, HEADS, page_rows=page_rows, pages=200, groups=groups, seed=ranks)
         self.staging = StagingMemory(staging_bytes)
         store = self.staging.beside(self.memory.store)
         self.sender = Sender(Sources(store))
-        self.hello = Hello(name, MODEL, {"host": store}, "loopback", b"")
+        self.hello = Hello(name, model(groups), {"host": store}, "loopback", b"")
         self.contexts: dict[HandoffKey, Context] = {}
         self.released: list[HandoffKey] = []  # one entry for each ReleasePages
         self.pages = PageAllocator(200)
@@ -92,17 +95,17 @@ class World:
     `end_write` ends them.
     """
 
-    def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,)) -> None:
+    def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,), groups: int = 2) -> None:
         self.now, self.tickets = 0.0, 0
-        self.memory = ShardedMemory(ranks, HEADS, page_rows=8, pages=400)
-        self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + 2 * 5
+        self.memory = ShardedMemory(ranks, HEADS, page_rows=8, pages=400, groups=groups)
+        self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + groups * 5
         self.ring_memory = StagingMemory(ring_bytes)
         stores = {"host": self.ring_memory.beside(self.memory.store)}
         self.staging = ReceiverStaging(stores)
         self.receiver = Receiver(staging=self.staging)
-        self.hello = Hello(DECODE, MODEL, stores, "loopback", b"")
+        self.hello = Hello(DECODE, model(groups), stores, "loopback", b"")
         self.prefills = {
-            f"prefill:{number}": PrefillWorker(f"prefill:{number}", ranks, 8192)
+            f"prefill:{number}": PrefillWorker(f"prefill:{number}", ranks, 8192, groups=groups)
             for number, ranks in enumerate(prefills, 1)
         }
         self.pages = PageAllocator(400)
