@@ -19,6 +19,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.sizing import kv_budget
+from hotset.handoff import staging
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
 from hotset.transfer.api import MemoryKind, Transfer
@@ -136,6 +137,20 @@ def test_answers_do_not_change_if_the_two_engines_have_different_parallelism(
         assert workers.comparer.num_compared == len(LENGTHS)
         landings = {request.landing.split()[0] for request in workers.comparer.requests.values()}
         assert ("device" in landings) == ("PP" not in receiver), f"the contexts landed on {landings}"
+        stats = workers.decode.stats()
+    assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("TP1", "TP2"), ("TP2", "TP4")])
+def test_rows_that_are_packed_in_the_order_of_pages_give_the_same_answers(
+    sender: str, receiver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SMALL_WRITE_BYTES", 512)  # pages of these tiny models then count as large writes
+    with pair("llama", sender, receiver, "nixl") as workers:
+        assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process("llama")
+        assert workers.comparer.num_compared == len(LENGTHS)
+        sent, received = workers.prefill.stats().handoff, workers.decode.stats().handoff
+        assert sent.num_pieces > 0 and received.num_pieces == 0, "rows must be packed, and nothing must be unpacked"
         stats = workers.decode.stats()
     assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
 
