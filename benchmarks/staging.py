@@ -7,10 +7,10 @@ prefill side computes nothing and announces all chunks at once. Layout, state ma
 writer threads and transfer engines are the real ones. The time of a landing is taken at the decode side, from the
 request until the landing is complete. The landed bytes are compared with their source.
 
-In the first table, one context of 8192 tokens lands at a time: without staging memory, with it, and between equal splits
-(for comparison). From 2 to 4 ranks, rows are packed in the order of the pages, and written there; from 4 to 2 ranks,
-they pass through the ring. In the second table, many contexts land at once. They all use the same source and target pages, so the
-memory of one context is enough. In the third table, the context is 16 times as large as the ring.
+In the first table, one context of 8192 tokens lands at a time: without staging memory, with it, and between equal
+splits (for comparison). From 2 to 4 ranks, rows are packed in the order of the pages, and written there; from 4 to 2
+ranks, they pass through the ring. In the second table, many contexts land at once. They all use the same source and
+target pages, so the memory of one context is enough. In the third table, the context is 16 times as large as the ring.
 
 With --device cuda, rows and staging memory are in GPU memory, and kernels pack and unpack.
 

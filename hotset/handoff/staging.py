@@ -117,13 +117,15 @@ def piece_writes(source: Store, target: Store, rows: int, source_offset: int, ta
 
 def can_pack_pages(source: Store, target: Store) -> bool:
     """Returns whether rows can be packed in the order of the target's pages: each of its shards gets whole rows from
-    one source shard, and there are no index keys."""
+    one source shard, and there are no index keys. Both sides must be host memory: between GPUs, writes of pages are
+    too small."""
     whole = all(
         target.shards[number].span.row_bytes == block.row_bytes
         for block in blocks(source, target)
         for number in block.targets
     )
-    return whole and can_stage(source) and source.keys is None
+    on_host = source.memory == target.memory == MemoryKind.HOST.value
+    return whole and on_host and can_stage(source) and source.keys is None
 
 
 def page_writes(source: Store, target: Store, pages: ContextPages, first: int, last: int, offset: int) -> Writes:
