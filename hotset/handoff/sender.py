@@ -263,13 +263,10 @@ class Sender:
         run_pages = self._run_pages.get(source.memory)
         if not should_stage(source, target, request, self._max_direct_writes, route=route, run_pages=run_pages):
             return source, None, 0
-        page = target.shards[0].span
-        if page.part_rows * page.row_bytes >= small_write_bytes(source, target, route) and can_pack_pages(
-            source, target
-        ):
-            packed_rows = self._buffers.nbytes // packed_row_bytes(source, target)
-            if packed_rows:
-                return source, None, packed_rows
+        page, packed_rows = target.shards[0].span, self._buffers.nbytes // packed_row_bytes(source, target)
+        large = page.part_rows * page.row_bytes >= small_write_bytes(source, target, route)
+        if large and packed_rows and can_pack_pages(source, target):
+            return source, None, packed_rows
         return source, make_offer(source, target, request, self._buffers.nbytes), 0
 
     def _on_cancel(self, peer: str, key: HandoffKey, now: float) -> None:

@@ -21,6 +21,7 @@ from hotset.handoff.agent import open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import MARK, PLAIN
 from hotset.handoff.decode_agent import DecodeAgent
+from hotset.handoff.deliveries import Sources
 from hotset.handoff.links import Endpoints
 from hotset.handoff.messages import (
     PROTOCOL,
@@ -34,10 +35,15 @@ from hotset.handoff.messages import (
     Message,
     MessageReceived,
     Refused,
+    RowsComputed,
+    StartWrites,
     Welcome,
 )
 from hotset.handoff.packing import StagingMemory
+from hotset.handoff.prefill_agent import PrefillAgent
 from hotset.handoff.receiver import Receiver
+from hotset.handoff.sender import Sender
+from hotset.handoff.timers import PeerTiming
 from hotset.transfer.api import WriteState, WriteTicket
 
 SECRET = "a secret that peers share"
@@ -307,6 +313,34 @@ def test_a_decode_worker_rejects_a_mismatched_prefill_worker_that_welcomed_it() 
     (end,) = agent.take_events()
     assert isinstance(end, FetchFailed) and end.quiesced and "'00' here, '11' there" in end.reason
     assert not any(isinstance(message, HandoffRequest) for message in channel.sent)
+
+
+def test_writes_are_polled_soon_after_they_are_submitted() -> None:
+    """Writes that are submitted while nothing else is in flight must not wait until timers are looked through."""
+    channel, clock, hub, peer = ScriptedChannel(), Clock(), Hub(), "127.0.0.1:2"
+    source, target = Memory(4, 8), Memory(4, 8)
+    transfer, decode_transfer = Loopback(hub), Loopback(hub)
+    transfer.register(source.region)
+    decode_transfer.register(target.region)
+    hello = Hello(channel.address, MODEL, {"host": source.store}, "loopback", b"")
+    agent = PrefillAgent(Sender(Sources(source.store)), hello, channel, transfer, wake=lambda: None, clock=clock)
+
+    def work(*messages: Message) -> None:
+        channel.incoming = [MessageReceived(peer, message) for message in messages]
+        agent._work()
+
+    work(Hello(peer, MODEL, {"host": target.store}, "loopback", decode_transfer.describe()))
+    assert wait_until(lambda: not agent._connecting or not agent._inbox.empty())
+    work()
+    assert any(isinstance(message, Welcome) for message in channel.sent)
+    key = HandoffKey("r", 0)
+    work(HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,)))
+    work(StartWrites(key))
+    assert agent._seconds_to_wait() > 2 * PeerTiming().poll_every
+    agent.put(RowsComputed(peer, key, 0, 3, (1,), None))
+    work()
+    assert agent._lists and agent._seconds_to_wait() <= PeerTiming().poll_every
+    agent.close(0.0)
 
 
 def test_another_version_of_the_protocol_is_refused_with_both_versions(world: World) -> None:
