@@ -193,8 +193,8 @@ class PrefillAgent(HandoffAgent):
         entry = _ListInFlight(action.peer, action.key, ticket)
         self._lists.append(entry)
         if action.pack is None:
-            entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
             self._next_poll = min(self._next_poll, self._clock() + self._timing.poll_every)
+            entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
             return
         self._begin_copy(partial(self._piece_copies().pack, action.pack), partial(self._on_packed, entry, action))
 
