@@ -88,7 +88,7 @@ def check_pages(decode: DecodeWorker) -> None:
 
 @pytest.mark.parametrize("handoffs", [700, pytest.param(2000, marks=pytest.mark.slow)])
 def test_handoffs_under_faults_land_correctly_or_fail_and_nothing_leaks(handoffs: int) -> None:
-    world = World(seed=10, rates=ALL_FAULTS)
+    world = World(seed=12, rates=ALL_FAULTS)
     run(world, handoffs)
     check_idle(world)
     counts = world.counts
