@@ -260,7 +260,7 @@ class PackedDelivery(DirectDelivery):
     that nothing is unpacked. Requires `can_pack_pages`."""
 
     def __init__(self, sources: Sources, target: Store, pages: ContextPages, first: int, rows: int) -> None:
-        """A list has at most so many rows, which fit into a buffer."""
+        """Rows from `first` on are delivered, at most `rows` in a list, since that many fit into a buffer."""
         super().__init__(sources, target, pages)
         self._announced, self._rows = _AnnouncedRows(first), rows
         self._submitted = self._landed = first

@@ -270,6 +270,12 @@ class World:
         pages, seed = landing_pages(request, self.memory.store), request.prompt.token_ids[0]
         self.memory.check_rows(pages.rows, pages.keys, request.first, len(request.prompt), seed=seed)
 
+    def check_unlisted_pages(self, key: HandoffKey, before: Any) -> None:
+        """Asserts that only pages that the request lists differ from `before`, a copy of the memory."""
+        listed = self.requests[key].row_pages
+        self.memory.poison(listed, listed)
+        assert (self.memory.memory == before).all(), "a page that the request does not list was written"
+
     def check_idle(self) -> None:
         """Asserts that all handoffs are closed, that no lease is held or requested, that no buffer is in use, and that
         all source pages are released."""

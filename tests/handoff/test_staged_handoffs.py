@@ -92,9 +92,7 @@ def test_only_rows_that_the_receiver_lacks_are_staged(first: int) -> None:
     world.check_idle()
     pieces = [message for _, _, message in world.sent if isinstance(message, LeaseRequest)]
     assert sorted(row for piece in pieces for row in range(piece.first, piece.last)) == [*range(first, 60)]
-    listed = world.requests[key].row_pages
-    world.memory.poison(listed, listed)
-    assert (world.memory.memory == shared).all(), "a page that the request does not list was written"
+    world.check_unlisted_pages(key, shared)
 
 
 def test_a_lease_for_rows_that_the_receiver_has_is_not_granted() -> None:

@@ -71,7 +71,7 @@ def copy(
 
 
 def _storage_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Returns the memory of which a tensor is a view. Copies by numpy are up to 1.6 times as fast as those by torch."""
+    """Returns the memory of which a tensor is a view, as the base of numpy's views of it."""
     flat: NDArray[np.uint8] = tensor.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0).numpy()
     return flat
 
