@@ -22,8 +22,9 @@ from landing_workers import GPU, HOST, PAGE_ROWS, child_process
 from report import Bar, make_parser, report, write_json
 
 from hotset.base.config import EngineConfig, LandingChoice
+from hotset.base.engine_settings import DEFAULT_STAGING_MIB
 from hotset.base.sampling import SamplingParams
-from hotset.base.units import ceil_div
+from hotset.base.units import MIB, ceil_div
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import DecodeEndpoint
@@ -51,7 +52,8 @@ from hotset.transfer.workers import WorkerTransfers
 
 BAR = 1.05
 LANDING_TOKENS = 4096
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = DEFAULT_STAGING_MIB * MIB
+MAX_STEPS = LANDING_TOKENS - 600  # steps of a stretch, counted or not
 STRETCH = 40  # steps of one kind before the other kind follows
 
 
@@ -104,40 +106,45 @@ def serve_contexts(case: SenderCase, pipe: Connection) -> None:
 class Load:
     """Runs the steps of a decode engine with `requests` running requests, and with or without landing contexts."""
 
-    def __init__(self, engine: Engine, peer: str, requests: int, tokens: int) -> None:
-        self._engine, self._peer = engine, peer
+    def __init__(self, engine: Engine, peer: str, requests: int) -> None:
+        self._engine, self._peer, self._requests = engine, peer, requests
         self._processor, self._names = InputProcessor(engine.card, seed=0), itertools.count()
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        self._running = {self._add([7 + number] * 500, params, None, "auto") for number in range(requests)}
+        self._running: set[str] = set()
         self._landing: set[str] = set()
         self.num_landed = 0
 
-    def _add(self, prompt: list[int], params: SamplingParams, peer: str | None, landing: LandingChoice) -> str:
+    def _add(self, prompt: list[int], tokens: int, peer: str | None, landing: LandingChoice) -> str:
         name = str(next(self._names))
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         for choice in self._processor.accept(name, prompt, params, "auto", peer, landing):
             self._engine.add(choice)
         return f"{name}/0"
 
     def steps(self, count: int, landing: LandingChoice | None) -> list[float]:
-        """Returns the seconds between the outputs of `count` steps."""
+        """Returns the seconds between the outputs of `count` steps, of requests that begin with these steps."""
+        self._running = {self._add([7 + n] * 500, MAX_STEPS, None, "auto") for n in range(self._requests)}
+        started: set[str] = set()
+        while started != self._running:
+            started |= self._running & set(self._engine.step().request_ids)
         seconds, before = [], None
         while len(seconds) < count:
             if landing is not None and not self._landing:
                 salt = next(self._names)
                 prompt = [3 + (salt * 7 + position) % 150 for position in range(LANDING_TOKENS)]
-                params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-                self._landing.add(self._add(prompt, params, self._peer, landing))
+                self._landing.add(self._add(prompt, 1, self._peer, landing))
             outputs = self._engine.step()
             ended = set(outputs.finished)
             self.num_landed += len(ended & self._landing)
             self._landing -= ended
-            assert not ended & self._running, "a running request has ended: use more --tokens"
+            assert not ended & self._running, f"a running request has ended after {MAX_STEPS} steps"
             if self._running & set(outputs.request_ids):
                 now = time.perf_counter()
                 if before is not None:
                     seconds.append(now - before)
                 before = now
-        while self._landing and landing is not None:  # the next stretch must be quiet
+        for name in self._running:
+            self._engine.abort(name)
+        while not self._engine.idle:  # the next stretch must be quiet
             self._landing -= set(self._engine.step().finished)
         return seconds
 
@@ -151,7 +158,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one stretch")
     options = parser.parse_args()
     stretches = 1 if options.quick else options.stretches
-    tokens = 4 * (stretches + 1) * STRETCH + 200
     config = EngineConfig(
         model=options.model,
         role="decode",
@@ -169,7 +175,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     bars = []
     with child_process(serve_contexts, case, 20.0) as pipe:
-        load = Load(engine, pipe.recv(), options.requests, min(tokens, LANDING_TOKENS - 600))
+        load = Load(engine, pipe.recv(), options.requests)
         load.steps(STRETCH, "host")  # connects
         landings: tuple[LandingChoice, ...] = ("host", "device")
         for landing in landings:

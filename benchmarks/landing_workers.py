@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset.base.engine_settings import DEFAULT_STAGING_MIB
 from hotset.base.listeners import LOOPBACK_INTERFACE
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.base.units import ceil_div
+from hotset.base.units import MIB, ceil_div
 from hotset.engine.stores import (
     Staging,
     host_shards,
@@ -39,7 +41,6 @@ from hotset.handoff.messages import (
     Hello,
     Landed,
     ModelIdentity,
-    PagedSpan,
     RowsComputed,
     StartPrefill,
     Store,
@@ -67,7 +68,7 @@ POISON = 0xAB
 # Pages that no context uses. As in a real store, the rows of a context in one layer must not be adjacent to its rows in
 # the next layer.
 SPARE_PAGES = 1
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = DEFAULT_STAGING_MIB * MIB
 SHIFT = 4099  # bytes by which the pattern of a layer is shifted against that of the previous layer
 TIMEOUT_S = 60.0
 

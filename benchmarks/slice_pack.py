@@ -21,7 +21,9 @@ from gpu_timing import Call, copy_bandwidth, patched_constants, require_gpu, sec
 from report import make_parser, report
 from torch import Tensor
 
-from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
+from hotset.base.paged_span import PagedSpan
+from hotset.kernels.fast_path import kernels_of
+from hotset.kernels.slice_pack import RowSlices, SlicedRows, slice_pack, slice_unpack
 
 TOKENS, LAYERS, HEADS, HEAD_BYTES, PAGE_ROWS = 8192, 30, 8, 128 * 2, 64
 INPUTS = 2  # number of contexts, which have separate pages and are used in rotation
@@ -64,6 +66,11 @@ class RankStores:
     stores: list[Tensor]
     contexts: list[Tensor]  # for each context: its pages [pages] int64, on the device
 
+    def rows(self, slices: RowSlices) -> list[SlicedRows]:
+        page_bytes, row_bytes, _ = self.stores[0].stride()
+        bases = tuple((store.data_ptr(),) for store in self.stores)
+        return [SlicedRows(PagedSpan(bases, page_bytes, PAGE_ROWS, row_bytes), slices)]
+
 
 def make_stores(ranks: int, *, pinned: bool = False) -> RankStores:
     pages = TOKENS // PAGE_ROWS
@@ -81,9 +88,9 @@ def check(change: SplitChange, source: RankStores, target: RankStores) -> None:
     source_slices, target_slices = change.slices(change.source_ranks), change.slices(change.target_ranks)
     packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
     source_pages, target_pages = source.contexts[0], target.contexts[-1]
-    slice_pack(source.stores, source_pages, 0, TOKENS, source_slices, packed)
+    slice_pack(source.rows(source_slices), source_pages, 0, TOKENS, packed.data_ptr(), packed.device)
     expected_stores = [store.clone() for store in target.stores]
-    slice_unpack(packed, target.stores, target_pages, 0, TOKENS, target_slices)
+    slice_unpack(packed.data_ptr(), target.rows(target_slices), target_pages, 0, TOKENS, packed.device)
     torch.cuda.synchronize()
     for store, expected, sent in zip(target.stores, expected_stores, source.stores, strict=True):
         for (start, nbytes), (first, _) in zip(target_slices.spans, source_slices.spans, strict=True):
@@ -93,13 +100,13 @@ def check(change: SplitChange, source: RankStores, target: RankStores) -> None:
 
 
 def pack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[Call]:
-    slices = change.slices(change.source_ranks)
-    return [partial(slice_pack, rank.stores, pages, 0, TOKENS, slices, packed) for pages in rank.contexts]
+    rows, address, device = rank.rows(change.slices(change.source_ranks)), packed.data_ptr(), packed.device
+    return [partial(slice_pack, rows, pages, 0, TOKENS, address, device) for pages in rank.contexts]
 
 
 def unpack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[Call]:
-    slices = change.slices(change.target_ranks)
-    return [partial(slice_unpack, packed, rank.stores, pages, 0, TOKENS, slices) for pages in rank.contexts]
+    rows, address, device = rank.rows(change.slices(change.target_ranks)), packed.data_ptr(), packed.device
+    return [partial(slice_unpack, address, rows, pages, 0, TOKENS, device) for pages in rank.contexts]
 
 
 def table_row(change: SplitChange, op: str, memory: str, seconds: float) -> dict[str, Any]:
@@ -142,6 +149,7 @@ def sweep(changes: Sequence[SplitChange]) -> list[dict[str, Any]]:
             for warps in (4, 8, 2):
                 row: dict[str, Any] = {"piece": piece, "program": program, "warps": warps}
                 with patched_constants("slice_pack", PIECE_BYTES=piece, PROGRAM_BYTES=program, WARPS=warps):
+                    kernels_of("slice_pack")._table.cache_clear()
                     for change in changes:
                         packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
                         for op, calls, ranks in (

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_process, open_backend, page_order, query
 
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
@@ -30,7 +31,6 @@ from hotset.handoff.messages import (
     Hello,
     Landed,
     ModelIdentity,
-    PagedSpan,
     RowsComputed,
     StartPrefill,
     Store,

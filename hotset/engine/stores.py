@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hotset.base.paged_span import PagedSpan
 from hotset.engine.workers.executor import HostShard, TransferWorker
 from hotset.engine.workers.messages import Spans
 from hotset.handoff.layout import head_shards, whole_rows
-from hotset.handoff.messages import MemoryRange, PagedSpan, Route, Store, StoreName
+from hotset.handoff.messages import MemoryRange, Route, Store, StoreName
 from hotset.handoff.packing import CPU, StagingMemory
 from hotset.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
 from hotset.memory.device_pool import DevicePool, KvShape
@@ -121,7 +122,7 @@ def pool_spans(pool: DevicePool) -> Spans:
     )
     page_bytes, step = geometry.layer_page_bytes, pool.shape.key_step
     keys = PagedSpan(key_bases, page_bytes, geometry.keys_per_block, key.stride_bytes, step)
-    return Spans(rows, keys, memory_kind(pool))
+    return Spans(rows, keys.simplified(), memory_kind(pool))
 
 
 def pool_shards(

@@ -36,6 +36,7 @@ STOP_SECONDS = 5.0  # time for the thread to end after its drain, and then for c
 NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
 IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff is open
 TICK_SECONDS = 0.02  # timers of all handoffs are looked through at most this often
+SHORTEST_POLL = 0.2  # first interval between polls of writes in flight, as a share of the longest
 COPY_THREADS = 2  # threads that pack or unpack pieces
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand
@@ -130,6 +131,9 @@ class HandoffAgent(ABC):
         self._next_check = 0.0  # time of the next check of peers
         self._next_tick = 0.0  # when timers are looked through next; messages and results of threads can change them
         self._next_poll = float("inf")  # when writes in flight are polled next
+        self._poll_pause = (
+            self._timing.poll_every
+        )  # it doubles while nothing else happens, since writes of GPU memory end soon
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here
@@ -378,12 +382,15 @@ class HandoffAgent(ABC):
         received = self._channel.receive()
         for event in received:
             self._handle_channel_event(event, now)
-        if self._handle_inbox(now) or received:
+        active = self._handle_inbox(now) or bool(received)
+        if active:
             self._next_check = min(self._next_check, now + self._timing.ping_every / 2)
             self._next_tick = min(self._next_tick, now + TICK_SECONDS)
         self._next_poll = float("inf")
         if self._poll(now):
-            self._next_poll = now + self._timing.poll_every
+            longest = self._timing.poll_every
+            self._poll_pause = longest * SHORTEST_POLL if active else min(2 * self._poll_pause, longest)
+            self._next_poll = now + self._poll_pause
             self._next_tick = min(self._next_tick, now + TICK_SECONDS)
         if now >= self._next_tick:
             self._tick(now)

@@ -19,9 +19,10 @@ import msgspec
 
 from hotset.base.address import Address
 from hotset.base.errors import BadMessage, InternalError
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS
 from hotset.handoff import messages as msg
-from hotset.handoff.messages import Hello, Message, PagedSpan
+from hotset.handoff.messages import Hello, Message
 from hotset.transfer.api import MemoryKind
 
 MAX_BYTES = 16 << 20  # enough for a HandoffRequest of two million tokens

@@ -20,13 +20,23 @@ from hotset.base.units import ceil_div
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import plan_context_writes
 from hotset.handoff.messages import ContextPages, HandoffId, Message, Store
-from hotset.handoff.staging import SenderBuffers, can_stage, packed_row_bytes, page_writes, piece_rows, piece_writes
+from hotset.handoff.staging import (
+    RING_PIECES,
+    SenderBuffers,
+    can_stage,
+    packed_row_bytes,
+    page_writes,
+    piece_rows,
+    piece_writes,
+)
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.transfer.api import DeviceEvent, Writes
 
 MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 SMALLEST_PIECE_BYTES = 256 << 10  # a piece waits for rows until it is this large, or full
-WINDOW = 4  # maximum pieces of one context that are requested and not unpacked: as many as fit into a ring
+# Maximum pieces of one context that are requested and not unpacked: as many as fit into a ring, and two more, whose
+# leases then do not wait for a message.
+WINDOW = RING_PIECES + 2
 
 
 class PiecePhase(Enum):

@@ -12,17 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.errors import InternalError
-from hotset.base.units import ceil_div
-from hotset.handoff.messages import (
-    ContextPages,
-    HandoffRequest,
-    Hello,
-    ModelIdentity,
-    PagedSpan,
-    RowSlices,
-    Shard,
-    Store,
-)
+from hotset.base.paged_span import PagedSpan
+from hotset.handoff.messages import ContextPages, HandoffRequest, Hello, ModelIdentity, RowSlices, Shard, Store
 from hotset.transfer.api import Writes
 
 Numbers = NDArray[np.int64]
@@ -144,23 +135,13 @@ def merged(ranges: Sequence[tuple[int, int, int]]) -> ByteRanges:
     return tuple(result)
 
 
-def pages_for(span: PagedSpan, rows: int) -> int:
-    """Returns how many pages the first `rows` rows of a context need."""
-    return ceil_div(ceil_div(rows, span.part_rows) * span.step, len(span.bases[0]))
-
-
-def pages_before(span: PagedSpan, row: int) -> int:
-    """Returns how many pages of a context hold only rows before `row`."""
-    return row // span.part_rows * span.step // len(span.bases[0])
-
-
 def landing_pages(request: HandoffRequest, target: Store) -> ContextPages:
     """Returns the pages in which a context lands, for a request that `refusal` accepts. A page that the request does
     not list, because it holds only rows before `request.first`, is replaced by the first listed page. Even a wrong
     range of rows therefore never leads to another page than those listed."""
 
     def from_first(span: PagedSpan | None, pages: tuple[int, ...]) -> tuple[int, ...]:
-        return pages if span is None else pages[:1] * pages_before(span, request.first) + pages
+        return pages if span is None else pages[:1] * span.pages_before(request.first) + pages
 
     return ContextPages(
         rows=from_first(target.shards[0].span, request.row_pages), keys=from_first(target.keys, request.key_pages)
@@ -330,7 +311,7 @@ def _offsets(span: PagedSpan, first_part: int, pages: Sequence[int], positions: 
 
 
 def _check_pages(span: PagedSpan, pages: Sequence[int], rows: int) -> None:
-    needed = pages_for(span, rows)
+    needed = span.pages_for(rows)
     if needed > len(pages):
         raise InternalError(f"{rows} rows, {span.part_rows} in a part, need {needed} pages, not {len(pages)}")
 

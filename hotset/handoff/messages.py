@@ -30,6 +30,7 @@ its older attempts.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
@@ -62,29 +63,6 @@ class ModelIdentity:
     key: str | None  # readable layout of an index key, or None if the model has no indexer
     groups: int  # index groups
     weights: str  # digest of the configuration, and of every weight file's size, beginning and end
-
-
-@dataclass(frozen=True, slots=True)
-class PagedSpan:
-    """Addresses of rows in pages, for every layer; or of index keys in pages, for every index group.
-
-    In code about spans, *row* also stands for an index key and *layer* for an index group. A page has `len(bases[0])`
-    parts of `part_rows` consecutive rows; a page of rows, and a page in host memory, has one part. The parts of a
-    context are numbered through all its pages. Rows [n * part_rows, (n + 1) * part_rows) of layer i are in part
-    n * step + i * step // len(bases). With a `step` above 1, layers take turns in using the parts of a page.
-
-    Row r of part q of page number n in layer i begins at bases[i][q] + n * page_bytes + r * row_bytes.
-    """
-
-    bases: tuple[tuple[int, ...], ...]  # [layers][parts] addresses of page 0 (see transfer/workers.py)
-    page_bytes: int  # distance between the same part of consecutive pages
-    part_rows: int
-    row_bytes: int  # distance between consecutive rows
-    step: int = 1
-
-    def first_part(self, layer: int) -> int:
-        """Returns the part of a context that holds the first rows of this layer."""
-        return layer * self.step // len(self.bases)
 
 
 @dataclass(frozen=True, slots=True)

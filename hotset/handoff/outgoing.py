@@ -9,7 +9,6 @@ from enum import Enum
 from hotset.base.processes import ProcessIdentity
 from hotset.handoff import messages as msg
 from hotset.handoff.deliveries import Delivery, RowWrites, StagingOffer
-from hotset.handoff.layout import pages_before, pages_for
 from hotset.handoff.messages import HandoffId, Hello, Store
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 from hotset.transfer.api import WriteState
@@ -159,7 +158,7 @@ def refusal(request: msg.HandoffRequest, hello: Hello) -> str:
     if not 0 <= first < rows or first % row_span.part_rows:
         return f"row {first} of {rows} is not the first row of a page of {row_span.part_rows} rows"
     for what, span, pages in (("rows", row_span, request.row_pages), ("keys", target.keys, request.key_pages)):
-        needed = 0 if span is None else pages_for(span, rows) - pages_before(span, first)
+        needed = 0 if span is None else span.pages_for(rows) - span.pages_before(first)
         if len(pages) < needed:
             return f"{len(pages)} pages are too few for {what} [{first}, {rows}), which need {needed} pages"
     return ""

@@ -4,27 +4,24 @@ Memory is given by engine addresses. A process can copy only its own memory: `pa
 process, and `EngineCopies` has all processes of an engine copy theirs at the same time.
 """
 
-import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from functools import lru_cache
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from hotset.handoff.layout import plan_writes
-from hotset.handoff.messages import ContextPages, MemoryRange, PackedPiece, PagedSpan, Store
-from hotset.handoff.staging import packed_span, piece_layout
-from hotset.kernels import page_copy
-from hotset.kernels.device_copies import to_device
-from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
-from hotset.transfer.api import MemoryKind, Region, Writes
+from hotset.base.paged_span import PagedSpan
+from hotset.handoff.messages import ContextPages, MemoryRange, PackedPiece, Store
+from hotset.handoff.staging import piece_layout
+from hotset.kernels.slice_pack import RowSlices, SlicedRows, slice_pack, slice_unpack
+from hotset.transfer.api import MemoryKind, Region
 from hotset.transfer.workers import PROCESS_MASK, WorkerConnection, process_and_address
 
 CPU = torch.device("cpu")
-WORD_BYTES = 4
+# A GPU copies a piece in less time than Python needs to begin this, so a second thread would only be in the way.
+GPU_COPY = threading.Lock()
 COPY_SECONDS = 60.0  # limit for the copy of a worker process
 
 
@@ -76,40 +73,49 @@ class EngineCopies:
 
 def pack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> None:
     """Packs the blocks whose source shards are in this process, which has this number."""
-    source, layout = piece.source, piece_layout(piece.source, piece.target, piece.last - piece.first)
-    with _copying(source, device) as memory:
-        for offset, nbytes, block in layout.blocks:
-            span = source.shards[block.source].span
-            if _process(span) == process:
-                packed = _tensor_at(
-                    source.staging[block.source].address + piece.offset + offset, (nbytes,), (1,), memory
-                )
-                slices = RowSlices(tuple((begin, length) for begin, _, length in block.byte_ranges))
-                layers = _layer_tensors(span, piece.pages.rows, memory)
-                slice_pack(layers, piece.pages.rows, piece.first, piece.last, slices, packed)
-        if source.keys is not None and _process(source.keys) == process:
-            start = source.staging[0].address + piece.offset + layout.keys
-            packed_keys = packed_span(start, len(source.keys.bases), source.keys.row_bytes, piece.first, piece.last)
-            _copy(plan_writes(source.keys, piece.pages.keys, packed_keys, (0,), piece.first, piece.last), memory)
+    with _copying(piece.source, device) as memory:
+        for address, blocks, keys in _blocks_in(process, piece.source, piece.target, unpacked=False):
+            packed = address + piece.offset
+            slice_pack(blocks, piece.pages.rows, piece.first, piece.last, packed, memory)
+            slice_pack(keys, piece.pages.keys, piece.first, piece.last, packed, memory)
 
 
 def unpack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> None:
     """Unpacks the blocks whose target shards are in this process, which has this number."""
-    target, layout = piece.target, piece_layout(piece.source, piece.target, piece.last - piece.first)
-    with _copying(target, device) as memory:
-        for offset, nbytes, block in layout.blocks:
-            slices = RowSlices(tuple((begin, length) for _, begin, length in block.byte_ranges))
-            for shard in block.targets:
-                span = target.shards[shard].span
-                if _process(span) == process:
-                    packed = _tensor_at(target.staging[shard].address + piece.offset + offset, (nbytes,), (1,), memory)
-                    layers = _layer_tensors(span, piece.pages.rows, memory)
-                    slice_unpack(packed, layers, piece.pages.rows, piece.first, piece.last, slices)
-        for keys, staging in zip(target.all_keys, target.staging, strict=False):
-            if _process(keys) == process:
-                start = staging.address + piece.offset + layout.keys
-                packed_keys = packed_span(start, len(keys.bases), keys.row_bytes, piece.first, piece.last)
-                _copy(plan_writes(packed_keys, (0,), keys, piece.pages.keys, piece.first, piece.last), memory)
+    with _copying(piece.target, device) as memory:
+        for address, blocks, keys in _blocks_in(process, piece.source, piece.target, unpacked=True):
+            packed = address + piece.offset
+            slice_unpack(packed, blocks, piece.pages.rows, piece.first, piece.last, memory)
+            slice_unpack(packed, keys, piece.pages.keys, piece.first, piece.last, memory)
+
+
+Blocks = tuple[SlicedRows, ...]
+
+
+@lru_cache(maxsize=64)
+def _blocks_in(process: int, source: Store, target: Store, *, unpacked: bool) -> list[tuple[int, Blocks, Blocks]]:
+    """Returns, for each staging memory of this process: its address, and the blocks of rows and of index keys that are
+    packed there, or unpacked from there, with addresses of this process."""
+    layout = piece_layout(source, target, 1)  # offsets in a piece of one row are those of one position
+    store = target if unpacked else source
+    rows: dict[int, list[SlicedRows]] = {}
+    keys: dict[int, list[SlicedRows]] = {}
+    for offset, _, block in layout.blocks:
+        slices = RowSlices(tuple((end if unpacked else begin, length) for begin, end, length in block.byte_ranges))
+        for shard in block.targets if unpacked else (block.source,):
+            address = store.staging[shard].address & PROCESS_MASK
+            if _process(span := store.shards[shard].span) == process:
+                rows.setdefault(address, []).append(SlicedRows(_local(span), slices, offset))
+    for span, staging in zip(store.all_keys if unpacked else store.all_keys[:1], store.staging, strict=False):
+        if _process(span) == process:
+            slices = RowSlices(((0, span.row_bytes),))
+            keys.setdefault(staging.address & PROCESS_MASK, []).append(SlicedRows(_local(span), slices, layout.keys))
+    return [(address, tuple(rows.get(address, ())), tuple(keys.get(address, ()))) for address in rows | keys]
+
+
+def _local(span: PagedSpan) -> PagedSpan:
+    """Returns the span with addresses of its own process."""
+    return replace(span, bases=tuple(tuple(base & PROCESS_MASK for base in parts) for parts in span.bases))
 
 
 @contextmanager
@@ -118,74 +124,13 @@ def _copying(store: Store, device: torch.device) -> Iterator[torch.device]:
     if store.memory != MemoryKind.DEVICE.value or device.type != "cuda":
         yield CPU
         return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield device
-    stream.synchronize()
+    with GPU_COPY, torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            yield device
+        stream.synchronize()
 
 
 def _process(span: PagedSpan) -> int:
     """Returns the number of the process whose memory this is. All layers of a store that is staged are in one."""
     return process_and_address(span.bases[0][0])[0]
-
-
-def _copy(writes: Writes, device: torch.device) -> None:
-    """Performs planned writes within this process."""
-    local = writes & np.array([PROCESS_MASK, PROCESS_MASK, -1], np.int64)
-    if device.type != "cuda":
-        for source, target, nbytes in local.tolist():
-            ctypes.memmove(target, source, nbytes)
-        return
-    # One kernel copies all runs, in words from the first address on each side.
-    starts = local[:, :2].min(axis=0)
-    runs = np.concatenate((local[:, :2] - starts, local[:, 2:]), axis=1)
-    word = torch.int32 if not (runs % WORD_BYTES).any() else torch.uint8
-    ends = (runs[:, :2] + runs[:, 2:]).max(axis=0)
-    source, target = (
-        _tensor_at(int(start), (int(end),), (1,), device).view(word)[None, :, None]
-        for start, end in zip(starts, ends, strict=True)
-    )
-    page_copy.to_host(to_device(torch.from_numpy(runs // word.itemsize), device), source, target)
-
-
-def _layer_tensors(span: PagedSpan, pages: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Returns one tensor per layer in the shape that `slice_pack` expects: [pages, page rows, row bytes].
-
-    Pages have one part. Each tensor begins with page 0 and ends with the page of the highest given number.
-    """
-    shape = (max(pages) + 1, span.part_rows, span.row_bytes)
-    strides = (span.page_bytes, span.row_bytes, 1)
-    addresses = [base for (base,) in span.bases]
-    distances = {after - before for before, after in pairwise(addresses)}
-    if len(distances) == 1 and min(distances) > 0:  # views of one tensor, which are copied together
-        return [*_tensor_at(addresses[0], (len(addresses), *shape), (min(distances), *strides), device)]
-    return [_tensor_at(address, shape, strides, device) for address in addresses]
-
-
-def _tensor_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns a uint8 tensor over existing memory, given by an engine address of this process. The memory must outlive
-    the tensor, which does not own it."""
-    array = {
-        "version": 3,
-        "typestr": "|u1",
-        "data": (address & PROCESS_MASK, False),
-        "shape": shape,
-        "strides": strides,
-    }
-    if device.type == "cuda":
-        return torch.as_tensor(_CudaArray(array), device=device)
-    return torch.from_numpy(np.asarray(_HostArray(array)))
-
-
-class _HostArray:
-    """Bytes at an address, in the form that numpy accepts."""
-
-    def __init__(self, array: dict[str, object]) -> None:
-        self.__array_interface__ = array
-
-
-class _CudaArray:
-    """Bytes of a GPU at an address, in the form that torch accepts."""
-
-    def __init__(self, array: dict[str, object]) -> None:
-        self.__cuda_array_interface__ = array

@@ -22,6 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from hotset.base.errors import ConfigError
+from hotset.base.paged_span import PagedSpan
 from hotset.base.units import MIB, ceil_div, show_bytes
 from hotset.handoff import messages as msg
 from hotset.handoff.layout import (
@@ -30,11 +31,10 @@ from hotset.handoff.layout import (
     landing_pages,
     merged,
     overlaps,
-    pages_for,
     plan_writes,
     row_bytes,
 )
-from hotset.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, PagedSpan, Route, Store
+from hotset.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Route, Store
 from hotset.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.memory.ring import Ring
 from hotset.transfer.api import MemoryKind, Writes
@@ -178,7 +178,7 @@ def should_stage(
     that is None, in one run."""
     last, pages = len(request.prompt), landing_pages(request, target)
     spans = [source.shards[0].span, *([] if source.keys is None else [source.keys])]
-    numbers = range(max(pages_for(span, last) for span in spans))
+    numbers = range(max(span.pages_for(last) for span in spans))
     expected = tuple(number + (number // run_pages if run_pages else 0) for number in numbers)
     count = count_writes(source, ContextPages(expected, expected), target, pages, request.first, last)
     nbytes = (last - request.first) * packed_row_bytes(source, target)

@@ -91,10 +91,9 @@ def merge_writes(
     writes = writes[np.argsort(writes[:, 1], kind="stable")]
     local, remote, nbytes = writes.T
     continues = (local[1:] == local[:-1] + nbytes[:-1]) & (remote[1:] == remote[:-1] + nbytes[:-1])
-    if len(local_edges) > 1:
-        continues &= ~np.isin(local[1:], local_edges)
-    if len(remote_edges) > 1:
-        continues &= ~np.isin(remote[1:], remote_edges)
+    for addresses, edges in ((local[1:], local_edges), (remote[1:], remote_edges)):
+        if len(edges) > 1:
+            continues[continues] = ~np.isin(addresses[continues], edges)
     first = np.flatnonzero(np.concatenate(([True], ~continues)))
     return np.stack([local[first], remote[first], np.add.reduceat(nbytes, first)], axis=1)
 

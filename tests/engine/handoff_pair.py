@@ -24,6 +24,7 @@ from loopback import Hub, Loopback
 
 from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
 from hotset.base.engine_settings import EMBEDDED
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
@@ -34,17 +35,7 @@ from hotset.engine.stores import host_store_name
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.handoff import prefill_agent
 from hotset.handoff.layout import landing_pages
-from hotset.handoff.messages import (
-    Fetch,
-    HandoffKey,
-    HandoffRequest,
-    Landed,
-    PagedSpan,
-    ReleasePages,
-    Route,
-    RowsComputed,
-    Store,
-)
+from hotset.handoff.messages import Fetch, HandoffKey, HandoffRequest, Landed, ReleasePages, Route, RowsComputed, Store
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec

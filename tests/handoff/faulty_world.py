@@ -21,9 +21,10 @@ from loopback import Faults, Hub, Loopback
 from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.deliveries import PIECE_TIMEOUTS, Sources
-from hotset.handoff.layout import check_peers, head_shards, pages_before, pages_for
+from hotset.handoff.layout import check_peers, head_shards
 from hotset.handoff.messages import (
     Fetch,
     FetchFailed,
@@ -35,7 +36,6 @@ from hotset.handoff.messages import (
     MemoryRange,
     Message,
     ModelIdentity,
-    PagedSpan,
     PrefillFailed,
     ProcessIdentity,
     Quiesced,
@@ -181,8 +181,8 @@ class Memory:
 
     def allocate(self, tokens: int) -> "ContextPages | None":
         """Returns pages of rows and pages of index keys, or None if there are too few of either."""
-        rows = self.rows.allocator.allocate(pages_for(self.rows.span, tokens))
-        keys = self.keys.allocator.allocate(pages_for(self.keys.span, tokens)) if rows is not None else None
+        rows = self.rows.allocator.allocate(self.rows.span.pages_for(tokens))
+        keys = self.keys.allocator.allocate(self.keys.span.pages_for(tokens)) if rows is not None else None
         if rows is not None and keys is None:
             self.rows.allocator.release(rows)
         return None if rows is None or keys is None else ContextPages(tuple(rows), tuple(keys))
@@ -223,7 +223,7 @@ class ContextPages:
 
     def split(self, memory: Memory, first: int) -> "tuple[ContextPages, ContextPages]":
         """Returns the pages with only rows, or index keys, before `first`, and all others."""
-        rows, keys = pages_before(memory.rows.span, first), pages_before(memory.keys.span, first)
+        rows, keys = memory.rows.span.pages_before(first), memory.keys.span.pages_before(first)
         before = ContextPages(self.rows[:rows], self.keys[:keys])
         return before, ContextPages(self.rows[rows:], self.keys[keys:])
 
@@ -711,7 +711,7 @@ class PrefillWorker(Worker):
                 )
 
     def _allocate(self, tokens: int) -> list[int] | None:
-        return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
+        return self.memory.rows.allocator.allocate(self.memory.rows.span.pages_for(tokens))
 
     def _finish_forward_pass(self, forward: "ForwardPass") -> None:
         """Writes rows and index keys to the job's pages, unless the pages were released, and marks the event as

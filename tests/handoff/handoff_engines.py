@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.errors import EngineStopped
+from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff import outgoing, receiver
@@ -36,7 +37,6 @@ from hotset.handoff.messages import (
     Hello,
     Landed,
     ModelIdentity,
-    PagedSpan,
     PeerLost,
     PrefillFailed,
     ProcessIdentity,

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotset.handoff.layout import head_shards, pages_for
-from hotset.handoff.messages import PagedSpan, Store
+from hotset.base.paged_span import PagedSpan
+from hotset.handoff.layout import head_shards
+from hotset.handoff.messages import Store
 from hotset.transfer.api import Region
 
 POISON = 0xAB
@@ -161,7 +162,6 @@ def fresh_pages(
     spans = (source.store.shards[0].span, target.store.shards[0].span, target.store.shards[0].span)
     sides = (source, target, target)
     found = [
-        random.permutation(side.pages)[: pages_for(span, rows)].tolist()
-        for side, span in zip(sides, spans, strict=True)
+        random.permutation(side.pages)[: span.pages_for(rows)].tolist() for side, span in zip(sides, spans, strict=True)
     ]
     return found[0], found[1], found[2]

@@ -10,7 +10,7 @@ from sharded_memory import ShardedMemory
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.deliveries import Sources
-from hotset.handoff.layout import check_peers, landing_pages, pages_before, pages_for
+from hotset.handoff.layout import check_peers, landing_pages
 from hotset.handoff.messages import (
     Fetch,
     FirstTokenSampled,
@@ -133,7 +133,7 @@ class World:
     def fetch(self, rows: int, name: str = "r", prefill: int = 1, first: int = 0) -> HandoffKey:
         """Poisons target pages, and begins a handoff of rows [first, rows) from prefill worker number `prefill`."""
         span = self.memory.store.shards[0].span
-        key, count = HandoffKey(name, 1), pages_for(span, rows) - pages_before(span, first)
+        key, count = HandoffKey(name, 1), span.pages_for(rows) - span.pages_before(first)
         pages = self.pages.allocate(count)
         assert pages is not None
         self.memory.poison(pages, pages)
@@ -191,7 +191,7 @@ class World:
                 worker.sender.on_submitted(DECODE, key, ticket)
                 self.writes.append(Write(worker.name, action, ticket))
             case StartPrefill():
-                pages = worker.pages.allocate(pages_for(worker.memory.store.shards[0].span, len(action.prompt)))
+                pages = worker.pages.allocate(worker.memory.store.shards[0].span.pages_for(len(action.prompt)))
                 assert pages is not None
                 worker.contexts[action.key] = Context(pages)
             case ReleasePages(_, key):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loopback import Hub, Loopback
 
 from hotset.base.errors import BadMessage
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.agent import HandoffAgent, HandoffEvent
 from hotset.handoff.codec import Codec
@@ -39,7 +40,6 @@ from hotset.handoff.messages import (
     Message,
     MessageReceived,
     ModelIdentity,
-    PagedSpan,
     PeerRestarted,
     PieceUnpacked,
     PieceWritten,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS, PromptSpec, SamplingParams
 from hotset.base.structure import Structure
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
@@ -32,7 +33,6 @@ from hotset.handoff.messages import (
     MemoryRange,
     Message,
     ModelIdentity,
-    PagedSpan,
     PieceUnpacked,
     PieceWritten,
     Ping,

@@ -13,18 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import (
     LayerPairs,
     check_peers,
     landing_pages,
-    pages_before,
-    pages_for,
     plan_context_writes,
     plan_writes,
     whole_rows,
 )
-from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, Hello, ModelIdentity, PagedSpan, Store
+from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, Hello, ModelIdentity, Store
 from hotset.memory.geometry import Geometry
 
 POISON = 0xAB
@@ -74,7 +73,7 @@ def make_sides(
 ) -> tuple[Side, Side]:
     both = []
     for span, byte in ((source, None), (target, POISON)):
-        count = pages_for(span, rows)
+        count = span.pages_for(rows)
         pages = list(range(1, count + 1))
         if shuffled:
             pages = (np.random.default_rng(seed).permutation(count + 3)[:count]).tolist()
@@ -211,7 +210,7 @@ def test_no_writes_are_planned_for_no_rows_or_no_layers() -> None:
 @pytest.mark.parametrize("target_page_rows", [64, 16])
 def test_a_context_of_65536_rows_is_planned_within_50_ms(target_page_rows: int) -> None:
     source, target = make_span(61, 64, 1152), make_span(61, target_page_rows, 1152)
-    pages = [range(7, 7 + pages_for(span, 65536)) for span in (source, target)]
+    pages = [range(7, 7 + span.pages_for(65536)) for span in (source, target)]
 
     def measure() -> float:
         start = time.perf_counter()
@@ -313,12 +312,12 @@ def test_rows_from_a_page_boundary_on_are_written_only_to_the_pages_that_the_req
     random = np.random.default_rng(seed)
     first = int(random.integers((rows - 1) // page_rows + 1)) * page_rows
     row_span = target.shards[0].span
-    all_rows, all_keys = (random.permutation(pages_for(span, rows) + 3)[:-3].tolist() for span in (row_span, keys))
-    row_pages, key_pages = all_rows[pages_before(row_span, first) :], all_keys[pages_before(keys, first) :]
+    all_rows, all_keys = (random.permutation(span.pages_for(rows) + 3)[:-3].tolist() for span in (row_span, keys))
+    row_pages, key_pages = all_rows[row_span.pages_before(first) :], all_keys[keys.pages_before(first) :]
     prompt = PromptSpec((1,) * rows, SamplingParams())
     request = HandoffRequest(HandoffKey("r", 1), prompt, "host", tuple(row_pages), tuple(key_pages), first)
     pages = landing_pages(request, target)
-    consecutive = tuple(range(pages_for(source.shards[0].span, rows)))
+    consecutive = tuple(range(source.shards[0].span.pages_for(rows)))
     at_source, all_pages = ContextPages(consecutive, consecutive), ContextPages(tuple(all_rows), tuple(all_keys))
     planned = plan_context_writes(source, at_source, target, pages, first, rows)
     expected = plan_context_writes(source, at_source, target, all_pages, first, rows)
@@ -335,5 +334,5 @@ def test_both_sides_agree_on_the_first_key_page_that_is_listed(
     geometry = Geometry(4, layers, 64, per_block, key_groups=groups, blocks_per_page=layers, max_blocks_of_group=blocks)
     divisor = int(np.gcd(groups, layers))
     span = make_span(groups, per_block, 3, parts=layers // divisor, step=groups // divisor)
-    assert geometry.key_pages_before(token) == pages_before(span, token)
+    assert geometry.key_pages_before(token) == span.pages_before(token)
     assert geometry.key_pages(token + 1) - geometry.key_pages_before(token) >= 1

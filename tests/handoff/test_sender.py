@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.deliveries import MAX_LISTS_IN_FLIGHT, Sources
 from hotset.handoff.layout import plan_writes, whole_rows
@@ -27,7 +28,6 @@ from hotset.handoff.messages import (
     Hello,
     Message,
     ModelIdentity,
-    PagedSpan,
     PrefillFailed,
     ProcessIdentity,
     Progress,

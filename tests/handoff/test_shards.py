@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, ShardedMemory, fresh_pages
 
+from hotset.base.paged_span import PagedSpan
 from hotset.handoff.layout import (
     check_peers,
     count_writes,
@@ -23,7 +24,7 @@ from hotset.handoff.layout import (
     store_overlaps,
     whole_rows,
 )
-from hotset.handoff.messages import ContextPages, Hello, ModelIdentity, PagedSpan, Shard, Store
+from hotset.handoff.messages import ContextPages, Hello, ModelIdentity, Shard, Store
 
 RANKS = (1, 2, 4, 8)
 

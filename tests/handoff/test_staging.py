@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_pages
 
 from hotset.base.errors import ConfigError
+from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import count_writes, plan_context_writes, whole_rows
-from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Route, Store
+from hotset.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, Route, Store
 from hotset.handoff.packing import EngineCopies, StagingMemory, pack, unpack
 from hotset.handoff.staging import (
     MAX_DIRECT_WRITES,

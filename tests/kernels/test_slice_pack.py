@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels.slice_pack import RowSlices, reference, slice_pack, slice_unpack
+from hotset.base.paged_span import PagedSpan
+from hotset.kernels.slice_pack import RowSlices, SlicedRows, reference, slice_pack, slice_unpack
 
 POISON = 0xAB
 GUARD = 48  # number of bytes before and after a packed buffer, which must not change
@@ -68,6 +69,24 @@ class Case:
         return buffer[GUARD + self.offset : len(buffer) - GUARD]
 
 
+def rows_of(stores: Sequence[Tensor], slices: RowSlices) -> SlicedRows:
+    """Describes slices of the rows of stores [pages, page rows, row bytes], one per layer."""
+    page_bytes, row_bytes, _ = stores[0].stride()
+    bases = tuple((store.data_ptr(),) for store in stores)
+    return SlicedRows(PagedSpan(bases, page_bytes, stores[0].shape[1], row_bytes), slices)
+
+
+def copy(
+    blocks: Sequence[SlicedRows], pages: Sequence[int], first: int, last: int, packed: Tensor, *, unpack: bool
+) -> None:
+    """Copies between stores and a piece, both on the CPU, by the kernel or by the reference."""
+    if INTERPRETED:
+        device = torch.device("cpu")
+        triton_impl("slice_pack").copy(blocks, pages, first, last, packed.data_ptr(), device, unpack=unpack)
+    else:
+        reference.copy(blocks, pages, first, last, packed.data_ptr(), unpack=unpack)
+
+
 def all_bytes(tensor: Tensor) -> Tensor:
     """Returns every byte of the memory that a tensor is a view of."""
     return torch.as_strided(tensor, (tensor.untyped_storage().nbytes(),), (1,), 0)
@@ -84,14 +103,13 @@ def slice_locations(case: Case, pages: Sequence[int]) -> list[tuple[int, int, in
 
 
 def check_pack(case: Case) -> None:
-    op = triton_impl("slice_pack") if INTERPRETED else reference
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
     before = [all_bytes(store).clone() for store in stores]
     expected = [
         stores[unit][page, row, begin : begin + nbytes]
         for unit, page, row, begin, nbytes in slice_locations(case, pages)
     ]
-    op.copy(stores, pages, case.first, case.last, case.slices, case.inner(buffer), unpack=False)
+    copy([rows_of(stores, case.slices)], pages, case.first, case.last, case.inner(buffer), unpack=False)
     assert torch.equal(case.inner(buffer), torch.cat([*expected, torch.empty(0, dtype=torch.uint8)]))
     guards = torch.cat((buffer[: GUARD + case.offset], buffer[len(buffer) - GUARD :]))
     assert (guards == POISON).all(), "bytes outside the buffer were written"
@@ -99,7 +117,6 @@ def check_pack(case: Case) -> None:
 
 
 def check_unpack(case: Case) -> None:
-    op = triton_impl("slice_pack") if INTERPRETED else reference
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
     case.inner(buffer).random_()
     before = buffer.clone()
@@ -112,7 +129,7 @@ def check_unpack(case: Case) -> None:
     for unit, page, row, begin, nbytes in slice_locations(case, pages):
         expected[unit][page, row, begin : begin + nbytes] = case.inner(buffer)[packed : packed + nbytes]
         packed += nbytes
-    op.copy(stores, torch.tensor(pages), case.first, case.last, case.slices, case.inner(buffer), unpack=True)
+    copy([rows_of(stores, case.slices)], pages, case.first, case.last, case.inner(buffer), unpack=True)
     for store, expected_store in zip(stores, expected, strict=True):
         assert torch.equal(all_bytes(store), all_bytes(expected_store)), "a slice is wrong, or other bytes changed"
     assert torch.equal(buffer, before)
@@ -189,7 +206,6 @@ def slices_of_heads(held: Sequence[int], moved: Sequence[int], head_bytes: int) 
 
 def check_transfer(heads: int, source_ranks: int, target_ranks: int, head_bytes: int) -> None:
     """Transfers each head of every target rank from one source rank, in chunks that need not end at page boundaries."""
-    op = triton_impl("slice_pack") if INTERPRETED else reference
     draw = np.random.default_rng(heads * 100 + source_ranks * 10 + target_ranks)
     units, rows, chunks = 2, 11, ((0, 3), (3, 10), (10, 11))
     context = draw.integers(0, 256, (units, rows, 2, heads, head_bytes), np.uint8)
@@ -215,8 +231,8 @@ def check_transfer(heads: int, source_ranks: int, target_ranks: int, head_bytes:
             read, written = (slices_of_heads(held, moved, head_bytes) for held in (held_by[source], target_heads))
             for first, last in chunks:
                 packed = torch.full((units * (last - first) * read.nbytes,), POISON, dtype=torch.uint8)
-                op.copy(sources[source], source_pages, first, last, read, packed, unpack=False)
-                op.copy(target, target_pages, first, last, written, packed, unpack=True)
+                copy([rows_of(sources[source], read)], source_pages, first, last, packed, unpack=False)
+                copy([rows_of(target, written)], target_pages, first, last, packed, unpack=True)
         expected = to_pages(stored_rows(context, target_heads, stride(target_ranks)), target_pages, 7, 4)
         assert np.array_equal(np.stack([unit.numpy() for unit in target]), expected), (source_ranks, target_ranks, rank)
 
@@ -238,8 +254,8 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return self.launch
 
-    def launch(self, *, packed: Tensor, vector: int, **others: Any) -> None:
-        self.width = packed.element_size() * vector
+    def launch(self, *, word_bytes: int, vector: int, **others: Any) -> None:
+        self.width = word_bytes * vector
 
 
 MISALIGNED = {  # what is misaligned: (widest possible access in bytes, changes to the aligned case)
@@ -264,7 +280,7 @@ def test_the_kernel_uses_no_wider_accesses_than_the_alignment_allows(width: int,
     nbytes = case.units * (case.last - case.first) * case.slices.nbytes
     buffer = torch.zeros(moved_buffer + nbytes, dtype=torch.uint8)[moved_buffer:]
     with mock.patch.object(impl, "_copy_kernel", recorder):
-        impl.copy([stores[0], other[1]], case.pages(), case.first, case.last, case.slices, buffer, unpack=True)
+        copy([rows_of([stores[0], other[1]], case.slices)], case.pages(), case.first, case.last, buffer, unpack=True)
     assert recorder.width == width
 
 
@@ -273,8 +289,8 @@ def test_packed_slices_can_be_unpacked_through_the_op() -> None:
     case = Case(64, ((0, 16), (32, 16)), 2, 27)
     stores, copies, pages = case.stores(), case.stores(), case.pages()
     buffer = case.inner(case.packed())
-    slice_pack(stores, pages, case.first, case.last, case.slices, buffer)
-    slice_unpack(buffer, copies, torch.tensor(pages), case.first, case.last, case.slices)
+    slice_pack([rows_of(stores, case.slices)], pages, case.first, case.last, buffer.data_ptr())
+    slice_unpack(buffer.data_ptr(), [rows_of(copies, case.slices)], pages, case.first, case.last)
     for unit, page, row, begin, nbytes in slice_locations(case, pages):
         moved = slice(begin, begin + nbytes)
         assert torch.equal(copies[unit][page, row, moved], stores[unit][page, row, moved])
@@ -287,47 +303,86 @@ def test_empty_negative_and_overlapping_slices_are_refused(spans: tuple[tuple[in
 
 
 def test_slices_outside_the_row_are_refused() -> None:
+    rows = rows_of([torch.zeros(2, 4, 8, dtype=torch.uint8)], RowSlices(((4, 5),)))
     with pytest.raises(ConfigError, match="exceed a row of 8 bytes"):
-        slice_pack([torch.zeros(2, 4, 8, dtype=torch.uint8)], [0], 0, 4, RowSlices(((4, 5),)), torch.zeros(20))
+        slice_pack([rows], [0], 0, 4, torch.zeros(20, dtype=torch.uint8).data_ptr())
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("pages", "first", "last", "message"),
     [
-        torch.zeros(2, 4, 9, dtype=torch.uint8),
-        torch.zeros(2, 4, 8, dtype=torch.int8),
-        torch.zeros(2, 4, 16, dtype=torch.uint8)[:, :, :8],
-    ],
-)
-def test_stores_of_different_shape_are_refused(other: Tensor) -> None:
-    stores = [torch.zeros(2, 4, 8, dtype=torch.uint8), other]
-    with pytest.raises(ConfigError, match="the stores differ"):
-        slice_pack(stores, [0], 0, 4, RowSlices(((0, 4),)), torch.zeros(32, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("pages", "first", "last", "nbytes", "message"),
-    [
-        ([0], 0, 5, 20, r"rows \[0, 5\) of 1 pages of 4"),
-        ([0], 3, 2, 0, r"rows \[3, 2\)"),
-        ([0], -1, 2, 12, r"rows \[-1, 2\)"),
-        ([0], 0, 4, 17, "16 packed bytes in a buffer of 17"),
-        ([0], 0, 4, 15, "16 packed bytes in a buffer of 15"),
-        ([2], 0, 4, 16, r"pages \[2\] of 2"),
-        ([0, -1], 0, 5, 20, r"pages \[0, -1\] of 2"),
+        ([0], 0, 5, r"rows \[0, 5\) of 1 pages with parts of 4"),
+        ([0], 3, 2, r"rows \[3, 2\)"),
+        ([0], -1, 2, r"rows \[-1, 2\)"),
     ],
 )
 @pytest.mark.parametrize("unpack", [False, True])
-def test_wrong_pages_and_buffers_are_refused_before_anything_is_written(
-    pages: list[int], first: int, last: int, nbytes: int, message: str, unpack: bool
+def test_wrong_rows_are_refused_before_anything_is_written(
+    pages: list[int], first: int, last: int, message: str, unpack: bool
 ) -> None:
-    stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(nbytes, dtype=torch.uint8)
+    stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(20, dtype=torch.uint8)
+    rows = [rows_of(stores, RowSlices(((0, 4),)))]
     with pytest.raises(AssertionError, match=message):
         if unpack:
-            slice_unpack(packed, stores, pages, first, last, RowSlices(((0, 4),)))
+            slice_unpack(packed.data_ptr(), rows, pages, first, last)
         else:
-            slice_pack(stores, pages, first, last, RowSlices(((0, 4),)), packed)
+            slice_pack(rows, pages, first, last, packed.data_ptr())
     assert not stores[0].any() and packed.all()
+
+
+@dataclass(frozen=True)
+class TurnsCase:
+    """Layers that take turns in using the parts of a page, as index keys do in a device pool."""
+
+    layers: int
+    parts: int
+    step: int
+    part_rows: int = 3
+    row_bytes: int = 12
+
+    def span(self, memory: Tensor) -> PagedSpan:
+        """Describes memory [parts, pages, rows, bytes]. Layers have the same bases, and differ in their parts."""
+        bases = tuple(part.data_ptr() for part in memory)
+        return PagedSpan((bases,) * self.layers, memory.stride(1), self.part_rows, self.row_bytes, self.step)
+
+    def place(self, layer: int, position: int) -> tuple[int, int, int]:
+        """Returns the number of the page in the context, its part, and the row in the part, by the definition."""
+        number = position // self.part_rows * self.step + layer * self.step // self.layers
+        return number // self.parts, number % self.parts, position % self.part_rows
+
+
+TURNS = [TurnsCase(1, 2, 1), TurnsCase(3, 3, 3), TurnsCase(2, 5, 2), TurnsCase(2, 5, 4), TurnsCase(4, 7, 4, 2, 7)]
+
+
+@pytest.mark.parametrize("case", TURNS, ids=str)
+@pytest.mark.parametrize("simplified", [False, True])
+def test_layers_that_take_turns_are_packed_and_unpacked_behind_another_block(case: TurnsCase, simplified: bool) -> None:
+    """Both blocks of a piece are copied by one call. Unpacking restores each byte, and changes no other."""
+    first, last, count = 4, 17, 20
+    memory = torch.randint(0, 256, (case.parts, count, case.part_rows, case.row_bytes), dtype=torch.uint8)
+    rows = torch.randint(0, 256, (2, count, 4, 16), dtype=torch.uint8)
+    span = case.span(memory)
+    pages = list(range(2, 2 + max(span.pages_for(last), 5)))  # part 1 of a page is not behind part 0 of the page before
+    pages[2], pages[4] = pages[4], pages[2]
+    if simplified:
+        span = span.simplified()
+    slices = RowSlices(((8, 4), (0, 4)))
+    blocks = [rows_of([*rows], slices), SlicedRows(span, RowSlices(((0, case.row_bytes),)), before=2 * slices.nbytes)]
+    expected = [rows[u, pages[p // 4], p % 4][[8, 9, 10, 11, 0, 1, 2, 3]] for u in range(2) for p in range(first, last)]
+    for layer in range(case.layers):
+        places = [case.place(layer, position) for position in range(first, last)]
+        expected += [memory[part, pages[number], row] for number, part, row in places]
+    piece = torch.full((sum(map(len, expected)) + 2 * GUARD,), POISON, dtype=torch.uint8)
+    copy(blocks, pages, first, last, piece[GUARD:], unpack=False)
+    assert torch.equal(piece[GUARD:-GUARD], torch.cat(expected))
+    assert (piece[:GUARD] == POISON).all() and (piece[-GUARD:] == POISON).all()
+    stored = memory.clone()
+    for layer in range(case.layers):
+        for position in range(first, last):
+            number, part, row = case.place(layer, position)
+            memory[part, pages[number], row] = POISON
+    copy(blocks[1:], pages, first, last, piece[GUARD:], unpack=True)
+    assert torch.equal(memory, stored)
 
 
 GPU_CASES = [
@@ -359,13 +414,15 @@ def test_on_a_gpu_slices_are_copied_as_by_the_reference(
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
     copied_stores, copied_buffer = [copied_to(store, store_tier) for store in stores], copied_to(buffer, buffer_tier)
     page_list = torch.tensor(pages).cuda() if pages_on_device else pages
-    slice_pack(copied_stores, page_list, case.first, case.last, case.slices, case.inner(copied_buffer))
-    reference.copy(stores, pages, case.first, case.last, case.slices, case.inner(buffer), unpack=False)
+    rows, copied_rows, device = rows_of(stores, case.slices), rows_of(copied_stores, case.slices), torch.device("cuda")
+    inner = case.inner(copied_buffer)
+    slice_pack([copied_rows], page_list, case.first, case.last, inner.data_ptr(), device)
+    reference.copy([rows], pages, case.first, case.last, case.inner(buffer).data_ptr(), unpack=False)
     torch.cuda.synchronize()
     assert torch.equal(copied_buffer.cpu(), buffer)
-    case.inner(copied_buffer).random_()
-    slice_unpack(case.inner(copied_buffer), copied_stores, page_list, case.first, case.last, case.slices)
-    reference.copy(stores, pages, case.first, case.last, case.slices, case.inner(copied_buffer).cpu(), unpack=True)
+    on_host = inner.random_().cpu()
+    slice_unpack(inner.data_ptr(), [copied_rows], page_list, case.first, case.last, device)
+    reference.copy([rows], pages, case.first, case.last, on_host.data_ptr(), unpack=True)
     torch.cuda.synchronize()
     for store, copied in zip(stores, copied_stores, strict=True):
         assert torch.equal(all_bytes(copied).cpu(), all_bytes(store))
@@ -379,10 +436,11 @@ def test_on_a_gpu_offsets_beyond_8_gib_are_exact_defect_7() -> None:
     store[pages] = torch.randint(0, 256, (len(pages), 64, 2048), dtype=torch.uint8, device="cuda")
     rows, units = len(pages) * 64, 144
     packed = torch.full((units * rows * 2048,), POISON, dtype=torch.uint8, device="cuda")
-    slice_pack([store] * units, pages, 0, rows, RowSlices(((0, 2048),)), packed)
+    whole, device = RowSlices(((0, 2048),)), torch.device("cuda")
+    slice_pack([rows_of([store] * units, whole)], pages, 0, rows, packed.data_ptr(), device)
     expected = store[pages].flatten()
     for unit in packed.view(units, -1):
         assert torch.equal(unit, expected)
     packed.view(units, rows, 2048)[-1].random_()
-    slice_unpack(packed.view(units, -1)[-1], [store], pages, 0, rows, RowSlices(((0, 2048),)))
+    slice_unpack(packed.view(units, -1)[-1].data_ptr(), [rows_of([store], whole)], pages, 0, rows, device)
     assert torch.equal(store[pages].flatten(), packed.view(units, -1)[-1])

@@ -79,11 +79,12 @@ SMALL_OPS = (
     "page table lookup",
     "save last topk",
 )
-SLICES = {  # (alignment in bytes, unpack)
-    "slices of 16 bytes": (16, False),
-    "slices of 16 bytes, unpacked": (16, True),
-    "slices of 4 bytes": (4, False),
-    "slices of 1 byte, unpacked": (1, True),
+SLICES = {  # (alignment in bytes, unpack, parts of a page)
+    "slices of 16 bytes": (16, False, 1),
+    "slices of 16 bytes in parts": (16, False, 3),
+    "slices of 16 bytes, unpacked": (16, True, 1),
+    "slices of 4 bytes": (4, False, 1),
+    "slices of 1 byte, unpacked": (1, True, 1),
 }
 INDEX_TOPK = ("score fp8", "score bf16", "score shared context", "count", "gather", "finish")
 QUICK = (*EXPERTS, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
@@ -251,13 +252,18 @@ def small_op_cases() -> dict[str, Case]:
     }
 
 
-def slice_case(width: int, unpack: bool) -> Case:
+def slice_case(width: int, unpack: bool, parts: int) -> Case:
     """Returns the case of slices of 512 bytes in pages of 64 rows, aligned to `width` bytes."""
+    import triton.language as tl
+
     word = min(4, width)
-    types = {"*i64": "table pages", {4: "*i32", 2: "*i16", 1: "*u8"}[word]: "packed"}
-    sizes = {"block_rows": 32, "block_words": 512 // word, "page_rows": 64, "vector": width // word, "unpack": unpack}
+    sizes = {"block_rows": 32, "block_words": 512 // word, "part_rows": 64, "parts": parts, "step": parts}
+    words = {"word": {4: tl.int32, 2: tl.int16, 1: tl.int8}[word], "word_bytes": word, "vector": width // word}
     options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
-    return Case("slice_pack.triton_impl", "_copy_kernel", types, sizes, options, ("stride",))
+    types = {"*i64": "table pages", "i64": "packed"}
+    return Case(
+        "slice_pack.triton_impl", "_copy_kernel", types, sizes | words | {"unpack": unpack}, options, ("stride",)
+    )
 
 
 def index_topk_cases() -> dict[str, Case]:
@@ -448,7 +454,7 @@ def test_chunks_score_fp8_keys_without_conversion(compiled: dict[str, CompiledKe
 def test_slices_are_copied_in_the_widest_accesses_that_alignment_allows(
     compiled: dict[str, CompiledKernel], name: str
 ) -> None:
-    width, _unpack = SLICES[name]
+    width, *_ = SLICES[name]
     suffix = {16: "v4.b32", 4: "b32", 1: "b8"}[width]
     for access in ("ld", "st"):
         # The 128 threads copy 32 slices of 512 bytes. The loop is unrolled, so all accesses of a thread are in flight

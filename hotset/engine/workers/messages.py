@@ -8,13 +8,14 @@ from typing import Any, Protocol
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE
+from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import ProcessIdentity
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers.shared_memory import SharedName
-from hotset.handoff.messages import MemoryRange, PagedSpan
+from hotset.handoff.messages import MemoryRange
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hotset.base.errors import ConfigError
+from hotset.base.paged_span import PagedSpan
+from hotset.base.units import ceil_div
 
 Strip = tuple[int, int, int, int]  # slices of a row: first byte in the row, number, stride in bytes, bytes of each
 
@@ -40,56 +41,68 @@ class RowSlices:
         return max((first + nbytes for first, nbytes in self.spans), default=0)
 
 
-def copy(
-    stores: Sequence[Tensor],
-    pages: Tensor | Sequence[int],
-    first: int,
-    last: int,
-    slices: RowSlices,
-    packed: Tensor,
-    *,
-    unpack: bool,
-) -> None:
-    row_stride, packed_stride = stores[0].stride(1), slices.nbytes
-    store_packed_stride = (last - first) * packed_stride
-    runs, strips, packed_bytes = _runs(stores[0], pages, first, last), _strips(slices), _storage_bytes(packed)
-    for unit, store, num_stores, store_stride in _equidistant(stores):
-        stored_bytes = _storage_bytes(store)
-        for row, rows, offset in runs:
-            begin_packed = packed.storage_offset() + unit * store_packed_stride + row * packed_stride
-            for begin, count, step, nbytes in strips:
-                shape = num_stores, rows, count, nbytes
-                begin_stored, strides = store.storage_offset() + offset + begin, (store_stride, row_stride, step, 1)
-                stored = np.ndarray(shape, np.uint8, stored_bytes, begin_stored, strides)
-                strides = store_packed_stride, packed_stride, nbytes, 1
-                flat = np.ndarray(shape, np.uint8, packed_bytes, begin_packed, strides)
-                if unpack:
-                    stored[...] = flat
-                else:
-                    flat[...] = stored
-                begin_packed += count * nbytes
+@dataclass(frozen=True, slots=True)
+class SlicedRows:
+    """Slices of the rows in every layer of a span, and their place in a packed piece.
 
-
-def _storage_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Returns the memory of which a tensor is a view, as the base of numpy's views of it."""
-    flat: NDArray[np.uint8] = tensor.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0).numpy()
-    return flat
-
-
-def _equidistant(stores: Sequence[Tensor]) -> list[tuple[int, Tensor, int, int]]:
-    """Groups stores that one strided copy can cover: they share their memory, and have equal distances.
-
-    Returns (number of the first store, first store, number of stores, distance in bytes) of each group.
+    A piece of R rows has, from byte R * before on, [layer][row][slices] without gaps.
     """
-    offsets = [int(store.storage_offset()) for store in stores]
-    distances = {after - before for before, after in pairwise(offsets)}
-    if (
-        len({store.untyped_storage().data_ptr() for store in stores}) == 1
-        and len(distances) == 1
-        and min(distances) > 0
-    ):
-        return [(0, stores[0], len(stores), min(distances))]
-    return [(number, store, 1, 0) for number, store in enumerate(stores)]
+
+    span: PagedSpan  # its addresses are of this process
+    slices: RowSlices
+    before: int = 0  # bytes of one position of the context that are packed before these
+
+
+def copy(
+    blocks: Sequence[SlicedRows], pages: Sequence[int], first: int, last: int, packed: int, *, unpack: bool
+) -> None:
+    rows = last - first
+    for block in blocks:
+        span, nbytes = block.span, block.slices.nbytes
+        strips = _strips(block.slices)
+        for layer, num_layers, layer_stride in _equidistant(span):
+            for row, count, part, offset in _runs(span, layer, pages, first, last):
+                stored_at = span.bases[layer][part] + offset
+                packed_at = packed + rows * (block.before + layer * nbytes) + row * nbytes
+                for begin, num_slices, slice_stride, slice_bytes in strips:
+                    shape = num_layers, count, num_slices, slice_bytes
+                    stored = bytes_at(stored_at + begin, shape, (layer_stride, span.row_bytes, slice_stride, 1))
+                    flat = bytes_at(packed_at, shape, (rows * nbytes, nbytes, slice_bytes, 1))
+                    if unpack:
+                        stored[...] = flat
+                    else:
+                        flat[...] = stored
+                    packed_at += num_slices * slice_bytes
+
+
+def bytes_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Returns an array over existing memory, which it does not own."""
+    return np.asarray(_Memory(address, shape, strides))
+
+
+class _Memory:
+    """Bytes at an address, in the form that numpy accepts."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+        }
+
+
+def _equidistant(span: PagedSpan) -> list[tuple[int, int, int]]:
+    """Groups layers that one strided copy can cover: pages have one part, and the layers equal distances.
+
+    Returns (first layer, number of layers, distance in bytes) of each group.
+    """
+    if len(span.bases[0]) == 1:
+        distances = {after - before for (before,), (after,) in pairwise(span.bases)}
+        if len(distances) == 1 and min(distances) > 0:
+            return [(0, len(span.bases), min(distances))]
+    return [(layer, 1, 0) for layer in range(len(span.bases))]
 
 
 def _strips(slices: RowSlices) -> list[Strip]:
@@ -101,24 +114,22 @@ def _strips(slices: RowSlices) -> list[Strip]:
     return [(begin, 1, nbytes, nbytes) for begin, nbytes in slices.spans]
 
 
-def _runs(store: Tensor, pages: Tensor | Sequence[int], first: int, last: int) -> list[tuple[int, int, int]]:
-    """Divides the rows into ranges that are consecutive in memory.
+def _runs(span: PagedSpan, layer: int, pages: Sequence[int], first: int, last: int) -> list[tuple[int, int, int, int]]:
+    """Divides the rows of a layer into ranges that are consecutive in memory.
 
-    Returns (first row, counted from `first`; number of rows; byte offset in a store) of each range.
+    Returns (first row, counted from `first`; number of rows; part of the page; byte offset from its base) of each.
     """
-    page_rows, (page_stride, row_stride, _) = store.shape[1], store.stride()
-    numbers = range(first // page_rows, -(-last // page_rows))
-    used = np.asarray(pages[numbers.start : numbers.stop], np.int64).tolist()
-    runs: list[tuple[int, int, int]] = []
-    end = None  # where the rows of the page before end
-    for number, page in zip(numbers, used, strict=True):
-        begins = max(first, number * page_rows)
-        rows = min(last, (number + 1) * page_rows) - begins
-        offset = page * page_stride + begins % page_rows * row_stride
-        if offset == end:
-            row, before, start = runs.pop()
-            runs.append((row, before + rows, start))
+    runs: list[tuple[int, int, int, int]] = []
+    end = None  # part, and offset, where the rows before end
+    for number in range(first // span.part_rows, ceil_div(last, span.part_rows)):
+        page, part = divmod(number * span.step + span.first_part(layer), len(span.bases[0]))
+        begins = max(first, number * span.part_rows)
+        count = min(last, (number + 1) * span.part_rows) - begins
+        offset = pages[page] * span.page_bytes + begins % span.part_rows * span.row_bytes
+        if (part, offset) == end:
+            row, before, _, start = runs.pop()
+            runs.append((row, before + count, part, start))
         else:
-            runs.append((begins - first, rows, offset))
-        end = offset + rows * row_stride
+            runs.append((begins - first, count, part, offset))
+        end = part, offset + count * span.row_bytes
     return runs
