@@ -11,7 +11,7 @@ from hotset.base.listeners import transfer_interface
 from hotset.base.settings import setting
 
 EMBEDDED = "embedded"
-DEFAULT_STAGING_MIB = 128
+DEFAULT_STAGING_MIB = 256
 MODEL_HELP = (
     "Model directory, .gguf file, name of a model that is in the Hugging Face cache, or 'embedded' for the small "
     "built-in chat model."
