@@ -239,8 +239,8 @@ def measure_rows(device: torch.device, questions: int, length: int, tokens: int,
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in asked]
     rows, lengths = [], []
     for speculate in (0, DRAFTS):
-        sizes = {"max_num_seqs": questions, "max_model_len": 4096, "hot_slots": slots}
-        memory = {"device_kv_tokens": 4096 * questions, "host_kv_tokens": 8192 * questions}
+        sizes = {"max_num_seqs": questions, "max_model_len": 8192, "hot_slots": slots}
+        memory = {"device_kv_tokens": 8192 * questions, "host_kv_tokens": 16384 * questions}
         loaded = Loaded(DEMO, device, speculate, {}, tiers="always", prefix_cache=False, **sizes, **memory)
         result = decode(loaded.engine, prompts, tokens, seconds)
         loaded.close()

@@ -36,6 +36,11 @@ class EngineConfig(EngineSettings):
         self._check_events()
         if self.speculate_by == "lookup" and self.speculate == 0:
             raise ConfigError(f"--speculate-by {self.speculate_by} needs --speculate N, the number of tokens to draft")
+        if self.accept == "distribution" and not self.drafts_by_mtp:
+            raise ConfigError(
+                "--accept distribution is for drafts of the model's MTP layer: add --speculate N without "
+                "--speculate-by lookup, whose drafts are not drawn from a distribution"
+            )
         if self.role == "prefill" and self.tiers == "off":
             raise ConfigError(
                 "--role prefill sends KV from the host store, which --tiers off disables; leave --tiers out"

@@ -151,8 +151,8 @@ class EngineSettings:
     )
     speculate: int = setting(
         0,
-        "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token. "
-        "With more requests, fewer tokens are drafted.",
+        "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token, "
+        "unless --accept says so. With more requests, fewer tokens are drafted.",
         minimum=0,
     )
     speculate_by: Literal["mtp", "lookup"] = setting(
@@ -160,6 +160,13 @@ class EngineSettings:
         "How tokens are drafted. 'mtp': by the model's own layer for multi-token prediction. 'lookup': as they follow "
         "the newest tokens elsewhere in the prompt or answer.",
         choices=("mtp", "lookup"),
+    )
+    accept: Literal["exact", "distribution"] = setting(
+        "exact",
+        "Which drafts are accepted. 'exact': those that equal the token sampled in their place, so that drafts change "
+        "no token. 'distribution': by rejection sampling, which changes tokens, but not their probabilities, and "
+        "accepts more drafts of requests with a high temperature.",
+        choices=("exact", "distribution"),
     )
     step_timeout: float = setting(
         60.0,

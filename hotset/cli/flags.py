@@ -69,6 +69,7 @@ PANELS: Panels = {
         "plans_in_flight",
         "speculate",
         "speculate_by",
+        "accept",
         "cuda_graphs",
         "step_timeout",
     ),

@@ -154,6 +154,7 @@ def in_process_executor(
         graphs=graphs,
         compiler=grammar_compiler(config, vocab),
         mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
+        draws_drafts=config.accept == "distribution",
         max_verified=max_decoded(config),
     )
     return InProcessExecutor(runner, memory)

@@ -16,6 +16,7 @@ from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
+from hotset.models.logprobs import finite_logits
 from hotset.models.mtp import MtpOutput
 from hotset.tiers.kv_memory import KvMemory
 
@@ -29,6 +30,10 @@ class MtpModel(RunnerModel, Protocol):
     def run_mtp(self, token_ids: Tensor, hidden: Tensor, view: View, selected: Tensor | None = None) -> MtpOutput: ...
 
     def mtp_logits(self, normed: Tensor) -> Tensor: ...
+
+
+# Draws the tokens of some seats at some positions from logits: see `Sampler.draft`.
+DrawDrafts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Iteration(NamedTuple):
@@ -71,9 +76,13 @@ class MtpDrafts:
     writes them again. They are in the tail and in the slots of the step that they follow, whatever it accepted.
     """
 
-    def __init__(self, model: MtpModel, memory: KvMemory, tokens: Tensor, max_drafts: int) -> None:
-        """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""
+    def __init__(
+        self, model: MtpModel, memory: KvMemory, tokens: Tensor, max_drafts: int, draw: DrawDrafts | None = None
+    ) -> None:
+        """`tokens` [seats, context + 1] int32 holds the token ids of every seat. Drafts are drawn by `draw`, and their
+        logits kept; if it is None, drafts are the most probable tokens."""
         self._model, self._memory, self._tokens, self.max_drafts = model, memory, tokens, max_drafts
+        self._draw = draw
         self.seat_drafts = SeatDrafts(tokens.shape[0], max_drafts, tokens.device)
 
     def write_rows(self, view: ResidentView, hidden: Tensor) -> MtpOutput:
@@ -120,9 +129,9 @@ class MtpDrafts:
         `first` is the output of the first iteration for the newest token of each chain, which is overwritten.
         `iteration(number)` is called for 1, 2 and so on, and returns None if no chain has so many drafts.
         """
-        counts, num_drafts = chains.counts, chains.num_drafts
+        counts, num_drafts, first_drafted = chains.counts, chains.num_drafts, chains.positions + 2
         tokens = torch.full((num_drafts, counts.shape[0]), EMPTY, dtype=torch.int64, device=counts.device)
-        tokens[0] = self._model.mtp_logits(first.normed).argmax(1)
+        tokens[0] = self._choose(first, chains.seats, first_drafted, 0)
         for number in range(1, num_drafts):
             part = iteration(number)
             if part is None:
@@ -130,9 +139,18 @@ class MtpDrafts:
             some = part.chains
             output = self._model.run_mtp(tokens[number - 1, some], first.carried[some], part.view, first.selected[some])
             first.carried[some] = output.carried
-            tokens[number, some] = self._model.mtp_logits(output.normed).argmax(1)
+            tokens[number, some] = self._choose(output, chains.seats[some], first_drafted[some], number)
         place = torch.arange(num_drafts, device=counts.device)
         return torch.where(place < counts[:, None], tokens.T, EMPTY)
+
+    def _choose(self, output: MtpOutput, seats: Tensor, first_drafted: Tensor, number: int) -> Tensor:
+        """Returns draft `number` of each of these seats. `first_drafted` are the positions of their first drafts."""
+        logits = self._model.mtp_logits(output.normed)
+        if self._draw is None:
+            return logits.argmax(1)
+        kept = self.seat_drafts.kept_logits(logits)
+        kept[seats, number] = finite_logits(logits).to(kept.dtype)
+        return self._draw(logits, seats, first_drafted + number)
 
 
 def rows_of(output: MtpOutput, indices: Tensor) -> MtpOutput:

@@ -19,7 +19,7 @@ from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.memory.resident import ResidentView
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
-from hotset.models.sampler import Sampler, SamplerOutput
+from hotset.models.sampler import DrawnDrafts, Sampler, SamplerOutput
 from hotset.schedule.plan import DRAFTED, Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
@@ -134,6 +134,7 @@ class Runner:
         before_capture: Callable[[int], None] = lambda size: None,
         compiler: GrammarCompiler | None = None,
         mtp_drafts: int = 0,
+        draws_drafts: bool = False,
         max_verified: int = 0,
     ) -> None:
         """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs;
@@ -141,7 +142,8 @@ class Runner:
 
         `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
         `barrier` waits for the other workers that write to the same host store. `compiler` compiles the structures of
-        answers; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens.
+        answers; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens:
+        the most probable ones or, if `draws_drafts`, drawn ones, which are verified by rejection sampling.
         Decoding requests have at most `max_verified` tokens in a step, or one for each seat.
         """
         self._model = model
@@ -149,13 +151,14 @@ class Runner:
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
         self._collectives, self._barrier = collectives, barrier
-        self._vocab, self._max_verified = vocab, max_verified
+        self._vocab, self._max_verified, self._draws_drafts = vocab, max_verified, draws_drafts
         self._sampler = Sampler(seats, vocab, self._device)
         self._constraints = Constraints(compiler, self._device)
         self._mtp: MtpDrafts | None = None
         if mtp_drafts:
             assert isinstance(model, MtpModel), "the model cannot draft"
-            self._mtp = MtpDrafts(model, memory, self._tokens, mtp_drafts)
+            draw = self._sampler.draft if draws_drafts else None
+            self._mtp = MtpDrafts(model, memory, self._tokens, mtp_drafts, draw)
         self._graphs: DecodeGraphs | None = None
         self._mtp_graphs: MtpGraphs | None = None
         if graphs:
@@ -290,7 +293,8 @@ class Runner:
         next_positions, followed = sampled_logits.positions + 1, plan.followed
         allowed = self._constraints.masks(seats, followed)
         drafts = None if segments is None or not plan.drafts else segments.followed
-        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed, drafts)
+        drawn = None if segments is None else segments.drawn_drafts
+        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed, drafts, drawn)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         step = SubmittedStep(plan.number, sampled, prompts, allowed.failures)
         self._constraints.record(seats, followed, step)
@@ -325,12 +329,13 @@ class Runner:
         allowed: SeatMasks,
         followed: Sequence[int],
         drafts: Callable[[], Tensor] | None,
+        drawn: Callable[[], DrawnDrafts | None] | None,
     ) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""
         if self._collectives.rank > 0:
             token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
             return SamplerOutput(self._collectives.broadcast(token_ids), None)
-        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts)
+        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts, drawn)
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _view(self, plan: Plan, segments: SampledSegments | None) -> ResidentView:
@@ -380,8 +385,9 @@ class Runner:
         tokens = (*prompt.token_ids, *command.answer)
         self._memory.clear_seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
-        if self._collectives.rank == 0:
+        if self._collectives.rank == 0 or self._draws_drafts:  # every rank draws the same drafts
             self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
+        if self._collectives.rank == 0:
             self._constraints.assign(seat, prompt, command.answer)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
+from hotset.models.logprobs import finite_logits
+from hotset.models.sampler import DrawnDrafts
 from hotset.schedule.plan import DRAFTED, NO_DRAFT, Plan
 
 COLUMNS = 6  # of a row of `SampledSegments.rows` before its drafts
@@ -26,10 +28,18 @@ class SeatDrafts:
     def __init__(self, seats: int, max_drafts: int, device: torch.device) -> None:
         self.next_starts = torch.zeros(seats + 1, dtype=torch.int64, device=device)
         self.tokens = torch.full((seats + 1, max_drafts), EMPTY, dtype=torch.int64, device=device)
+        self.logits: Tensor | None = None  # [seats + 1, max_drafts, vocab]: those from which drafts were drawn
 
     @property
     def max_drafts(self) -> int:
         return self.tokens.shape[1]
+
+    def kept_logits(self, like: Tensor) -> Tensor:
+        """Returns `logits`. The first call allocates them, for logits like these."""
+        if self.logits is None:
+            dtype = finite_logits(like[:0]).dtype
+            self.logits = torch.zeros(*self.tokens.shape, like.shape[1], dtype=dtype, device=like.device)
+        return self.logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,14 @@ class SampledSegments:
         followed = torch.full((len(self._plan.sampled),), NO_DRAFT, dtype=torch.int64, device=row.device)
         followed[sampled] = self.on_device.verified[row, place]
         return followed
+
+    def drawn_drafts(self) -> DrawnDrafts | None:
+        """Returns the drafts to verify by rejection sampling; None if they were not drawn."""
+        logits = self._seat_drafts.logits
+        if logits is None or not self.has_drafts:
+            return None
+        table, (row, place, sampled) = self.on_device, self._places
+        return DrawnDrafts(sampled - 1, table.verified[row, place], logits[table.seats[row], place])
 
     def starts(self) -> Sequence[int]:
         """Returns where each segment of the plan begins. Waits for the device, unless the scheduler knew it."""

@@ -12,7 +12,7 @@ from hotset.base.errors import InternalError
 from hotset.base.sampling import SamplingParams
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
-from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw, draw_key
+from hotset.kernels.draw import DRAWS_DRAFT, WEIGHT_ONE, DrawRules, accept_or_replace, draw, draw_key
 from hotset.models.logprobs import SampledLogprobs, finite_logits, token_logprobs
 
 MASKED_AT_ONCE = 32  # requests: unpacked masks take a byte for each token of the vocabulary
@@ -36,12 +36,25 @@ class TokenMasks:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnDrafts:
+    """Drafts that `Sampler.draft` has drawn, and that are verified now."""
+
+    index: Tensor  # [m] int64: the index in the batch of the logits that verify each
+    token_ids: Tensor  # [m] int64; EMPTY: there is none
+    logits: Tensor  # [m, vocab]: those from which it was drawn
+
+
+@dataclass(frozen=True, slots=True)
 class _Seat:
     """The part of a running request's sampling state that is not in the sampler's tensors."""
 
     params: SamplingParams
     banned_ids: tuple[int, ...]  # must not be sampled before the answer has min_tokens tokens
     count_row: int | None  # None: the request has no penalties
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.params.top_k) or self.params.top_p < 1.0 or self.params.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,7 @@ class _Batch:
     seats: tuple[int, ...]
     index: Tensor  # [n] int64: the seats
     greedy: bool  # all requests are greedy
+    truncated: bool  # top_k, top_p or min_p of a request that is not greedy exclude tokens
     biased: _LogitIndices | None
     biases: Tensor  # [entries] float64
     banned: _LogitIndices | None
@@ -82,10 +96,12 @@ class Sampler:
         self._vocab = vocab
         self._device = device
         self._seats: list[_Seat | None] = [None] * seats
-        # Columns: draw key, top_k, minimum weight, first position at which the banned ids are allowed
-        self._integers = torch.zeros(seats, 4, dtype=torch.int64, device=device)
+        # Columns: draw key, top_k, minimum weight, first position at which the banned ids are allowed. The last row
+        # belongs to padding, whose seat is EMPTY.
+        self._integers = torch.zeros(seats + 1, 4, dtype=torch.int64, device=device)
+        self._integers[:, 1] = 1
         # Columns: temperature, top_p, repetition, presence and frequency penalty
-        self._floats = torch.ones(seats, 5, dtype=torch.float64, device=device)
+        self._floats = torch.ones(seats + 1, 5, dtype=torch.float64, device=device)
         self._counts = TokenCounts(vocab, device)
         self._batch: _Batch | None = None
 
@@ -139,6 +155,7 @@ class Sampler:
         masks: TokenMasks | None = None,
         followed: Sequence[int] = (),
         drafts: Callable[[], Tensor] | None = None,
+        drawn: Callable[[], DrawnDrafts | None] | None = None,
     ) -> SamplerOutput:
         """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
 
@@ -150,6 +167,9 @@ class Sampler:
         Penalties then apply as if the draft had been sampled, but only tokens before the first wrong draft are counted.
         `drafts()` returns the drafts in `followed`, [n] int64, if only the device knows them. EMPTY: there is none, so
         what follows is wrong.
+
+        `drawn()` returns drafts to verify by rejection sampling: each is accepted, as the token in its place, as often
+        as possible without changing the distribution of tokens.
         """
         batch = self._batch_of(seats)
         followed_drafts = None
@@ -159,7 +179,9 @@ class Sampler:
         x = self._adjusted(raw, batch, positions, followed_drafts) if batch.adjusts_logits else raw
         if masks is not None:
             x = _masked(x, masks, in_place=x is not raw)
-        token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
+        token_ids = x.argmax(dim=-1) if batch.greedy else draw(x, *self._draw_arguments(batch.index), positions)
+        if drawn is not None and not batch.greedy and (verified := drawn()) is not None:
+            token_ids[verified.index] = self._verified(x, token_ids, batch, positions, verified)
         if batch.penalised is not None:
             kept = None if followed_drafts is None else followed_drafts.kept(token_ids)[batch.penalised]
             self._counts.add(batch.count_rows, token_ids[batch.penalised], kept)
@@ -186,11 +208,32 @@ class Sampler:
             x[entries] = torch.where(allowed, x[entries], -torch.inf)
         return x
 
-    def _drawn(self, x: Tensor, batch: _Batch, positions: Tensor) -> Tensor:
-        keys, top_k, min_weight, _ = self._integers[batch.index].unbind(-1)
-        temperature, top_p = self._floats[batch.index, :2].unbind(-1)
-        rules = DrawRules(temperature, top_k, top_p, min_weight)
-        return draw(x, rules, keys, positions)
+    def draft(self, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
+        """Draws drafts of the tokens at `positions` of the requests on `seats` ([n] int64; EMPTY: padding), from logits
+        of the drafting layer, with the requests' temperature, top_k, top_p and min_p. Biases, penalties and masks are
+        left out. A graph can capture this."""
+        return draw(finite_logits(logits), *self._draw_arguments(seats), positions + DRAWS_DRAFT)
+
+    def _verified(self, x: Tensor, token_ids: Tensor, batch: _Batch, positions: Tensor, drawn: DrawnDrafts) -> Tensor:
+        """Returns the tokens in the places of the drafts. Greedy requests, and those without a draft, keep theirs."""
+        rules, keys = self._draw_arguments(batch.index[drawn.index])
+        verified = accept_or_replace(
+            x[drawn.index],
+            drawn.logits,
+            drawn.token_ids,
+            rules,
+            keys,
+            positions[drawn.index],
+            truncated=batch.truncated,
+        )
+        is_verified = (drawn.token_ids != EMPTY) & (rules.top_k > 1)
+        return torch.where(is_verified, verified, token_ids[drawn.index])
+
+    def _draw_arguments(self, seats: Tensor) -> tuple[DrawRules, Tensor]:
+        """Returns the rules and the keys of the requests on these seats."""
+        keys, top_k, min_weight, _ = self._integers[seats].unbind(-1)
+        temperature, top_p = self._floats[seats, :2].unbind(-1)
+        return DrawRules(temperature, top_k, top_p, min_weight), keys
 
     def _batch_of(self, seats: Sequence[int]) -> _Batch:
         seats = tuple(seats)
@@ -221,6 +264,7 @@ class Sampler:
             seats=seats,
             index=self._to_device(seats),
             greedy=all(request.params.greedy for request in requests),
+            truncated=any(not request.params.greedy and request.truncated for request in requests),
             biased=self._logit_indices([(index, token) for index, token, _ in biases]),
             biases=list_to_device([bias for _, _, bias in biases], torch.float64, self._device),
             banned=self._logit_indices(banned),

@@ -168,6 +168,7 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, ow
         ([*serve, sparse, "--hot-slots", "4"], "--hot-slots 4 cannot hold the 2048 rows"),
         ([*serve, tiny, "--speculate", "3"], "has no layer for multi-token prediction (MTP), which would draft"),
         ([*serve, tiny, "--speculate-by", "lookup"], "--speculate-by lookup needs --speculate N"),
+        ([*serve, tiny, "--accept", "distribution"], "--accept distribution is for drafts of the model's MTP layer"),
         ([*serve, tiny, "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
         ([*serve, str(tmp_path / "tinny"), "--disaggregate", "1P1D"], "does not exist"),
         (["serve", tiny, "--disaggregate", "1P1D", "--port", taken_port], f"port {taken_port}: Address already in use"),

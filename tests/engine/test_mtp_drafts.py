@@ -5,6 +5,7 @@ right by chance.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -154,20 +155,58 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
     assert sum(drafts > 0 for drafts in unverified) > 0.2 * len(unverified), "few plans were made ahead of verification"
 
 
+@pytest.mark.parametrize("accept", ["exact", "distribution"])
 @pytest.mark.parametrize("split", [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")])
-def test_ranks_and_stages_draft_what_one_process_drafts(split: str) -> None:
+def test_ranks_and_stages_draft_what_one_process_drafts(split: str, accept: str) -> None:
     prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [8, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57, 58], [6]]
     params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
     sizes = {"device_kv_tokens": 400, "host_kv_tokens": 500, "max_num_seqs": 3, "max_model_len": 56, "page_rows": 4}
     spec, seed = replace(SPLIT_SPECS["deepseek_v32"], mtp=MtpSpec(carries_normed=False, shares_selection=False)), 6
-    one = make_engine(Decoder(spec, RandomWeights(torch.float64, seed)), spec, **sizes, speculate=3)
+    one = make_engine(Decoder(spec, RandomWeights(torch.float64, seed)), spec, **sizes, speculate=3, accept=accept)
     drafter = record_drafts(one)
     expected = run_all(one, prompts, params)
-    with closing(split_engine(spec, seed, **sizes, **{split: 2}, speculate=3)) as engine:
+    with closing(split_engine(spec, seed, **sizes, **{split: 2}, speculate=3, accept=accept)) as engine:
         of_split = record_drafts(engine)
         assert run_all(engine, prompts, params) == expected
     assert of_split.recorded == drafter.recorded
     assert sum(map(len, drafter.recorded.values())) > 100
+
+
+def drafted_answers(name: str, params: Sequence[SamplingParams], **settings: Any) -> tuple[list[list[int]], int]:
+    """Returns the answers to one prompt with these parameters, and how many drafts were accepted."""
+    sizes = {"device_kv_tokens": 800, "max_num_seqs": 24, "max_model_len": 24, "page_rows": 4, "tiers": "off"}
+    engine = make_engine(MODELS[name], SPECS[name], **sizes, **settings)
+    answers = run_all(engine, [[5, 7, 11, 2, 3]] * len(params), params)
+    return [answer.token_ids for answer in answers], sum(engine.stats().drafts_accepted.values())
+
+
+@pytest.mark.parametrize(("name", "plans"), [("deepseek", 1), ("glm", 2)])
+def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sampled(name: str, plans: int) -> None:
+    """Answers of many seeds. In each place, tokens are sampled as often as without drafts: the squared differences, in
+    units of their variance, have the mean 1."""
+    params = [
+        SamplingParams(
+            temperature=1.0 + number % 2 / 2, top_p=1.0 - number % 3 / 10, seed=number, max_tokens=6, ignore_eos=True
+        )
+        for number in range(600)
+    ]
+    plain, _ = drafted_answers(name, params)
+    exact, num_exact = drafted_answers(name, params, speculate=3)
+    assert exact == plain
+    found, num_accepted = drafted_answers(name, params, speculate=3, accept="distribution", plans_in_flight=plans)
+    assert found != plain and num_accepted > 1.2 * num_exact, (num_accepted, num_exact)
+    for place in range(1, 6):
+        counts = [Counter(answer[place] for answer in answers) for answers in (plain, found)]
+        often = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 10]
+        squares = [(counts[0][token] - counts[1][token]) ** 2 / (counts[0] + counts[1])[token] for token in often]
+        assert len(often) >= 8 and sum(squares) < len(often) + 4 * (2 * len(often)) ** 0.5, (place, counts)
+
+
+def test_acceptance_by_distribution_changes_no_greedy_token() -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={n: 2.0}) for n in range(9)]
+    plain, _ = drafted_answers("deepseek", params)
+    found, accepted = drafted_answers("deepseek", params, speculate=3, accept="distribution")
+    assert found == plain and accepted > 0
 
 
 def test_a_tiered_request_with_few_slots_drafts_what_a_resident_one_drafts() -> None:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
-from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw_key
+from hotset.kernels import EMPTY
+from hotset.kernels.draw import DRAWS_DRAFT, WEIGHT_ONE, DrawRules, draw_key
 from hotset.kernels.draw.random_numbers import uniforms
 from hotset.kernels.draw.reference import SHORTLIST_TOKENS, _choose, draw, leading
-from hotset.models.sampler import Sampler, SamplerOutput, TokenMasks
+from hotset.models.sampler import DrawnDrafts, Sampler, SamplerOutput, TokenMasks
 from tests.models import sampling_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -117,6 +118,57 @@ def test_tokens_equal_those_of_the_oracle_for_all_parameters(
             assume(expected.margin > 1e-9)
             assert token == expected.token
             requests[i] = request.followed_by(token)
+
+
+CHOSEN: list[dict[str, float]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"temperature": 2.5},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drafts_are_drawn_like_tokens_but_with_other_random_numbers(dtype: torch.dtype) -> None:
+    """Padding and free seats are between the requests."""
+    rng, vocab = random.Random(5), 300
+    requests = [
+        Request(SamplingParams(seed=rng.randrange(9), **params), [1] * rng.randrange(2, 9), 2)  # type: ignore[arg-type]
+        for params in CHOSEN * 5
+    ]
+    logits = 2 * torch.randn(len(requests), vocab, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    positions = positions_of(requests)
+    sampled = seated(requests, vocab).sample(logits, range(len(requests)), positions + DRAWS_DRAFT).token_ids
+    sampler = Sampler(2 * len(requests), vocab, CPU)
+    for number, request in enumerate(requests):
+        admit(sampler, 2 * number, request)
+    seats = torch.tensor([seat for number in range(len(requests)) for seat in (2 * number, EMPTY)])
+    drafted = sampler.draft(logits.repeat_interleave(2, 0), seats, positions.repeat_interleave(2))
+    assert torch.equal(drafted[::2], sampled)
+
+
+def test_only_drawn_drafts_of_requests_that_are_not_greedy_are_verified_by_rejection() -> None:
+    """If the layer gives its draft the whole probability, and the model none, the draft is replaced by another token.
+    If both give the same probabilities, it is accepted. Without a draft, and for greedy requests, nothing changes."""
+    vocab, requests = 40, [Request(SamplingParams(seed=number), [1, 2], 2) for number in range(3)]
+    requests.append(Request(SamplingParams(temperature=0.0, seed=1), [1, 2], 2))
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(3))
+    logits[1, 5] = -torch.inf
+    of_drafts = logits.clone()
+    of_drafts[1] = torch.full((vocab,), -torch.inf)
+    of_drafts[1, 5] = 0.0
+    sampler, positions = seated(requests, vocab), positions_of(requests)
+    plain = sampler.sample(logits, range(4), positions).token_ids
+    drafts = sampler.draft(of_drafts, torch.arange(4), positions)
+    assert not torch.equal(drafts, plain), "the draft of the first request is not another one by chance"
+    drawn = DrawnDrafts(
+        torch.tensor([1, 0, 2, 3]), torch.tensor([5, int(drafts[0]), EMPTY, 0]), of_drafts[[1, 0, 2, 3]]
+    )
+    tokens = sampler.sample(logits, range(4), positions, drawn=lambda: drawn).token_ids
+    assert tokens[0] == drafts[0] and tokens[1] != 5 and logits[1, tokens[1]] > -torch.inf
+    assert torch.equal(tokens[2:], plain[2:])
 
 
 @settings(max_examples=60, deadline=None)

@@ -335,6 +335,7 @@ class Worker:
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
             compiler=grammar_compiler(config, stage.vocab) if self._reports_samples else None,
             mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
+            draws_drafts=config.accept == "distribution",
             max_verified=max_decoded(config),
         )
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()

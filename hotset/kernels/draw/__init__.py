@@ -10,9 +10,10 @@ from hotset.base.errors import InternalError
 from hotset.kernels.draw import reference
 from hotset.kernels.draw.random_numbers import draw_key, uniforms
 from hotset.kernels.draw.reference import WEIGHT_ONE, DrawRules
+from hotset.kernels.draw.rejection import DRAWS_DRAFT, accept_or_replace
 from hotset.kernels.fast_path import kernels_of
 
-__all__ = ["WEIGHT_ONE", "DrawRules", "draw", "draw_key", "leading"]
+__all__ = ["DRAWS_DRAFT", "WEIGHT_ONE", "DrawRules", "accept_or_replace", "draw", "draw_key", "leading"]
 
 MAX_LEADING = 512  # tokens that `leading` can list on a GPU
 MAX_VOCAB = 1 << 22  # the weights of this many tokens sum to less than 2^63

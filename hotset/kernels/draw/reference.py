@@ -87,6 +87,28 @@ def weights_of(values: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     return power.mul_(WEIGHT_ONE).to(torch.int64).bitwise_right_shift_(whole.to(torch.int64))
 
 
+def _nucleus(base: Tensor, top_p: Tensor) -> Tensor:
+    """Returns the weight that top_p keeps of `base`, the weight of the top_k tokens."""
+    # float64 may round the product to more than base, which would keep tokens beyond top_k.
+    return torch.where(top_p >= 1.0, base, (top_p * base).ceil().to(torch.int64).minimum(base))
+
+
+def kept_weights(x: Tensor, rules: DrawRules, *, truncated: bool) -> Tensor:
+    """Returns the weights with which `draw` draws each token, [n, vocab] int64: 0 for those that the rules exclude.
+
+    If not `truncated`, top_k, top_p and min_p exclude nothing, and nothing is sorted.
+    """
+    if not truncated:
+        return weights_of(x, x.amax(-1, keepdim=True), rules.temperature)
+    ordered = x.sort(dim=-1, descending=True, stable=True)
+    weights = weights_of(ordered.values, ordered.values[:, :1], rules.temperature)
+    mass = weights.cumsum(dim=-1)
+    nucleus = _nucleus(mass.gather(-1, rules.top_k.unsqueeze(-1) - 1), rules.top_p.unsqueeze(-1))
+    kept = (mass - weights < nucleus) & (weights >= rules.min_weight.unsqueeze(-1))
+    kept[:, 0] = True
+    return torch.zeros_like(weights).scatter_(-1, ordered.indices, weights * kept)
+
+
 def _choose(
     shortlist: _Shortlist, rules: DrawRules, uniform: Tensor, vocab: int, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -103,8 +125,7 @@ def _choose(
     top_k, top_p = rules.top_k.unsqueeze(-1), rules.top_p.unsqueeze(-1)
     whole = mass[:, -1:] if total is None else total
     base = torch.where(top_k <= length, mass.gather(-1, top_k.clamp(max=length) - 1), whole)
-    # float64 may round the product to more than base, which would keep tokens beyond top_k.
-    nucleus = torch.where(top_p >= 1.0, base, (top_p * base).ceil().to(torch.int64).minimum(base))
+    nucleus = _nucleus(base, top_p)
     kept = (mass - weights < nucleus) & (weights >= rules.min_weight.unsqueeze(-1))
     survivors = kept.sum(dim=-1, keepdim=True).clamp(min=1)
     closed = (survivors < length) | (top_k <= length)
