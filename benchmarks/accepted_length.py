@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a retrieval prompt")
     options = parser.parse_args()
     settings: dict[str, Any] = {"device": options.device, "max_num_seqs": 1, "max_model_len": 4096}
+    settings["plans_in_flight"] = 1  # no step follows the end of an answer
     questions, texts = (12, 6) if options.quick else (48, 24)
     plain, drafting = LLM(MODEL, **settings), LLM(MODEL, **settings, speculate=options.speculate, accept=options.accept)
     rows = [measure(plain, drafting, load) for load in loads(plain, questions, texts, options.length)]
