@@ -131,9 +131,8 @@ class HandoffAgent(ABC):
         self._next_check = 0.0  # time of the next check of peers
         self._next_tick = 0.0  # when timers are looked through next; messages and results of threads can change them
         self._next_poll = float("inf")  # when writes in flight are polled next
-        self._poll_pause = (
-            self._timing.poll_every
-        )  # it doubles while nothing else happens, since writes of GPU memory end soon
+        # The interval until then. It doubles while nothing else happens, because writes of GPU memory end soon.
+        self._poll_pause = self._timing.poll_every
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here

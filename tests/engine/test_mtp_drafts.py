@@ -188,7 +188,7 @@ def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sam
         SamplingParams(
             temperature=1.0 + number % 2 / 2, top_p=1.0 - number % 3 / 10, seed=number, max_tokens=6, ignore_eos=True
         )
-        for number in range(600)
+        for number in range(300)
     ]
     plain, _ = drafted_answers(name, params)
     exact, num_exact = drafted_answers(name, params, speculate=3)
