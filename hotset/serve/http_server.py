@@ -93,7 +93,8 @@ def warn_if_open_to_all(host: str, api_key: str | None) -> None:
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect.
 
-    `work` has ended, with its cleanup, when this function returns or raises.
+    `work` has ended, with its cleanup, when this function returns or raises, even if the caller is cancelled again
+    during the cleanup.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnection(receive))
@@ -105,7 +106,22 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     finally:
         working.cancel()
         watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await _ended(working, watching)
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """Waits until the tasks have ended. Raises CancelledError only then, if this task was cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # otherwise asyncio would log it as forgotten
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _disconnection(receive: Receive) -> None:
