@@ -1,16 +1,9 @@
-// GPU instructions that C++ does not express and that the scoring kernel uses: bulk copies to shared memory, products of
-// a warpgroup's tensor cores, and e4m3 numbers.
+// GPU instructions that C++ does not express and that only the scoring kernel uses: bulk copies to shared memory, products
+// of a warpgroup's tensor cores, and e4m3 numbers.
 #pragma once
-
-typedef long long i64;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned u32;
-typedef unsigned long long u64;
+#include "../hopper.cu"
 
 namespace {
-
-constexpr unsigned ALL = ~0u;  // lanes of a warp
 
 // Returns value / unit, but takes a fraction of the time of __fdiv_rn. `inverse` is __frcp_rn(unit). The result rounds to
 // the same e4m3 number as that of __fdiv_rn if `value` is a float16 or bfloat16 number of at most 448 * unit.
@@ -20,23 +13,10 @@ __device__ __forceinline__ float quotient(float value, float unit, float inverse
 }
 
 #ifdef __CUDACC__
-__device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-
 __device__ __forceinline__ void bring_to_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Prepares a barrier that completes a round after `arrivals` arrivals, or with 1, after each copy. One thread prepares it;
-// the others must wait for that.
-__device__ __forceinline__ void prepare_barrier(u64 *barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(arrivals)
-                 : "memory");
-}
-__device__ __forceinline__ void arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 // Begins to copy `bytes`, a multiple of 16, from and to addresses that are multiples of 16. The source is read once, so that
 // it is the first to be evicted from the L2 cache.
 __device__ __forceinline__ void begin_copy(void *to, const void *from, u32 bytes, u64 *barrier) {
@@ -50,34 +30,6 @@ __device__ __forceinline__ void begin_copy(void *to, const void *from, u32 bytes
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
-// Waits for a round of a barrier: 0 for its first, 1 for the second, 0 for the third, and so on. Does not wait for the
-// round before the first, which is 1.
-__device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
-    asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
-                 "r"(round)
-                 : "memory");
-}
-// Waits for the first `threads` threads of the block, which must all call this.
-__device__ __forceinline__ void wait_for_first(int threads) {
-    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-}
-// Makes this thread's earlier writes to shared memory visible to tensor cores, once the block has passed a barrier.
-__device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Begins a batch of products: must stand between the last write of a register that they read and their first.
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most `left` batches of products are in flight.
-template <int left> __device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
-}
-// Prevents the compiler from moving accesses of these registers past this place.
-template <int count> __device__ __forceinline__ void pin(float (&values)[count]) {
-#pragma unroll
-    for (int n = 0; n < count; ++n) asm volatile("" : "+f"(values[n])::"memory");
-}
-
 // sums [64, 32] = (first ? 0 : sums) + keys [64, 32] heads [32, 32], in e4m3, by the four warps of a warpgroup. Warp w has
 // the rows 16 * w + lane / 4 + {0, 8} of `keys`: words 0 and 2 are its columns 4 * (lane % 4) and 16 + 4 * (lane % 4) of
 // the first row, words 1 and 3 the same of the other. `sums` has column 8 * n + 2 * (lane % 4) + {0, 1} of the first row

@@ -1,22 +1,15 @@
 // GPU instructions that C++ does not express and that the kernels of sparse_attention use: asynchronous copies, tensor
 // cores, and 8- and 16-bit numbers.
 #pragma once
-
-typedef long long i64;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned u32;
+#include "../hopper.cu"
 
 namespace {
 
-constexpr unsigned ALL = ~0u;  // lanes of a warp
 constexpr float LOWEST = -1.0e30f;  // below every score, but finite, so that it can be subtracted from itself
 constexpr float LEAST = 1.0e-37f;   // lower bound of divisors
 constexpr float SMALLEST_UNIT = 9.094947017729282e-13f;  // 2**-40
 
 #ifdef __CUDACC__
-__device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-
 // Begins to copy 16 bytes. Unless `there`, writes 16 zero bytes and does not read `at`.
 __device__ __forceinline__ void copy_unit(void *to, const u8 *at, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(at), "r"(there ? 16 : 0)

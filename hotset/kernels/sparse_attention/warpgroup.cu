@@ -1,24 +1,11 @@
-// GPU instructions of Hopper that C++ does not express and that the kernel for many heads uses: barriers in shared
-// memory, products of a warpgroup's tensor cores, and registers that pass from one warpgroup to another.
+// GPU instructions of Hopper that C++ does not express and that only the kernel for many heads uses: products of a
+// warpgroup's tensor cores, and registers that pass from one warpgroup to another.
 #pragma once
 #include "instructions.cu"
-
-typedef unsigned long long u64;
 
 namespace {
 
 #ifdef __CUDACC__
-// Prepares a barrier that completes a round after `arrivals` arrivals. One thread prepares it; the others must wait for
-// that.
-__device__ __forceinline__ void prepare_barrier(u64 *barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(arrivals)
-                 : "memory");
-}
-__device__ __forceinline__ void arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 // Returns whether a round of a barrier is over; rounds are numbered as for `wait_for_round`.
 __device__ __forceinline__ bool round_is_over(u64 *barrier, u32 round) {
     u32 over;
@@ -29,40 +16,12 @@ __device__ __forceinline__ bool round_is_over(u64 *barrier, u32 round) {
                  : "memory");
     return over;
 }
-// Waits for a round of a barrier: 0 for its first, 1 for the second, 0 for the third, and so on. Does not wait for the
-// round before the first, which is 1.
-__device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
-    asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
-                 "r"(round)
-                 : "memory");
-}
-// Waits for the first `threads` threads of the block, which must all call this.
-__device__ __forceinline__ void wait_for_first(int threads) {
-    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-}
-// Makes this thread's earlier writes to shared memory visible to products that begin after a barrier.
-__device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Sets the number of registers of every thread of this warpgroup, below or above its number at launch.
 template <int count> __device__ __forceinline__ void release_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 template <int count> __device__ __forceinline__ void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
-}
-
-// Begins a batch of products: must stand between the last write of a register that they read and their first.
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most `left` batches of products are in flight.
-template <int left> __device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
-}
-// Prevents the compiler from moving accesses of these registers past this place.
-template <int count> __device__ __forceinline__ void pin(float (&values)[count]) {
-#pragma unroll
-    for (int n = 0; n < count; ++n) asm volatile("" : "+f"(values[n])::"memory");
 }
 
 // Describes a matrix in shared memory to the tensor cores: blocks of 64 rows of 128 bytes, 8 KiB apart, which begin at
