@@ -60,7 +60,8 @@ def test_a_worker_that_closes_waits_for_a_copy_in_progress(monkeypatch: pytest.M
         prefill = world.prefill(ranks=2, staging=StagingMemory(RING_BYTES))
         decode.fetch(prefill.address, prompt(60), "r")
         assert copies.began.wait(60)
-        agent = (prefill if direction == "pack" else decode).agent
+        engine = prefill if direction == "pack" else decode
+        engine._closing, agent = True, engine.agent  # its thread may still put commands when the agent is closed
         closing = threading.Thread(target=agent.close, args=(0.0,))
         closing.start()
         assert wait_until(lambda: agent._ended)
