@@ -148,8 +148,8 @@ class MtpDrafts:
         logits = self._model.mtp_logits(output.normed)
         if self._draw is None:
             return logits.argmax(1)
-        kept = self.seat_drafts.kept_logits(logits)
-        kept[seats, number] = finite_logits(logits).to(kept.dtype)
+        logits = finite_logits(logits)
+        self.seat_drafts.kept_logits(logits)[seats, number] = logits
         return self._draw(logits, seats, first_drafted + number)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
-from hotset.models.logprobs import finite_logits
 from hotset.models.sampler import DrawnDrafts
 from hotset.schedule.plan import DRAFTED, NO_DRAFT, Plan
 
@@ -37,8 +36,7 @@ class SeatDrafts:
     def kept_logits(self, like: Tensor) -> Tensor:
         """Returns `logits`. The first call allocates them, for logits like these."""
         if self.logits is None:
-            dtype = finite_logits(like[:0]).dtype
-            self.logits = torch.zeros(*self.tokens.shape, like.shape[1], dtype=dtype, device=like.device)
+            self.logits = like.new_zeros(*self.tokens.shape, like.shape[1])
         return self.logits
 
 

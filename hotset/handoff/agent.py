@@ -36,7 +36,7 @@ STOP_SECONDS = 5.0  # time for the thread to end after its drain, and then for c
 NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
 IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff is open
 TICK_SECONDS = 0.02  # timers of all handoffs are looked through at most this often
-SHORTEST_POLL = 0.2  # first interval between polls of writes in flight, as a share of the longest
+SHORTEST_POLL = 0.2  # interval between polls of writes in flight after a message or a copy, as a share of the longest
 COPY_THREADS = 2  # threads that pack or unpack pieces
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand

@@ -209,10 +209,10 @@ class Sampler:
         return x
 
     def draft(self, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
-        """Draws drafts of the tokens at `positions` of the requests on `seats` ([n] int64; EMPTY: padding), from logits
-        of the drafting layer, with the requests' temperature, top_k, top_p and min_p. Biases, penalties and masks are
-        left out. A graph can capture this."""
-        return draw(finite_logits(logits), *self._draw_arguments(seats), positions + DRAWS_DRAFT)
+        """Draws drafts of the tokens at `positions` of the requests on `seats` ([n] int64; EMPTY: padding), from
+        `finite_logits` of the drafting layer, with the requests' temperature, top_k, top_p and min_p. Biases, penalties
+        and masks are left out. A graph can capture this."""
+        return draw(logits, *self._draw_arguments(seats), positions + DRAWS_DRAFT)
 
     def _verified(self, x: Tensor, token_ids: Tensor, batch: _Batch, positions: Tensor, drawn: DrawnDrafts) -> Tensor:
         """Returns the tokens in the places of the drafts. Greedy requests, and those without a draft, keep theirs."""

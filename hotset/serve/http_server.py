@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ FLUSH_SECONDS = 5.0
 # Longer than clients usually keep an idle connection open. If the server closed the connection just as the client sends
 # a request, that request would fail.
 KEEP_ALIVE_SECONDS = 75
+# Time for cancelled work to end. It takes milliseconds; a request does not wait longer for work that hangs.
+CLEANUP_SECONDS = 10.0
 
 T = TypeVar("T")
 
@@ -94,7 +97,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect.
 
     `work` has ended, with its cleanup, when this function returns or raises, even if the caller is cancelled again
-    during the cleanup.
+    during the cleanup, unless the cleanup takes more than CLEANUP_SECONDS.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnection(receive))
@@ -112,13 +115,16 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
     """Waits until the tasks have ended. Raises CancelledError only then, if this task was cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
-    while not all(task.done() for task in tasks):
+    deadline = time.monotonic() + CLEANUP_SECONDS
+    while not all(task.done() for task in tasks) and (left := deadline - time.monotonic()) > 0:
         try:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=left)
         except asyncio.CancelledError as error:
             cancelled = error
     for task in tasks:
-        if not task.cancelled():
+        if not task.done():
+            logger.error("the work for a request has not ended %g s after it was cancelled", CLEANUP_SECONDS)
+        elif not task.cancelled():
             task.exception()  # otherwise asyncio would log it as forgotten
     if cancelled is not None:
         raise cancelled

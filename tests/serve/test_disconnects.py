@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
+from hotset.serve import http_server
 from hotset.serve.http_server import unless_disconnected
 
 
-def in_event_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 
@@ -102,3 +103,19 @@ async def test_a_request_that_is_cancelled_twice_still_ends_after_its_work() -> 
     with pytest.raises(asyncio.CancelledError):
         await request
     assert source.ended.is_set()
+
+
+@in_event_loop
+async def test_a_request_does_not_wait_for_ever_for_work_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "CLEANUP_SECONDS", 0.01)
+    source = Numbers()
+    request = asyncio.create_task(unless_disconnected(never, consume(source.generate())))
+    await source.began.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert not source.ended.is_set() and "has not ended" in caplog.text
+    source.may_end.set()
+    await source.ended.wait()

@@ -35,7 +35,6 @@ def slice_pack(
 
     Raises ConfigError before anything is written if slices exceed the row.
     """
-    _check(blocks, pages, first, last)
     _copy(blocks, pages, first, last, packed, device, unpack=False)
 
 
@@ -51,7 +50,6 @@ def slice_unpack(
 
     The pages of positions [first, last) must be distinct.
     """
-    _check(blocks, pages, first, last)
     _copy(blocks, pages, first, last, packed, device, unpack=True)
 
 
@@ -65,17 +63,16 @@ def _copy(
     *,
     unpack: bool,
 ) -> None:
-    if device.type == "cuda":
-        kernels_of("slice_pack").copy(blocks, pages, first, last, packed, device, unpack=unpack)
-    else:
-        assert not isinstance(pages, Tensor)
-        reference.copy(blocks, pages, first, last, packed, unpack=unpack)
-
-
-def _check(blocks: Sequence[SlicedRows], pages: Tensor | Sequence[int], first: int, last: int) -> None:
+    """Checks the arguments, and copies in one of the two directions."""
     for block in blocks:
         span = block.span
         if block.slices.end > span.row_bytes:
             raise ConfigError(f"slices {block.slices.spans} exceed a row of {span.row_bytes} bytes")
         if not 0 <= first <= last or span.pages_for(last) > len(pages):
             raise InternalError(f"rows [{first}, {last}) of {len(pages)} pages with parts of {span.part_rows}")
+    if device.type == "cuda":
+        kernels_of("slice_pack").copy(blocks, pages, first, last, packed, device, unpack=unpack)
+    elif isinstance(pages, Tensor):
+        raise InternalError("a CPU needs the pages as a list")
+    else:
+        reference.copy(blocks, pages, first, last, packed, unpack=unpack)

@@ -45,13 +45,15 @@ def copy(
     for launch in _launches(tuple(blocks)):
         span, num_parts = launch.span, len(launch.span.bases[0])
         table = _table(launch, gcd(launch.alignment, packed), device)
-        part = first // span.part_rows * span.step  # the first one, among all parts of the context
-        skipped = part // num_parts
-        needed = pages if isinstance(pages, Tensor) else pages[skipped : span.pages_for(last)]
-        start = part if isinstance(pages, Tensor) else part % num_parts
+        start = first // span.part_rows * span.step  # the first part that is read, among all parts of the context
+        if isinstance(pages, Tensor):
+            on_device = pages
+        else:  # pages before the first one that is read are not uploaded
+            skipped, start = divmod(start, num_parts)
+            on_device = list_to_device(pages[skipped : span.pages_for(last)], torch.int64, device)
         _copy_kernel[(table.num_pieces * triton.cdiv(last - first, table.block_rows), table.num_units)](
             table=table.numbers,
-            pages=needed if isinstance(needed, Tensor) else list_to_device(needed, torch.int64, device),
+            pages=on_device,
             packed=packed,
             first=first % span.part_rows,
             rows=last - first,
