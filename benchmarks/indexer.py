@@ -16,7 +16,7 @@ in every case.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,14 @@ PREFILL = [IndexerCase(1, context << 10, heads, chunk=2048) for context in (32, 
 
 
 @dataclass(frozen=True, slots=True)
+class CudaSelection:
+    """A shape of `cuda_select`."""
+
+    shape: Any  # a BlockShape; None: the tuned one
+    cluster: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class IndexerInputs:
     """The arguments of `index_topk`."""
 
@@ -93,7 +101,7 @@ class IndexerInputs:
     @property
     def scores_per_query(self) -> int:
         """The length of the longest context, rounded up as in `index_topk`."""
-        from hotset.kernels.index_topk.triton_select import CONTEXT_MULTIPLE
+        from hotset.kernels.index_topk.scores import CONTEXT_MULTIPLE
 
         return -(-max(self.segments.lengths) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
 
@@ -164,15 +172,21 @@ def scoring_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
     return seconds_of([lambda: score(inputs, tuning, workspace_queries(inputs))])
 
 
-def topk_seconds(inputs: IndexerInputs, **tuning: Any) -> float:
-    """Times the selection for the queries of `workspace_queries`. Their scores are computed before the timing."""
-    from hotset.kernels.index_topk import triton_impl
+def topk_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
+    """Times the selection for the queries of `workspace_queries`. Their scores are computed before the timing. Given the
+    tuning of a kernel, this kernel selects."""
+    from hotset.kernels.index_topk import cuda_select, triton_impl, triton_select
 
+    select: Any = triton_impl.select
+    if isinstance(tuning, triton_select.SelectTuning):
+        select = partial(triton_select.select, tuning=tuning)
+    elif isinstance(tuning, CudaSelection):
+        select = partial(cuda_select.select, shape=tuning.shape, cluster=tuning.cluster)
     queries = workspace_queries(inputs)
     scores = score(inputs, queries=queries)
     out = torch.empty(scores.values.shape[0], TOPK, dtype=torch.int64, device="cuda")
     seats, positions = inputs.keys.seat_of[queries], inputs.segments.positions[queries]
-    return seconds_of([lambda: triton_impl.select(scores, seats, positions, TOPK, out, **tuning)])
+    return seconds_of([lambda: select(scores, seats, positions, TOPK, out)])
 
 
 def index_topk_seconds(inputs: IndexerInputs) -> float:
@@ -182,6 +196,8 @@ def index_topk_seconds(inputs: IndexerInputs) -> float:
 
 
 def measure(case: IndexerCase) -> dict[str, Any]:
+    from hotset.kernels.index_topk import triton_select
+
     inputs = make_inputs(case)
     queries = min(inputs.q.shape[0], workspace_queries(inputs).stop)
     scoring_s, topk_s = scoring_seconds(inputs), topk_seconds(inputs)
@@ -200,6 +216,7 @@ def measure(case: IndexerCase) -> dict[str, Any]:
         "TFLOP/s": flops * 1e-12,
         "of ceiling": of_ceiling,
         "top-k us": topk_s * 1e6,
+        "Triton top-k us": topk_seconds(inputs, triton_select.TUNED) * 1e6,
         "top-k/scoring": topk_s / scoring_s,
         "whole op us": index_topk_seconds(inputs) * 1e6,
         "bars": verdict(case, of_ceiling, topk_s / scoring_s),
@@ -216,7 +233,7 @@ def verdict(case: IndexerCase, of_copy: float, ratio: float) -> str:
 
 def sweep() -> None:
     """Prints the times of other tiles, pipelines and grids. Use the times to set the constants of the kernels."""
-    from hotset.kernels.index_topk import cuda_score, triton_score, triton_select
+    from hotset.kernels.index_topk import cuda_score, cuda_select, triton_score, triton_select
 
     def times(configurations: Sequence[Any], cases: Sequence[IndexerCase], seconds: Any) -> list[dict[str, Any]]:
         inputs = {case: make_inputs(case) for case in cases}
@@ -235,12 +252,10 @@ def sweep() -> None:
     scoring = [cuda_score.BlockShape(*shape) for shape in ((8, 4), (12, 4), (16, 4), (24, 4), (12, 3), (12, 6))]
     scoring += [own, *(replace(own, programs_per_sm=programs) for programs in (4, 6, 10)), replace(own, stages=6)]
     report("Scoring, one query per context", times(scoring, decode, scoring_seconds), None)
-    plain = triton_select.TUNED
-    selecting = [plain, replace(plain, bins=64), replace(plain, bins=256), replace(plain, programs_per_sm=4)]
-    selecting += [replace(plain, programs_per_sm=16), replace(plain, block=4096, warps=8), replace(plain, block=1024)]
-    selecting += [replace(plain, finish_warps=warps) for warps in (4, 16)]
-    cases = [IndexerCase(1, 128 << 10), *decode]
-    report("Top-k", times(selecting, cases, lambda inputs, tuning: topk_seconds(inputs, tuning=tuning)), None)
+    shapes = [cuda_select.BlockShape(threads, bins) for threads in (256, 512, 1024) for bins in (1024, 2048)]
+    selecting = [triton_select.TUNED, *(CudaSelection(shape, size) for shape in shapes for size in (1, 2, 4, 8))]
+    cases = [IndexerCase(1, 128 << 10), *decode, IndexerCase(128, 128 << 10)]
+    report("Top-k", times(selecting, cases, topk_seconds), None)
     shared = triton_score.SHARED_CONTEXT
     chunk_scoring = [shared, replace(shared, stages=3), replace(shared, columns=64, programs_per_sm=3)]
     chunk_scoring += [

@@ -141,10 +141,19 @@ class Decoded:
     rows: int  # copied from the host
 
 
-def decode(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, seconds: float) -> Decoded:
-    """Decodes all prompts together until each has `tokens` more tokens on average, or for so many seconds."""
+def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    seconds: float,
+    *,
+    most: int | None = None,
+    warm_up: int = 8,
+) -> Decoded:
+    """Decodes all prompts together until each has `tokens` more tokens on average, or for so many seconds. This begins
+    `warm_up` steps after the last one has its first token. No answer has more than `most` tokens."""
     processor = InputProcessor(engine.card, seed=0)
-    params = SamplingParams(temperature=0, max_tokens=4 * tokens + 64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=most or 4 * tokens + 64, ignore_eos=True)
     waiting = set()
     for number, prompt in enumerate(prompts):
         for choice in processor.accept(str(number), list(prompt), params):
@@ -153,7 +162,7 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, second
     names = list(waiting)
     while waiting:
         waiting -= set(engine.step().request_ids)
-    for _ in range(8):
+    for _ in range(warm_up):
         engine.step()
     before, start, done = engine.stats(), time.perf_counter(), 0
     while done < tokens * len(prompts) and time.perf_counter() - start < seconds:

@@ -12,6 +12,7 @@ blocks:
 
 import logging
 import queue
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -38,6 +39,7 @@ IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff
 TICK_SECONDS = 0.02  # timers of all handoffs are looked through at most this often
 SHORTEST_POLL = 0.2  # interval between polls of writes in flight after a message or a copy, as a share of the longest
 COPY_THREADS = 2  # threads that pack or unpack pieces
+SWITCH_SECONDS = 1e-4  # how long a thread that computes in Python can keep another one waiting; 5 ms by default
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand
 HandoffEvent = msg.ReceiverEvent | msg.SenderEvent
@@ -213,6 +215,9 @@ class HandoffAgent(ABC):
         return self._machine.next_deadline()
 
     def start(self) -> None:
+        """Starts the thread. From now on, threads of this process take turns more often, so that the work for handoffs
+        does not delay the steps of the engine."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._thread.start()
 
     def put(self, command: HandoffCommand) -> None:

@@ -310,15 +310,24 @@ static inline unsigned __ballot_sync(unsigned, bool vote) {
     emulated::wait(emulated::WARP);
     return ballot;
 }
-static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
-    unsigned sum = 0;
+template <class T> static T __shfl_xor_sync(unsigned, T value, int step) {
+    return emulated::exchange(value, emulated::current % 32 ^ step);
+}
+// Returns what `combine` makes of the values of a warp, one after the other.
+template <class Combine> static unsigned reduce(unsigned value, Combine combine) {
     const unsigned warp = emulated::current / 32;
     emulated::lanes[warp][emulated::current % 32] = value;
     emulated::wait(emulated::WARP);
-    for (int lane = 0; lane < 32; ++lane) sum += static_cast<unsigned>(emulated::lanes[warp][lane]);
+    unsigned result = static_cast<unsigned>(emulated::lanes[warp][0]);
+    for (int lane = 1; lane < 32; ++lane) result = combine(result, static_cast<unsigned>(emulated::lanes[warp][lane]));
     emulated::wait(emulated::WARP);
-    return sum;
+    return result;
 }
+static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    return reduce(value, [](unsigned a, unsigned b) { return a + b; });
+}
+static inline unsigned __reduce_min_sync(unsigned, unsigned value) { return reduce(value, min<unsigned>); }
+static inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduce(value, max<unsigned>); }
 static inline int __popc(unsigned value) { return __builtin_popcount(value); }
 static inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 static inline int __clzll(uint64_t value) { return value ? __builtin_clzll(value) : 64; }
@@ -344,6 +353,11 @@ template <class T, class U> static T atomicAdd(T *address, U value) {
 template <class T, class U> static T atomicMin(T *address, U value) {
     const T before = *address;
     *address = min(before, static_cast<T>(value));
+    return before;
+}
+template <class T, class U> static T atomicMax(T *address, U value) {
+    const T before = *address;
+    *address = max(before, static_cast<T>(value));
     return before;
 }
 template <class T, class U> static T atomicCAS(T *address, T expected, U value) {

@@ -1,5 +1,6 @@
-"""Inputs for the tests of index_topk's kernels, and the scores of the reference."""
+"""Inputs for the tests of index_topk's kernels, the scores of the reference, and a check of selections."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,10 +9,13 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.fp8 import round_to_fp8
 from hotset.kernels.index_topk import reference
+from hotset.kernels.index_topk.scores import Scores
 from hotset.kernels.rows import PagedRows, index_key_row
 from hotset.kernels.segments import Segments, make_segments
+from hotset.kernels.stable_topk import stable_topk
 
 SCALE = 0.0883
+NAN, INFINITY = float("nan"), float("inf")
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,65 @@ def reference_scores(inputs: Inputs) -> list[Tensor]:
         scores = reference.index_scores(q[first:last], inputs.weights[first:last], context, positions, SCALE)
         rows.extend(row[: int(position) + 1] for row, position in zip(scores, positions, strict=True))
     return rows
+
+
+def draw_scores(kind: str, rows: int, context: int) -> Tensor:
+    x = torch.randn(rows, context)
+    quarter = torch.randint(0, 4, x.shape)
+    return {
+        "normal": x,
+        "ties": (2 * x).round(),
+        "all equal": torch.full_like(x, -3.25),
+        "zeros of both signs": torch.where(x > 2.5, x, torch.where(quarter > 1, 0.0, -0.0)),
+        "mostly zero": torch.relu(x - 1.0),
+        "one outlier": torch.where(torch.arange(context) == 17, 1e9, x),
+        "heavy tail": x.exp().pow(4),
+        "huge": x * 1e37,
+        "tiny": x * 1e-42,
+        "large mean": 1e6 + x,
+        "ascending": torch.arange(context).float().expand(rows, -1).contiguous(),
+        "descending": -torch.arange(context).float().expand(rows, -1).contiguous(),
+        "NaN and infinities": torch.where(
+            quarter == 0, NAN, torch.where(quarter == 1, -INFINITY, torch.where(x > 1, INFINITY, x))
+        ),
+        "few finite": torch.where(x > 3.2, x, -INFINITY),
+    }[kind]
+
+
+def check_selection(
+    device: torch.device,
+    select: Callable[[Scores, Tensor, Tensor, int, Tensor], None],
+    values: Tensor,
+    lengths: Sequence[int],
+    k: int,
+    moments: Tensor | None = None,
+) -> None:
+    """Checks that `select` selects the same positions as stable_topk from each row of `values`, up to its length.
+
+    A padded query is added before the first row and after the last. If `moments` is None, the correct moments are used.
+    """
+    rows, context = len(lengths), values.shape[1]
+    visible = torch.arange(context) < torch.tensor(lengths)[:, None]
+    comparable = torch.where(visible & ~values.isnan(), values, -INFINITY)
+    if moments is None:
+        finite = torch.where(visible & values.isfinite(), values, 0.0).double()
+        moments = torch.stack((finite.sum(1), finite.square().sum(1)), 1)[:, None].float()
+    expected = torch.full((rows + 2, k), EMPTY)
+    for row, length in enumerate(lengths):
+        # A query of at most k positions selects them all, whatever their scores.
+        expected[row + 1] = stable_topk(comparable[row : row + 1], k) if length > k else all_positions(length, k)
+    poisoned = torch.where(visible, values, torch.where(torch.rand(values.shape) < 0.5, NAN, INFINITY))
+    seats = torch.tensor([EMPTY, *range(rows), EMPTY], device=device)
+    positions = torch.tensor([5, *(length - 1 for length in lengths), context - 1], device=device)
+    scores = Scores(
+        torch.cat((poisoned[:1], poisoned, poisoned[:1])).to(device),
+        torch.cat((moments[:1], moments, moments[:1])).to(device),
+        torch.full((rows + 2,), moments.shape[1], dtype=torch.int32, device=device),
+    )
+    out = torch.full((rows + 2, k), -7, device=device)
+    select(scores, seats, positions, k, out)
+    assert torch.equal(out.cpu(), expected)
+
+
+def all_positions(length: int, k: int) -> Tensor:
+    return torch.where(torch.arange(k) < length, torch.arange(k), EMPTY)

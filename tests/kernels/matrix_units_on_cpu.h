@@ -11,9 +11,6 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
-template <class T> static T __shfl_xor_sync(unsigned, T value, int step) {
-    return emulated::exchange(value, threadIdx.x % 32 ^ step);
-}
 static inline bool __all_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) == ~0u; }
 static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t both = static_cast<uint64_t>(high) << 32 | low;

@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from index_topk_cases import SCALE, Case, Inputs, reference_scores, with_padding
+from index_topk_cases import SCALE, Case, Inputs, all_positions, draw_scores, reference_scores, with_padding
+from index_topk_cases import check_selection as check_selection_on
 from index_topk_cases import make_inputs as make_inputs_on
 from interpreted import INTERPRETED
 from torch import Tensor
@@ -112,64 +113,13 @@ def test_padded_queries_and_queries_that_select_every_position_are_not_scored(im
         assert bool(values.isnan().all()) == (row == 0 or length <= k)
 
 
-def draw_scores(kind: str, rows: int) -> Tensor:
-    x = torch.randn(rows, CONTEXT)
-    quarter = torch.randint(0, 4, x.shape)
-    return {
-        "normal": x,
-        "ties": (2 * x).round(),
-        "all equal": torch.full_like(x, -3.25),
-        "zeros of both signs": torch.where(x > 2.5, x, torch.where(quarter > 1, 0.0, -0.0)),
-        "mostly zero": torch.relu(x - 1.0),
-        "one outlier": torch.where(torch.arange(CONTEXT) == 17, 1e9, x),
-        "heavy tail": x.exp().pow(4),
-        "huge": x * 1e37,
-        "tiny": x * 1e-42,
-        "large mean": 1e6 + x,
-        "ascending": torch.arange(CONTEXT).float().expand(rows, -1).contiguous(),
-        "descending": -torch.arange(CONTEXT).float().expand(rows, -1).contiguous(),
-        "NaN and infinities": torch.where(
-            quarter == 0, NAN, torch.where(quarter == 1, -INFINITY, torch.where(x > 1, INFINITY, x))
-        ),
-        "few finite": torch.where(x > 3.2, x, -INFINITY),
-    }[kind]
-
-
 KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "NaN and infinities", "few finite"]
 if not INTERPRETED:
     KINDS += ["one outlier", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
 
 
 def check_selection(impl: ModuleType, values: Tensor, lengths: Sequence[int], k: int, moments: Tensor | None) -> None:
-    """Checks that `impl.select` selects the same positions as stable_topk from each row of `values`, up to its length.
-
-    A padded query is added before the first row and after the last. If `moments` is None, the correct moments are used.
-    """
-    rows = len(lengths)
-    visible = torch.arange(CONTEXT) < torch.tensor(lengths)[:, None]
-    comparable = torch.where(visible & ~values.isnan(), values, -INFINITY)
-    if moments is None:
-        finite = torch.where(visible & values.isfinite(), values, 0.0).double()
-        moments = torch.stack((finite.sum(1), finite.square().sum(1)), 1)[:, None].float()
-    expected = torch.full((rows + 2, k), EMPTY)
-    for row, length in enumerate(lengths):
-        # A query of at most k positions selects them all, whatever their scores.
-        expected[row + 1] = stable_topk(comparable[row : row + 1], k) if length > k else all_positions(length, k)
-    poisoned = torch.where(visible, values, torch.where(torch.rand(values.shape) < 0.5, NAN, INFINITY))
-    seats = torch.tensor([EMPTY, *range(rows), EMPTY], device=DEVICE)
-    positions = torch.tensor([5, *(length - 1 for length in lengths), CONTEXT - 1], device=DEVICE)
-    scores = impl.Scores(
-        torch.cat((poisoned[:1], poisoned, poisoned[:1])).to(DEVICE),
-        torch.cat((moments[:1], moments, moments[:1])).to(DEVICE),
-        torch.full((rows + 2,), moments.shape[1], dtype=torch.int32, device=DEVICE),
-    )
-    out = torch.full((rows + 2, k), -7, device=DEVICE)
-    impl.select(scores, seats, positions, k, out)
-    assert torch.equal(out.cpu(), expected)
-
-
-def all_positions(length: int, k: int) -> Tensor:
-    return torch.where(torch.arange(k) < length, torch.arange(k), EMPTY)
+    check_selection_on(DEVICE, impl.select, values, lengths, k, moments)
 
 
 @on_device
@@ -178,7 +128,7 @@ def all_positions(length: int, k: int) -> Tensor:
 def test_selection_equals_stable_topk(impl: ModuleType, kind: str, k: int) -> None:
     torch.manual_seed(k)
     lengths = [CONTEXT - 1] if INTERPRETED else [CONTEXT, CONTEXT - 1, 8192, 7001, 4097, 4097]
-    check_selection(impl, draw_scores(kind, len(lengths)), lengths, k, None)
+    check_selection(impl, draw_scores(kind, len(lengths), CONTEXT), lengths, k, None)
 
 
 @on_device
@@ -186,7 +136,7 @@ def test_selection_equals_stable_topk(impl: ModuleType, kind: str, k: int) -> No
 def test_selection_is_exact_at_lengths_around_k_and_around_block_boundaries(impl: ModuleType, k: int) -> None:
     torch.manual_seed(k)
     lengths = sorted({1, k - 1, k, k + 1, 2047, 2048, 2049, 4095, 4096} - {0})
-    check_selection(impl, draw_scores("ties", len(lengths)), lengths, k, None)
+    check_selection(impl, draw_scores("ties", len(lengths), CONTEXT), lengths, k, None)
 
 
 @on_device
@@ -195,13 +145,13 @@ def test_wrong_moments_do_not_change_the_selection(impl: ModuleType, wrong: floa
     torch.manual_seed(3)
     moments = torch.full((2, 3, 2), wrong)
     moments[1, :, 0] *= -1
-    check_selection(impl, draw_scores("ties", 2), [3000, CONTEXT], 40, moments)
+    check_selection(impl, draw_scores("ties", 2, CONTEXT), [3000, CONTEXT], 40, moments)
 
 
 @pytest.mark.gpu
 def test_queries_whose_candidate_list_overflows_do_not_affect_others(impl: ModuleType) -> None:
     torch.manual_seed(8)
-    values = draw_scores("normal", 24)
+    values = draw_scores("normal", 24, CONTEXT)
     values[::2] = 1.5
     check_selection(impl, values, [CONTEXT] * 24, 100, None)
 

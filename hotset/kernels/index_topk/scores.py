@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 HOPPER = 9  # major compute capability
+CONTEXT_MULTIPLE = 4096  # each query has memory for a multiple of this many scores, so that blocks are whole
 MAX_SPLITS = 1024  # programs that share the context of one query
 INTERPRETED_MULTIPROCESSORS = 2  # assumed when the kernels are interpreted on a CPU
 

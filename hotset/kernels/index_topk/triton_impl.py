@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hotset.base.units import ceil_div
-from hotset.kernels.index_topk import cuda_score, triton_score
-from hotset.kernels.index_topk.scores import Scores
-from hotset.kernels.index_topk.triton_select import CONTEXT_MULTIPLE, select
+from hotset.kernels.index_topk import cuda_score, cuda_select, triton_score, triton_select
+from hotset.kernels.index_topk.scores import CONTEXT_MULTIPLE, Scores
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
@@ -51,6 +50,12 @@ def score(
     if not share_context and cuda_score.supports(q, keys):
         return cuda_score.score(*arguments)
     return triton_score.score(*arguments, share_context=share_context)
+
+
+def select(scores: Scores, seats: Tensor, positions: Tensor, k: int, out: Tensor) -> None:
+    """Selects with the fastest kernel that runs on the device. See `triton_select.select`."""
+    chosen = cuda_select.select if cuda_select.supports(scores) else triton_select.select
+    chosen(scores, seats, positions, k, out)
 
 
 def _context(keys: PagedRows, segments: Segments) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.index_topk.scores import CONTEXT_MULTIPLE, MAX_SPLITS, Scores, multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class SelectTuning:
 
 
 TUNED = SelectTuning()
-CONTEXT_MULTIPLE = 4096  # each query has memory for a multiple of this many scores, so that blocks are whole
 SPLITS = (1, 8, 64)  # variants of `_gather_kernel`, by the maximum number of programs that share a query
 MIN_HELD = 1024  # scores that a `_finish_kernel` program holds in registers; if k >= 1024, the power of two above k
 LIST_ROOM = 2  # capacity of the list, in multiples of the scores that a `_finish_kernel` program holds

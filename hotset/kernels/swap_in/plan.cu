@@ -29,7 +29,8 @@
 // time: with 128 queries and 20 % misses, this saves a seventh of the time.
 //
 // Page numbers fit 32 bits; row numbers and addresses do not.
-#include "block.cu"
+#include "../block.cu"
+#include "turns.cu"
 #include "victims.cu"
 #if COPIES
 #include "row_copy.cu"

@@ -7,7 +7,7 @@
 //
 // A read of a host row takes about two microseconds, so the number of bytes in flight decides the speed.
 #pragma once
-#include "block.cu"
+#include "../block.cu"
 
 namespace {
 

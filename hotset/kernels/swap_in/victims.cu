@@ -1,7 +1,7 @@
 // Picks the slots to evict: the least recently used ones and, among equals, the lower ones. The threads of a block hold
 // the ages of all slots, SLOTS_HELD consecutive slots each.
 #pragma once
-#include "block.cu"
+#include "../block.cu"
 
 namespace {
 

@@ -1,0 +1,116 @@
+"""Tests index_topk's CUDA selection kernel without a GPU: emulated on the CPU, and compiled for sm_90a.
+
+test_index_topk.py tests it on a GPU.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import cuda_on_cpu
+import pytest
+import torch
+from index_topk_cases import NAN, check_selection, draw_scores
+
+from hotset.kernels import cuda_source
+from hotset.kernels.index_topk import cuda_select
+from hotset.kernels.index_topk.cuda_select import BlockShape
+from hotset.kernels.index_topk.scores import Scores
+
+CPU = torch.device("cpu")
+NVCC = shutil.which("nvcc")
+CONTEXT = 8192
+SMALL = BlockShape(threads=64, bins=128)  # with one block, a thread has 128 of 8192 scores: 4 words
+KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "NaN and infinities", "few finite"]
+KINDS += ["one outlier", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
+HELD = {"all": 1 << 20, "some": 4 * 512}  # bytes of a block's scores that are in shared memory
+
+emulated = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> Iterator[None]:
+    with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
+        yield
+
+
+@emulated
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("cluster", [1, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_emulated_selection_equals_stable_topk(kind: str, cluster: int, held: str) -> None:
+    torch.manual_seed(cluster)
+    select = partial(cuda_select.select, shape=SMALL, cluster=cluster, max_held_bytes=HELD[held])
+    for k in (1, 130, 1000):
+        lengths = [CONTEXT, CONTEXT - 1, 3001, k + 1, k]
+        check_selection(CPU, select, draw_scores(kind, len(lengths), CONTEXT), lengths, k)
+
+
+@emulated
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("k", [1, 63, 64, 65, 129, 700])
+def test_emulated_selection_is_exact_at_lengths_around_k_and_around_shares(k: int, cluster: int) -> None:
+    torch.manual_seed(k)
+    edges = {1, k - 1, k, k + 1, *(size + more for size in (128, 256, 1024, 4096) for more in (-1, 0, 1))} - {0}
+    lengths = sorted(edges)
+    select = partial(cuda_select.select, shape=SMALL, cluster=cluster)
+    check_selection(CPU, select, draw_scores("ties", len(lengths), CONTEXT), lengths, k)
+
+
+@emulated
+@pytest.mark.parametrize("wrong", [0.0, 1.0, -5.0, NAN, float("inf"), 1e38])
+def test_wrong_moments_do_not_change_the_selection(wrong: float) -> None:
+    torch.manual_seed(3)
+    moments = torch.full((2, 3, 2), wrong)
+    moments[1, :, 0] *= -1
+    select = partial(cuda_select.select, shape=SMALL, cluster=2)
+    check_selection(CPU, select, draw_scores("ties", 2, CONTEXT), [3000, CONTEXT], 40, moments)
+
+
+# Queries, context, blocks that share a query.
+LAUNCHES = [
+    (1, 32 << 10, 4),
+    (1, 128 << 10, 8),
+    (24, 128 << 10, 4),
+    (25, 128 << 10, 3),
+    (64, 128 << 10, 2),
+    (65, 160 << 10, 1),
+    (500, 1 << 20, 4),  # with fewer, a thread would have too many scores
+]
+
+
+@pytest.mark.parametrize(("queries", "context", "cluster"), LAUNCHES)
+def test_queries_are_shared_by_as_many_blocks_as_run_at_once(queries: int, context: int, cluster: int) -> None:
+    recorder = recorded(queries, context)
+    assert recorder.call_args.kwargs["CLUSTER"] == cluster
+    launched = recorder.return_value.launch.call_args.args[0]
+    assert launched.blocks == queries * cluster and launched.shared_bytes <= 227 << 10
+    assert recorder.call_args.kwargs["WORDS"] <= cuda_select.MAX_WORDS
+
+
+def recorded(queries: int, context: int) -> mock.Mock:
+    """Records a selection of 2048 positions."""
+    recorder = mock.Mock()
+    values, zeros = torch.empty(1, context).expand(queries, -1), torch.zeros(queries, dtype=torch.int64)
+    scores = Scores(values, torch.zeros(queries, 1, 2), torch.ones(queries, dtype=torch.int32))
+    with mock.patch.object(cuda_source, "kernel", recorder):
+        cuda_select.select(scores, zeros, zeros, 2048, torch.zeros(queries, 2048, dtype=torch.int64))
+    return recorder
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize("queries", [1, 132])
+def test_kernel_compiles_for_sm_90a_and_a_block_fits(queries: int, tmp_path: Path) -> None:
+    recorder = recorded(queries, 131_072)
+    (source, _), constants = recorder.call_args
+    macros = [f"-D{name}={value}" for name, value in constants.items()]
+    options = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings"]
+    command = [str(NVCC), *options, "-cubin", *macros, str(source), "-o", str(tmp_path / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert " 0 bytes spill stores" in done.stderr
+    registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
+    assert constants["THREADS"] * registers <= 1 << 16
