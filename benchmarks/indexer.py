@@ -173,8 +173,8 @@ def scoring_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
 
 
 def topk_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
-    """Times the selection for the queries of `workspace_queries`. Their scores are computed before the timing. Given the
-    tuning of a kernel, this kernel selects."""
+    """Times the selection for the queries of `workspace_queries`. Their scores are computed before the timing. If the
+    tuning of a kernel is given, this kernel selects."""
     from hotset.kernels.index_topk import cuda_select, triton_impl, triton_select
 
     select: Any = triton_impl.select

@@ -1,4 +1,4 @@
-"""Selects the k best scores of each query in one launch of a CUDA C++ kernel, for Hopper: constants and launch shape."""
+"""Selects the k best scores of each query in CUDA C++, in one launch, for Hopper: constants and launch shape."""
 
 from dataclasses import dataclass
 from pathlib import Path
