@@ -60,6 +60,13 @@ def test_emulated_selection_is_exact_at_lengths_around_k_and_around_shares(k: in
 
 
 @emulated
+def test_a_kernel_for_longer_contexts_selects_the_same() -> None:
+    torch.manual_seed(5)
+    select = partial(cuda_select.select, shape=SMALL, cluster=3, limit=5 * CONTEXT)
+    check_selection(CPU, select, draw_scores("ties", 3, CONTEXT), [CONTEXT, 3001, 131], 130)
+
+
+@emulated
 @pytest.mark.parametrize("wrong", [0.0, 1.0, -5.0, NAN, float("inf"), 1e38])
 def test_wrong_moments_do_not_change_the_selection(wrong: float) -> None:
     torch.manual_seed(3)
@@ -90,13 +97,19 @@ def test_queries_are_shared_by_as_many_blocks_as_run_at_once(queries: int, conte
     assert recorder.call_args.kwargs["WORDS"] <= cuda_select.MAX_WORDS
 
 
-def recorded(queries: int, context: int) -> mock.Mock:
+def test_contexts_of_all_lengths_have_the_same_kernel() -> None:
+    for queries in (1, 20, 30, 60, 4096):
+        kernels = [recorded(queries, context, limit=163_840).call_args for context in (4096, 40_960, 163_840)]
+        assert kernels[0] == kernels[1] == kernels[2]
+
+
+def recorded(queries: int, context: int, limit: int | None = None) -> mock.Mock:
     """Records a selection of 2048 positions."""
     recorder = mock.Mock()
     values, zeros = torch.empty(1, context).expand(queries, -1), torch.zeros(queries, dtype=torch.int64)
     scores = Scores(values, torch.zeros(queries, 1, 2), torch.ones(queries, dtype=torch.int32))
     with mock.patch.object(cuda_source, "kernel", recorder):
-        cuda_select.select(scores, zeros, zeros, 2048, torch.zeros(queries, 2048, dtype=torch.int64))
+        cuda_select.select(scores, zeros, zeros, 2048, torch.zeros(queries, 2048, dtype=torch.int64), limit=limit)
     return recorder
 
 

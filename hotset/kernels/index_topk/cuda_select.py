@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
@@ -15,7 +16,7 @@ SOURCE = Path(__file__).with_name("select.cu")
 # Blocks that share a query, and the number of queries up to which this is faster than fewer blocks. A block fills a
 # multiprocessor, and a cluster has to fit in one of the parts of the GPU, which have 16 or 18 of them.
 CLUSTERS = {8: 8, 4: 24, 3: 40, 2: 64, 1: 1 << 30}
-SHORT, MAX_SHORT_CLUSTER = 64 << 10, 4  # contexts up to this length have smaller clusters
+SHORT, MAX_SHORT_CLUSTER = 64 << 10, 4  # if no context is longer than this, clusters are smaller
 WORD_BITS = 32  # a thread has a bit for each of its scores
 MAX_WORDS = 8  # of these bits
 WARP_SCORES = 128  # that a warp reads at a time
@@ -45,9 +46,9 @@ TUNED = BlockShape()
 MAX_CONTEXT = max(CLUSTERS) * TUNED.threads * MAX_WORDS * WORD_BITS
 
 
-def supports(scores: Scores) -> bool:
-    """Returns whether the kernel can select from these scores on this device."""
-    return is_hopper(scores.values.device) and scores.values.shape[1] <= MAX_CONTEXT
+def supports(device: torch.device, limit: int) -> bool:
+    """Returns whether the kernel can select from scores of contexts of up to `limit` positions on this device."""
+    return is_hopper(device) and limit <= MAX_CONTEXT
 
 
 def select(
@@ -56,19 +57,27 @@ def select(
     positions: Tensor,
     k: int,
     out: Tensor,
+    *,
+    limit: int | None = None,
     shape: BlockShape = TUNED,
     cluster: int | None = None,
     max_held_bytes: int = MAX_HELD_BYTES,
 ) -> None:
-    """Does the same as `triton_select.select`. `cluster`: blocks that share a query; by default, the fastest number."""
+    """Does the same as `triton_select.select`.
+
+    `limit` is the length of the longest context of any call, by default that of this one. The kernel is compiled for
+    it, so that contexts of other lengths compile nothing. `cluster`: blocks that share a query; by default, the fastest
+    number.
+    """
     values = scores.values
     queries, context = values.shape
     if context % CONTEXT_MULTIPLE != 0:
         raise InternalError(f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}")
     if not out.is_contiguous():
         raise InternalError(f"the output must be contiguous, but has strides {out.stride()}")
-    cluster = cluster or _cluster(queries, context, shape)
-    words = shape.words(context, cluster)
+    limit = max(limit or 0, context)
+    cluster = cluster or _cluster(queries, limit, shape)
+    words = shape.words(limit, cluster)
     share = ceil_div(context, cluster * shape.threads * WARP_SCORES // 32) * shape.threads * WARP_SCORES // 32
     capacity = min(share, max_held_bytes // 4 // WARP_SCORES * WARP_SCORES)
     kernel = cuda_source.kernel(
@@ -95,8 +104,8 @@ def select(
     )
 
 
-def _cluster(queries: int, context: int, shape: BlockShape) -> int:
+def _cluster(queries: int, limit: int, shape: BlockShape) -> int:
     """Returns the number of blocks that share a query."""
-    largest = MAX_SHORT_CLUSTER if context <= SHORT else max(CLUSTERS)
-    fitting = [size for size in CLUSTERS if size <= largest and shape.words(context, size) <= MAX_WORDS]
+    largest = MAX_SHORT_CLUSTER if limit <= SHORT else max(CLUSTERS)
+    fitting = [size for size in CLUSTERS if size <= largest and shape.words(limit, size) <= MAX_WORDS]
     return next((size for size in fitting if queries <= CLUSTERS[size]), min(fitting))

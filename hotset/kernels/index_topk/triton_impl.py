@@ -29,7 +29,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
         part = slice(first, first + at_once)
         seats, positions = keys.seat_of[part], segments.positions[part]
         scores = score(q[part], weights[part], keys, seats, positions, context, k, scale, share_context=share_context)
-        select(scores, seats, positions, k, out[part])
+        select(scores, seats, positions, k, out[part], keys.capacity)
     return out
 
 
@@ -52,10 +52,14 @@ def score(
     return triton_score.score(*arguments, share_context=share_context)
 
 
-def select(scores: Scores, seats: Tensor, positions: Tensor, k: int, out: Tensor) -> None:
-    """Selects with the fastest kernel that runs on the device. See `triton_select.select`."""
-    chosen = cuda_select.select if cuda_select.supports(scores) else triton_select.select
-    chosen(scores, seats, positions, k, out)
+def select(scores: Scores, seats: Tensor, positions: Tensor, k: int, out: Tensor, limit: int = 0) -> None:
+    """Selects with the fastest kernel that runs on the device. See `triton_select.select`. `limit` is the length of the
+    longest context of any call, if it is longer than those of this one."""
+    limit = max(limit, scores.values.shape[1])
+    if cuda_select.supports(scores.values.device, limit):
+        cuda_select.select(scores, seats, positions, k, out, limit=limit)
+    else:
+        triton_select.select(scores, seats, positions, k, out)
 
 
 def _context(keys: PagedRows, segments: Segments) -> int:
