@@ -85,8 +85,8 @@ PREFILL = [IndexerCase(1, context << 10, heads, chunk=2048) for context in (32, 
 class CudaSelection:
     """A shape of `cuda_select`."""
 
-    shape: Any  # a BlockShape; None: the tuned one
-    cluster: int | None
+    shape: Any  # a `cuda_select.BlockShape`
+    cluster: int
 
 
 @dataclass(frozen=True, slots=True)
