@@ -1,7 +1,15 @@
 // Shared by kernels whose blocks work together: types, ordering of launches, clusters of blocks, sums over a block.
 //
-// Compile-time constant: THREADS of a block
+// Compile-time constants:
+//   THREADS  of a block
+//   CLUSTER  blocks of a cluster; may be left out
 #pragma once
+
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
 
 typedef long long i64;
 typedef unsigned short u16;

@@ -23,12 +23,6 @@
 // key 0. 0.0 and -0.0 have the same key.
 #include "../block.cu"
 
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
 namespace {
 
 constexpr unsigned CANDIDATES = THREADS;  // a thread ranks at most one

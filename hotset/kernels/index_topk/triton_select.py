@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.scores import CONTEXT_MULTIPLE, MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,7 @@ def select(
     """
     values = scores.values
     queries, context = values.shape
-    if context % CONTEXT_MULTIPLE != 0:
-        raise InternalError(f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}")
-    if not out.is_contiguous():
-        raise InternalError(f"the output must be contiguous, but has strides {out.stride()}")
+    scores.check_selection(out)
     held = max(MIN_HELD, triton.next_power_of_2(k + 1))
     room = LIST_ROOM * held
     listed, listed_positions = (

@@ -36,12 +36,6 @@
 #include "row_copy.cu"
 #endif
 
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
 namespace {
 
 constexpr unsigned NONE = ~0u;       // a free entry of the hash table
