@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import pytest
 import zmq
@@ -218,7 +219,16 @@ def test_a_worker_notices_the_end_of_its_controller_and_obeys_what_came_before(
     sockets.beat([1])  # does not block
 
 
+class PollerAfterEnd(zmq.Poller):
+    """Registers the monitor of a connection only after the connection has ended."""
+
+    def register(self, socket: Any, flags: int = zmq.POLLIN) -> None:
+        assert socket.type != zmq.PAIR or socket.poll(int(1000 * WAIT_S))
+        super().register(socket, flags)
+
+
 def exit_when_refused(attempts: list[tuple[ControllerEndpoint, CurveKeys]]) -> None:
+    sockets_module.zmq.Poller = PollerAfterEnd  # a refusal may come before the first message
     strangers = [WorkerSockets(endpoint, 0, keys) for endpoint, keys in attempts]
     for stranger in strangers:
         with contextlib.suppress(EOFError):
@@ -228,10 +238,17 @@ def exit_when_refused(attempts: list[tuple[ControllerEndpoint, CurveKeys]]) -> N
 
 
 def test_a_stranger_cannot_connect(controller: ControllerSockets, connect: Connect) -> None:
-    """Neither with a key that the controller does not know, nor without any, nor with a wrong key of the controller."""
+    """Neither with a key that the controller does not know, nor without any, nor with a wrong key of the controller.
+    A process that tries learns that its connection ended, like one that comes after the end of its controller."""
     keys, stranger = CurveKeys.create(), CurveKeys.create()
     worker = remote_worker(controller, 0, keys)
-    attempts = [(controller.endpoint, stranger), (replace(controller.endpoint, key=stranger.public), keys)]
+    ended = ControllerSockets("127.0.0.1")
+    ended.close()
+    attempts = [
+        (controller.endpoint, stranger),
+        (replace(controller.endpoint, key=stranger.public), keys),
+        (ended.endpoint, keys),
+    ]
     process = multiprocessing.get_context("spawn").Process(target=exit_when_refused, args=(attempts,))
     process.start()
     process.join(WAIT_S)

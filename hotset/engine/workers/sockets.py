@@ -255,7 +255,7 @@ class WorkerSockets:
         self._commands = self._command_context.socket(zmq.DEALER)
         self._reports = self._report_context.socket(zmq.PUSH)
         self._commands.routing_id = _identity(number)
-        self._monitor = self._commands.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._commands.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         for each, url in ((self._commands, controller.commands), (self._reports, controller.reports)):
             each.ipv6 = "[" in url
             each.sndhwm = each.rcvhwm = 0
@@ -267,7 +267,8 @@ class WorkerSockets:
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._commands.send(b"")  # the controller can send commands only after it has received something
+        with contextlib.suppress(zmq.Again):  # the connection has ended already: `recv` notices it
+            self._commands.send(b"", zmq.NOBLOCK)  # the controller sends commands to those that have sent something
         self.beat([])
 
     def recv(self) -> Any:
