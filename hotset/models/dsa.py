@@ -1,5 +1,7 @@
 """DeepSeek sparse attention (DSA) over multi-head latent attention (MLA): DeepSeek-V3.2, GLM-5."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from hotset.kernels.rope import Rotation, rope_query, rotate
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
-from hotset.memory.view import View
+from hotset.memory.view import Selected, View
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.layers import (
     RmsNorm,
@@ -48,13 +50,15 @@ class Indexer:
 
     def __call__(
         self,
+        layer: int,
         x: Tensor,  # [tokens, hidden]
         query: Tensor,  # [tokens, heads * head_dim]
         key: Tensor,  # [tokens, head_dim]
         rotation: Rotation,
         view: View,
-    ) -> Tensor:
-        """Appends this step's index keys and returns positions [tokens, topk], ascending, EMPTY-padded."""
+    ) -> tuple[Tensor, list[Selected]]:
+        """Appends this step's index keys. Returns positions [tokens, topk], ascending, EMPTY-padded, and the rows of
+        each part of the step in this layer. They may arrive while the next parts are selected."""
         spec = self._spec
         keys, segments = view.keys(self._group), view.segments
         key_append(
@@ -68,7 +72,14 @@ class Indexer:
             segments.positions,
         )
         q = rotate(query.unflatten(1, (spec.heads, spec.head_dim)), rotation, spec.interleaved_rope)
-        return index_topk(q, self._head_weights(x), keys, segments, spec.topk, spec.head_dim**-0.5)
+        weights, scale = self._head_weights(x), spec.head_dim**-0.5
+        positions = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
+        selected = []
+        for part in view.parts:
+            of_part = keys.part(part), segments.part(part)
+            index_topk(q[part], weights[part], *of_part, spec.topk, scale, out=positions[part])
+            selected.append(view.select(layer, positions[part], part))
+        return positions, selected
 
 
 class DsaAttention:
@@ -132,20 +143,29 @@ class DsaAttention:
         new = view.new_rows(self._layer)
         mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
 
-        positions = previous
         if self._indexer is not None and selects:
-            positions = self._indexer(x, index_query[0], index_key[0], rotation, view)
-        assert positions is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
-        selected = view.select(self._layer, positions)
-        if self._decodes_contexts and selected.layout.quantised:
+            positions, selected = self._indexer(self._layer, x, index_query[0], index_key[0], rotation, view)
+        else:
+            assert previous is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
+            positions, selected = previous, [view.select(self._layer, previous)]
+        if self._decodes_contexts and selected[0].layout.quantised:
             contexts = view.short_contexts(self._layer)
-            selected = selected if contexts is None else contexts.decoded(positions)
-        q_all = rope_query(q, self._key_up, rotation)
-        attended = sparse_attention(
-            q_all, selected.rows, selected.row_ids, selected.layout, spec.kv_lora_rank, self._scale
-        )
+            selected = selected if contexts is None else [contexts.decoded(positions)]
+        attended = self._attend(rope_query(q, self._key_up, rotation), selected)
         values = per_head_matmul(attended, self._value_up)  # [tokens, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions
+
+    def _attend(self, q: Tensor, selected: Sequence[Selected]) -> Tensor:
+        """Returns [tokens, heads, rank]. Attends to each part of the step when its rows have arrived."""
+        rank, queries = self._spec.kv_lora_rank, q.shape[0]
+        out = q.new_empty(queries, q.shape[1], rank) if len(selected) > 1 else None
+        for part in selected:
+            part.wait()
+            out_part = None if out is None else out[part.tokens]
+            attended = sparse_attention(
+                q[part.tokens], part.rows, part.row_ids, part.layout, rank, self._scale, out=out_part, queries=queries
+            )
+        return attended if out is None else out
 
 
 def local_index_groups(spec: MlaSpec, layers: range) -> tuple[int, ...]:

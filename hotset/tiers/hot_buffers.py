@@ -59,7 +59,6 @@ class HotBuffers:
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
         self._tail_first = [0] * seats  # of tiered seats: the first position that is read from the tail
         self._prefetch_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
-        self._prefetched: dict[int, torch.cuda.Event] = {}  # by layer: fires when its rows have been copied
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)  # lookups, misses
         self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # for plans outside steps; never read
         # EMPTY as a tensor: assigning a Python number would make the host wait for the device.
@@ -83,11 +82,11 @@ class HotBuffers:
         """Keeps `positions` [seats, k] as the last selection of `seats`."""
         save_last_topk(self.last_selected[:, group], seats, positions)
 
-    def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
+    def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor, *, copies: bool = True) -> SwapPlan:
         """Finds the rows at `positions` [tokens, k], and writes `stamps` to `last_used` of the slots that hold them.
 
-        A tiered seat occurs at most once. Missing rows are copied into slots in the group's first layer. The caller
-        copies them in the other layers.
+        A tiered seat occurs at most once. Missing rows are copied into slots in the group's first layer, unless
+        `copies` is False. The caller copies them in the other layers.
         """
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         first = self._pool.shape.layers_of(group)[0]
@@ -99,8 +98,8 @@ class HotBuffers:
             words,
             per_page,
             self.counts[group],
-            host_rows=self._host.rows[first],
-            device_rows=self._pool.rows[first],
+            host_rows=self._host.rows[first] if copies else None,
+            device_rows=self._pool.rows[first] if copies else None,
         )
 
     def release_used(self, group: int, seats: Tensor, stamps: Tensor) -> None:
@@ -118,20 +117,17 @@ class HotBuffers:
         """Copies the missing rows of `swap` from the host into this layer's slots."""
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
-    def prefetch(self, layers: Sequence[int], swap: SwapPlan) -> None:
-        """Copies the missing rows in each of `layers`; on a GPU, while the main stream computes."""
-        if self._prefetch_stream is not None:
-            self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+    def prefetch(self, layer: int, swap: SwapPlan) -> torch.cuda.Event | None:
+        """Copies the missing rows in this layer. On a GPU, this happens while the main stream computes, after the
+        copies that were begun before; returns the event of its end."""
+        if self._prefetch_stream is None:
+            self.copy(layer, swap)
+            return None
+        self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._prefetch_stream):
-            for layer in layers:
-                self.copy(layer, swap)
-                if self._prefetch_stream is not None:
-                    self._prefetched[layer] = self._prefetch_stream.record_event()
-
-    def wait_for_prefetch(self, layer: int) -> None:
-        """Makes the main stream wait until this layer's rows have been prefetched."""
-        if self._prefetch_stream is not None:
-            torch.cuda.current_stream(self._pool.device).wait_event(self._prefetched.pop(layer))
+            self.copy(layer, swap)
+            copied: torch.cuda.Event = self._prefetch_stream.record_event()
+        return copied
 
     def advance_tails(self, seats: Sequence[int], starts: Sequence[int]) -> list[LeavingTail]:
         """Returns the rows that leave the tails of tiered seats because their next step begins at `starts`. All tokens

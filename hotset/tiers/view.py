@@ -1,6 +1,8 @@
 """The view of a step that may mix resident, tiered and streamed requests."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from hotset.kernels.swap_in import SwapPlan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import Batch, ResidentView
 from hotset.memory.tables import PageTables
-from hotset.memory.view import Contexts, NewRows, Selected
+from hotset.memory.view import WHOLE_STEP, Contexts, NewRows, Selected
 from hotset.tiers.hot_buffers import HotBuffers
 from hotset.tiers.mirror import Mirror, TokenRange
 
@@ -76,6 +78,12 @@ class TieredSegments:
         return swap, torch.where(self._tiered, found[self._place.clamp_max(found.shape[0] - 1)], rows)
 
 
+def _divided(tokens: int, num_parts: int) -> list[slice]:
+    """Divides so many tokens into parts of about the same size, of which none is empty."""
+    ends = sorted({tokens * part // num_parts for part in range(num_parts + 1)})
+    return [slice(first, last) for first, last in pairwise(ends)]
+
+
 class TieredView(ResidentView):
     """Implements `View`. A segment of a tiered request has one token, or several if some are drafts; a streamed segment
     has its own workspace.
@@ -85,13 +93,23 @@ class TieredView(ResidentView):
     """
 
     def __init__(
-        self, pool: DevicePool, tables: PageTables, hot: HotBuffers, mirror: Mirror, batch: Batch, tiered_tokens: int
+        self,
+        pool: DevicePool,
+        tables: PageTables,
+        hot: HotBuffers,
+        mirror: Mirror,
+        batch: Batch,
+        tiered_tokens: int,
+        num_parts: int = 1,
     ) -> None:
-        """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered."""
+        """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered. A decode step
+        without drafts is selected in `num_parts` parts, if it has so many tokens."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
-        self._selected: Tensor | None = None  # rows selected by the index group whose layers are being computed
-        self._swap: SwapPlan | None = None
+        # Of the index group whose layers are being computed: the rows that each part has selected, and its plan.
+        self._found: list[Tensor] = []
+        self._swaps: list[SwapPlan] = []
+        self._arrived: dict[int, torch.cuda.Event | None] = {}  # by later layer of the group
         seat_of, positions = batch.seat_of, batch.segments.positions
         self._stamps = positions if batch.stamps is None else batch.stamps
         self._verified: TieredSegments | None = None  # None: each tiered segment has one token
@@ -106,6 +124,9 @@ class TieredView(ResidentView):
         self._newest: Tensor | None = None  # index of each segment's last token; None: each segment has one token
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
             self._inspect_segments()
+        self._parts: Sequence[slice] = [WHOLE_STEP]
+        if tiered_tokens == 1 and batch.segments.decoding and not self._streamed and num_parts > 1:
+            self._parts = _divided(seat_of.shape[0], num_parts)
 
     def _inspect_segments(self) -> None:
         """Finds the streamed segments, and the last token of each segment."""
@@ -135,25 +156,29 @@ class TieredView(ResidentView):
             raise InternalError("only the contexts of resident requests can be read as a whole")
         return super().context(layer)
 
-    def select(self, layer: int, positions: Tensor) -> Selected:
+    @property
+    def parts(self) -> Sequence[slice]:
+        return self._parts
+
+    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
         shape = self._pool.shape
         group = shape.group_of(layer)
         if layer == shape.key_layers[group]:
-            self._save_last_topk(group, positions)
-            self._find_selected(group, positions)
-            if self._swap is not None:
-                self._hot.prefetch(shape.layers_of(group)[1:], self._swap)
-        elif self._swap is not None:
-            self._hot.wait_for_prefetch(layer)
-        assert self._selected is not None, "a layer that shares a selection was computed before the layer that selects"
+            arrived = self._select_part(group, positions, part)
+            found = self._found[-1]
+        else:
+            assert self._found, "a layer that shares a selection was computed before the layer that selects"
+            if len(self._found) > 1:
+                self._found = [torch.cat(self._found)]
+            arrived, found = self._arrived.pop(layer, None), self._found[0]
         if not self._streamed:
-            return Selected(self._pool.rows[layer], self._selected, shape.row)
-        row_ids = torch.where(self._selected == EMPTY, EMPTY, self._selected + layer * self._pool.layer_rows)
+            return Selected(self._pool.rows[layer], found, shape.row, part, arrived)
+        row_ids = torch.where(found == EMPTY, EMPTY, found + layer * self._pool.layer_rows)
         for stream in self._streamed:
             self._mirror.stream_out(layer, stream.new)
             selected = positions[stream.tokens]
             row_ids[stream.tokens] = torch.where(selected == EMPTY, EMPTY, stream.row_ids[selected.clamp_min(0)])
-        return Selected(self._pool.flat_rows, row_ids, shape.row)
+        return Selected(self._pool.flat_rows, row_ids, shape.row, arrived=arrived)
 
     def short_contexts(self, layer: int) -> Contexts | None:
         contexts = None if self._has_tiered else super().short_contexts(layer)
@@ -164,22 +189,35 @@ class TieredView(ResidentView):
             row_ids[stream.context] = stream.row_ids
         return replace(contexts, rows=self._pool.flat_rows, row_ids=row_ids)
 
-    def _find_selected(self, group: int, positions: Tensor) -> None:
-        """Finds the rows of a group's selection. Their ids are the same in each layer of the group.
-
-        Missing rows of tiered requests are copied into the group's first layer; `_swap` lists them for later layers.
-        """
+    def _select_part(self, group: int, positions: Tensor, part: slice) -> torch.cuda.Event | None:
+        """Finds the rows of a group's selection. Their ids are the same in each layer of the group. Missing rows of
+        tiered requests are copied into all its layers. Returns when those of the first layer are there."""
+        self._save_last_topk(group, positions, part)
+        if not self._has_tiered:
+            self._found = [self._find(positions)]
+            return None
+        if not part.start:
+            self._found, self._swaps = [], []
+        first, *later = self._pool.shape.layers_of(group)
+        whole = part == WHOLE_STEP
         if self._verified is not None:
-            self._swap, self._selected = self._verified.plan(self._hot, group, positions, self._find(positions))
-        elif self._has_tiered:
-            self._swap = self._hot.plan(group, self.seat_of, positions, self._stamps)
-            self._selected = self._swap.rows
+            swap, found = self._verified.plan(self._hot, group, positions, self._find(positions))
         else:
-            self._selected = self._find(positions)
+            # To plan and copy in one launch is faster, but takes all multiprocessors: nothing could run beside it.
+            swap = self._hot.plan(group, self.seat_of[part], positions, self._stamps[part], copies=whole)
+            found = swap.rows
+        self._found.append(found)
+        self._swaps.append(swap)
+        arrived = None if whole else self._hot.prefetch(first, swap)
+        if whole or part == self._parts[-1]:
+            for layer in later:
+                for planned in self._swaps:
+                    self._arrived[layer] = self._hot.prefetch(layer, planned)
+        return arrived
 
-    def _save_last_topk(self, group: int, positions: Tensor) -> None:
+    def _save_last_topk(self, group: int, positions: Tensor, part: slice) -> None:
         """Saves the selection of each segment's last token."""
-        seats, newest = self.seat_of, positions
+        seats, newest = self.seat_of[part], positions
         if self._newest is not None:
             seats, newest = seats[self._newest], positions[self._newest]
         self._hot.save_last_topk(group, seats, newest)

@@ -1,7 +1,10 @@
-"""The measurements of serving.py with a shared prefix are correct at a small size, on a CPU."""
+"""serving.py, with a shared prefix, and hidden_swap_in.py measure what they say, at a small size and on a CPU."""
 
 import argparse
+from collections import Counter
+from typing import Any
 
+import hidden_swap_in
 import pytest
 import serving
 import torch
@@ -12,9 +15,11 @@ from test_one_rank import small_spec
 
 from hotset.base.config import EngineConfig
 from hotset.engine.sizing import KvBudget, hot_slots
+from hotset.memory.view import Selected
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.spec import KvStorage, MlaSpec
+from hotset.tiers.view import TieredView
 
 CPU = torch.device("cpu")
 CONTEXT, SHARED = 1024, 896
@@ -49,6 +54,32 @@ def test_more_requests_decode_at_once_if_they_share_a_prefix(decoder: Decoder) -
     best = max(reused, key=lambda row: row["tokens/s"])
     assert compared["requests, auto"] == fit and compared["requests, reuse"] == best["requests"]
     assert compared["tokens/s, ratio"] == best["tokens/s"] / without["tokens/s"]
+
+
+def test_the_same_requests_decode_in_several_parts_and_without_misses(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_swap_in, "SETTLING_STEPS", 2)
+    monkeypatch.setattr(hidden_swap_in, "HIDDEN_BARS", {CONTEXT: -1e9})
+    monkeypatch.setattr(hidden_swap_in, "SPEED_BARS", {CONTEXT: 1e9})
+    num_parts: Counter[int] = Counter()
+
+    def counted(view: TieredView, *arguments: Any) -> Selected:
+        num_parts[len(view.parts)] += 1
+        return select(view, *arguments)
+
+    select = TieredView.select
+    monkeypatch.setattr(TieredView, "select", counted)
+    options = argparse.Namespace(contexts=[CONTEXT], parts=[1, 3], device_gib=0.0021, host_gib=0.004, steps=3)
+    rows = hidden_swap_in.measure_all(decoder, 1000, options)
+    off, one, three, without_misses = rows
+    assert [row["parts"] for row in rows] == ["tiers off", "1", "3", "1, no misses"]
+    assert off["requests"] < one["requests"] == three["requests"] == without_misses["requests"]
+    assert num_parts.keys() == {1, 3}
+    shown = one["step ms"] - without_misses["step ms"]
+    assert three["hidden"] == pytest.approx((one["step ms"] - three["step ms"]) / shown)
+    hidden, speed = hidden_swap_in.bars(rows)
+    assert hidden.met and not speed.met
 
 
 def test_contexts_of_128k_that_share_96k_fit_more_than_twice_as_often() -> None:

@@ -1,0 +1,156 @@
+"""Measures how much of swap-in is hidden if decode steps are selected in parts.
+
+    python benchmarks/hidden_swap_in.py --json hidden_swap_in.json
+
+As many contexts as fit decode with tiers auto, as in serving.py: dsa-50b-dense with random weights, synthetic
+selections with the published miss rates, prompts that are not computed. In one part, a step waits in each layer until
+all missing rows have been copied. In n parts, the rows of one part are copied while others are selected and attended
+to. Nothing else changes. What a step takes longer than one in which no row is missing is the swap-in that still shows:
+
+    hidden = (step in one part - step in n parts) / (step in one part - step without misses)
+
+The same requests decode in all cases, one after another. The first case is measured again at the end, and its mean
+counts, because a GPU becomes slower as it warms up. The table also has the tokens/s with tiers off, for comparison.
+
+Bars (required results): with the best number of parts, 35 % of swap-in is hidden at 32k tokens and 60 % at 128k, and
+tokens/s are 2.5 and 3.8 times those with tiers off.
+
+Requires a GPU with 141 GB (H200) and 80 GiB of host memory to pin.
+"""
+
+import argparse
+import statistics
+from typing import Any
+
+import serving
+import torch
+from decode_load import abort_all, prefill, timed_steps
+from gpu_timing import require_gpu
+from report import Bar, make_parser, report
+from serving import ModelSetup, ServingMemory, load_spec, make_engine, max_requests
+from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
+
+from hotset.base.sampling import SamplingParams
+from hotset.models.decoder import Decoder
+from hotset.models.spec import KvStorage
+
+MODEL = "dsa-50b-dense"
+SETTLING_STEPS = 8  # before each case: the first one captures, the others follow the new selection
+HIDDEN_BARS, SPEED_BARS = {32768: 0.35, 131072: 0.6}, {32768: 2.5, 131072: 3.8}  # by context
+
+
+class Case:
+    """Requests that decode in one engine, whose steps can be selected in other numbers of parts."""
+
+    def __init__(self, setup: ModelSetup, context: int) -> None:
+        self._selection = SyntheticSelection.with_published_misses(setup.index.topk, context, serving.CUDA)
+        self._constant = SyntheticSelection.constant(setup.index.topk, serving.CUDA)
+        self._engine, self._runner = make_engine(setup, self._selection)
+        self.requests = max_requests(setup, context)
+        params = SamplingParams(temperature=0, max_tokens=serving.ANSWER, ignore_eos=True)
+        self._ids = prefill(self._engine, self.requests, context, params)
+        timed_steps(self._engine, serving.WARM_UP_STEPS)
+
+    def step_seconds(self, steps: int, parts: int = 1, *, misses: bool = True) -> float:
+        """Returns the mean time of a step. Without `misses`, all steps select the same rows."""
+        model, memory = self._runner._model, self._runner._memory
+        assert isinstance(model, SyntheticPrefillModel)
+        model._selection = self._selection if misses else self._constant
+        memory.swap_parts = [(1, parts)]
+        if self._runner._graphs is not None:
+            self._runner._graphs._captured.clear()
+        timed_steps(self._engine, SETTLING_STEPS)
+        before = self._missed_rows()
+        seconds = statistics.mean(timed_steps(self._engine, steps)[1:])  # the first one was complete before
+        missed = self._missed_rows() > before
+        assert missed == (misses and self._engine.stats().tiered > 0), f"rows were {'' if missed else 'not '}missing"
+        return seconds
+
+    def _missed_rows(self) -> int:
+        return sum(self._engine.stats().slot_misses.values())
+
+    def close(self) -> None:
+        abort_all(self._engine, self._ids)
+
+
+def measure(setup: ModelSetup, context: int, parts: list[int], steps: int) -> list[dict[str, Any]]:
+    """Returns a row of the table for each number of parts, and one for steps without misses."""
+    case = Case(setup, context)
+    seconds = {number: case.step_seconds(steps, number) for number in parts}
+    without_misses = case.step_seconds(steps, misses=False)
+    seconds[1] = statistics.mean([seconds[1], case.step_seconds(steps)])
+    case.close()
+    shown = seconds[1] - without_misses
+
+    def row(name: str, taken: float, hidden: float | None) -> dict[str, Any]:
+        common = {"context": context, "requests": case.requests, "parts": name, "step ms": taken * 1e3}
+        return common | {"tokens/s": case.requests / taken, "hidden": hidden}
+
+    rows = [row(str(number), taken, (seconds[1] - taken) / shown) for number, taken in seconds.items()]
+    return [*rows, row("1, no misses", without_misses, None)]
+
+
+def without_tiers(setup: ModelSetup, context: int, steps: int) -> dict[str, Any]:
+    """Returns the row of as many resident requests as fit."""
+    case = Case(setup, context)
+    taken = case.step_seconds(steps)
+    case.close()
+    row = {"context": context, "requests": case.requests, "parts": "tiers off", "step ms": taken * 1e3}
+    return row | {"tokens/s": case.requests / taken, "hidden": None}
+
+
+def measure_all(decoder: Decoder, weight_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    memory = ServingMemory.make(decoder, options)
+    rows = []
+    for tiers in ("off", "auto"):
+        setup = memory.setup(decoder, weight_bytes, tiers)
+        for context in options.contexts:
+            if tiers == "off":
+                rows.append(without_tiers(setup, context, options.steps))
+            else:
+                rows += measure(setup, context, options.parts, options.steps)
+            print(*rows[-1 - len(options.parts) :], sep="\n", flush=True)
+        del setup
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    memory.host.close()
+    return rows
+
+
+def bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    result = []
+    for context in {row["context"]: None for row in rows}:
+        of_context = [row for row in rows if row["context"] == context]
+        off = next(row for row in of_context if row["parts"] == "tiers off")
+        best = max((row for row in of_context if row["hidden"] is not None), key=lambda row: row["tokens/s"])
+        what = f"{context} tokens, {best['parts']} parts"
+        if context in HIDDEN_BARS:
+            result.append(Bar(f"share of swap-in hidden, {what}", best["hidden"], HIDDEN_BARS[context], at_least=True))
+            of_off = best["tokens/s"] / off["tokens/s"]
+            result.append(Bar(f"tokens/s of those with tiers off, {what}", of_off, SPEED_BARS[context], at_least=True))
+    return result
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
+    parser.add_argument(
+        "--parts", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="numbers of parts; 1 is the first"
+    )
+    parser.add_argument("--share", type=int, default=1, help="number of layers that use the selection of one indexer")
+    parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
+    parser.add_argument("--host-gib", type=float, default=80, help="GiB of the host store")
+    parser.add_argument("--steps", type=int, default=32, help="timed steps of each case")
+    options = parser.parse_args()
+    if options.parts[0] != 1:
+        parser.error("--parts must begin with 1, with which the others are compared")
+    require_gpu()
+    weights = serving.CountedWeights(serving.DTYPE, serving.CUDA)
+    decoder = Decoder(load_spec(MODEL, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))
+    rows = measure_all(decoder, weights.bytes, options)
+    report("Swap-in behind other work", rows, options.json, "prompts are not computed; selections are synthetic")
+    report("Bars", [bar.row() for bar in bars(rows)], None)
+
+
+if __name__ == "__main__":
+    main()
