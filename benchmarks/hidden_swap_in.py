@@ -4,15 +4,15 @@
 
 As many contexts as fit decode with tiers auto, as in serving.py: dsa-50b-dense with random weights, synthetic
 selections with the published miss rates, prompts that are not computed. In one part, a step waits in each layer until
-all missing rows have been copied. In n parts, the rows of one part are copied while others are selected and attended
+all missing rows have been copied. In several parts, the rows of one are copied while others are selected and attended
 to. Nothing else changes. What a step takes longer than one in which no row is missing is the swap-in that still shows:
 
-    hidden = (step in one part - step in n parts) / (step in one part - step without misses)
+    hidden = (step in one part - step in several parts) / (step in one part - step without misses)
 
 The same requests decode in all cases, one after another. The first case is measured again at the end, and its mean
 counts, because a GPU becomes slower as it warms up. The table also has the tokens/s with tiers off, for comparison.
 
-Bars (required results): with the best number of parts, 35 % of swap-in is hidden at 32k tokens and 60 % at 128k, and
+Bars (required results): with the best ratio of parts, 35 % of swap-in is hidden at 32k tokens and 60 % at 128k, and
 tokens/s are 2.5 and 3.8 times those with tiers off.
 
 Requires a GPU with 141 GB (H200) and 80 GiB of host memory to pin.
@@ -35,12 +35,14 @@ from hotset.models.decoder import Decoder
 from hotset.models.spec import KvStorage
 
 MODEL = "dsa-50b-dense"
+ONE_PART = "1"
+RATIOS = ["1:1", "3:2", "1:1:1", "1:2:1", "1:1:1:1", "1:2:3:2", "1:2:3:3:2:1"]
 SETTLING_STEPS = 8  # before each case: the first one captures, the others follow the new selection
 HIDDEN_BARS, SPEED_BARS = {32768: 0.35, 131072: 0.6}, {32768: 2.5, 131072: 3.8}  # by context
 
 
 class Case:
-    """Requests that decode in one engine, whose steps can be selected in other numbers of parts."""
+    """Requests that decode in one engine, whose steps can be selected in other parts."""
 
     def __init__(self, setup: ModelSetup, context: int) -> None:
         self._selection = SyntheticSelection.with_published_misses(setup.index.topk, context, serving.CUDA)
@@ -51,12 +53,12 @@ class Case:
         self._ids = prefill(self._engine, self.requests, context, params)
         timed_steps(self._engine, serving.WARM_UP_STEPS)
 
-    def step_seconds(self, steps: int, parts: int = 1, *, misses: bool = True) -> float:
+    def step_seconds(self, steps: int, parts: str = ONE_PART, *, misses: bool = True) -> float:
         """Returns the mean time of a step. Without `misses`, all steps select the same rows."""
         model, memory = self._runner._model, self._runner._memory
         assert isinstance(model, SyntheticPrefillModel)
         model._selection = self._selection if misses else self._constant
-        memory.swap_parts = [(1, parts)]
+        memory.swap_parts = [(1, tuple(int(share) for share in parts.split(":")))]
         if self._runner._graphs is not None:
             self._runner._graphs._captured.clear()
         timed_steps(self._engine, SETTLING_STEPS)
@@ -73,20 +75,20 @@ class Case:
         abort_all(self._engine, self._ids)
 
 
-def measure(setup: ModelSetup, context: int, parts: list[int], steps: int) -> list[dict[str, Any]]:
-    """Returns a row of the table for each number of parts, and one for steps without misses."""
+def measure(setup: ModelSetup, context: int, parts: list[str], steps: int) -> list[dict[str, Any]]:
+    """Returns a row of the table for each ratio of parts, and one for steps without misses."""
     case = Case(setup, context)
-    seconds = {number: case.step_seconds(steps, number) for number in parts}
+    seconds = {ratio: case.step_seconds(steps, ratio) for ratio in parts}
     without_misses = case.step_seconds(steps, misses=False)
-    seconds[1] = statistics.mean([seconds[1], case.step_seconds(steps)])
+    seconds[ONE_PART] = statistics.mean([seconds[ONE_PART], case.step_seconds(steps)])
     case.close()
-    shown = seconds[1] - without_misses
+    shown = seconds[ONE_PART] - without_misses
 
     def row(name: str, taken: float, hidden: float | None) -> dict[str, Any]:
         common = {"context": context, "requests": case.requests, "parts": name, "step ms": taken * 1e3}
         return common | {"tokens/s": case.requests / taken, "hidden": hidden}
 
-    rows = [row(str(number), taken, (seconds[1] - taken) / shown) for number, taken in seconds.items()]
+    rows = [row(ratio, taken, (seconds[ONE_PART] - taken) / shown) for ratio, taken in seconds.items()]
     return [*rows, row("1, no misses", without_misses, None)]
 
 
@@ -123,7 +125,7 @@ def bars(rows: list[dict[str, Any]]) -> list[Bar]:
         of_context = [row for row in rows if row["context"] == context]
         off = next(row for row in of_context if row["parts"] == "tiers off")
         best = max((row for row in of_context if row["hidden"] is not None), key=lambda row: row["tokens/s"])
-        what = f"{context} tokens, {best['parts']} parts"
+        what = f"{context} tokens, parts {best['parts']}"
         if context in HIDDEN_BARS:
             result.append(Bar(f"share of swap-in hidden, {what}", best["hidden"], HIDDEN_BARS[context], at_least=True))
             of_off = best["tokens/s"] / off["tokens/s"]
@@ -134,16 +136,13 @@ def bars(rows: list[dict[str, Any]]) -> list[Bar]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
-    parser.add_argument(
-        "--parts", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="numbers of parts; 1 is the first"
-    )
+    parser.add_argument("--parts", nargs="+", default=RATIOS, help="ratios of parts, like 3:2")
     parser.add_argument("--share", type=int, default=1, help="number of layers that use the selection of one indexer")
     parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
     parser.add_argument("--host-gib", type=float, default=80, help="GiB of the host store")
     parser.add_argument("--steps", type=int, default=32, help="timed steps of each case")
     options = parser.parse_args()
-    if options.parts[0] != 1:
-        parser.error("--parts must begin with 1, with which the others are compared")
+    options.parts = [ONE_PART, *options.parts]
     require_gpu()
     weights = serving.CountedWeights(serving.DTYPE, serving.CUDA)
     decoder = Decoder(load_spec(MODEL, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -78,9 +78,9 @@ class TieredSegments:
         return swap, torch.where(self._tiered, found[self._place.clamp_max(found.shape[0] - 1)], rows)
 
 
-def _divided(tokens: int, num_parts: int) -> list[slice]:
-    """Divides so many tokens into parts of about the same size, of which none is empty."""
-    ends = sorted({tokens * part // num_parts for part in range(num_parts + 1)})
+def _divided(tokens: int, ratio: Sequence[int]) -> list[slice]:
+    """Divides so many tokens in about this ratio. Leaves out parts that would be empty."""
+    ends = sorted({tokens * end // sum(ratio) for end in accumulate(ratio, initial=0)})
     return [slice(first, last) for first, last in pairwise(ends)]
 
 
@@ -100,10 +100,10 @@ class TieredView(ResidentView):
         mirror: Mirror,
         batch: Batch,
         tiered_tokens: int,
-        num_parts: int = 1,
+        parts: Sequence[int] = (1,),
     ) -> None:
         """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered. A decode step
-        without drafts is selected in `num_parts` parts, if it has so many tokens."""
+        without drafts is selected in parts that have this ratio."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
         # Of the index group whose layers are being computed: the rows that each part has selected, and its plan.
@@ -125,8 +125,8 @@ class TieredView(ResidentView):
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
             self._inspect_segments()
         self._parts: Sequence[slice] = [WHOLE_STEP]
-        if tiered_tokens == 1 and batch.segments.decoding and not self._streamed and num_parts > 1:
-            self._parts = _divided(seat_of.shape[0], num_parts)
+        if tiered_tokens == 1 and batch.segments.decoding and not self._streamed and len(parts) > 1:
+            self._parts = _divided(seat_of.shape[0], parts)
 
     def _inspect_segments(self) -> None:
         """Finds the streamed segments, and the last token of each segment."""

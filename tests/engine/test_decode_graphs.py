@@ -208,7 +208,7 @@ def test_steps_that_are_selected_in_parts_give_the_same_answers(
     model = model_with_shared_indexers(tmp_path) if shared else DEMO
     small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768, "device": "cuda", "model": model}
     given = []
-    for parts in ((), ((2, 2),), ((4, 3),), ((1, 6),)):
+    for parts in ((), ((2, (1, 1)),), ((4, (1, 3, 2)),), ((1, (1,) * 6),)):
         monkeypatch.setattr(kv_memory, "SWAP_PARTS", parts)
         given += [answers(prompts, tiers="always", cuda_graphs=graphs, **small) for graphs in ("auto", "off")]
     assert len({token for tokens in given[0] for token in tokens}) > 40

@@ -93,7 +93,7 @@ def test_logits_are_equal_bit_for_bit_if_requests_are_selected_in_parts(family: 
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (3, 60, 110, 9, 31)]
     params = [SamplingParams(temperature=0, max_tokens=40 + 7 * n, ignore_eos=True) for n in range(len(prompts))]
     recorded, tokens = [], []
-    for parts in ([], [(2, 2), (4, 3)]):
+    for parts in ([], [(2, (1, 1)), (4, (3, 1, 1))]):
         recorder = Recorder(Decoder(model_spec, RandomWeights(torch.float32, seed=5)))
         engine = make_engine(
             recorder,

@@ -124,7 +124,9 @@ class TiersMachine(RandomMachine):
         self.host = HostStore(kv, host_pages, page_rows, CPU)
         self.poisoner = Poisoner(self.pool, self.host)
         self.kv_memory = KvMemory(self.pool, self.host, seats, context)
-        self.kv_memory.swap_parts = Random(seed).choice([(), [(2, 2)], [(1, 2), (3, 3), (4, 8)]])
+        self.kv_memory.swap_parts = Random(seed).choice(
+            [(), [(2, (1, 1))], [(1, (1, 2)), (3, (3, 1, 1)), (4, (1,) * 8)]]
+        )
         self.contents = Contents(kv, seed)
         self.attention = Attention(kv, self.contents, seed)
         self.prefill_worker = PrefillWorker(self.pool, self.host, self.contents)
