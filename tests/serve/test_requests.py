@@ -17,7 +17,7 @@ import httpx
 import plain_http
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from processes import children_of
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import ORIGIN, RunningServer, error_of, serving
@@ -59,7 +59,12 @@ METRICS = {  # every scrape contains these metrics
 }
 ANSWERED = 'hotset_http_requests_total{"endpoint": "/v1/completions", "status": "%s"}'
 BOUNDED = settings(
-    max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=40,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],  # smaller examples would take minutes to find
+    suppress_health_check=list(HealthCheck),
 )
 GENERATING = (CHAT, TEXT)
 AGENTS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
