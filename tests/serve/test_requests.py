@@ -17,7 +17,7 @@ import httpx
 import plain_http
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from processes import children_of
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import ORIGIN, RunningServer, error_of, serving
@@ -82,6 +82,7 @@ GETS = (
     "/metrics",
 )
 VOCABULARY = 257
+MAX_REPR = 1 << 19  # characters of a body in Python; JSON has at most 12 bytes for each, below the limit of 8 MiB
 # Generated values are clamped to these ranges: the document does not declare all limits, and answers must be short.
 SAMPLING_RANGES = {
     "temperature": (0.0, 10.0),
@@ -661,6 +662,12 @@ def make_agent_acceptable(path: str, body: Any) -> None:
         body["max_tokens" if path == "/v1/messages" else "max_output_tokens"] = 2
 
 
+def name_the_model(body: Any) -> None:
+    """Replaces the name of the model: a request for another one is answered with 404, whatever else is wrong."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str):
+        body["model"] = "tiny"
+
+
 def keep_short(path: str, body: Any) -> None:
     """Limits the length of the answer, in case an invalid body is accepted by mistake."""
     if path == "/v1/responses" and isinstance(body, dict):
@@ -715,6 +722,8 @@ def check_invalid_requests(schema: BaseSchema, path: str, examples: int) -> None
     @settings(BOUNDED, max_examples=examples)
     @given(case=schema[path]["POST"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def is_rejected(case: Case) -> None:
+        assume(len(repr(case.body)) < MAX_REPR)  # a large body is answered with 413 without being read
+        name_the_model(case.body)
         keep_short(path, case.body)
         assert case.call_and_validate(timeout=30).status_code == 400
 
