@@ -167,7 +167,8 @@ class TieredView(ResidentView):
             arrived = self._select_part(group, positions, part)
             found = self._found[-1]
         else:
-            assert self._found, "a layer that shares a selection was computed before the layer that selects"
+            if not self._found:
+                raise InternalError("a layer that shares a selection was computed before the layer that selects")
             if len(self._found) > 1:
                 self._found = [torch.cat(self._found)]
             arrived, found = self._arrived.pop(layer, None), self._found[0]
