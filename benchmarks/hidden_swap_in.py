@@ -48,7 +48,7 @@ class Case:
         self._selection = SyntheticSelection.with_published_misses(setup.index.topk, context, serving.CUDA)
         self._constant = SyntheticSelection.constant(setup.index.topk, serving.CUDA)
         self._engine, self._runner = make_engine(setup, self._selection)
-        self.requests = max_requests(setup, context)
+        self.requests, self._context = max_requests(setup, context), context
         params = SamplingParams(temperature=0, max_tokens=serving.ANSWER, ignore_eos=True)
         self._ids = prefill(self._engine, self.requests, context, params)
         timed_steps(self._engine, serving.WARM_UP_STEPS)
@@ -71,6 +71,11 @@ class Case:
     def _missed_rows(self) -> int:
         return sum(self._engine.stats().slot_misses.values())
 
+    def row(self, parts: str, seconds: float, hidden: float | None) -> dict[str, Any]:
+        """Returns a row of the table."""
+        common = {"context": self._context, "requests": self.requests, "parts": parts, "step ms": seconds * 1e3}
+        return common | {"tokens/s": self.requests / seconds, "hidden": hidden}
+
     def close(self) -> None:
         abort_all(self._engine, self._ids)
 
@@ -83,22 +88,16 @@ def measure(setup: ModelSetup, context: int, parts: list[str], steps: int) -> li
     seconds[ONE_PART] = statistics.mean([seconds[ONE_PART], case.step_seconds(steps)])
     case.close()
     shown = seconds[ONE_PART] - without_misses
-
-    def row(name: str, taken: float, hidden: float | None) -> dict[str, Any]:
-        common = {"context": context, "requests": case.requests, "parts": name, "step ms": taken * 1e3}
-        return common | {"tokens/s": case.requests / taken, "hidden": hidden}
-
-    rows = [row(ratio, taken, (seconds[ONE_PART] - taken) / shown) for ratio, taken in seconds.items()]
-    return [*rows, row("1, no misses", without_misses, None)]
+    rows = [case.row(ratio, taken, (seconds[ONE_PART] - taken) / shown) for ratio, taken in seconds.items()]
+    return [*rows, case.row("1, no misses", without_misses, None)]
 
 
 def without_tiers(setup: ModelSetup, context: int, steps: int) -> dict[str, Any]:
     """Returns the row of as many resident requests as fit."""
     case = Case(setup, context)
-    taken = case.step_seconds(steps)
+    row = case.row("tiers off", case.step_seconds(steps), None)
     case.close()
-    row = {"context": context, "requests": case.requests, "parts": "tiers off", "step ms": taken * 1e3}
-    return row | {"tokens/s": case.requests / taken, "hidden": None}
+    return row
 
 
 def measure_all(decoder: Decoder, weight_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ class SyntheticModel:
             positions = self._select(view, group)
             for layer in self._shape.layers_of(group):
                 view.new_rows(layer).store(self._rows[:count])
-                view.select(layer, positions)
+                view.select(layer, positions).wait()
         return token_ids
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:

@@ -98,7 +98,7 @@ class SyntheticPrefillModel:
             view.keys(group).store(view.segments.positions, self._keys[:count])
             for layer in self.kv_shape.layers_of(group):
                 view.new_rows(layer).store(self._rows[:count])
-                view.select(layer, self._empty_selection.expand(count, -1))
+                view.select(layer, self._empty_selection.expand(count, -1)).wait()
         return torch.zeros(count, self._decoder.hidden, dtype=self.dtype, device=self.device)
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:

@@ -22,7 +22,8 @@ WHOLE_STEP = slice(None)  # all tokens of a step
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The rows that attention reads in one layer, of all tokens of a step or of a part of them. Call `wait` first."""
+    """The rows that attention reads in one layer, of all tokens of a step or of a part of them. Every caller of
+    `View.select` must call `wait`, even one that reads no rows: later steps assume that the copies have ended."""
 
     rows: Tensor  # [device rows, stored width]
     row_ids: Tensor  # [tokens, k] int64 indices into `rows`, EMPTY-padded

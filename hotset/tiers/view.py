@@ -106,7 +106,7 @@ class TieredView(ResidentView):
         without drafts is selected in parts that have this ratio."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
-        # Of the index group whose layers are being computed: the rows that each part has selected, and its plan.
+        # The rows and the swap-in plan of each part, for the index group whose layers are being computed.
         self._found: list[Tensor] = []
         self._swaps: list[SwapPlan] = []
         self._arrived: dict[int, torch.cuda.Event | None] = {}  # by later layer of the group

@@ -96,6 +96,8 @@ class IntegerModel:
     def _attend(self, view: View, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
         parts = view.parts if layer in self.kv_shape.key_layers else (WHOLE_STEP,)
         selected = [view.select(layer, positions[part], part) for part in parts]
+        for part in selected:
+            part.wait()
         row_ids, first = torch.cat([part.row_ids for part in selected]), selected[0]
         rows = first.layout.decode(first.rows[row_ids.clamp_min(0)], torch.int64)
         read = ((rows + (1 << 15)) * torch.arange(1, ROW_WIDTH + 1)).sum(-1)

@@ -23,12 +23,13 @@ def sparse_attention(
     scale: float,
     *,
     out: Tensor | None = None,  # where the result is written; contiguous. None: in new memory
-    queries: int | None = None,  # of all calls for one step, of which this is one. None: this is the only one
+    queries: int | None = None,  # number of queries of the whole step. None: as many as in this call
 ) -> Tensor:  # [queries, heads, rank]: attention-weighted latents, before the value up-projection
     """Returns the sum of the latents of the rows in `row_ids`, weighted by softmax(scale * q . row).
 
-    The order of row ids is irrelevant. A query without rows (a padding query) gets zeros, whatever its q contains. On
-    the fast path, a step in several calls has the bits of one call if each is told the number of `queries` of all.
+    The order of row ids is irrelevant. A query without rows (a padding query) gets zeros, whatever its q contains. The
+    queries of a step can be divided among several calls. If each of them gets the total as `queries`, the fast path
+    returns the same bits as in a single call.
     bfloat16 queries on a GPU use the fast path, which can be captured in a graph. It supports any number of heads and
     of row ids, the ranks RANKS, the ropes ROPES, plain rows, and rows whose latent is fp8. For other sizes, it raises a
     ConfigError that contains the value. On a GPU, queries of other dtypes use the reference. On a CPU, all calls use
