@@ -22,7 +22,11 @@ class KnownBlocks:
         return len(self.hashes())
 
     def __contains__(self, block_hash: int) -> bool:
-        return any(block_hash in known for known in self._media.values())
+        # A router asks this hundreds of times for a prompt, and any() takes twice as long.
+        for known in self._media.values():  # noqa: SIM110
+            if block_hash in known:
+                return True
+        return False
 
     def hashes(self) -> set[int]:
         """Returns the hashes of all known blocks."""
