@@ -59,8 +59,10 @@ class Case:
         assert isinstance(model, SyntheticPrefillModel)
         model._selection = self._selection if misses else self._constant
         memory.swap_parts = [(1, tuple(int(share) for share in parts.split(":")))]
-        if self._runner._graphs is not None:
-            self._runner._graphs._captured.clear()
+        graphs = self._runner._graphs
+        if graphs is not None:
+            graphs._captured.clear()
+            graphs._memory_pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
         timed_steps(self._engine, SETTLING_STEPS)
         before = self._missed_rows()
         seconds = statistics.mean(timed_steps(self._engine, steps)[1:])  # the first one was complete before
