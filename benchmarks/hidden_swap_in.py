@@ -9,6 +9,9 @@ to. Nothing else changes. What a step takes longer than one in which no row is m
 
     hidden = (step in one part - step in several parts) / (step in one part - step without misses)
 
+--copies also varies the blocks and threads of the copies that run beside other kernels: fewer delay these less, but
+copy more slowly.
+
 The same requests decode in all cases, one after another. Steps in one part and steps without misses are measured before
 and after all others, and their means count. The first measurement is left out: contexts are still copied to the host
 then, which takes the bus from the steps. The table also has the tokens/s with tiers off, for comparison.
@@ -21,7 +24,11 @@ Requires a GPU with 141 GB (H200) and 80 GiB of host memory to pin.
 
 import argparse
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import serving
 import torch
@@ -32,14 +39,29 @@ from serving import ModelSetup, ServingMemory, load_spec, make_engine, max_reque
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 
 from hotset.base.sampling import SamplingParams
+from hotset.kernels.swap_in import cuda_impl
 from hotset.models.decoder import Decoder
 from hotset.models.spec import KvStorage
 
 MODEL = "dsa-50b-dense"
 ONE_PART = "1"
+TUNED_COPY = f"{cuda_impl.TUNED.copy_blocks}x{cuda_impl.TUNED.copy_threads}"
 RATIOS = ["1:1", "3:2", "1:1:1", "1:2:1", "1:1:1:1", "1:2:3:2", "1:2:3:3:2:1"]
 SETTLING_STEPS = 8  # before each case: the first one captures, the others follow the new selection
 HIDDEN_BARS, SPEED_BARS = {32768: 0.35, 131072: 0.6}, {32768: 2.5, 131072: 3.8}  # by context
+
+
+@contextmanager
+def copies_by(shape: str) -> Iterator[None]:
+    """Makes copies that run beside other kernels use so many blocks and threads per block, like 32x256."""
+    blocks, threads = map(int, shape.split("x"))
+    launch, tuning = cuda_impl._launch_copy, replace(cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads)
+
+    def launch_by(*arguments: Any, **options: Any) -> None:
+        launch(*arguments, **options | {"tuning": tuning})
+
+    with mock.patch.object(cuda_impl, "_launch_copy", launch_by):
+        yield
 
 
 class Case:
@@ -75,26 +97,29 @@ class Case:
     def _missed_rows(self) -> int:
         return sum(self._engine.stats().slot_misses.values())
 
-    def row(self, parts: str, seconds: float, hidden: float | None) -> dict[str, Any]:
+    def row(self, parts: str, seconds: float, hidden: float | None, copies: str = "") -> dict[str, Any]:
         """Returns a row of the table."""
-        common = {"context": self._context, "requests": self.requests, "parts": parts, "step ms": seconds * 1e3}
-        return common | {"tokens/s": self.requests / seconds, "hidden": hidden}
+        common = {"context": self._context, "requests": self.requests, "parts": parts, "copies": copies}
+        return common | {"step ms": seconds * 1e3, "tokens/s": self.requests / seconds, "hidden": hidden}
 
     def close(self) -> None:
         abort_all(self._engine, self._ids)
 
 
-def measure(setup: ModelSetup, context: int, parts: list[str], steps: int) -> list[dict[str, Any]]:
-    """Returns a row of the table for each ratio of parts, and one for steps without misses."""
-    case = Case(setup, context)
+def measure(setup: ModelSetup, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row of the table for each ratio of parts and shape of copies, and one for steps without misses."""
+    case, steps = Case(setup, context), options.steps
     case.step_seconds(steps)
     before = case.step_seconds(steps), case.step_seconds(steps, misses=False)
-    seconds = {ratio: case.step_seconds(steps, ratio) for ratio in parts}
+    seconds = {}
+    for shape in options.copies:
+        with copies_by(shape):
+            seconds |= {(ratio, shape): case.step_seconds(steps, ratio) for ratio in options.parts}
     after = case.step_seconds(steps), case.step_seconds(steps, misses=False)
     case.close()
     one_part, without_misses = (statistics.mean(times) for times in zip(before, after, strict=True))
     shown = one_part - without_misses
-    rows = [case.row(ratio, taken, (one_part - taken) / shown) for ratio, taken in seconds.items()]
+    rows = [case.row(ratio, taken, (one_part - taken) / shown, shape) for (ratio, shape), taken in seconds.items()]
     return [case.row(ONE_PART, one_part, 0), *rows, case.row("1, no misses", without_misses, None)]
 
 
@@ -115,7 +140,7 @@ def measure_all(decoder: Decoder, weight_bytes: int, options: argparse.Namespace
             if tiers == "off":
                 measured = [without_tiers(setup, context, options.steps)]
             else:
-                measured = measure(setup, context, options.parts, options.steps)
+                measured = measure(setup, context, options)
             print(*measured, sep="\n", flush=True)
             rows += measured
         del setup
@@ -131,7 +156,7 @@ def bars(rows: list[dict[str, Any]]) -> list[Bar]:
         of_context = [row for row in rows if row["context"] == context]
         off = next(row for row in of_context if row["parts"] == "tiers off")
         best = max((row for row in of_context if row["hidden"] is not None), key=lambda row: row["tokens/s"])
-        what = f"{context} tokens, parts {best['parts']}"
+        what = f"{context} tokens, parts {best['parts']}" + (f", copies {best['copies']}" if best["copies"] else "")
         if context in HIDDEN_BARS:
             result.append(Bar(f"share of swap-in hidden, {what}", best["hidden"], HIDDEN_BARS[context], at_least=True))
             of_off = best["tokens/s"] / off["tokens/s"]
@@ -143,6 +168,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
     parser.add_argument("--parts", nargs="+", default=RATIOS, help="ratios of parts, like 3:2")
+    parser.add_argument(
+        "--copies", nargs="+", default=[TUNED_COPY], help=f"blocks and threads of copies, like {TUNED_COPY}"
+    )
     parser.add_argument("--share", type=int, default=1, help="number of layers that use the selection of one indexer")
     parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
     parser.add_argument("--host-gib", type=float, default=80, help="GiB of the host store")

@@ -70,7 +70,9 @@ def test_the_same_requests_decode_in_several_parts_and_without_misses(
 
     select = TieredView.select
     monkeypatch.setattr(TieredView, "select", counted)
-    options = argparse.Namespace(contexts=[CONTEXT], parts=["1:2:1"], device_gib=0.0021, host_gib=0.004, steps=3)
+    options = argparse.Namespace(
+        contexts=[CONTEXT], parts=["1:2:1"], copies=["16x128"], device_gib=0.0021, host_gib=0.004, steps=3
+    )
     rows = hidden_swap_in.measure_all(decoder, 1000, options)
     off, one, three, without_misses = rows
     assert [row["parts"] for row in rows] == ["tiers off", "1", "1:2:1", "1, no misses"]
