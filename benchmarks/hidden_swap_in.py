@@ -13,7 +13,7 @@ to. Nothing else changes. What a step takes longer than one in which no row is m
 copy more slowly.
 
 The same requests decode in all cases, one after another. Steps in one part and steps without misses are measured before
-and after all others, and their means count. The first measurement is left out: contexts are still copied to the host
+and after all others, and their means count. The first measurement is left out: contexts may still be copied to the host
 then, which takes the bus from the steps. The table also has the tokens/s with tiers off, for comparison.
 
 Bars (required results): with the best ratio of parts, 35 % of swap-in is hidden at 32k tokens and 60 % at 128k, and
