@@ -109,7 +109,7 @@ class Case:
 def measure(setup: ModelSetup, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row of the table for each ratio of parts and shape of copies, and one for steps without misses."""
     case, steps = Case(setup, context), options.steps
-    case.step_seconds(steps)
+    case.step_seconds(steps)  # until contexts have been copied to the host
     before = case.step_seconds(steps), case.step_seconds(steps, misses=False)
     seconds = {}
     for shape in options.copies:

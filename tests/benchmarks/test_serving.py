@@ -15,6 +15,7 @@ from test_one_rank import small_spec
 
 from hotset.base.config import EngineConfig
 from hotset.engine.sizing import KvBudget, hot_slots
+from hotset.kernels.swap_in import RowCopies, cuda_impl
 from hotset.memory.view import Selected
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
@@ -77,7 +78,7 @@ def test_the_same_requests_decode_in_several_parts_and_without_misses(
     off, one, three, without_misses = rows
     assert [row["parts"] for row in rows] == ["tiers off", "1", "1:2:1", "1, no misses"]
     assert off["requests"] < one["requests"] == three["requests"] == without_misses["requests"]
-    assert num_parts.keys() == {1, 3}
+    assert num_parts.keys() == {1, 3} and three["copies"] == "16x128"
     shown = one["step ms"] - without_misses["step ms"]
     assert three["hidden"] == pytest.approx((one["step ms"] - three["step ms"]) / shown)
     hidden, speed = hidden_swap_in.bars(rows)
@@ -97,3 +98,15 @@ def test_contexts_of_128k_that_share_96k_fit_more_than_twice_as_often() -> None:
     assert keys + shared * (geometry.tiered_pages(tokens) - keys) <= budget.device_pages
     assert rows + shared * (geometry.row_pages(tokens) - rows) <= budget.host_pages
     assert shared > 50
+
+
+def test_copies_get_the_given_blocks_and_threads_and_later_their_own_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(cuda_impl, "_launch_copy", lambda *_, early, tuning: launched.append(tuning))
+    rows, entries = torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
+    copies = RowCopies(entries, entries, torch.ones(1, dtype=torch.int32))
+    with hidden_swap_in.copies_by("16x128"):
+        cuda_impl.copy(copies, rows, rows)
+    cuda_impl.copy(copies, rows, rows)
+    given, tuned = launched
+    assert (given.copy_blocks, given.copy_threads) == (16, 128) and tuned == cuda_impl.TUNED
