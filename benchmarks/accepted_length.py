@@ -99,7 +99,8 @@ def main() -> None:
     settings: dict[str, Any] = {"device": options.device, "max_num_seqs": 1, "max_model_len": 4096}
     settings["plans_in_flight"] = 1  # no step follows the end of an answer
     questions, texts = (12, 6) if options.quick else (48, 24)
-    plain, drafting = LLM(MODEL, **settings), LLM(MODEL, **settings, speculate=options.speculate, accept=options.accept)
+    plain = LLM(MODEL, **settings, speculate=0)
+    drafting = LLM(MODEL, **settings, speculate=options.speculate, accept=options.accept)
     rows = [measure(plain, drafting, load) for load in loads(plain, questions, texts, options.length)]
     for llm in (plain, drafting):
         llm.close()

@@ -116,6 +116,7 @@ def hotset_engine(prompts: Answers) -> Iterator[Generate]:
         model=DEMO,
         device="cuda",
         tiers="always",
+        speculate=0,
         max_num_seqs=len(prompts),
         max_num_batched_tokens=longest,
         device_kv_tokens=(longest + 512) * len(prompts),

@@ -178,6 +178,7 @@ def main() -> None:
         model=options.model,
         role="decode",
         transfer=options.engine,
+        speculate=0,
         max_num_seqs=options.requests + 4,
         max_model_len=LANDING_TOKENS + 64,
         device_kv_tokens=65536,

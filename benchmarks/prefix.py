@@ -144,6 +144,7 @@ def make_config(options: argparse.Namespace, length: int, requests: int, *, cach
         device_kv_tokens=requests * length,
         host_kv_tokens=host,
         prefix_cache=cache,
+        speculate=0,
     )
 
 

@@ -91,6 +91,7 @@ def measure(model: str, folder: str, requests: int, context: int, steps: int) ->
         ranks_per_gpu=RANKS,
         tensor_parallel_size=RANKS,
         tiers="off",
+        speculate=0,
         kv_dtype="fp8",
         index_dtype="fp8",
         max_num_seqs=requests,

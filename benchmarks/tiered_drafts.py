@@ -151,7 +151,7 @@ class Modes:
             budget.max_model_len,
             self._decoder.spec.vocab,
             graphs=self._device.type == "cuda",
-            mtp_drafts=config.speculate,
+            mtp_drafts=config.max_drafts,
             max_verified=max_decoded(config),
         )
         return InProcessExecutor(runner, memory)

@@ -34,7 +34,7 @@ class EngineConfig(EngineSettings):
         self._check_gpus()
         self._check_executor()
         self._check_events()
-        if self.speculate_by == "lookup" and self.speculate == 0:
+        if self.speculate_by == "lookup" and not self.max_drafts:
             raise ConfigError(f"--speculate-by {self.speculate_by} needs --speculate N, the number of tokens to draft")
         if self.accept == "distribution" and not self.drafts_by_mtp:
             raise ConfigError(

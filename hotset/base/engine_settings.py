@@ -149,10 +149,11 @@ class EngineSettings:
         "pipeline stage.",
         minimum=1,
     )
-    speculate: int = setting(
-        0,
+    speculate: int | None = setting(
+        None,
         "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token, "
-        "unless --accept says so. With more requests, fewer tokens are drafted.",
+        "unless --accept says so. With more requests, fewer tokens are drafted. Default: 3 on a GPU, if the model has "
+        "a layer for multi-token prediction and drafts pay, as measured at start-up; else 0.",
         minimum=0,
     )
     speculate_by: Literal["mtp", "lookup"] = setting(
@@ -357,6 +358,12 @@ class EngineSettings:
             ) from None
 
     @property
+    def max_drafts(self) -> int:
+        """The number of tokens to draft for each request and step. The default, if it is not 0, is chosen when the
+        engine starts: see `with_default_drafts`."""
+        return self.speculate or 0
+
+    @property
     def drafts_by_mtp(self) -> bool:
         """Whether the model's MTP layer is loaded, and drafts tokens."""
-        return self.speculate > 0 and self.speculate_by == "mtp"
+        return self.max_drafts > 0 and self.speculate_by == "mtp"

@@ -12,7 +12,7 @@ from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
 from hotset.base.units import GIB, show_bytes
 from hotset.cli.roles import RoleEngine
-from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name, model_splits
+from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name, model_splits, with_default_drafts
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import find_model
 from hotset.models.weight_sizes import worker_weight_bytes
@@ -190,6 +190,7 @@ def measure_free_memory() -> FreeMemory:
 
 def bytes_besides_kv(config: EngineConfig) -> int:
     """Returns the GPU memory that the largest rank of an engine needs for weights and steps."""
+    config = with_default_drafts(config, on_gpu=True)
     spec = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp).spec
     dtype_bytes = DTYPE_BYTES[dtype_name(config.dtype, spec, "cuda")]
     context = context_length(config, spec.context)

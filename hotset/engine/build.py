@@ -28,7 +28,7 @@ from hotset.engine.frontend import grammar_compiler
 from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_dtype, use_device
-from hotset.engine.model_checks import check_model, kv_storage, model_splits
+from hotset.engine.model_checks import check_model, kv_storage, model_splits, with_default_drafts
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, plans_in_flight, shared_budget
 from hotset.engine.start_plan import check_start
@@ -75,6 +75,28 @@ def build_engine(
     workers, again and again while the step waits for workers that advance.
     """
     devices = place_workers(config)
+    chosen = with_default_drafts(config, on_gpu=devices[0].is_gpu)
+    engine, drafts_pay = _build(chosen, devices, show, wake, advance)
+    # Workers of a handoff keep the MTP layer: all of them must have the same layers.
+    if config.speculate is None and not drafts_pay and config.role == "both":
+        LOGGER.info("drafts do not pay on this machine: starting again without the MTP layer (as with --speculate 0)")
+        engine.close()
+        del engine  # and the memory that it holds
+        gc.collect()
+        if devices[0].is_gpu:
+            torch.cuda.empty_cache()
+        engine, _ = _build(replace(config, speculate=0), devices, show, wake, advance)
+    return engine
+
+
+def _build(
+    config: EngineConfig,
+    devices: Sequence[WorkerDevice],
+    show: ShowProgress,
+    wake: Callable[[], None],
+    advance: Callable[[], None],
+) -> tuple[Engine, bool]:
+    """Builds an engine. Returns False with it if it was measured that its drafts do not pay."""
     device = torch.device(devices[0].name)
     files = check_model(config)
     dtype = choose_dtype(config.dtype, files.spec, device)
@@ -91,7 +113,7 @@ def build_engine(
         executor.close()
         raise
     try:
-        _warm_up(engine, config, budget, device, show)
+        drafts_pay = _warm_up(engine, config, budget, device, show)
     except EngineStopped as error:
         engine.close()
         raise StartupError(f"the engine did not start: {error}") from error
@@ -104,23 +126,26 @@ def build_engine(
     except BaseException:
         engine.close()
         raise
-    return engine
+    return engine, drafts_pay
 
 
-def _warm_up(engine: Engine, config: EngineConfig, budget: KvBudget, device: torch.device, show: ShowProgress) -> None:
-    """Runs all that happens only once, so that no request pays for it, or runs out of memory."""
+def _warm_up(engine: Engine, config: EngineConfig, budget: KvBudget, device: torch.device, show: ShowProgress) -> bool:
+    """Runs all that happens only once, so that no request pays for it, or runs out of memory. Returns whether drafts
+    pay, if they are measured, else True."""
     replicas = config.data_parallel_size
     if device.type == "cuda":
         # Captures return all memory that torch has cached. If the largest steps run last, requests find theirs cached.
         engine.warm_up(show_counts(show, "Capturing decode steps"))
         run_largest_steps(engine.executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
-        if config.speculate:
+        if config.max_drafts:
             timed = show_counts(show, "Measuring steps with drafts")
             costs = measure_draft_costs(engine.executor, config, budget, replicas, timed)
             for replica in engine.replicas:
                 replica.scheduler.set_draft_costs(costs)
+            return costs.pays(config.max_drafts)
     else:
         run_first_steps(engine.executor, budget, replicas)
+    return True
 
 
 def _kv_bytes(budget: KvBudget) -> int:
@@ -153,7 +178,7 @@ def in_process_executor(
         vocab,
         graphs=graphs,
         compiler=grammar_compiler(config, vocab),
-        mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
+        mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
         draws_drafts=config.accept == "distribution",
         max_verified=max_decoded(config),
     )
@@ -361,7 +386,7 @@ def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Pag
 
 
 def _drafter(config: EngineConfig) -> LookupDrafter | MtpDrafter | None:
-    if config.speculate == 0:
+    if config.max_drafts == 0:
         return None
     return MtpDrafter() if config.drafts_by_mtp else LookupDrafter()
 
@@ -378,7 +403,7 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, scheduler_
         hasher=card.page_hasher,
         extend_locally=config.extend_locally,
         drafter=_drafter(config),
-        max_drafts=config.speculate,
+        max_drafts=config.max_drafts,
     )
     return Replica(scheduler, ledger)
 

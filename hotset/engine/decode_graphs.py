@@ -105,7 +105,7 @@ def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
 
 def max_decoded(config: EngineConfig) -> int:
     """Returns the most tokens of decoding requests in a step, drafts included."""
-    return max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.speculate)
+    return max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.max_drafts)
 
 
 def choose_graph(step: Sequence[Plan | None], most: int) -> StepGraph | None:

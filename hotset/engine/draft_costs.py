@@ -28,16 +28,16 @@ def measure_draft_costs(
     replicas: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> StepCosts:
-    """Measures decode steps of several numbers of requests with 0 to `config.speculate` drafts each.
+    """Measures decode steps of several numbers of requests with 0 to `config.max_drafts` drafts each.
 
     Their pages are those of the warm-up, so no request may have been added yet. Several plans are in flight, unless
     plans contain drafts that depend on the result of the one before. `progress(done, total)` counts numbers of
     requests.
     """
     seats = config.max_num_seqs
-    tokens = max_verified(seats, config.max_num_batched_tokens, config.speculate)
+    tokens = max_verified(seats, config.max_num_batched_tokens, config.max_drafts)
     numbers = sorted({number for number in REQUESTS if number < seats} | {min(seats, REQUESTS[-1])})
-    room = 2 * config.speculate + 1
+    room = 2 * config.max_drafts + 1
     in_worker = config.drafts_by_mtp and config.pipeline_parallel_size == 1
     draft, measure = (DRAFTED, _in_a_row) if in_worker else (0, _alone)
     context = max(1, min(MAX_CONTEXT, budget.max_model_len - room) // config.page_rows * config.page_rows)
@@ -49,14 +49,14 @@ def measure_draft_costs(
     drafting: list[list[float]] = []
     for done, number in enumerate(numbers):
         progress(done, len(numbers))
-        drafts = range(1, 1 + min(config.speculate, tokens // number - 1))
+        drafts = range(1, 1 + min(config.max_drafts, tokens // number - 1))
         plain.append(_in_a_row(executor, _step(number, context, [], limit=None), replicas))
         without = _in_a_row(executor, _step(number, context, [], limit=context + room), replicas)
         steps = [_step(number, context, [draft] * count, limit=context + room) for count in drafts]
         drafting.append([without, *(measure(executor, step, replicas) for step in steps)])
     progress(len(numbers), len(numbers))
     costs = StepCosts(numbers, plain, drafting)
-    _log(costs, config.speculate)
+    _log(costs, config.max_drafts)
     return costs
 
 
@@ -65,7 +65,9 @@ def _log(costs: StepCosts, max_drafts: int) -> None:
     chosen = ", ".join(f"{number}: {costs.best_drafts(number, shares)}" for number in costs.requests)
     LOGGER.info("drafts of each request, by the number of requests that decode: %s", chosen)
     if not costs.pays(max_drafts):
-        LOGGER.warning("--speculate %d does not pay on this machine; leave it out", max_drafts)
+        LOGGER.warning(
+            "--speculate %d does not pay on this machine; --speculate 0 would save what its layer takes", max_drafts
+        )
 
 
 def _step(requests: int, start: int, drafts: Sequence[int], limit: int | None) -> Plan:

@@ -7,6 +7,7 @@ The engine makes them again, and also checks what depends on a GPU and on the co
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
@@ -14,6 +15,7 @@ from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.host_memory import host_memory
 from hotset.base.listeners import check_free
 from hotset.base.units import show_bytes
+from hotset.kernels import MAX_POSITIONS
 from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import (
     ModelFiles,
@@ -29,6 +31,7 @@ from hotset.models.weight_sizes import worker_weight_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 MAX_SUGGESTED_SIZE = 64  # the largest degree of parallelism that an error message suggests
+DEFAULT_DRAFTS = 3  # of each request and step
 SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer without drafts, as a multiple of the model's top-k
 
 
@@ -148,16 +151,35 @@ def hot_slots(config: EngineConfig, topk: int | None) -> int:
         return 0
     if config.tiers == "off":
         return 0
-    slots = (SLOTS_PER_TOPK + config.speculate) * topk if config.hot_slots is None else config.hot_slots
-    selected = (1 + config.speculate) * topk
+    slots = (SLOTS_PER_TOPK + config.max_drafts) * topk if config.hot_slots is None else config.hot_slots
+    selected = (1 + config.max_drafts) * topk
     if slots < topk:
         raise ConfigError(f"--hot-slots {slots} cannot hold the {topk} rows that one step selects; raise it")
     if slots < selected:
         raise ConfigError(
-            f"--hot-slots {slots} cannot hold the {selected} rows that one step with --speculate {config.speculate} "
-            f"selects ({topk} for each of {1 + config.speculate} tokens); raise it, or lower --speculate"
+            f"--hot-slots {slots} cannot hold the {selected} rows that one step with --speculate {config.max_drafts} "
+            f"selects ({topk} for each of {1 + config.max_drafts} tokens); raise it, or lower --speculate"
         )
     return slots
+
+
+def with_default_drafts(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
+    """Returns the configuration with the default number of drafts, if it has none: DEFAULT_DRAFTS on a GPU that
+    captures decode steps, for a model with an MTP layer; fewer if hot buffers cannot serve as many; else 0.
+
+    `build_engine` takes the drafts back if they do not pay. Workers that hand KV over to each other must agree, because
+    the rows of the MTP layer travel with the others.
+    """
+    if config.speculate is not None:
+        return config
+    files = find_model(config.model, config.weight_dtype, with_mtp=True)
+    attention, drafts = files.spec.attention, 0
+    captures = on_gpu and config.cuda_graphs == "auto" and dtype_name(config.dtype, files.spec, "cuda") == "bfloat16"
+    if captures and not isinstance(attention, GqaSpec) and has_mtp_layer(files, config.load_format):
+        slots = MAX_POSITIONS if config.hot_slots is None else min(MAX_POSITIONS, config.hot_slots)
+        most = slots // attention.index.topk - 1 if config.tiers != "off" else DEFAULT_DRAFTS
+        drafts = max(0, min(DEFAULT_DRAFTS, most))
+    return replace(config, speculate=drafts)
 
 
 def check_speculation(config: EngineConfig, files: ModelFiles) -> None:
@@ -166,7 +188,7 @@ def check_speculation(config: EngineConfig, files: ModelFiles) -> None:
         return
     if not has_mtp_layer(files, config.load_format):
         raise ConfigError(
-            f"--speculate {config.speculate}: {files.path} has no layer for multi-token prediction (MTP), which would "
+            f"--speculate {config.max_drafts}: {files.path} has no layer for multi-token prediction (MTP), which would "
             "draft the tokens; add --speculate-by lookup"
         )
 

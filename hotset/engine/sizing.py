@@ -12,8 +12,8 @@ from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, DeviceMemory, cpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.engine.model_checks import context_length, hot_slots
+from hotset.kernels import MAX_POSITIONS
 from hotset.kernels.swap_in import MAX_SLOTS
-from hotset.kernels.swap_in.cuda_impl import MAX_POSITIONS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 from hotset.models.split import Split
@@ -162,7 +162,7 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape], device: to
     ahead = plans_in_flight(config, device) - 1 if config.drafts_by_mtp and config.pipeline_parallel_size == 1 else 0
     own = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     geometries = [
-        replace(geometry, max_drafts=config.speculate, max_unverified=ahead * config.speculate) for geometry in own
+        replace(geometry, max_drafts=config.max_drafts, max_unverified=ahead * config.max_drafts) for geometry in own
     ]
     layers = min(geometry.layers for geometry in geometries)
     most_keys = max(geometries, key=lambda geometry: Fraction(geometry.key_groups, geometry.blocks_per_page))
@@ -176,7 +176,7 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
     if slots > MAX_SLOTS:
         if config.hot_slots is None:
             raise ConfigError(
-                f"--speculate {config.speculate} needs hot buffers of {slots} slots, but {MAX_SLOTS} are the maximum; "
+                f"--speculate {config.max_drafts} needs hot buffers of {slots} slots, but {MAX_SLOTS} are the maximum; "
                 "lower it"
             )
         raise ConfigError(f"--hot-slots {slots} exceeds the maximum of {MAX_SLOTS}; lower it")
@@ -185,11 +185,12 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
 
 def _check_drafts(config: EngineConfig, geometry: Geometry, device: torch.device) -> None:
     """Raises ConfigError if a GPU cannot swap in all rows that a step with drafts selects."""
-    most = MAX_POSITIONS // geometry.topk - 1 if geometry.slots else config.speculate
-    if device.type == "cuda" and config.speculate > most:
+    most = MAX_POSITIONS // geometry.topk - 1 if geometry.slots else config.max_drafts
+    if device.type == "cuda" and config.max_drafts > most:
         raise ConfigError(
-            f"--speculate {config.speculate} swaps in up to {(1 + config.speculate) * geometry.topk} rows of a request "
-            f"at once, more than the {MAX_POSITIONS} that a GPU supports; lower it to {most}, or use --tiers off"
+            f"--speculate {config.max_drafts} swaps in up to {(1 + config.max_drafts) * geometry.topk} rows of a "
+            f"request at once, more than the {MAX_POSITIONS} that a GPU supports; lower it to {most}, or use --tiers "
+            "off"
         )
 
 

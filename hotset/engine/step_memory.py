@@ -21,7 +21,7 @@ def step_bytes(spec: ModelSpec, split: Split, config: EngineConfig, context: int
     tokens, seats = config.max_num_batched_tokens, config.max_num_seqs
     residual = RESIDUAL_COPIES * tokens * spec.hidden * dtype_bytes
     layer = max(_attention(spec, split, tokens, context), _feed_forward(spec, split, tokens)) * dtype_bytes
-    sampled = max_verified(seats, tokens, config.speculate)
+    sampled = max_verified(seats, tokens, config.max_drafts)
     logits = 4 * sampled * spec.vocab
     graphs = GRAPH_LOGIT_COPIES * logits if config.cuda_graphs == "auto" else 0
     persistent = LIBRARY_BYTES + _seat_tables(spec, config, context) + graphs

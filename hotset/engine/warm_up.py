@@ -112,10 +112,10 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
 
 def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields a step in which requests with drafts sample as many tokens as in any step, if there are drafts."""
-    if config.speculate == 0:
+    if config.max_drafts == 0:
         return
-    verified = max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.speculate)
-    drafts = max(0, min(config.speculate, verified - 1, budget.max_model_len - 2))
+    verified = max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.max_drafts)
+    drafts = max(0, min(config.max_drafts, verified - 1, budget.max_model_len - 2))
     seats = range(min(config.max_num_seqs, verified // (1 + drafts)))
     commands = [command for seat in seats for command in admit(seat, budget, 1, 1 + drafts, COSTLY_PARAMS)]
     yield Plan(

@@ -108,7 +108,7 @@ def simulated_engine(
     dtype = choose_dtype(config.dtype, files.spec, device)
     shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     card = model_card(config, files.spec, capacity.budget, device, dtype)
-    every_plan = every_plan or config.pipeline_parallel_size > 1 or config.speculate > 0
+    every_plan = every_plan or config.pipeline_parallel_size > 1 or config.max_drafts > 0
 
     def works(step: Step) -> list[StepWork]:
         planned = [(replica.scheduler, plan) for replica, plan in zip(engine.replicas, step, strict=True) if plan]

@@ -115,9 +115,10 @@ def make_prompts(tasks: list[str], tokens: int = 1024) -> tuple[Tokenizer, list[
 def answers(
     prompts: list[dict[str, list[int]]], together: bool = True, tokens: int = 40, **settings: Any
 ) -> list[list[int]]:
-    """Returns the greedy answers to the prompts, which run in one batch if `together`, else one after another."""
+    """Returns the greedy answers to the prompts, which run in one batch if `together`, else one after another. Unless
+    `settings` say otherwise, nothing is drafted: a step that verifies drafts rounds some sums differently."""
     common: dict[str, Any] = {"model": DEMO, "max_num_seqs": len(prompts), "max_num_batched_tokens": 8192, "seed": 0}
-    llm = LLM(**common | settings)
+    llm = LLM(**common | {"speculate": 0} | settings)
     try:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         batches = [prompts] if together else [[prompt] for prompt in prompts]

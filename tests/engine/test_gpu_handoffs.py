@@ -49,6 +49,7 @@ SIZES: dict[str, Any] = {
     "max_model_len": 2048,
     "device_kv_tokens": 16384,
     "host_kv_tokens": 32768,
+    "speculate": 0,
     "load_format": "dummy",
 }
 LENGTHS = (1, 64, 130, 512, 700, 1100, 1500, 1900)

@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": CHUNK_TOKENS,
     "device_kv_tokens": 32_768,
     "host_kv_tokens": 65_536,
+    "speculate": 0,  # drafts would be measured at each start
     "step_timeout": STEP_TIMEOUT_S,
     "progress": False,
 }

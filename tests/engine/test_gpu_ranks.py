@@ -32,6 +32,7 @@ from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
+from hotset.schedule.draft_costs import StepCosts
 
 SPLITS: dict[str, dict[str, int]] = {
     "TP 2": {"tensor_parallel_size": 2},
@@ -43,7 +44,13 @@ SPLITS: dict[str, dict[str, int]] = {
 }
 TIERS = ("off", "auto", "always")
 SEATS = 8
-SMALL: dict[str, Any] = {"max_num_seqs": SEATS, "max_num_batched_tokens": 512, "max_model_len": 1536, "progress": False}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": SEATS,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 1536,
+    "speculate": 0,
+    "progress": False,
+}
 # This pool is so small that requests with long prompts are demoted and promoted, and those with long answers parked.
 POOL: dict[str, Any] = {"device_kv_tokens": 2560}
 HOST: dict[str, Any] = {"host_kv_tokens": 16384}
@@ -118,7 +125,7 @@ def answer_questions(**settings: Any) -> Answered:
     replicas = settings.get("data_parallel_size", 1)
     long, short = range(len(LONG_ANSWERS)), range(len(LONG_ANSWERS), len(prompts))
     answers: list[tuple[int, list[int]]] = []
-    with LLM(DEMO, **SMALL, **settings) as llm:
+    with LLM(DEMO, **(SMALL | settings)) as llm:
         check_graphs(llm, settings)
         for part, limits in ((long, LONG_ANSWERS), (short, [SHORT_ANSWER] * len(short)), (long, counts[: len(long)])):
             params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in limits]
@@ -222,6 +229,28 @@ def test_ranks_on_one_gpu_give_the_retrieval_answers_of_one_process(split: str, 
     assert stats.device_pages_held == stats.host_pages_held == 0
     if "data_parallel_size" not in SPLITS[split]:
         check_checksums(checksums, SPLITS[split])
+
+
+@on_gpu
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("split", ["TP 2", "PP 2", "DP 2"])
+def test_ranks_on_one_gpu_that_draft_give_the_retrieval_answers_of_one_process(split: str, tiers: str) -> None:
+    asked, _, counts = questions()
+    expected = retrieved_by_one_process("cuda")
+    answered = answer_questions(**on_one_gpu(SPLITS[split]), **memory_of(tiers), speculate=3)
+    for question, tokens in answered.answers:
+        assert tokens[: counts[question]] == expected[question], f"question {question}: {asked[question].task}"
+    assert sum(answered.stats.drafts_accepted.values()) > 0
+    assert answered.stats.device_pages_held == answered.stats.host_pages_held == 0
+
+
+@on_gpu
+def test_ranks_on_one_gpu_start_again_without_drafts_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCosts, "pays", lambda costs, drafts: False)
+    expected = retrieved_by_one_process("cuda")
+    answered = answer_questions(**on_one_gpu(SPLITS["TP 2"]), **memory_of("auto"), speculate=None)
+    assert all(tokens[: len(expected[question])] == expected[question] for question, tokens in answered.answers)
+    assert not answered.stats.drafts_verified
 
 
 def forced_logprobs(model: str, lengths: Sequence[int], tokens: int, **settings: Any) -> list[float]:

@@ -334,7 +334,7 @@ class Worker:
             barrier=world.collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
             compiler=grammar_compiler(config, stage.vocab) if self._reports_samples else None,
-            mtp_drafts=config.speculate if config.drafts_by_mtp else 0,
+            mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
             draws_drafts=config.accept == "distribution",
             max_verified=max_decoded(config),
         )

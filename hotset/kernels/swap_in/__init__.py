@@ -41,7 +41,7 @@ def plan(
     The missing positions, in the order of their first occurrence, get the evicted slots in ascending order. On a
     GPU, planning and copying in one call is faster than in two. Raises ConfigError before anything is written if the
     slots cannot hold k positions, if there are too many slots for the maps, if `page_rows` is below 1, if host rows and
-    device rows differ in width or dtype, or, on a GPU, if k exceeds `cuda_impl.MAX_POSITIONS`.
+    device rows differ in width or dtype, or, on a GPU, if k exceeds `MAX_POSITIONS`.
     """
     batch, k = positions.shape
     if k > tables.slots:

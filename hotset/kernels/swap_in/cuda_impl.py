@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError, InternalError
-from hotset.kernels import cuda_source
+from hotset.kernels import MAX_POSITIONS, cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 
@@ -18,7 +18,6 @@ MAX_UNITS = 4  # units that one lane of the planning kernel holds; more would no
 HISTOGRAM_BYTES = (1024 + 22 * 64) * 4  # of ages: BUCKETS words in victims.cu
 ROOMY_TABLE = 4096  # up to this size, the hash table has twice the entries that it needs
 LINE = 128  # bytes of a cache line
-MAX_POSITIONS = 8_192  # per query: the lists of positions are in shared memory
 CLUSTERS_SINCE = 9  # major compute capability of the first GPUs with clusters
 
 

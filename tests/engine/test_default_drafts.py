@@ -1,0 +1,91 @@
+"""How many tokens are drafted if `--speculate` is not given."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotset.base.config import EngineConfig
+from hotset.engine import build
+from hotset.engine.llm import LLM
+from hotset.engine.model_checks import DEFAULT_DRAFTS, with_default_drafts
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+TOPK = json.loads((DEMO / "config.json").read_text())["index_topk"]
+
+
+def drafts(on_gpu: bool = True, **settings: Any) -> int | None:
+    return with_default_drafts(EngineConfig(**{"model": str(DEMO)} | settings), on_gpu=on_gpu).speculate
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, DEFAULT_DRAFTS),
+        ({"tiers": "off"}, DEFAULT_DRAFTS),
+        ({"role": "prefill", "control": "127.0.0.1:0"}, DEFAULT_DRAFTS),  # its rows must be those of a decode worker
+        ({"speculate": 0}, 0),
+        ({"speculate": 1}, 1),
+        ({"hot_slots": 3 * TOPK}, 2),
+        ({"hot_slots": TOPK}, 0),
+        ({"cuda_graphs": "off"}, 0),  # drafting without graphs makes steps slower
+        ({"dtype": "float32"}, 0),  # has no graphs
+        ({"model": "embedded"}, 0),  # has no MTP layer
+    ],
+    ids=str,
+)
+def test_a_gpu_drafts_by_default_where_graphs_hot_buffers_and_model_allow_it(
+    settings: dict[str, Any], expected: int
+) -> None:
+    assert drafts(**settings) == expected
+
+
+def test_a_cpu_drafts_only_if_told_to() -> None:
+    assert drafts(on_gpu=False) == 0 and drafts(on_gpu=False, speculate=2) == 2
+
+
+def test_a_checkpoint_without_the_weights_of_the_layer_drafts_nothing(tmp_path: Path) -> None:
+    """Many converted checkpoints still have the field in their configuration."""
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    index = {"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert drafts(model=str(tmp_path), load_format="dummy") == DEFAULT_DRAFTS
+    assert drafts(model=str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_an_engine_whose_drafts_do_not_pay_starts_again_without_their_layer(
+    pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+
+    def measured(engine: Any, config: EngineConfig, *_: Any) -> bool:
+        built.append(config.max_drafts)
+        return pays
+
+    monkeypatch.setattr(build, "_warm_up", measured)
+    monkeypatch.setattr(build, "with_default_drafts", lambda config, on_gpu: with_default_drafts(config, on_gpu=True))
+    settings: dict[str, Any] = {"model": str(DEMO), "device": "cpu", "device_kv_tokens": 512, "host_kv_tokens": 1024}
+    engine = build.build_engine(EngineConfig(**settings, dtype="bfloat16", max_model_len=256, max_num_seqs=2))
+    try:
+        assert built == ([DEFAULT_DRAFTS] if pays else [DEFAULT_DRAFTS, 0])
+        (replica,) = engine.replicas
+        assert (replica.scheduler._speculation is not None) == pays
+        layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
+        assert engine.executor.pool is not None and engine.executor.pool.shape.layers == layers + pays
+    finally:
+        engine.close()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_demo_model_drafts_by_default_and_gives_the_same_text() -> None:
+    texts = []
+    for settings in ({}, {"speculate": 0}):
+        llm = LLM(model=str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings)
+        try:
+            texts.append([output.outputs[0].text for output in llm.generate(["The capital of France is"] * 2)])
+        finally:
+            llm.close()
+    assert texts[0] == texts[1] and torch.cuda.is_available()
