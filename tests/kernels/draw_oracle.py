@@ -38,28 +38,59 @@ def weight_of(distance: float, temperature: float) -> int:
     return int(power * WEIGHT_ONE) >> whole
 
 
-def token_of(row: Tensor, rule: Rule) -> int:
-    """Returns the token that is drawn from one request's logits [vocab]."""
+def kept_tokens(row: Tensor, rule: Rule) -> dict[int, int]:
+    """Returns the weights of the tokens that a rule keeps, likeliest first. There are none if all logits are -inf."""
     x = row.tolist()
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     if x[order[0]] == -math.inf:
-        return 0
+        return {}
     distances = (row[order[0]] - row).tolist()  # rounded to the dtype of the logits
-    survivors = order[: rule.top_k]
-    weights = [weight_of(distances[token], rule.temperature) for token in survivors]
-    base = sum(weights)
+    weights = {token: weight_of(distances[token], rule.temperature) for token in order[: rule.top_k]}
+    base = sum(weights.values())
     nucleus = base if rule.top_p >= 1.0 else min(base, math.ceil(rule.top_p * base))
-    mass = 0  # of the tokens that are kept
-    for weight in weights:
+    kept: dict[int, int] = {}
+    mass = 0
+    for token, weight in weights.items():
         if mass >= nucleus or weight < rule.min_weight:
             break
+        kept[token] = weight
         mass += weight
-    target = min(int(rule.uniform * mass), mass - 1)
-    for token, weight in zip(survivors, weights, strict=True):
+    return kept
+
+
+def token_of(row: Tensor, rule: Rule) -> int:
+    """Returns the token that is drawn from one request's logits [vocab]."""
+    kept = kept_tokens(row, rule)
+    return _token_at(kept, rule.uniform) if kept else 0
+
+
+def verified_token_of(row: Tensor, draft_row: Tensor, draft: int, rule: Rule, accepts: float, replaces: float) -> int:
+    """Returns the token in the place of `draft`, which was drawn from `draft_row`. Its random numbers are `accepts` and
+    `replaces`."""
+    p, q = (shares_of(kept_tokens(x, rule)) for x in (row, draft_row))
+    if not p:
+        return 0
+    more = {token: p[token] - q.get(token, 0) for token in sorted(p) if p[token] > q.get(token, 0)}
+    if accepts * q.get(draft, 0) < p.get(draft, 0) or not more:
+        return draft
+    return _token_at(more, replaces)
+
+
+def shares_of(weights: dict[int, int]) -> dict[int, int]:
+    """Returns the probabilities of tokens, in units of 2^-52."""
+    total = sum(weights.values())
+    return {token: int(weight * (2**52 / total)) for token, weight in weights.items()}
+
+
+def _token_at(weights: dict[int, int], uniform: float) -> int:
+    """Returns the token whose share of the whole contains `uniform`."""
+    mass = sum(weights.values())
+    target = min(int(uniform * mass), mass - 1)
+    for token, weight in weights.items():
         target -= weight
         if target < 0:
             return token
-    raise AssertionError("the target is less than the mass of the survivors")
+    raise AssertionError("the target is less than the mass of all tokens")
 
 
 def draw_rules(rules: list[Rule], vocab: int, device: str = "cpu") -> tuple[DrawRules, Tensor, Tensor]:

@@ -83,6 +83,14 @@ def record_draw() -> Recorder:
     return recorder
 
 
+def record_acceptance() -> Recorder:
+    ones, temperature = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    rules, logits, recorder = DrawRules(temperature, ones, temperature, ones), torch.zeros(1, 4), Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        draw_cuda.accept_or_replace(logits, logits, ones, rules, ones, ones)
+    return recorder
+
+
 def record_leading() -> Recorder:
     recorder = Recorder()
     with mock.patch.object(cuda_source, "kernel", recorder.kernel):
@@ -117,6 +125,7 @@ CASES = {  # (function that records a launch, bytes of registers that the kernel
     "copy of 37 bytes": (lambda: record_copy(37), 0),
     "page copy": (record_page_copy, 0),
     "draw": (record_draw, 0),
+    "accept or replace": (record_acceptance, 0),
     "leading": (record_leading, 0),
     "sums over 8 ranks in bfloat16": (lambda: record_sums(8, torch.bfloat16), 0),
     "sums over 2 ranks in float32": (lambda: record_sums(2, torch.float32), 0),

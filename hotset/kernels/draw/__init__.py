@@ -1,16 +1,17 @@
 """draw: draws one token for each request from its logits, by temperature, top-k, top-p and min-p.
 
-`leading` lists the likeliest tokens, for log-probabilities.
+`accept_or_replace` verifies drafts that were drawn from other logits. `leading` lists the likeliest tokens, for
+log-probabilities.
 """
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
-from hotset.kernels.draw import reference
+from hotset.kernels.draw import reference, rejection
 from hotset.kernels.draw.random_numbers import draw_key, uniforms
 from hotset.kernels.draw.reference import WEIGHT_ONE, DrawRules
-from hotset.kernels.draw.rejection import DRAWS_DRAFT, accept_or_replace
+from hotset.kernels.draw.rejection import DRAWS_DRAFT
 from hotset.kernels.fast_path import kernels_of
 
 __all__ = ["DRAWS_DRAFT", "WEIGHT_ONE", "DrawRules", "accept_or_replace", "draw", "draw_key", "leading"]
@@ -45,6 +46,30 @@ def draw(
         tokens: Tensor = kernels_of("draw", "cuda_impl").draw(x, rules, keys, positions)
         return tokens
     return reference.draw(x, rules, uniforms(keys, positions))
+
+
+def accept_or_replace(
+    x: Tensor,  # [n, vocab]: the model's logits, as for `draw`
+    draft_logits: Tensor,  # [n, vocab]: the logits from which drafts were drawn, at positions + DRAWS_DRAFT
+    drafts: Tensor,  # [n] int64
+    rules: DrawRules,  # of both draws
+    keys: Tensor,
+    positions: Tensor,  # of the tokens, not of the drafts' random numbers
+    *,
+    truncated: bool,  # see `kept_weights`
+) -> Tensor:  # [n] int64
+    """Returns the tokens: drafts that are accepted, and replacements of the others. They have the distribution of the
+    model's logits, and are drafts as often as this allows. The token of a draft that is EMPTY has no meaning. If all
+    logits of a request are -inf, its token is 0.
+
+    Like the tokens of `draw`, they depend neither on the batch nor on the device. On a GPU, float32 logits use a
+    kernel.
+    """
+    if _has_fast_path(x) and _has_fast_path(draft_logits):
+        kernels = kernels_of("draw", "cuda_impl")
+        tokens: Tensor = kernels.accept_or_replace(x, draft_logits, drafts, rules, keys, positions)
+        return tokens
+    return rejection.accept_or_replace(x, draft_logits, drafts, rules, keys, positions, truncated)
 
 
 def leading(

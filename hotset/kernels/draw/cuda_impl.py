@@ -1,4 +1,4 @@
-"""draw and leading in CUDA C++: constants and launch shapes. One block works for one request."""
+"""draw, accept_or_replace and leading in CUDA C++: constants and launch shapes. One block works for one request."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.draw import MAX_LEADING
 from hotset.kernels.draw.reference import DrawRules
 
-DRAW, LEADING = (Path(__file__).with_name(name) for name in ("draw.cu", "leading.cu"))
+DRAW, ACCEPT, LEADING = (Path(__file__).with_name(name) for name in ("draw.cu", "accept.cu", "leading.cu"))
 BINS = 2048
 
 
@@ -27,6 +27,10 @@ class DrawTuning:
         """The size of `Shared` in places.cu."""
         return 2 * 3 * 4 * BINS + self.threads // 32 * 16 + 56
 
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"THREADS": self.threads, "LOADS": self.loads, "SHARED_BYTES": self.shared_bytes}
+
 
 TUNED = DrawTuning()
 
@@ -36,17 +40,46 @@ def draw(x: Tensor, rules: DrawRules, keys: Tensor, positions: Tensor, tuning: D
     token_ids = torch.empty(n, dtype=torch.int64, device=x.device)
     if n == 0:
         return token_ids
-    constants = {"THREADS": tuning.threads, "LOADS": tuning.loads, "SHARED_BYTES": tuning.shared_bytes}
-    columns = (rules.temperature, rules.top_k, rules.top_p, rules.min_weight, keys, positions)
-    cuda_source.kernel(DRAW, "draw", **constants).launch(
+    cuda_source.kernel(DRAW, "draw", **tuning.constants).launch(
         LaunchShape(n, tuning.threads, tuning.shared_bytes),
         x,
         x.stride(0),
         vocab,
-        *(argument for column in columns for argument in (column, column.stride(0))),
+        *_columns(rules.temperature, rules.top_k, rules.top_p, rules.min_weight, keys, positions),
         token_ids,
     )
     return token_ids
+
+
+def accept_or_replace(
+    x: Tensor,
+    draft_logits: Tensor,
+    drafts: Tensor,
+    rules: DrawRules,
+    keys: Tensor,
+    positions: Tensor,
+    tuning: DrawTuning = TUNED,
+) -> Tensor:
+    n, vocab = x.shape
+    token_ids = torch.empty(n, dtype=torch.int64, device=x.device)
+    if n == 0:
+        return token_ids
+    cuda_source.kernel(ACCEPT, "accept_or_replace", **tuning.constants).launch(
+        LaunchShape(n, tuning.threads, tuning.shared_bytes),
+        x,
+        x.stride(0),
+        draft_logits,
+        draft_logits.stride(0),
+        vocab,
+        *_columns(drafts, rules.temperature, rules.top_k, rules.top_p, rules.min_weight, keys, positions),
+        token_ids,
+    )
+    return token_ids
+
+
+def _columns(*columns: Tensor) -> list[Tensor | int]:
+    """Returns each column [n] and its stride."""
+    return [argument for column in columns for argument in (column, column.stride(0))]
 
 
 def leading(x: Tensor, count: int, tuning: DrawTuning = TUNED) -> Tensor:
@@ -55,7 +88,7 @@ def leading(x: Tensor, count: int, tuning: DrawTuning = TUNED) -> Tensor:
     if n == 0:
         return token_ids
     shared_bytes = tuning.shared_bytes + 8 * MAX_LEADING + 8  # the size of `Listed` in leading.cu
-    constants = {"THREADS": tuning.threads, "LOADS": tuning.loads, "SHARED_BYTES": shared_bytes}
-    kernel = cuda_source.kernel(LEADING, "leading", **constants, MAX_COUNT=MAX_LEADING)
+    constants = tuning.constants | {"SHARED_BYTES": shared_bytes, "MAX_COUNT": MAX_LEADING}
+    kernel = cuda_source.kernel(LEADING, "leading", **constants)
     kernel.launch(LaunchShape(n, tuning.threads, shared_bytes), x, x.stride(0), vocab, count, token_ids)
     return token_ids
