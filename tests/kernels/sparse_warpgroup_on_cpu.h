@@ -96,3 +96,25 @@ static inline void store_matrices(void *at, unsigned a, unsigned b, unsigned c, 
     for (unsigned n = 0; n < 4; ++n) memcpy(rows[current / 32 * 32 + n * 8 + row] + 2 * column, &values[n], 4);
     wait(WARP);
 }
+// The bytes arrive only when the copy is waited for.
+namespace emulated {
+struct Store {
+    void *to;
+    const void *from;
+    unsigned bytes;
+};
+static Store stores[MAX_THREADS];
+}  // namespace emulated
+static inline void begin_store(void *to, const void *from, unsigned bytes) {
+    using namespace emulated;
+    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) {
+        fail("a bulk copy is misaligned");
+    }
+    if (stores[current].to) fail("a thread began a second copy");
+    stores[current] = {to, from, bytes};
+}
+static inline void end_stores() {
+    emulated::Store &mine = emulated::stores[emulated::current];
+    if (mine.to) memcpy(mine.to, mine.from, mine.bytes);
+    mine.to = nullptr;
+}

@@ -67,6 +67,7 @@ CASES = {
     "plain, long tiles": (Case(2, 8, 300), replace(PLAIN_16, block_keys=64, programs_per_sm=1)),
     "plain, gaps between rows": (Case(2, 16, 40, spare_bytes=48), PLAIN_16),
     "plain, 8 splits": (Case(3, 16, 500), replace(PLAIN_16, splits=8)),
+    "plain, 20 splits": (Case(1, 16, 640), replace(PLAIN_16, splits=20)),
     "plain, 2 splits, more heads than a block": (Case(2, 37, 130), replace(PLAIN_32, splits=2)),
     "plain, empty splits": (Case(2, 16, 256, used=40), replace(PLAIN_16, splits=8)),
     "fp8, 16 heads": (Case(2, 16, 400, fp8=True), FP8_16),
@@ -175,6 +176,6 @@ def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def test_merge_compiles_for_sm_90(tmp_path: Path) -> None:
-    options = [*SM_90A, "-std=c++17", "-Werror", "all-warnings", "-DTHREADS=128", "-cubin"]
+    options = [*SM_90A, "-std=c++17", "-Werror", "all-warnings", "-DTHREADS=128", "-DAT_ONCE=16", "-cubin"]
     command = [str(NVCC), *options, str(cuda_impl.MERGE), "-o", str(tmp_path / "merge.cubin")]
     subprocess.run(command, check=True, timeout=240)

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hotset.base.errors import InternalError
-from hotset.base.units import ceil_div
+from hotset.base.units import ceil_div, next_power_of_2
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import Kernel, LaunchShape
 from hotset.kernels.sparse_attention.launch import MAX_SPLITS, RANK, ROPE, WARPGROUP, AttentionShape, LaunchConfig
@@ -16,6 +16,7 @@ FEW_HEADS, MANY_HEADS, MERGE = (
     Path(__file__).with_name(name) for name in ("few_heads.cu", "many_heads.cu", "merge.cu")
 )
 WARPGROUP_SHARED_BYTES = 219 << 10  # the size of `Shared` in many_heads_rows.cu
+MERGED_AT_ONCE = 16  # splits, at most; more would take too many registers
 # The kernel for few heads.
 WARPS = 4
 GROUP = 8  # rows per copy group; the kernel waits for whole groups
@@ -84,7 +85,8 @@ def merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Ten
     if launch.splits > MAX_SPLITS:
         raise InternalError(f"{launch.splits} splits: the merge supports up to {MAX_SPLITS}, one per lane")
     threads = shape.rank // 4
-    kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads)
+    at_once = min(MERGED_AT_ONCE, next_power_of_2(launch.splits))
+    kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads, AT_ONCE=at_once)
     blocks = LaunchShape(shape.queries * shape.heads, threads, dependent_launch=True)
     kernel.launch(blocks, partial, lse, out, shape.heads, launch.splits)
 

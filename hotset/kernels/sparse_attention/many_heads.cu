@@ -33,9 +33,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
     if (role < 2) {
         const Place place = place_of(sizes);
         prepare_barriers(shared);
-        find_end(shared, row_ids + place.query * row_ids_stride, place.first, place.stop);
+        const i64 *const own_ids = row_ids + place.query * row_ids_stride;
+        int entries[ENTRIES_AHEAD];
+        load_entries(entries, own_ids, place.first, place.stop);
         prepare_query(shared, q + place.query * query_stride + place.head_first * head_stride, head_stride,
                       sizes.heads - place.head_first, __uint_as_float(static_cast<u32>(scale_bits)));
+        find_end(shared, entries, own_ids, place.first, place.stop);
     }
     if (role == 0) {
         claim_registers<216>();

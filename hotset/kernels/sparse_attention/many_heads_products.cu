@@ -121,42 +121,58 @@ __device__ __forceinline__ void weigh(float (&scores)[32], const KeyScale (&key_
     }
 }
 
-// Writes sums * factor of the thread's two heads to `out`, which begins at the first latent of the sums.
+// Where a warp writes the sums of its 16 heads, on their way to global memory. Rows are 16 bytes longer than necessary, so
+// that the lanes of a warp write to different banks.
+constexpr int STAGE = 16 * (RANK / 2 * sizeof(float) + 16);
+static_assert(CONSUMERS / 32 * STAGE <= sizeof(Shared::query) + sizeof(Shared::tiles), "");
+
+// Writes sums * factor for the 16 heads of this warp, of which `heads` exist, to `out`, which begins at the first latent of
+// the sums.
 template <class T>
-__device__ __forceinline__ void store_sums(const Sums &sums, const float (&factors)[2], T *out, int heads) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
+__device__ __forceinline__ void store_sums(u8 *stage, const Sums &sums, const float (&factors)[2], T *out, int heads) {
+    constexpr int ROW = RANK / 2 * sizeof(T), ROW_STRIDE = ROW + 16;
+    const int lane = threadIdx.x % 32;
+    u8 *const mine = stage + lane / 4 * ROW_STRIDE + lane % 4 * 2 * sizeof(T);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (row + 8 * half >= heads) continue;
-        T *to = out + (row + 8 * half) * RANK + 2 * (lane % 4);
 #pragma unroll
         for (int n = 0; n < 32; ++n) {
-            store(to + 8 * n, sums[4 * n + 2 * half] * factors[half], sums[4 * n + 2 * half + 1] * factors[half]);
+            T *const to = reinterpret_cast<T *>(mine + half * 8 * ROW_STRIDE + n * 8 * sizeof(T));
+            store(to, sums[4 * n + 2 * half] * factors[half], sums[4 * n + 2 * half + 1] * factors[half]);
         }
     }
+    publish_to_tensor_cores();  // and to the copies
+    __syncwarp();
+    if (lane < min(heads, 16)) begin_store(out + lane * RANK, stage + lane * ROW_STRIDE, ROW);
+    end_stores();
 }
-// Writes the results of a block: `out` as passed to the kernel, `latent` the first latent of the sums.
-__device__ __forceinline__ void store_result(const Sums &sums, const float (&factors)[2], void *out, const Sizes &sizes,
-                                             int latent, bool filled) {
+// Writes the results of a block: `out` as passed to the kernel, `half` that of the latents. Overwrites query and tiles, so
+// all products must have ended. (Without tiles, copies of zeros may still be arriving. But then all sums are 0, too.)
+__device__ __forceinline__ void store_result(Shared &shared, const Sums &sums, const float (&factors)[2], void *out,
+                                             const Sizes &sizes, int half, bool filled) {
     const Place place = place_of(sizes);
-    const i64 part = (place.query * sizes.splits + place.split) * sizes.heads + place.head_first;
-    const int heads = sizes.heads - place.head_first;
+    const int warp = threadIdx.x / 32, head = place.head_first + warp % 4 * 16;
+    const i64 at = ((place.query * sizes.splits + place.split) * sizes.heads + head) * RANK + half * RANK / 2;
+    u8 *const stage = shared.query[0] + warp * STAGE;
     if (sizes.splits == 1) {
-        store_sums(sums, factors, static_cast<u16 *>(out) + part * RANK + latent, heads);
+        store_sums(stage, sums, factors, static_cast<u16 *>(out) + at, sizes.heads - head);
     } else if (filled) {  // the merge does not read the sums of an empty split
-        store_sums(sums, factors, static_cast<float *>(out) + part * RANK + latent, heads);
+        store_sums(stage, sums, factors, static_cast<float *>(out) + at, sizes.heads - head);
     }
 }
 
-// Begins to compute the scores of a tile.
+// Begins to compute the scores of a tile. What other threads have written to the tile is published here and not by them,
+// because they would wait for the rows that they are loading.
 __device__ __forceinline__ void begin_scores(Shared &shared, int tile, float (&scores)[32]) {
     const int buffer = tile % 2, round = tile / 2 % 2;
     const u64 query = description_of(shared.query), keys = description_of(shared.tiles[buffer]);
     wait_for_round(&shared.left_filled[buffer], round);
+    publish_to_tensor_cores();
     begin_products();
 #pragma unroll
     for (int step = 0; step < 16; ++step) multiply_columns<FP8>(scores, query, keys, step, step == 0);
     wait_for_round(&shared.right_filled[buffer], round);
+    publish_to_tensor_cores();
 #pragma unroll
     for (int step = 16; step < 32; ++step) multiply_columns<FP8>(scores, query, keys, step, false);
 #pragma unroll
@@ -206,21 +222,15 @@ __device__ __forceinline__ void attend_left(Shared &shared, const Sizes &sizes, 
     Sums sums = {};
     Totals totals = {{LOWEST, LOWEST}, {0, 0}};
     float scores[32] = {};
-    if (tiles > 0) begin_scores(shared, 0, scores);
-    for (int tile = 0; tile + 1 < tiles; ++tile) {
+    for (int tile = 0; tile < tiles; ++tile) {
+        begin_scores(shared, tile, scores);
         wait_for_products<0>();
         pin(scores);
         begin_sums(shared, tile, lane, scores, factors, totals, sums);
         wait_for_products<0>();
         pin(sums);
         arrive_as_warp(&shared.left_free[tile % 2], lane);
-        begin_scores(shared, tile + 1, scores);
     }
-    wait_for_products<0>();
-    pin(scores);
-    if (tiles > 0) begin_sums(shared, tiles - 1, lane, scores, factors, totals, sums);
-    wait_for_products<0>();
-    pin(sums);
     const Place place = place_of(sizes);
     float inverses[2];
 #pragma unroll
@@ -237,7 +247,7 @@ __device__ __forceinline__ void attend_left(Shared &shared, const Sizes &sizes, 
         }
     }
     wait_for_first(CONSUMERS);
-    store_result(sums, inverses, out, sizes, 0, tiles > 0);
+    store_result(shared, sums, inverses, out, sizes, 0, tiles > 0);
 }
 
 // Computes the sums of the right half of the latents.
@@ -261,7 +271,7 @@ __device__ __forceinline__ void attend_right(Shared &shared, const Sizes &sizes,
     }
     wait_for_first(CONSUMERS);
     const float inverses[2] = {shared.inverse_mass[row], shared.inverse_mass[row + 8]};
-    store_result(sums, inverses, out, sizes, RANK / 2, tiles > 0);
+    store_result(shared, sums, inverses, out, sizes, 1, tiles > 0);
 }
 
 }  // namespace

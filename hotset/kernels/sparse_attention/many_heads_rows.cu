@@ -79,12 +79,26 @@ __device__ __forceinline__ int load_entry(const i64 *row_ids, int at, int stop) 
     return at < stop ? static_cast<int>(row_ids[at]) : -1;
 }
 
+// The first entries that a consumer inspects. They are loaded before the query, so that both arrive together.
+constexpr int ENTRIES_AHEAD = 8;
+__device__ __forceinline__ void load_entries(int (&entries)[ENTRIES_AHEAD], const i64 *row_ids, int first, int stop) {
+#pragma unroll
+    for (int n = 0; n < ENTRIES_AHEAD; ++n) {
+        const int at = first + n * CONSUMERS + threadIdx.x;
+        entries[n] = at < stop ? load_now(row_ids + at) : -1;
+    }
+}
 // Finds how many entries are in [first, stop) up to the last one that is not EMPTY, for `wait_for_tiles`. Called by the
 // consumers.
-__device__ __forceinline__ void find_end(Shared &shared, const i64 *row_ids, int first, int stop) {
+__device__ __forceinline__ void find_end(Shared &shared, const int (&entries)[ENTRIES_AHEAD], const i64 *row_ids, int first,
+                                         int stop) {
     int end = 0;
-#pragma unroll 8
-    for (int at = first + threadIdx.x; at < stop; at += CONSUMERS) {
+#pragma unroll
+    for (int n = 0; n < ENTRIES_AHEAD; ++n) {
+        if (entries[n] >= 0) end = n * CONSUMERS + threadIdx.x + 1;
+    }
+#pragma unroll 1
+    for (int at = first + ENTRIES_AHEAD * CONSUMERS + threadIdx.x; at < stop; at += CONSUMERS) {
         if (row_ids[at] >= 0) end = at + 1 - first;
     }
 #pragma unroll
@@ -198,7 +212,6 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
 #pragma unroll
         for (int block = 0; block < RANK / 64; ++block) {
             if (block == HALF_BLOCKS) {
-                publish_to_tensor_cores();
                 arrive_as_warp(&shared.left_filled[buffer], lane);
                 wait_for_round(&shared.right_free[buffer], round ^ 1);
             }
@@ -222,7 +235,6 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
             load_codes(loaded, row, RANK / 64 - 1, next[row], there[row]);
             load_rope(loaded, row, next[row], there[row]);
         }
-        publish_to_tensor_cores();
         arrive_as_warp(&shared.right_filled[buffer], lane);
     }
 }
@@ -246,7 +258,6 @@ __device__ __forceinline__ void begin_blocks(u8 (&blocks)[BLOCKS][BLOCK], int ke
 // Waits until all but the `left` latest halves that this thread copies have arrived, then passes on the one before those.
 template <int left> __device__ __forceinline__ void pass_on(u64 *filled, int lane) {
     wait_for_copies<left>();
-    publish_to_tensor_cores();
     arrive_as_warp(filled, lane);
 }
 
@@ -304,7 +315,6 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
     }
     wait_for_copies<0>();
     if (tiles == 0) return;
-    publish_to_tensor_cores();
     arrive_as_warp(&shared.right_filled[(tiles - 1) % 2], lane);
 }
 #endif

@@ -1,5 +1,5 @@
 // GPU instructions of Hopper that C++ does not express and that only the kernel for many heads uses: products of a
-// warpgroup's tensor cores, and registers that pass from one warpgroup to another.
+// warpgroup's tensor cores, registers that pass from one warpgroup to another, and copies from shared memory.
 #pragma once
 #include "instructions.cu"
 
@@ -116,6 +116,12 @@ __device__ __forceinline__ uint4 load_16(const u8 *at, bool there) {
                  : "l"(at), "r"(there ? 1 : 0));
     return to;
 }
+// Loads the lower half of a number at this point of the program, not when it is needed.
+__device__ __forceinline__ int load_now(const i64 *at) {
+    int low;
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(low) : "l"(at));
+    return low;
+}
 // Returns the value itself. The compiler keeps it in a register instead of computing it again.
 __device__ __forceinline__ int kept(int value) {
     asm volatile("mov.u32 %0, %0;" : "+r"(value));
@@ -127,6 +133,17 @@ __device__ __forceinline__ void store_matrices(void *at, u32 a, u32 b, u32 c, u3
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)), "r"(a),
                  "r"(b), "r"(c), "r"(d)
                  : "memory");
+}
+// Begins to copy from shared to global memory: multiples of 16 bytes, at multiples of 16 bytes. The writes of other threads
+// must be published, as for tensor cores.
+__device__ __forceinline__ void begin_store(void *to, const void *from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+// Waits until the copies that this thread has begun no longer read shared memory. They end before the launch does.
+__device__ __forceinline__ void end_stores() {
+    asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 #endif
 

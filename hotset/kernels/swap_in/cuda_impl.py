@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError, InternalError
+from hotset.base.units import next_power_of_2
 from hotset.kernels import MAX_POSITIONS, cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
@@ -40,6 +41,7 @@ class SwapInTuning:
         (16, BlockCluster(8, threads=1024)),
         (132, BlockCluster(2)),
     )
+    ahead_batch: int = 16  # largest batch whose plans read ahead what only misses need
     lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
     # Upper limit. 32 blocks keep a PCIe 5 bus busy. More of them slow down the kernels that run beside the copy.
     copy_blocks: int = 32
@@ -82,6 +84,7 @@ def plan(
     threads = tuning.plan_threads if cluster is None else cluster.threads
     constants = _plan_constants(k, tables, words, words_per_page, threads)
     constants |= _cluster_constants(cluster, layer, tuning.lists_at_once if batch > tuning.lists_at_once else 0)
+    constants["AHEAD"] = int(batch <= tuning.ahead_batch)
     copied = layer.arguments() if layer is not None and cluster is not None else (0,) * 5
     kernel = cuda_source.kernel(PLAN, "plan", **constants)
     kernel.launch(
@@ -157,8 +160,8 @@ def _has_clusters(device: torch.device) -> bool:
 
 
 def _plan_constants(k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int) -> dict[str, int]:
-    entries = _next_power_of_2(-(-k // threads))
-    hash_entries = max(_next_power_of_2(k), min(2 * _next_power_of_2(k), ROOMY_TABLE))
+    entries = next_power_of_2(-(-k // threads))
+    hash_entries = max(next_power_of_2(k), min(2 * next_power_of_2(k), ROOMY_TABLE))
     wide = tables.slots % 4 == 0 and words_per_page % 4 == 0 and words.data_ptr() % 16 == 0
     slots_held = -(-tables.slots // threads)
     slots_held = -(-slots_held // 4) * 4 if wide else slots_held
@@ -196,8 +199,3 @@ def _cluster_constants(cluster: BlockCluster | None, layer: _LayerRows | None, l
         "LISTS_AT_ONCE": lists_at_once,
         "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MAX_UNITS // reading["LOADS"])),
     } | reading
-
-
-def _next_power_of_2(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`."""
-    return 1 << max(0, number - 1).bit_length()
