@@ -12,17 +12,19 @@
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
 //   CLUSTER         blocks per query, neighbours in the grid: the first one plans, all of them copy
 //   LISTS_AT_ONCE   the maximum number of queries whose rows are copied at the same time; 0: no limit
+//   AHEAD           1: for small batches, reads what only misses need before it is known whether any row is missing
 //
 // Cost of a plan. It starts with a chain of dependent reads (seat -> pages of its maps -> slot_of), each an L2 miss, so
 // all independent reads are issued at the same time. If rows are missing, barriers and instructions dominate, so misses
 // and victims are first collected in lists and then processed.
 //
 // The blocks of a cluster that do not plan read the planner's lists from its shared memory:
-//     planner    looks up, lists what is missing, finds victims |1| writes results, copies |2|
-//     others                                                    |1| copy                   |2|
-// |1| and |2| are barriers of the cluster. An earlier one, 0, signals that every block has begun. If no row is missing,
-// all blocks exit after barrier 1. To publish its lists at barrier 1, a thread waits for its own writes to global
-// memory. Therefore a planner with missing rows writes its results after it has arrived at barrier 1.
+//     planner    looks up, lists what is missing |1| finds victims |2| writes results |3|
+//     others                                     |1| load rows     |2| store rows     |3|
+// |1| to |3| are barriers of the cluster. An earlier one, 0, signals that every block has begun. If no row is missing,
+// all blocks exit after barrier 1. To publish its lists at a barrier, a thread waits for its own writes to global memory.
+// Therefore a planner with missing rows writes its results after it has arrived at barrier 2. In a cluster of one or two
+// blocks, the planner also copies rows, after that. If queries take turns, all rows are loaded after barrier 2.
 //
 // The host rows of one query lie close together, those of another query elsewhere, and a GPU caches the address
 // translations of only a few gigabytes of host memory. Large batches therefore copy the rows of a few queries at a
@@ -168,6 +170,8 @@ struct Planner {
     int position[ENTRIES];
     int slot[ENTRIES];        // 0 if not looked up, EMPTY if missing
     unsigned place[ENTRIES];  // hash table entry of a missing position
+    unsigned host_page[ENTRIES];  // of a missing position; with AHEAD, of every position that is looked up
+    unsigned age[SLOTS_HELD];     // of this thread's slots: first their stamps, then `stamp` minus these
     unsigned missing;
     bool rows_are_written;  // by `page_table_lookup`: always, except for a tiered seat
 
@@ -214,14 +218,19 @@ struct Planner {
         tail_first = in.ignore_tail ? 0x7fffffff : max(0, stamp / PAGE_ROWS - 1) * PAGE_ROWS;
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) slot[i] = is_looked_up(i) ? __ldcg(maps.slot_of(position[i], page[i])) : 0;
+        const i64 *host_pages = in.host_pages + seat * in.host_pages_stride;
+        if (AHEAD) {
+#pragma unroll
+            for (int i = 0; i < ENTRIES; ++i) load_host_page(i, host_pages, is_looked_up(i));
+            maps.read_stamps(age);
+        }
         shared.slot_pages[thread] = slot_page;
-        if (mark_hits()) list_missing(in.host_pages + seat * in.host_pages_stride);
+        if (mark_hits()) list_missing(host_pages);
     }
 
     // Finds the slots for the missing rows.
     __device__ __forceinline__ void choose_slots() {
-        unsigned age[SLOTS_HELD];  // of this thread's slots: first their stamps, then `stamp` minus these
-        maps.read_stamps(age);
+        if (!AHEAD) maps.read_stamps(age);
 #pragma unroll
         for (int start = 0; start < SLOTS; start += THREADS * 8) {
             const int at = start + threadIdx.x * 8;
@@ -310,6 +319,10 @@ struct Planner {
         }
     }
 
+    __device__ __forceinline__ void load_host_page(int i, const i64 *host_pages, bool needed) {
+        if (needed) host_page[i] = load_now(host_pages + position[i] / PAGE_ROWS);
+    }
+
     // Marks the slots of the hits as used. Returns to all threads whether any row is missing. Ends with a barrier.
     __device__ __forceinline__ bool mark_hits() {
         bool any_missed = false;
@@ -327,12 +340,11 @@ struct Planner {
 
     // Numbers the distinct missing positions in list order.
     __device__ __forceinline__ void list_missing(const i64 *host_pages) {
-        unsigned host_page[ENTRIES];
+        if (!AHEAD) {
 #pragma unroll
-        for (int i = 0; i < ENTRIES; ++i) {
-            if (slot[i] == EMPTY) host_page[i] = load_now(host_pages + position[i] / PAGE_ROWS);
+            for (int i = 0; i < ENTRIES; ++i) load_host_page(i, host_pages, slot[i] == EMPTY);
+            maps.bring_stamps_to_l2();
         }
-        maps.bring_stamps_to_l2();
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
             if (slot[i] == EMPTY) place[i] = claim(shared, position[i], list_index(i));
@@ -386,30 +398,37 @@ template <class T> __device__ __forceinline__ T read(const T *address) {
     return CLUSTER > 1 ? read_in_block(0, address) : *address;
 }
 
-// The rows of the planner's list are assigned to the warps of the cluster one after the other. The warps of the planner
-// come last, because they also write the results.
+// The rows of the planner's list are assigned to the warps of the blocks that copy, one after the other. If the planner
+// copies, its warps come last, because they also write the results.
 struct Share {
-    static constexpr unsigned WARPS_IN_ALL = CLUSTER * WARPS;
+    static constexpr unsigned COPIERS = CLUSTER > 2 ? CLUSTER - 1 : CLUSTER, WARPS_IN_ALL = COPIERS * WARPS;
     const Shared &shared;
     const Layer &layer;
     const unsigned count;
     unsigned nth;  // next row for this warp
+    Rows rows;
 
     __device__ __forceinline__ Share(const Shared &given_shared, const Layer &given_layer)
-        : shared(given_shared), layer(given_layer), count(given_shared.missing),
-          nth(threadIdx.x / 32 * CLUSTER + (CLUSTER - 1 - blockIdx.x % CLUSTER)) {}
+        : shared(given_shared), layer(given_layer),
+          count(CLUSTER - 1 - blockIdx.x % CLUSTER < COPIERS ? given_shared.missing : 0),
+          nth(threadIdx.x / 32 * COPIERS + (CLUSTER - 1 - blockIdx.x % CLUSTER)) {}
 
-    __device__ __forceinline__ void copy() {
-        for (; nth < count; nth += WARPS_IN_ALL * ROWS_AT_ONCE) {
-            Rows rows;
-            i64 target[ROWS_AT_ONCE];
+    // Begins to load the next rows of this warp.
+    __device__ __forceinline__ void begin_loads() {
+        if (nth >= count) return;
 #pragma unroll
-            for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-                const unsigned at = entry(r);
-                const i64 row = row_at(read(shared.host_pages + at), read(shared.wanted + at) % PAGE_ROWS);
-                rows.set_source(r, layer, row, nth + r * WARPS_IN_ALL < count);
-            }
-            rows.begin_loads(layer);
+        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+            const unsigned at = entry(r);
+            const i64 row = row_at(read(shared.host_pages + at), read(shared.wanted + at) % PAGE_ROWS);
+            rows.set_source(r, layer, row, nth + r * WARPS_IN_ALL < count);
+        }
+        rows.begin_loads(layer);
+    }
+
+    // Stores these rows and copies the others. The victims must be known.
+    __device__ __forceinline__ void finish() {
+        while (nth < count) {
+            i64 target[ROWS_AT_ONCE];
 #pragma unroll
             for (int r = 0; r < ROWS_AT_ONCE; ++r) {
                 const unsigned at = entry(r);
@@ -417,6 +436,8 @@ struct Share {
                 target[r] = row_at(read(shared.slot_pages_taken + at), slot % PAGE_ROWS);
             }
             rows.put(layer, target);
+            nth += WARPS_IN_ALL * ROWS_AT_ONCE;
+            begin_loads();
         }
     }
 
@@ -470,7 +491,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     unsigned turn = 0;
     if (misses && threadIdx.x == 0) turn = take_turn(turns);
 #endif
-    if (misses) planner.choose_slots();
 #if COPIES
     wait();
     if (misses && threadIdx.x == 0) {
@@ -482,23 +502,36 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
 #endif
         }
     }
-    arrive(misses);  // 1
+    arrive(misses);  // 1: the missing positions are listed
+    if (misses) {
+        planner.choose_slots();
+        wait();
+        arrive(true);  // 2: the victims are known
+    }
     if (plans) planner.write_results();
     if (plans && !misses) return;
-    wait();
+    if (!plans) wait();  // for 1
     if (shared.missing == 0) return;
+    const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
+    Share share(shared, layer);
+    if (!plans) {
+        if (!LISTS_AT_ONCE) share.begin_loads();
+        arrive(false);
+    }
+    wait();  // for 2
 #if LISTS_AT_ONCE
     if (threadIdx.x == 0) wait_until_over(turns, shared.turn - LISTS_AT_ONCE);
     __syncthreads();
 #endif
-    const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
-    Share(shared, layer).copy();
-    arrive(false);  // 2: this block no longer reads the lists
+    if (plans || LISTS_AT_ONCE) share.begin_loads();
+    share.finish();
+    arrive(false);  // 3: this block no longer reads the lists
     if (plans) wait();
 #if LISTS_AT_ONCE
     if (plans && threadIdx.x == 0) end_turn(turns);
 #endif
 #else
+    if (misses) planner.choose_slots();
     planner.write_results();
 #endif
 }
