@@ -29,8 +29,8 @@ Columns:
   collectives    calls in a step, each of which adds its latency; the last column leaves the latencies out, too
 
 Bars (required results): with tiers off and 16 requests or more, a step takes at most 1.35 times its bytes ms; the
-prompt takes at most twice the time of its products; the best tokens/s with tiers auto is at least 1.9 times (32k) and
-2.6 times (128k) that with tiers off for DeepSeek-V3.2, 2.7 and 4.3 times for GLM-5.2. Requests with shared host pages
+prompt takes at most twice the time of its products; the best tokens/s with tiers auto is at least 2.2 times (32k) and
+3.0 times (128k) that with tiers off for DeepSeek-V3.2, 3.2 and 5.0 times for GLM-5.2. Requests with shared host pages
 count only at 128k, those with a shared prefix never.
 
 Requires a GPU with 141 GB (H200). Results are written after every case. A case that --seconds would cut off is skipped.
@@ -82,10 +82,10 @@ DEFAULT_WORKSPACE = 6 * GIB  # if no prompt was computed, whose peak would be kn
 FIRST_CASE_S = 30.0  # expected seconds of a case, until one has taken longer
 STEP_BAR, STEP_BAR_REQUESTS, PREFILL_BAR = 1.35, 16, 2.0
 TIERS_BARS = {
-    ("deepseek-v3.2", 32768): 1.9,
-    ("deepseek-v3.2", 131072): 2.6,
-    ("glm-5.2", 32768): 2.7,
-    ("glm-5.2", 131072): 4.3,
+    ("deepseek-v3.2", 32768): 2.2,
+    ("deepseek-v3.2", 131072): 3.0,
+    ("glm-5.2", 32768): 3.2,
+    ("glm-5.2", 131072): 5.0,
 }
 HIDDEN_COLUMNS = (
     "model",
