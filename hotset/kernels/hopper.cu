@@ -38,7 +38,8 @@ __device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
 __device__ __forceinline__ void wait_for_first(int threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
-// Makes this thread's earlier writes to shared memory visible to tensor cores, once the block has passed a barrier.
+// Makes writes to shared memory visible to tensor cores and bulk copies that begin later: those that this thread has made,
+// once the block has passed a barrier, and those of others that it has waited for.
 __device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Begins a batch of products: must stand between the last write of a register that they read and their first.

@@ -176,3 +176,8 @@ def test_two_blocks_of_a_typical_plan_fit_on_a_multiprocessor() -> None:
         shape = record_plan(2048, slots, 10496, 128, 656).shape
         # Each block occupies 1 KiB of shared memory more than it requests.
         assert shape is not None and 2 * (shape.shared_bytes + 1024) <= 228 << 10
+
+
+def test_plans_without_copies_use_one_kernel_whatever_the_batch() -> None:
+    """Start-up compiles it for one request. Requests that leave their tails together must not wait for a compiler."""
+    assert record_plan(2048, 4096, 10496).constants == record_plan(2048, 4096, 10496, batch=64).constants

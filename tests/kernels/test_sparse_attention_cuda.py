@@ -127,6 +127,17 @@ def test_emulated_kernel_equals_the_reference(name: str) -> None:
 
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+def test_the_merge_does_not_hide_nan() -> None:
+    case, launch = Case(2, 16, 640), replace(PLAIN_16, splits=20)
+    partial, lse = torch.randn(2, 20, 16, 512), torch.randn(2, 20, 16)
+    lse[0, 17, 3] = float("nan")
+    out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
+    with mock.patch.object(cuda_source, "kernel", emulated):
+        cuda_impl.merge(case.shape, launch, partial, lse, out)
+    assert bool(out[0, 3].isnan().all()) and int(out.isnan().sum()) == 512
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_earlier_sums_of_many_heads_shrink_when_a_much_larger_score_appears(fp8: bool) -> None:
     """Sums are multiplied only when a score exceeds the earlier ones by more than 8, which random rows seldom do."""

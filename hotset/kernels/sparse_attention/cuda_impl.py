@@ -30,6 +30,8 @@ def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, .
     if (shape.rank, shape.rope) != (RANK, ROPE):
         raise InternalError(f"{launch} for {shape}")
     q, rows, row_ids, out, lse = tensors
+    if out.data_ptr() % 16:
+        raise InternalError(f"the results begin at {out.data_ptr()}, which is no multiple of 16 bytes")
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:  # the kernels read up to 16 bytes at a time
         q = q.contiguous()
     kernel, threads, shared_bytes = (_many_heads if launch.kernel == "warpgroup" else _few_heads)(shape, launch)

@@ -90,14 +90,14 @@ PORTABLE = {
 WARPGROUP = LaunchConfig("warpgroup", WARPGROUP_HEADS, WARPGROUP_KEYS, warps=WARPGROUP_WARPS)
 HOPPER = {
     (False, 16): LaunchConfig("cuda", 16, 32, warps=4, programs_per_sm=2),
-    (False, 32): WARPGROUP,  # up to 1.3 times as fast as the other, although half of its products are unused
+    (False, 32): WARPGROUP,  # in large batches up to 1.3 times as fast, although half of its products are unused
     (False, 64): WARPGROUP,
     (True, 16): LaunchConfig("cuda", 16, 32, warps=4, programs_per_sm=2),
     (True, 32): LaunchConfig("cuda", 32, 32, warps=4, programs_per_sm=2),
     (True, 64): WARPGROUP,
 }
-# By fp8 rows: up to so many blocks of 16 heads, the kernel for few heads is faster than that for many. It begins
-# sooner, and the GPU still has room for several splits of every block.
+# By fp8 rows: up to so many blocks of 16 heads, these are faster than blocks of 32 and 64. They begin sooner, and the
+# GPU still has room for several splits of every block.
 MAX_SMALL_BLOCKS = {False: 8, True: 16}
 
 

@@ -121,16 +121,17 @@ __device__ __forceinline__ void weigh(float (&scores)[32], const KeyScale (&key_
     }
 }
 
-// Where a warp writes the sums of its 16 heads, on their way to global memory. Rows are 16 bytes longer than necessary, so
-// that the lanes of a warp write to different banks.
-constexpr int STAGE = 16 * (RANK / 2 * sizeof(float) + 16);
+// The bytes of shared memory in which a warp collects the sums of its 16 heads, on their way to global memory. Rows are
+// longer than necessary, so that lanes that write at the same time write to different banks.
+template <class T> constexpr int STAGE_ROW = (RANK / 2 + 8) * sizeof(T);
+constexpr int STAGE = 16 * STAGE_ROW<float>;
 static_assert(CONSUMERS / 32 * STAGE <= sizeof(Shared::query) + sizeof(Shared::tiles), "");
 
 // Writes sums * factor for the 16 heads of this warp, of which `heads` exist, to `out`, which begins at the first latent of
 // the sums.
 template <class T>
 __device__ __forceinline__ void store_sums(u8 *stage, const Sums &sums, const float (&factors)[2], T *out, int heads) {
-    constexpr int ROW = RANK / 2 * sizeof(T), ROW_STRIDE = ROW + 16;
+    constexpr int ROW_STRIDE = STAGE_ROW<T>;
     const int lane = threadIdx.x % 32;
     u8 *const mine = stage + lane / 4 * ROW_STRIDE + lane % 4 * 2 * sizeof(T);
 #pragma unroll
@@ -141,9 +142,9 @@ __device__ __forceinline__ void store_sums(u8 *stage, const Sums &sums, const fl
             store(to, sums[4 * n + 2 * half] * factors[half], sums[4 * n + 2 * half + 1] * factors[half]);
         }
     }
-    publish_to_tensor_cores();  // and to the copies
+    publish_to_tensor_cores();  // and to bulk copies
     __syncwarp();
-    if (lane < min(heads, 16)) begin_store(out + lane * RANK, stage + lane * ROW_STRIDE, ROW);
+    if (lane < min(heads, 16)) begin_store(out + lane * RANK, stage + lane * ROW_STRIDE, RANK / 2 * sizeof(T));
     end_stores();
 }
 // Writes the results of a block: `out` as passed to the kernel, `half` that of the latents. Overwrites query and tiles, so
@@ -260,6 +261,7 @@ __device__ __forceinline__ void attend_right(Shared &shared, const Sizes &sizes,
         const u64 weights = description_of(shared.tiles[buffer][ROPE_BLOCK]);
         const u64 latents = description_of(shared.tiles[buffer][HALF_BLOCKS]);
         wait_for_round(&shared.weighed[buffer], round);
+        publish_to_tensor_cores();  // the tile, whose right half the other warpgroup has waited for, and the weights
         shrink_sums(sums, shared.shrinks[buffer][row], shared.shrinks[buffer][row + 8]);
         begin_products();
 #pragma unroll

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
             const float of_split = __shfl_sync(ALL, share, static_cast<int>(first) + n);
-            if (!(of_split > 0)) continue;
+            if (of_split == 0) continue;  // empty or beyond the last; NaN is not hidden
             sum.x += of_split * parts[n].x, sum.y += of_split * parts[n].y;
             sum.z += of_split * parts[n].z, sum.w += of_split * parts[n].w;
         }

@@ -116,7 +116,7 @@ __device__ __forceinline__ uint4 load_16(const u8 *at, bool there) {
                  : "l"(at), "r"(there ? 1 : 0));
     return to;
 }
-// Loads the lower half of a number at this point of the program, not when it is needed.
+// Loads the lower half of a number that is not written during the launch, at this point of the program.
 __device__ __forceinline__ int load_now(const i64 *at) {
     int low;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(low) : "l"(at));
@@ -134,8 +134,8 @@ __device__ __forceinline__ void store_matrices(void *at, u32 a, u32 b, u32 c, u3
                  "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
-// Begins to copy from shared to global memory: multiples of 16 bytes, at multiples of 16 bytes. The writes of other threads
-// must be published, as for tensor cores.
+// Begins to copy from shared to global memory: multiples of 16 bytes, at multiples of 16 bytes. What is copied must be
+// published, as for tensor cores.
 __device__ __forceinline__ void begin_store(void *to, const void *from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
                  "r"(bytes)

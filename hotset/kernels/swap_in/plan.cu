@@ -10,7 +10,7 @@
 //   TAIL_PAGES      per seat
 //   WIDE            1: reads four words of the maps at once; SLOTS, SLOTS_HELD, WORDS_PER_PAGE are multiples of 4
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
-//   CLUSTER         blocks per query, neighbours in the grid: the first one plans, all of them copy
+//   CLUSTER         blocks per query, neighbours in the grid: the first one plans, the others copy
 //   LISTS_AT_ONCE   the maximum number of queries whose rows are copied at the same time; 0: no limit
 //   AHEAD           1: for small batches, reads what only misses need before it is known whether any row is missing
 //
@@ -492,7 +492,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     if (misses && threadIdx.x == 0) turn = take_turn(turns);
 #endif
 #if COPIES
-    wait();
+    wait();  // for 0
     if (misses && threadIdx.x == 0) {
 #pragma unroll
         for (int member = 0; member < CLUSTER; ++member) {
@@ -505,7 +505,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     arrive(misses);  // 1: the missing positions are listed
     if (misses) {
         planner.choose_slots();
-        wait();
+        wait();        // for 1
         arrive(true);  // 2: the victims are known
     }
     if (plans) planner.write_results();
@@ -516,7 +516,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     Share share(shared, layer);
     if (!plans) {
         if (!LISTS_AT_ONCE) share.begin_loads();
-        arrive(false);
+        arrive(false);  // 2
     }
     wait();  // for 2
 #if LISTS_AT_ONCE
