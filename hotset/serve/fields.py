@@ -40,6 +40,7 @@ IGNORED: Mapping[str, str] = {
     "max_tool_calls": "limits the tools that a server runs, and this one runs none",
     "client_metadata": "labels the request (Codex)",
     # Anthropic
+    "billing_policy": "nobody is billed",
     "cache_control": "the prefix cache needs no marks",
     "diagnostics": "a hint for debugging",
     "user_profile_id": "names the end user",
