@@ -28,17 +28,13 @@ from report import Bar, make_parser, report, write_json
 
 BAR = 1.25
 START_SECONDS = 100.0
-SETTINGS = [
-    "--max-model-len",
-    "8192",
-    "--device-kv-tokens",
-    "65536",
-    "--host-kv-tokens",
-    "131072",
-    "--max-num-seqs",
-    "16",
-]
-SETTINGS += ["--speculate", "0"]
+SETTINGS = {
+    "max-model-len": 8192,
+    "device-kv-tokens": 65536,
+    "host-kv-tokens": 131072,
+    "max-num-seqs": 16,
+    "speculate": 0,
+}
 
 
 @contextmanager
@@ -55,7 +51,7 @@ def server(model: str, *flags: str) -> Iterator[str]:
             "0",
             "--drain-seconds",
             "1",
-            *SETTINGS,
+            *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))),
             *flags,
         ]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -77,15 +77,19 @@ def build_engine(
     devices = place_workers(config)
     chosen = with_default_drafts(config, on_gpu=devices[0].is_gpu)
     engine, drafts_pay = _build(chosen, devices, show, wake, advance)
+    if drafts_pay:
+        return engine
     # Workers of a handoff keep the MTP layer: all of them must have the same layers.
-    if config.speculate is None and not drafts_pay and config.role == "both":
-        LOGGER.info("drafts do not pay on this machine: starting again without the MTP layer (as with --speculate 0)")
-        engine.close()
-        del engine  # and the memory that it holds
-        gc.collect()
-        if devices[0].is_gpu:
-            torch.cuda.empty_cache()
-        engine, _ = _build(replace(config, speculate=0), devices, show, wake, advance)
+    if config.speculate is not None or config.role != "both":
+        LOGGER.warning("--speculate %d does not pay on this machine; use --speculate 0", chosen.max_drafts)
+        return engine
+    LOGGER.info("drafts do not pay on this machine: starting again without the MTP layer (as with --speculate 0)")
+    engine.close()
+    del engine  # and the memory that it holds
+    gc.collect()
+    if devices[0].is_gpu:
+        torch.cuda.empty_cache()
+    engine, _ = _build(replace(config, speculate=0), devices, show, wake, advance)
     return engine
 
 

@@ -64,10 +64,6 @@ def _log(costs: StepCosts, max_drafts: int) -> None:
     shares = likely_shares(max_drafts)
     chosen = ", ".join(f"{number}: {costs.best_drafts(number, shares)}" for number in costs.requests)
     LOGGER.info("drafts of each request, by the number of requests that decode: %s", chosen)
-    if not costs.pays(max_drafts):
-        LOGGER.warning(
-            "--speculate %d does not pay on this machine; --speculate 0 would save what its layer takes", max_drafts
-        )
 
 
 def _step(requests: int, start: int, drafts: Sequence[int], limit: int | None) -> Plan:

@@ -55,9 +55,9 @@ def test_a_checkpoint_without_the_weights_of_the_layer_drafts_nothing(tmp_path: 
     assert drafts(model=str(tmp_path)) == 0
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_an_engine_whose_drafts_do_not_pay_starts_again_without_their_layer(
-    pays: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("given", "pays"), [(None, True), (None, False), (2, False)])
+def test_an_engine_whose_default_drafts_do_not_pay_starts_again_without_their_layer(
+    given: int | None, pays: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     built: list[int] = []
 
@@ -68,13 +68,16 @@ def test_an_engine_whose_drafts_do_not_pay_starts_again_without_their_layer(
     monkeypatch.setattr(build, "_warm_up", measured)
     monkeypatch.setattr(build, "with_default_drafts", lambda config, on_gpu: with_default_drafts(config, on_gpu=True))
     settings: dict[str, Any] = {"model": str(DEMO), "device": "cpu", "device_kv_tokens": 512, "host_kv_tokens": 1024}
-    engine = build.build_engine(EngineConfig(**settings, dtype="bfloat16", max_model_len=256, max_num_seqs=2))
+    settings |= {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 2, "speculate": given}
+    engine = build.build_engine(EngineConfig(**settings))
+    kept = pays or given is not None
     try:
-        assert built == ([DEFAULT_DRAFTS] if pays else [DEFAULT_DRAFTS, 0])
+        assert built == ([given or DEFAULT_DRAFTS] if kept else [DEFAULT_DRAFTS, 0])
         (replica,) = engine.replicas
-        assert (replica.scheduler._speculation is not None) == pays
+        assert (replica.scheduler._speculation is not None) == kept
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
-        assert engine.executor.pool is not None and engine.executor.pool.shape.layers == layers + pays
+        assert engine.executor.pool is not None and engine.executor.pool.shape.layers == layers + kept
+        assert ("--speculate 2 does not pay" in caplog.text) == (given is not None)
     finally:
         engine.close()
 

@@ -54,7 +54,6 @@ def small_tuning(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_i
     return cuda_impl.SwapInTuning(
         plan_threads=64,
         clusters=smaller,
-        ahead_batch=2,
         lists_at_once=2,
         copy_blocks=3,
         copy_threads=64,
@@ -377,7 +376,7 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 def test_a_cluster_may_have_any_number_of_blocks(blocks: int, lists_at_once: int) -> None:
     """Without turns, the other blocks of a cluster load rows before the planner has found victims."""
     tuning = small_tuning((9, cuda_impl.BlockCluster(blocks)))
-    op = CudaOnCpu(replace(tuning, lists_at_once=lists_at_once, ahead_batch=lists_at_once))
+    op = CudaOnCpu(replace(tuning, lists_at_once=lists_at_once))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     model = SwapInModel(shape, seed=22, full=True)
     for _ in range(6):

@@ -41,7 +41,6 @@ class SwapInTuning:
         (16, BlockCluster(8, threads=1024)),
         (132, BlockCluster(2)),
     )
-    ahead_batch: int = 16  # largest batch whose plans, if they also copy, read ahead what only misses need
     lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
     # Upper limit. 32 blocks keep a PCIe 5 bus busy. More of them slow down the kernels that run beside the copy.
     copy_blocks: int = 32
@@ -84,7 +83,6 @@ def plan(
     threads = tuning.plan_threads if cluster is None else cluster.threads
     constants = _plan_constants(k, tables, words, words_per_page, threads)
     constants |= _cluster_constants(cluster, layer, tuning.lists_at_once if batch > tuning.lists_at_once else 0)
-    constants["AHEAD"] = int(cluster is not None and batch <= tuning.ahead_batch)
     copied = layer.arguments() if layer is not None and cluster is not None else (0,) * 5
     kernel = cuda_source.kernel(PLAN, "plan", **constants)
     kernel.launch(

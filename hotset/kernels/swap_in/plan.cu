@@ -12,7 +12,6 @@
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
 //   CLUSTER         blocks per query, neighbours in the grid: the first one plans, the others copy
 //   LISTS_AT_ONCE   the maximum number of queries whose rows are copied at the same time; 0: no limit
-//   AHEAD           1: for small batches, reads what only misses need before it is known whether any row is missing
 //
 // Cost of a plan. It starts with a chain of dependent reads (seat -> pages of its maps -> slot_of), each an L2 miss, so
 // all independent reads are issued at the same time. If rows are missing, barriers and instructions dominate, so misses
@@ -40,6 +39,12 @@
 
 namespace {
 
+// A small batch that also copies reads what only misses need before it is known whether any row is missing.
+#if COPIES && !LISTS_AT_ONCE
+constexpr bool AHEAD = true;
+#else
+constexpr bool AHEAD = false;
+#endif
 constexpr unsigned NONE = ~0u;       // a free entry of the hash table
 constexpr int GROUP = WIDE ? 4 : 1;  // words of the maps per read
 constexpr int GROUPS = SLOTS_HELD / GROUP;
