@@ -151,9 +151,19 @@ def test_norm_on_a_gpu_equals_the_reference(dtype: torch.dtype, tokens: int, wid
         got = rms_norm(wide.cuda()[:, 8:], weight.cuda(), EPS)
         got_total, got_sum_normed = add_rms_norm(wide.cuda()[:, 8:], delta.cuda(), weight.cuda(), EPS)
         assert torch.equal(got_total.cpu(), total)
-        # The kernel sums in another order. Therefore one bf16 value in thousands may be rounded the other way, which
-        # changes the value by at most 2**-7 of itself.
-        assert error(got, expected) < 3e-4 and error(got_sum_normed, expected_sum_normed) < 3e-4
+        assert_same_but_for_rounding(got, expected)
+        assert_same_but_for_rounding(got_sum_normed, expected_sum_normed)
+
+
+def assert_same_but_for_rounding(got: Tensor, expected: Tensor) -> None:
+    """The kernel sums in another order. Therefore one bf16 value in thousands may be rounded the other way before it is
+    multiplied by the weight, and the product too: this changes it by less than 2**-6 of itself."""
+    if expected.dtype != BF16:
+        assert error(got, expected) < 1e-5
+        return
+    difference = (got.cpu().double() - expected.double()).abs()
+    assert bool((difference <= expected.double().abs() * 2**-6).all())
+    assert int((difference > 0).sum()) <= 1 + expected.numel() // 100
 
 
 @pytest.mark.gpu
