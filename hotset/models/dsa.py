@@ -14,6 +14,7 @@ from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import Selected, View
+from hotset.models.beside import Beside, beside
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.layers import (
     RmsNorm,
@@ -48,10 +49,14 @@ class Indexer:
         name, shape = f"{prefix}.weights_proj.weight", (spec.heads, model.hidden)
         self._head_weights = Fp32Linear(load_fp32(weights, name, shape, self._norm_weight), spec.heads**-0.5)
 
+    def head_weights(self, x: Tensor) -> Beside[Tensor]:  # [tokens, hidden] -> [tokens, heads]
+        """Begins to compute the weights of the heads, which need nothing but the input of the layer."""
+        return beside(lambda: self._head_weights(x), x.device)
+
     def __call__(
         self,
         layer: int,
-        x: Tensor,  # [tokens, hidden]
+        head_weights: Beside[Tensor],
         query: Tensor,  # [tokens, heads * head_dim]
         key: Tensor,  # [tokens, head_dim]
         rotation: Rotation,
@@ -72,7 +77,7 @@ class Indexer:
             segments.positions,
         )
         q = rotate(query.unflatten(1, (spec.heads, spec.head_dim)), rotation, spec.interleaved_rope)
-        weights, scale = self._head_weights(x), spec.head_dim**-0.5
+        weights, scale = head_weights.join(), spec.head_dim**-0.5
         positions = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
         selected = []
         for part in view.parts:
@@ -136,22 +141,27 @@ class DsaAttention:
     ) -> tuple[Tensor, Tensor]:
         """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer, or if not
         `selects`."""
-        spec = self._spec
         q_down, *index_key, kv_down = self._down(x).split(self._down_sizes, dim=1)
         q_up, *index_query = self._up(self._q_norm(q_down)).split(self._up_sizes, dim=1)
-        q = q_up.unflatten(1, (self._heads, spec.nope_dim + spec.rope_dim))
-        new = view.new_rows(self._layer)
-        mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
 
-        if self._indexer is not None and selects:
-            positions, selected = self._indexer(self._layer, x, index_query[0], index_key[0], rotation, view)
+        def append_and_project() -> Tensor:  # what selection does not need
+            new = view.new_rows(self._layer)
+            mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
+            return rope_query(q_up.unflatten(1, (self._heads, -1)), self._key_up, rotation)
+
+        indexer = self._indexer if selects else None
+        head_weights = None if indexer is None else indexer.head_weights(x)
+        query = beside(append_and_project, x.device)
+        if indexer is not None and head_weights is not None:
+            positions, selected = indexer(self._layer, head_weights, index_query[0], index_key[0], rotation, view)
         else:
             assert previous is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
             positions, selected = previous, [view.select(self._layer, previous)]
+        q = query.join()
         if self._decodes_contexts and selected[0].layout.quantised:
             contexts = view.short_contexts(self._layer)
             selected = selected if contexts is None else [contexts.decoded(positions)]
-        attended = self._attend(rope_query(q, self._key_up, rotation), selected)
+        attended = self._attend(q, selected)
         values = per_head_matmul(attended, self._value_up)  # [tokens, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions
 
