@@ -4,6 +4,7 @@
 //   THREADS  of a block
 //   CLUSTER  blocks of a cluster; may be left out
 #pragma once
+#include "early_launch/launches.cu"
 
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
@@ -32,20 +33,6 @@ __device__ __forceinline__ int load_now(const i64 *address) {
 
 __device__ __forceinline__ void bring_to_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// In a dependent launch, waits until all earlier launches are finished and visible. Otherwise does nothing.
-__device__ __forceinline__ void wait_for_earlier_launches() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the next launch begin early if it is a dependent launch, which itself waits until this launch has finished.
-__device__ __forceinline__ void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // The barrier of a cluster. If a thread arrives with `published`, the writes that it made before are visible to the

@@ -28,7 +28,7 @@ class LaunchShape:
     threads: int  # per block
     shared_bytes: int = 0  # dynamic, per block
     # Programmatic dependent launch: the kernel may start before the previous one on the stream has ended. It must wait
-    # for the previous one itself (griddepcontrol.wait) before it reads that kernel's results.
+    # itself (griddepcontrol.wait), in every block, as hotset/kernels/early_launch says.
     dependent_launch: bool = False
 
 
@@ -92,7 +92,7 @@ def compile_source(source: Path, constants: dict[str, int], arch: str) -> Any:
         arch=arch,
         std="c++17",
         define_macro=macros or None,
-        include_path=str(source.parent),
+        include_path=[str(source.parent), str(Path(__file__).parent)],
     )
     return Program(source.read_text(), "c++", options).compile("cubin")
 

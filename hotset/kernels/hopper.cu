@@ -1,6 +1,7 @@
 // GPU instructions of Hopper that C++ does not express and that kernels of several ops use: barriers in shared memory, and
 // batches of products of a warpgroup's tensor cores.
 #pragma once
+#include "early_launch/launches.cu"
 
 typedef long long i64;
 typedef unsigned char u8;

@@ -7,7 +7,7 @@ import torch
 from interpreted import triton_impl
 from torch import Tensor
 
-from hotset.kernels.linear import MAX_FP32_TOKENS, Fp32Linear, Linear, packed, reference
+from hotset.kernels.linear import MAX_FP32_TOKENS, Fp32Linear, Linear, packed, per_head_matmul, reference
 
 BF16 = torch.bfloat16
 
@@ -61,6 +61,64 @@ def test_fp32_linear_kernel_equals_the_reference(dtype: torch.dtype, tokens: int
     got = impl.fp32_linear(x, weight, 0.3, counters)
     torch.testing.assert_close(got, reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
     assert not counters.any()  # for the next call
+
+
+FEW_TOKENS = [(1, 1, 8, False), (2, 9, 40, True), (4, 6, 130, False), (3, 5, 1100, True)]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
+def test_products_of_few_tokens_are_the_rounded_exact_ones(tokens: int, outputs: int, width: int, bias: bool) -> None:
+    x, weight = torch.randn(tokens, width + 1).to(BF16)[:, 1:], torch.randn(outputs, width).to(BF16)
+    added = torch.randn(outputs).to(BF16) if bias else None
+    got = triton_impl("linear", "triton_few").linear(x, weight, added)
+    exact = reference.linear(x.double(), weight.double(), None if added is None else added.double())
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=2**-8)
+    alone = [triton_impl("linear", "triton_few").linear(token[None], weight, added)[0] for token in x]
+    assert torch.equal(torch.stack(alone), got), "a token has the same bits in every batch"
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("inputs_adjacent", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "inputs", "outputs"), [(1, 2, 16, 40), (4, 3, 130, 9), (2, 1, 5, 300)])
+def test_products_of_few_tokens_per_head_are_the_rounded_exact_ones(
+    tokens: int, heads: int, inputs: int, outputs: int, inputs_adjacent: bool
+) -> None:
+    x = torch.randn(tokens, heads, inputs + 3).to(BF16)[..., 3:]
+    weight = torch.randn(heads, inputs, outputs).to(BF16)
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if inputs_adjacent else weight
+    wide = torch.full((tokens, heads, outputs + 5), 7.0).to(BF16)
+    triton_impl("linear", "triton_few").per_head_matmul_into(wide[..., :outputs], x, weight)
+    exact = reference.per_head_matmul(x.double(), weight.double())
+    torch.testing.assert_close(wide[..., :outputs].double(), exact, atol=1e-4, rtol=2**-8)
+    assert bool((wide[..., outputs:] == 7).all()), "nothing else is written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+@pytest.mark.parametrize("inputs_adjacent", [False, True])
+def test_per_head_matmul_on_a_gpu_equals_float64(tokens: int, inputs_adjacent: bool) -> None:
+    weight = torch.randn(32, 512, 128, device="cuda").to(BF16)
+    weight = weight.transpose(1, 2) if inputs_adjacent else weight
+    x = torch.randn(tokens, 32, weight.shape[1] + 64, device="cuda").to(BF16)[..., : weight.shape[1]]
+    exact = reference.per_head_matmul(x.double(), weight.double())
+    torch.testing.assert_close(per_head_matmul(x, weight).double(), exact, atol=0.1, rtol=2**-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5])
+@pytest.mark.parametrize(("outputs", "width"), [(2240, 4096), (4096, 4096), (3, 7168), (1001, 520), (512, 16384)])
+def test_linear_on_a_gpu_equals_float64(tokens: int, outputs: int, width: int) -> None:
+    x, weight = torch.randn(tokens, 2 * width, device="cuda").to(BF16)[:, 8 : 8 + width], torch.randn(outputs, width)
+    layer = Linear(weight.to("cuda", BF16), torch.randn(outputs, device="cuda").to(BF16))
+    assert layer.bias is not None and isinstance(layer.weight, Tensor)
+    exact = reference.linear(x.double(), layer.weight.double(), layer.bias.double())
+    torch.testing.assert_close(layer(x).double(), exact, atol=width**0.5 * 2e-3, rtol=2**-7)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    graph.replay()
+    assert torch.equal(captured, layer(x))
 
 
 @pytest.mark.interpreted

@@ -72,6 +72,8 @@ SMALL_OPS = (
     "key append",
     "gqa append",
     "fp32 linear",
+    "linear of few tokens",
+    "product per head of few tokens",
     "decode",
     "prompts",
     "merge",
@@ -88,6 +90,12 @@ SLICES = {  # (alignment in bytes, unpack, parts of a page)
 }
 INDEX_TOPK = ("score fp8", "score bf16", "score shared context", "count", "gather", "finish")
 QUICK = (*EXPERTS, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
+# Kernels that are launched early, and wait for the launch before them.
+EARLY = (
+    *("sort of one chunk", "sort of several chunks", "sort: counts of a chunk", "sum", "quantise pairs", "router"),
+    *("select of 64", "select of 256 in groups", "add and norm", "rope", "mla append", "key append"),
+    *("fp32 linear", "linear of few tokens", "product per head of few tokens", "page table lookup"),
+)
 SPARSE_ATTENTION = ("16 heads", "16 heads, fp8", "32 heads", "64 heads")
 
 
@@ -201,6 +209,29 @@ def small_op_cases() -> dict[str, Case]:
             {"inputs": 7168, "outputs": 64, "splits": 7, "tile_tokens": 8, "tile_outputs": 4, "tile_inputs": 1024},
             warps=4,
             fusion=True,
+        ),
+        "linear of few tokens": replace(
+            case(
+                "linear",
+                "_few_tokens_kernel",
+                {"*bf16": "x weight bias out"},
+                {"outputs": 2240, "inputs": 4096, "has_bias": True, "tile_outputs": 4, "tile_inputs": 4096},
+                warps=4,
+                fusion=True,
+            ),
+            module="linear.triton_few",
+        ),
+        "product per head of few tokens": replace(
+            case(
+                "linear",
+                "_few_tokens_per_head_kernel",
+                {"*bf16": "x weight out"},
+                {"inputs": 512, "outputs": 128, "input_stride": 1, "output_stride": 512}
+                | {"tile_outputs": 16, "tile_inputs": 512},
+                warps=4,
+                fusion=True,
+            ),
+            module="linear.triton_few",
         ),
         "decode rows": case(
             "decode_rows",
@@ -397,6 +428,21 @@ def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, Compiled
     assert kernel.shared_bytes <= MAX_SHARED, f"{kernel.shared_bytes} B shared"
 
 
+@pytest.mark.parametrize("name", EARLY)
+def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
+    compiled: dict[str, CompiledKernel], name: str
+) -> None:
+    before, *after = compiled[name].ptx.split("griddepcontrol.wait")
+    assert len(after) == 1, f"{len(after)} waits"
+    assert not re.search(r"\bst\.global|\batom\.|\bred\.|\bbra\b|\bret;", before)
+
+
+def test_products_of_experts_are_launched_in_order(compiled: dict[str, CompiledKernel]) -> None:
+    for name in EXPERTS:
+        if name.startswith(("gate_up", "down")):
+            assert "griddepcontrol" not in compiled[name].ptx
+
+
 def test_experts_use_wgmma_and_asynchronous_16_byte_copies(compiled: dict[str, CompiledKernel]) -> None:
     products = [name for name in EXPERTS if name.startswith(("gate_up", "down"))]
     assert len(products) == 6
@@ -492,4 +538,7 @@ def all_cases(group: str) -> dict[str, Case]:
 
 
 if __name__ == "__main__":
+    # As on a Hopper GPU.
+    launches = importlib.import_module("hotset.kernels.early_launch.triton_launch")
+    launches.EARLY = importlib.import_module("triton.language").constexpr(True)
     print(json.dumps({name: asdict(compile_for_sm90(case)) for name, case in all_cases(sys.argv[1]).items()}))

@@ -20,8 +20,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hotset.base.errors import InternalError
+from hotset.kernels.early_launch.triton_launch import wait_for_previous_launch
 from hotset.kernels.experts.triton_fp8_products import two_products
-from hotset.kernels.experts.triton_impl import OPTIONS, SortedPairs, sort_by_expert, weighted_sum
+from hotset.kernels.experts.triton_impl import OPTIONS, SMALL_OPTIONS, SortedPairs, sort_by_expert, weighted_sum
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.kernels.quantise.triton_impl import group_codes, group_scale
 
@@ -148,7 +149,7 @@ def quantise_pairs(x: Tensor, by_expert: SortedPairs) -> QuantisedPairs:
         scale_block=SCALE_BLOCK,
         block_groups=QUANTISED_GROUPS,
         num_warps=4,
-        **OPTIONS,
+        **SMALL_OPTIONS,
     )
     return out
 
@@ -262,6 +263,7 @@ def _quantise_pairs_kernel(
     scale_block: tl.constexpr,
     block_groups: tl.constexpr,
 ) -> None:
+    wait_for_previous_launch()
     # EMPTY pairs come after the pairs of the last expert.
     for part in range(tl.program_id(0), tl.load(ends + experts - 1) * parts, tl.num_programs(0)):
         index = part // parts

@@ -90,10 +90,13 @@ def score(
         HALF=int(q.dtype == torch.float16),
         WARPGROUPS=shape.warpgroups,
         STAGES=shape.stages,
+        BLOCK_ROWS=block_rows,
+        PARTS=parts,
+        STEP=keys.step,
         SHARED_BYTES=shared_bytes,
     )
     kernel.launch(
-        LaunchShape(num_blocks, shape.threads, shared_bytes),
+        LaunchShape(num_blocks, shape.threads, shared_bytes, dependent_launch=True),
         q,
         weights.float().contiguous(),
         blocks,
@@ -113,10 +116,7 @@ def score(
         queries,
         heads,
         k,
-        parts,
-        keys.step,
         keys.first_part,
-        block_rows,
         _bits(scale),
     )
     return Scores(values, moments, shares)
@@ -125,7 +125,7 @@ def score(
 def _shared_bytes(groups: int, shape: BlockShape) -> int:
     """Returns the size of `Shared` in score.cu."""
     tiles = shape.stages * (TILE * (HEAD_DIM + 4) + 16)
-    size = ceil_div(GROUP * groups * (HEAD_DIM + 4) + tiles + shape.warpgroups * 32, 1024) * 1024
+    size = ceil_div(GROUP * groups * (HEAD_DIM + 4) + tiles + shape.warpgroups * 32 + 4, 1024) * 1024
     if size > MAX_SHARED_BYTES:
         raise InternalError(f"{shape} needs {size} bytes of shared memory, more than {MAX_SHARED_BYTES}")
     return size

@@ -86,7 +86,7 @@ def select(
         SHARED_BYTES=shape.shared_bytes,
     )
     kernel.launch(
-        LaunchShape(queries * cluster, shape.threads, shape.shared_bytes + 4 * capacity),
+        LaunchShape(queries * cluster, shape.threads, shape.shared_bytes + 4 * capacity, dependent_launch=True),
         values,
         seats.contiguous(),
         positions.contiguous(),

@@ -5,6 +5,7 @@
 //   HALF        1: queries are float16, 0: bfloat16
 //   WARPGROUPS  that score; one more warp copies keys
 //   STAGES      tiles of keys in shared memory, a multiple of WARPGROUPS
+//   BLOCK_ROWS, PARTS, STEP    of the keys: see PagedRows. Constants, because divisions by variables take long
 //   SHARED_BYTES  as set by the launch
 //
 // The kernel is limited by memory bandwidth. A tile is 64 consecutive keys, copied to shared memory as they are stored: 128
@@ -30,6 +31,7 @@ namespace {
 constexpr int SCORERS = 128 * WARPGROUPS, WARPS = SCORERS / 32, THREADS = SCORERS + 32;
 constexpr int TILE = 64, DIM = 128, KEY_WORDS = DIM / 4 + 1, KEY_BYTES = 4 * KEY_WORDS;
 constexpr int HEADS = 32 * GROUPS;
+constexpr u32 BLOCK_TILES = (BLOCK_ROWS + TILE - 1) / TILE;
 constexpr int AT_ONCE = 2;  // groups whose products are in registers at the same time
 constexpr int LANES_OF_HEAD = 16, VALUES = DIM / LANES_OF_HEAD;  // while queries are quantised
 constexpr int PASSES = (HEADS * LANES_OF_HEAD + SCORERS - 1) / SCORERS;
@@ -42,6 +44,7 @@ struct Shared {
     alignas(8) u64 arrived[STAGES], released[STAGES];
     float factors[HEADS];
     float moments[WARPS][2];
+    u32 first_block;  // of those that score keys of the query
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
@@ -49,8 +52,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagre
 struct Paging {
     const u8 *blocks;
     i64 part_stride, page_stride;  // bytes
-    u32 parts, step, first_part;
-    u32 block_rows, block_tiles;
+    u32 first_part;
 };
 
 // Which tiles belong to which block: the first `extra` blocks have one more.
@@ -69,11 +71,11 @@ struct Queries {
     u32 count;
     i64 k;
     // Returns the number of tiles of a query; 0 for one that is not scored.
-    __device__ __forceinline__ u32 tiles_of(u32 query, const Paging &paging) const {
+    __device__ __forceinline__ u32 tiles_of(u32 query) const {
         const i64 seat = seat_of[query], length = positions[query] + 1;
         if (seat < 0 || length <= k) return 0;
-        const u32 rows = static_cast<u32>(length), whole = rows / paging.block_rows;
-        return whole * paging.block_tiles + (rows - whole * paging.block_rows + TILE - 1) / TILE;
+        const u32 rows = static_cast<u32>(length);
+        return rows / BLOCK_ROWS * BLOCK_TILES + (rows % BLOCK_ROWS + TILE - 1) / TILE;
     }
 };
 
@@ -87,10 +89,10 @@ struct Part {
 struct Share {
     u32 at, end, query, before;
     // Takes the tiles of the next query. Returns an empty part if none are left.
-    __device__ __forceinline__ Part next(const Queries &queries, const Paging &paging) {
+    __device__ __forceinline__ Part next(const Queries &queries) {
         if (at == end) return Part{};
         u32 tiles;
-        while (before + (tiles = queries.tiles_of(query, paging)) <= at) before += tiles, ++query;
+        while (before + (tiles = queries.tiles_of(query)) <= at) before += tiles, ++query;
         const Part part = {query, at - before, min(tiles, end - before), tiles, before};
         at = before + part.last, before += tiles, ++query;
         return part;
@@ -98,11 +100,12 @@ struct Share {
 };
 
 // Finds the share of this block. Every warp does so for itself: a lane counts the tiles of a range of queries.
-__device__ __forceinline__ Share find_share(const Queries &queries, const Paging &paging, Shares &shares) {
+__device__ __forceinline__ Share find_share(const Queries &queries, Shares &shares) {
     const u32 lane = threadIdx.x % 32, each = (queries.count + 31) / 32;
     const u32 from = min(lane * each, queries.count), to = min(from + each, queries.count);
     u32 own = 0;
-    for (u32 query = from; query < to; ++query) own += queries.tiles_of(query, paging);
+#pragma unroll 1
+    for (u32 query = from; query < to; ++query) own += queries.tiles_of(query);
     u32 up_to = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -124,36 +127,36 @@ struct Cursor {
     i64 next_page;  // of the block after that, so that no copy waits for the look-up
 };
 
-__device__ __forceinline__ u32 part_of(u32 block, const Paging &paging) { return block * paging.step + paging.first_part; }
+__device__ __forceinline__ u32 part_of(u32 block, const Paging &paging) { return block * STEP + paging.first_part; }
 
 __device__ __forceinline__ const u8 *address_of(u32 block, i64 page, const Paging &paging) {
-    return paging.blocks + part_of(block, paging) % paging.parts * paging.part_stride + page * paging.page_stride;
+    return paging.blocks + part_of(block, paging) % PARTS * paging.part_stride + page * paging.page_stride;
 }
 
 __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cursor, const i64 *pages, u32 last_block,
                                            const Paging &paging) {
-    const u32 rows = min(static_cast<u32>(TILE), paging.block_rows - cursor.tile * TILE);
+    const u32 rows = min(static_cast<u32>(TILE), BLOCK_ROWS - cursor.tile * TILE);
     // If the rows end within 16 bytes, so does the block: both are padded.
     const u32 bytes = (rows * KEY_BYTES + 15) / 16 * 16;
     begin_copy(shared.tiles[stage], cursor.from, bytes, &shared.arrived[stage]);
     cursor.from += TILE * KEY_BYTES;
-    if (++cursor.tile < paging.block_tiles) return;
+    if (++cursor.tile < BLOCK_TILES) return;
     cursor.tile = 0, ++cursor.block;
     cursor.from = address_of(cursor.block, cursor.next_page, paging);
-    cursor.next_page = pages[part_of(min(cursor.block + 1, last_block), paging) / paging.parts];
+    cursor.next_page = pages[part_of(min(cursor.block + 1, last_block), paging) / PARTS];
 }
 
 // Copies the tiles of a share, as soon as there is room for them.
 __device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
                                            const i64 *table, i64 table_stride) {
     u32 stage = 0, round = 1;
-    for (Part part = share.next(queries, paging); !part.empty(); part = share.next(queries, paging)) {
+    for (Part part = share.next(queries); !part.empty(); part = share.next(queries)) {
         const i64 *pages = table + queries.seat_of[part.query] * table_stride;
-        const u32 last_block = static_cast<u32>(queries.positions[part.query]) / paging.block_rows;
-        const u32 block = part.tile / paging.block_tiles, in_block = part.tile % paging.block_tiles;
-        const i64 page = pages[part_of(block, paging) / paging.parts];
+        const u32 last_block = static_cast<u32>(queries.positions[part.query]) / BLOCK_ROWS;
+        const u32 block = part.tile / BLOCK_TILES, in_block = part.tile % BLOCK_TILES;
+        const i64 page = pages[part_of(block, paging) / PARTS];
         Cursor cursor = {address_of(block, page, paging) + in_block * TILE * KEY_BYTES, in_block, block};
-        cursor.next_page = pages[part_of(min(block + 1, last_block), paging) / paging.parts];
+        cursor.next_page = pages[part_of(min(block + 1, last_block), paging) / PARTS];
         for (u32 tile = part.tile; tile < part.last; ++tile) {
             wait_for_round(&shared.released[stage], round);
             begin_tile(shared, stage, cursor, pages, last_block, paging);
@@ -243,21 +246,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     float *moments,        // [queries, moment_blocks, 2], written
     int *shares_of,        // [queries], written: how many blocks have written moments of a query
     i64 query_stride, i64 head_stride, i64 table_stride, i64 part_stride, i64 page_stride, i64 value_stride,
-    i64 moment_blocks, i64 count, i64 heads, i64 k, i64 parts, i64 step, i64 first_part, i64 block_rows,
-    i64 scale_bits) {
+    i64 moment_blocks, i64 count, i64 heads, i64 k, i64 first_part, i64 scale_bits) {
     extern __shared__ __align__(1024) int4 shared_memory[];
+    let_next_launch_begin();
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    Paging paging = {blocks, part_stride, page_stride};
-    paging.parts = static_cast<u32>(parts), paging.step = static_cast<u32>(step);
-    paging.first_part = static_cast<u32>(first_part), paging.block_rows = static_cast<u32>(block_rows);
-    paging.block_tiles = (paging.block_rows + TILE - 1) / TILE;
+    const Paging paging = {blocks, part_stride, page_stride, static_cast<u32>(first_part)};
     if (thread < STAGES) prepare_barrier(&shared.arrived[thread], 1), prepare_barrier(&shared.released[thread], 4);
-    __syncthreads();
-
+    wait_for_earlier_launches();
     const Queries queries = {seat_of, positions, static_cast<u32>(count), k};
     Shares shares;
-    Share share = find_share(queries, paging, shares);
+    Share share = find_share(queries, shares);
+    __syncthreads();  // the barriers are prepared
     if (warp == WARPS) {
         if (lane == 0) copy_tiles(shared, share, queries, paging, table, table_stride);
         return;
@@ -265,13 +265,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     const float scale = __uint_as_float(static_cast<u32>(scale_bits));
     const u32 row = warp % 4 * 16 + lane / 4 + lane % 2 * 8;  // the row whose score this lane writes, if lane % 4 < 2
     u32 stage = warp / 4, round = 0, skipped = warp / 4;      // skipped: tiles before the next one of this warpgroup
-    for (Part part = share.next(queries, paging), next; !part.empty(); part = next) {
+    for (Part part = share.next(queries), next; !part.empty(); part = next) {
         const Query query = {q + part.query * query_stride, weights + part.query * heads, head_stride,
                              static_cast<u32>(heads)};
         write_heads(shared, query, scale);
         publish_to_tensor_cores();
         wait_for_first(SCORERS);
-        next = share.next(queries, paging);
+        if (thread == 0) shared.first_block = shares.block_of(part.before);  // a division, while keys arrive
+        next = share.next(queries);
         if (!next.empty()) {
             prefetch({q + next.query * query_stride, weights + next.query * heads, head_stride, static_cast<u32>(heads)});
         }
@@ -281,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
             factors[n / 8][n % 8] = shared.factors[n / 8 * 32 + n % 8 / 2 * 8 + lane % 4 * 2 + n % 2];
         }
         const u32 length = static_cast<u32>(positions[part.query]) + 1, tiles = part.last - part.tile;
-        u32 block = (part.tile + skipped) / paging.block_tiles, in_block = (part.tile + skipped) % paging.block_tiles;
+        u32 block = (part.tile + skipped) / BLOCK_TILES, in_block = (part.tile + skipped) % BLOCK_TILES;
         float sum = 0, squares = 0;
         for (; skipped < tiles; skipped += WARPGROUPS) {
             wait_for_round(&shared.arrived[stage], round);
@@ -328,12 +329,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
             score += __shfl_xor_sync(ALL, lane % 2 ? scores[0] : scores[1], 1);
             score += __shfl_xor_sync(ALL, score, 2);
             score *= key_scale;
-            const u32 of_block = in_block * TILE + row, position = block * paging.block_rows + of_block;
-            if (lane % 4 < 2 && of_block < paging.block_rows && position < length) {
+            const u32 of_block = in_block * TILE + row, position = block * BLOCK_ROWS + of_block;
+            if (lane % 4 < 2 && of_block < BLOCK_ROWS && position < length) {
                 values[part.query * value_stride + position] = score;
                 sum += score, squares += score * score;
             }
-            for (in_block += WARPGROUPS; in_block >= paging.block_tiles; ++block) in_block -= paging.block_tiles;
+            for (in_block += WARPGROUPS; in_block >= BLOCK_TILES; ++block) in_block -= BLOCK_TILES;
         }
         skipped -= tiles;
 #pragma unroll
@@ -343,11 +344,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
         if (lane == 0) shared.moments[warp][0] = sum, shared.moments[warp][1] = squares;
         wait_for_first(SCORERS);
         if (thread < 2) {
-            const u32 first_block = shares.block_of(part.before);
+            const u32 before = blockIdx.x - shared.first_block;
             float total = 0;
             for (int n = 0; n < WARPS; ++n) total += shared.moments[n][thread];
-            moments[(part.query * moment_blocks + blockIdx.x - first_block) * 2 + thread] = total;
-            if (part.last == part.tiles) shares_of[part.query] = static_cast<int>(blockIdx.x - first_block) + 1;
+            moments[(part.query * moment_blocks + before) * 2 + thread] = total;
+            if (part.last == part.tiles) shares_of[part.query] = static_cast<int>(before) + 1;
         }
     }
 }

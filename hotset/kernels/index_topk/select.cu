@@ -19,6 +19,9 @@
 //    the last position at which it is. If there are too many candidates, all have the same score, and positions decide.
 // 4. Every warp knows how many positions the warps before it select, and writes its own.
 //
+// Loops are not unrolled where that is not faster. The code of a kernel is read from memory again in every layer, whose weights
+// evict it from the L2 cache.
+//
 // The key of a score is an integer that is larger for a better score. Scores that cannot be selected (-inf and NaN) have the
 // key 0. 0.0 and -0.0 have the same key.
 #include "../block.cu"
@@ -91,6 +94,7 @@ struct Scores {
     }
     // Reads what can be held.
     __device__ __forceinline__ void hold() const {
+#pragma unroll 1
         for (unsigned start = 0; start < groups; start += AT_ONCE) {
             uint4 words[AT_ONCE];  // so that several reads are in flight
 #pragma unroll
@@ -115,6 +119,7 @@ struct Scores {
 #pragma unroll
         for (unsigned word = 0; word < WORDS; ++word) {
             bits.words[word] = 0;
+#pragma unroll 4
             for (unsigned group = word * WORD_GROUPS; group < min(groups, (word + 1) * WORD_GROUPS); ++group) {
                 const unsigned position = own + group * WARP_SCORES;
                 const float *from = position - first < capacity ? held + position - first : memory + position;
@@ -134,6 +139,7 @@ struct Scores {
     template <class Visit> __device__ __forceinline__ void visit(Visit visit) const {
 #pragma unroll
         for (unsigned word = 0; word < WORDS; ++word) {
+#pragma unroll 1
             for (unsigned bit = 0; bit < 32 && word * 32 + bit < groups * LANE_SCORES; ++bit) {
                 const unsigned n = word * 32 + bit;
                 visit(word, bit, position_of(n) < last ? (*this)[n] : __uint_as_float(~0u));
@@ -144,6 +150,7 @@ struct Scores {
     template <class Visit> __device__ __forceinline__ void visit(const Bits &bits, Visit visit) const {
 #pragma unroll
         for (unsigned word = 0; word < WORDS; ++word) {
+#pragma unroll 1
             for (unsigned left = bits.words[word]; left; left &= left - 1) {
                 const unsigned bit = 31 - __clz(left & ~(left - 1));
                 visit(word, bit, (*this)[word * 32 + bit]);
@@ -248,6 +255,7 @@ __device__ __forceinline__ void list(Shared &shared, unsigned key, unsigned posi
 // which scores are above it and in it. If fewer than k scores can be selected, all are above it.
 __device__ __forceinline__ void narrow(Shared &shared, const Scores &scores, unsigned k, Bits &better, Bits &inside) {
     unsigned lowest = 1, highest = ~0u, before = 0;  // key 0 cannot be selected
+#pragma unroll 1
     for (unsigned size = ~0u; size > CANDIDATES && lowest < highest; size = shared.cut_size) {
         unsigned shift = 0;
         while (highest - lowest >> shift >= BINS) ++shift;
@@ -271,20 +279,26 @@ __device__ __forceinline__ void narrow(Shared &shared, const Scores &scores, uns
 
 // Ranks the candidates of the cluster, of which `needed` are selected.
 __device__ __forceinline__ void rank_candidates(Shared &shared, unsigned needed, unsigned first, unsigned warp_share) {
-    unsigned count = 0;
+    unsigned listed[CLUSTER], keys[CLUSTER], positions[CLUSTER], count = 0;  // all reads are in flight at the same time
 #pragma unroll
     for (unsigned member = 0; member < CLUSTER; ++member) {
-        const unsigned listed = in_member(member, &shared.listed);
-        if (threadIdx.x < listed) {
-            shared.all_keys[count + threadIdx.x] = in_member(member, shared.keys + threadIdx.x);
-            shared.all_positions[count + threadIdx.x] = in_member(member, shared.positions + threadIdx.x);
+        listed[member] = in_member(member, &shared.listed);
+        keys[member] = in_member(member, shared.keys + threadIdx.x);
+        positions[member] = in_member(member, shared.positions + threadIdx.x);
+    }
+#pragma unroll
+    for (unsigned member = 0; member < CLUSTER; ++member) {
+        if (threadIdx.x < listed[member]) {
+            shared.all_keys[count + threadIdx.x] = keys[member];
+            shared.all_positions[count + threadIdx.x] = positions[member];
         }
-        count += listed;
+        count += listed[member];
     }
     __syncthreads();
     if (threadIdx.x < count) {
         const unsigned key = shared.all_keys[threadIdx.x], position = shared.all_positions[threadIdx.x];
         unsigned rank = 0;
+#pragma unroll 4
         for (unsigned other = 0; other < count; ++other) {
             const unsigned its_key = shared.all_keys[other];
             rank += its_key > key || (its_key == key && shared.all_positions[other] < position);
@@ -302,14 +316,17 @@ __device__ __forceinline__ void take_first(Shared &shared, const Scores &scores,
                                            unsigned needed) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned before = 0;
+#pragma unroll 1
     for (unsigned member = 0; member < rank; ++member) before += in_member(member, &shared.all_inside);
     if (threadIdx.x == 0) shared.earlier = min(before, needed);
+#pragma unroll 1
     for (int other = 0; other < warp; ++other) before += shared.inside[other];
     const unsigned own = shared.inside[warp], left = before < needed ? min(own, needed - before) : 0;
     if (lane == 0) shared.better[warp] += left;
     // The warp with the last one of all tells the blocks its position.
     if (left && before + left == needed) {
         unsigned seen = 0;
+#pragma unroll 1
         for (unsigned group = 0; group < scores.groups; ++group) {
             unsigned mine = 0;
 #pragma unroll
@@ -323,9 +340,11 @@ __device__ __forceinline__ void take_first(Shared &shared, const Scores &scores,
                 up_to += lane >= step ? lower : 0;
             }
             unsigned place = seen + up_to - __popc(mine);
+#pragma unroll 1
             for (unsigned n = 0; n < LANE_SCORES; ++n) {
                 if (!(mine >> n & 1) || ++place != left) continue;
                 const unsigned position = scores.position_of(group * LANE_SCORES + n), key = key_of(scores.memory[position]);
+#pragma unroll 1
                 for (unsigned member = 0; member < CLUSTER; ++member) {
                     if (CLUSTER > 1) {
                         write_in_block(member, &shared.last_position, position);
@@ -353,6 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
     i64 value_stride, i64 moment_shares, i64 k_,
     i64 capacity) {        // scores of a block that are held, a multiple of 128
     extern __shared__ int4 shared_memory[];
+    let_next_launch_begin();
+    wait_for_earlier_launches();
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const unsigned query = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, k = static_cast<unsigned>(k_);
     const i64 seat = seat_of[query], position = positions[query];
@@ -360,6 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
     const unsigned length = seat < 0 ? 0 : static_cast<unsigned>(position) + 1;
     out += query * k_;
     if (length <= k) {
+#pragma unroll 1
         for (unsigned column = rank * THREADS + threadIdx.x; column < k; column += CLUSTER * THREADS) {
             out[column] = column < length ? static_cast<i64>(column) : EMPTY;
         }
@@ -432,6 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
     });
 #pragma unroll
     for (unsigned word = 0; word < WORDS; ++word) {
+#pragma unroll 1
         for (unsigned group = word * WORD_GROUPS; group < min(scores.groups, (word + 1) * WORD_GROUPS); ++group) {
             const unsigned mine = better.words[word] >> group % WORD_GROUPS * LANE_SCORES & 15;
             if (!__ballot_sync(ALL, mine)) continue;
@@ -449,6 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
         }
     }
     const unsigned total = all_better + min(needed, all_inside);
+#pragma unroll 1
     for (unsigned empty = total + rank * THREADS + threadIdx.x; empty < k; empty += CLUSTER * THREADS) out[empty] = EMPTY;
     if (CLUSTER > 1) wait_in_cluster();
 }

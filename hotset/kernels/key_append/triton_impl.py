@@ -11,13 +11,14 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.mla_append.triton_impl import e4m3_codes, e4m3_scale
 from hotset.kernels.rope import Rotation
 from hotset.kernels.rope.triton_impl import first_of_pair, rotated_first, rotated_second, second_of_pair
 from hotset.kernels.rows import PagedRows
 
 WARPS = 1
-OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
+OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 _EMPTY = tl.constexpr(EMPTY)
 _MAX_ALIGN = tl.constexpr(8)  # bytes; the padding after a key is shorter than the alignment of keys
@@ -114,6 +115,7 @@ def _append_kernel(
     block_half: tl.constexpr,
     block_plain: tl.constexpr,
 ) -> None:
+    wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     seat = tl.load(seat_of + token)
     if seat == _EMPTY:

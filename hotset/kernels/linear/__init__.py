@@ -8,6 +8,8 @@ from hotset.kernels.fast_path import FAST_DTYPES, kernels_of
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
 
+MAX_FEW_TOKENS = 4  # the largest batch of the kernel for few tokens
+MAX_FEW_INPUTS = 8192  # the most inputs that it keeps in registers
 MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `Fp32Linear` is faster than torch
 
 
@@ -16,7 +18,7 @@ class Linear:
 
     If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`). On a GPU in bfloat16 or float32, such
     a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same instance at the
-    same time, because its calls share counters.
+    same time, because its calls share counters. A product of up to MAX_FEW_TOKENS tokens in bfloat16 has a kernel, too.
 
     After `pack`, on a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in
     blocked order (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1
@@ -44,6 +46,9 @@ class Linear:
             return self._fp8_product(x, self.weight)
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
+        if _few_tokens(x, self.weight):
+            out: Tensor = kernels_of("linear", "triton_few").linear(x, self.weight, self.bias)
+            return out
         return reference.linear(x, self.weight, self.bias)
 
     def _fp8_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
@@ -51,6 +56,18 @@ class Linear:
             out: Tensor = kernels_of("linear", "triton_fp8").fp8_linear(x, weight, self.bias, self._counters)
             return out
         return reference.fp8_linear(x, weight, self.bias)
+
+
+def _few_tokens(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether the kernel for few tokens computes this product."""
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype == torch.bfloat16
+        and x.shape[0] <= MAX_FEW_TOKENS
+        and x.shape[1] <= MAX_FEW_INPUTS
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+    )
 
 
 class Fp32Linear:
@@ -97,4 +114,8 @@ def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """
     if out.stride(2) != 1:
         raise InternalError(f"the values of a head have stride {out.stride(2)}; they must be adjacent")
+    few = x.is_cuda and x.shape[0] <= MAX_FEW_TOKENS and x.shape[2] <= MAX_FEW_INPUTS
+    if few and x.dtype == weight.dtype == torch.bfloat16 and x.stride(2) == 1:
+        kernels_of("linear", "triton_few").per_head_matmul_into(out, x, weight)
+        return
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

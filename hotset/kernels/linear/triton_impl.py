@@ -15,11 +15,12 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 
 TILE_TOKENS, TILE_OUTPUTS, TILE_INPUTS = 8, 4, 1024  # of a program; a split has TILE_INPUTS inputs
 MIN_TILE_INPUTS = 32
 WARPS = 4
-OPTIONS = {"enable_fp_fusion": True}
+OPTIONS = {"enable_fp_fusion": True} | EARLY_LAUNCH
 
 
 def make_counters(weight: Tensor, max_tokens: int) -> Tensor:
@@ -85,8 +86,9 @@ def _fp32_linear_kernel(
     entry = first + tl.arange(0, tile_inputs)[None, None, :]
     x_inside = (token < tokens)[:, None, None] & (entry < inputs)
     weight_inside = (output < outputs)[None, :, None] & (entry < inputs)
-    x_tile = tl.load(x + token.to(tl.int64)[:, None, None] * x_stride + entry, mask=x_inside, other=0)
     weight_tile = tl.load(weight + output[None, :, None] * inputs + entry, mask=weight_inside, other=0)
+    wait_for_previous_launch()
+    x_tile = tl.load(x + token.to(tl.int64)[:, None, None] * x_stride + entry, mask=x_inside, other=0)
     total = tl.sum(x_tile.to(tl.float32) * weight_tile, 2)
     if splits > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)

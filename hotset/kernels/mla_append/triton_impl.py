@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.fp8 import E4M3_MAX, MIN_SCALE, SCALE_BLOCK
 from hotset.kernels.norm.triton_impl import rms_normed
 from hotset.kernels.rope import Rotation
@@ -14,7 +15,7 @@ from hotset.kernels.rope.triton_impl import rotated_first, rotated_second
 from hotset.kernels.rows import ROW_ALIGN, RowLayout
 
 WARPS = 4
-OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
+OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 _EMPTY = tl.constexpr(EMPTY)
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
@@ -83,6 +84,7 @@ def _append_kernel(
     blocks: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
+    wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     device_row = tl.load(new_rows + token)
     if device_row == _EMPTY:

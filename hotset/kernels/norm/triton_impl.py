@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.base.errors import InternalError
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 
 VALUES_PER_WARP = 512  # 16 per thread: two accesses of 16 bytes in bf16
 MAX_WARPS = 16
-OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
+OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,6 +88,7 @@ def _rms_norm_kernel(
     column = tl.arange(0, block)
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0)
+    wait_for_previous_launch()
     source = x + vector // heads * token_stride + vector % heads * head_stride
     value = tl.load(source + column, mask=inside, other=0)
     if adds:

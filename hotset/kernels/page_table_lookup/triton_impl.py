@@ -6,9 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 
 BLOCK = 512
-OPTIONS = {"enable_fp_fusion": False}  # there are no floats here, but Triton 3.9 warns if this is not set
+# There are no floats here, but Triton 3.9 warns if the first option is not set.
+OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH
 
 _EMPTY = tl.constexpr(EMPTY)
 
@@ -47,6 +49,7 @@ def _page_table_lookup_kernel(
     page_rows: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * block + tl.arange(0, block)
     seat = tl.load(seat_of + token)

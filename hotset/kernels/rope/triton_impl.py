@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.base.errors import InternalError
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.rope.reference import Rotation
 
 HEADS_PER_PROGRAM = 8
 WARPS = 2
-OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
+OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 
 def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
@@ -74,6 +75,7 @@ def _rotate_kernel(
     block_half: tl.constexpr,
     block_plain: tl.constexpr,
 ) -> None:
+    wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
     source = x + token * token_stride + head * head_stride

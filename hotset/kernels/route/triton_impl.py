@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.kernels import EMPTY
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.route.reference import SUM_EPSILON, Routes, RoutingRule
 
 MAX_TOKENS = 1024  # the largest batch that uses the product below
 MAX_PARTS = 32  # `hidden` is split into at most this many parts
 TILE_TOKENS, TILE_EXPERTS, TILE_IN = 16, 64, 64  # of a program of the product, which adds TILE_IN terms at a time
 SUMS_PER_WARP = 2048  # partial sums that a warp of `_select_kernel` holds: 64 registers per thread
-OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
+OPTIONS = {"enable_fp_fusion": True} | EARLY_LAUNCH  # Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
 _SUM_EPSILON = tl.constexpr(SUM_EPSILON)
@@ -107,6 +108,7 @@ def _product_kernel(
     tile_experts: tl.constexpr,
     tile_in: tl.constexpr,
 ) -> None:
+    wait_for_previous_launch()
     token = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     expert = tl.program_id(2) * tile_experts + tl.arange(0, tile_experts)
     first = tl.program_id(1) * part
@@ -147,6 +149,7 @@ def _select_kernel(
     The scores are in a tile [groups, experts of a group] with both dimensions padded to powers of two. In the flattened
     tile, the ids of real experts ascend.
     """
+    wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     flat = tl.arange(0, tile_groups * tile_group_size)
     group, member = flat // tile_group_size, flat % tile_group_size

@@ -37,7 +37,7 @@ def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, .
     kernel, threads, shared_bytes = (_many_heads if launch.kernel == "warpgroup" else _few_heads)(shape, launch)
     blocks = shape.queries * launch.splits * ceil_div(shape.heads, launch.block_heads)
     kernel.launch(
-        LaunchShape(blocks, threads, shared_bytes),
+        LaunchShape(blocks, threads, shared_bytes),  # not early: blocks would be spread unevenly
         q,
         rows,
         row_ids,

@@ -80,7 +80,6 @@ __device__ __forceinline__ float power_of_2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
 }
-__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #endif
 
 __device__ __forceinline__ float low_of(u32 bfloats) { return __uint_as_float(bfloats << 16); }

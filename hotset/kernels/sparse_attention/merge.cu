@@ -11,15 +11,6 @@ namespace {
 
 constexpr int RANK = 4 * THREADS;
 
-#ifdef __CUDACC__
-// In a dependent launch, waits until all earlier launches are finished and visible. Otherwise does nothing.
-__device__ __forceinline__ void wait_for_earlier_launches() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-#endif
-
 // Loads the results of AT_ONCE splits from `first` on, `stride` values apart.
 __device__ __forceinline__ void load_splits(float4 (&to)[AT_ONCE], const float *from, i64 first, i64 splits, i64 stride) {
 #pragma unroll
@@ -39,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
     const int lane = threadIdx.x % 32;
     const i64 query = blockIdx.x / heads, head = blockIdx.x % heads;
     const float *mine = partial + (query * splits * heads + head) * RANK + 4 * threadIdx.x;
+    let_next_launch_begin();
     wait_for_earlier_launches();
     float4 parts[AT_ONCE];
     load_splits(parts, mine, 0, splits, heads * RANK);  // also those of empty splits, which are not yet known

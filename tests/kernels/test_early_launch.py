@@ -1,0 +1,159 @@
+"""Tests on a GPU that kernels which are launched early wait for what they read, in captured graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.experts import experts
+from hotset.kernels.index_topk import index_topk
+from hotset.kernels.key_append import key_append
+from hotset.kernels.linear import Fp32Linear, Linear, per_head_matmul
+from hotset.kernels.mla_append import mla_append
+from hotset.kernels.norm import add_rms_norm, rms_norm
+from hotset.kernels.page_table_lookup import page_table_lookup
+from hotset.kernels.rope import Rotation, rotate
+from hotset.kernels.route import Routes, RoutingRule, route
+from hotset.kernels.rows import PagedRows, index_key_row, mla_row
+from hotset.kernels.segments import make_segments
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.not_interpreted,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="only Hopper launches early"
+    ),
+]
+
+TOKENS, EPS = 2, 1e-6
+Op = Callable[[Tensor], Any]
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def rotation() -> Rotation:
+    angles = torch.randn(TOKENS, 1, 32, device="cuda")
+    return Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+
+
+def index_keys() -> PagedRows:
+    blocks = torch.zeros(1, 4, 64, 132, dtype=torch.uint8, device="cuda")
+    table = torch.arange(4, device="cuda").view(2, 2)
+    return PagedRows(blocks, (), index_key_row(128, torch.bfloat16, fp8=True), table, torch.arange(2, device="cuda"))
+
+
+def append_rows() -> tuple[Tensor, Op]:
+    layout, weight, angles, ids = mla_row(512, 64, torch.bfloat16, fp8=True), bf16(512), rotation(), [3, EMPTY]
+    rows = torch.zeros(8, layout.stored_width, dtype=torch.uint8, device="cuda")
+    row_ids = torch.tensor(ids, device="cuda")
+
+    def op(kv: Tensor) -> Tensor:
+        mla_append(kv, weight, EPS, angles, layout, rows, row_ids)
+        return rows
+
+    return bf16(TOKENS, 576), op
+
+
+def append_keys() -> tuple[Tensor, Op]:
+    keys, weight, bias, angles = index_keys(), bf16(128), bf16(128), rotation()
+    positions = torch.tensor([70, 5], device="cuda")
+
+    def op(key: Tensor) -> Tensor:
+        key_append(key, weight, bias, EPS, angles, False, keys, positions)
+        return keys.blocks
+
+    return bf16(TOKENS, 128), op
+
+
+def select_positions() -> tuple[Tensor, Op]:
+    layout = index_key_row(128, torch.bfloat16, fp8=True)
+    blocks = layout.encode(bf16(1, 40, 64, 128))
+    keys = PagedRows(blocks, (), layout, torch.arange(40, device="cuda").view(2, 20), torch.arange(2, device="cuda"))
+    segments = make_segments([1200, 900], [1, 1], torch.device("cuda"))
+    weights = torch.randn(TOKENS, 32, device="cuda")
+    return bf16(TOKENS, 32, 128), lambda q: index_topk(q, weights, keys, segments, 256, 0.1)
+
+
+def compute_experts() -> tuple[Tensor, Op]:
+    gate_up, down, x, weights = bf16(8, 256, 128), bf16(8, 128, 128), bf16(TOKENS, 128), torch.rand(TOKENS, 2).cuda()
+    return torch.tensor([[1, 4], [0, 7]], device="cuda"), lambda ids: experts(x, ids, weights, gate_up, down)
+
+
+def normalise() -> tuple[Tensor, Op]:
+    weight = bf16(512)
+    return bf16(TOKENS, 512), lambda x: rms_norm(x, weight, EPS)
+
+
+def add_and_normalise() -> tuple[Tensor, Op]:
+    weight, delta = bf16(512), bf16(TOKENS, 512)
+    return bf16(TOKENS, 512), lambda x: add_rms_norm(x, delta, weight, EPS)
+
+
+def rotate_heads() -> tuple[Tensor, Op]:
+    angles = rotation()
+    return bf16(TOKENS, 8, 128), lambda x: rotate(x, angles, True)
+
+
+def multiply() -> tuple[Tensor, Op]:
+    return bf16(TOKENS, 512), Linear(bf16(96, 512))
+
+
+def multiply_heads() -> tuple[Tensor, Op]:
+    weight = bf16(8, 128, 512)
+    return bf16(TOKENS, 8, 128), lambda x: per_head_matmul(x, weight)
+
+
+def multiply_in_float32() -> tuple[Tensor, Op]:
+    return bf16(TOKENS, 4096), Fp32Linear(torch.randn(32, 4096, device="cuda"), 0.5)
+
+
+def route_tokens() -> tuple[Tensor, Op]:
+    router, correction = torch.randn(64, 512, device="cuda"), torch.zeros(64, device="cuda")
+    return bf16(TOKENS, 512), lambda x: route(x, router, correction, RoutingRule(64, 6))
+
+
+def look_up_rows() -> tuple[Tensor, Op]:
+    table, seats = torch.arange(8, device="cuda").view(2, 4), torch.arange(TOKENS, device="cuda")
+    return torch.randint(128, (TOKENS, 64), device="cuda"), lambda at: page_table_lookup(at, seats, table, 32)
+
+
+# Each returns an input that is written late, and an op that reads it in the first kernel that it launches.
+CASES = [
+    *(normalise, add_and_normalise, rotate_heads, multiply, multiply_heads, multiply_in_float32, route_tokens),
+    *(look_up_rows, append_rows, append_keys, select_positions, compute_experts),
+]
+
+
+def tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Routes):
+        return [result.expert_ids, result.weights]
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_kernel_that_starts_early_reads_what_the_launch_before_it_writes_last(
+    case: Callable[[], tuple[Tensor, Op]],
+) -> None:
+    from late_copy import late_copy
+
+    torch.manual_seed(1)
+    value, op = case()
+    late = torch.zeros_like(value)
+    expected = [tensor.clone() for tensor in tensors(op(value))]
+    op(late)  # what an op writes to memory of the model is overwritten by now
+    late_copy(late, value)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        late_copy(late, value)
+        result = op(late)
+    for _ in range(3):
+        late.zero_()
+        graph.replay()
+        for got, wanted in zip(tensors(result), expected, strict=True):
+            assert torch.equal(got, wanted)
