@@ -55,9 +55,9 @@ GROUP_OF_LIBRARY_KERNEL = (
 )
 # Folders whose kernels no sparse-attention decoder launches. Some share names with other folders.
 UNUSED_FOLDERS = ("gqa_append", "paged_attention", "slice_pack")
-_DEFINITION = re.compile(
+DEFINITION = re.compile(
     r"@triton\.jit\b[^\n]*\n(?:@[^\n]*\n)*def (\w+)"  # Triton
-    r"|__global__\s+void(?:\s+[A-Z_]+)?(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\s*\("  # CUDA C++
+    r"|__global__\s+void(?:\s+(?:[A-Z_]+|__launch_bounds__\([^)]*\)))*\s+(\w+)\s*\("  # CUDA C++
 )
 
 
@@ -78,7 +78,7 @@ def kernels_by_name() -> dict[str, str]:
     for source in sorted(Path(hotset.kernels.__file__).parent.glob("*/*")):
         folder = source.parent.name
         if source.suffix in (".py", ".cu") and folder not in UNUSED_FOLDERS:
-            for match in _DEFINITION.finditer(source.read_text()):
+            for match in DEFINITION.finditer(source.read_text()):
                 groups[match[1] or match[2]].add(GROUP_OF_FOLDER.get(folder, folder))
     return {name: " or ".join(sorted(names)) for name, names in groups.items()}
 

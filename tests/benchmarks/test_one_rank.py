@@ -23,8 +23,9 @@ from one_rank_model import (
     planned_bytes,
     random_weights,
 )
-from step_profile import GAPS, OTHER, KernelRun, group_of, grouped_ms, without_waits
+from step_profile import DEFINITION, GAPS, OTHER, KernelRun, group_of, grouped_ms, without_waits
 
+import hotset.kernels
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine
@@ -237,6 +238,7 @@ def test_kernels_are_grouped_by_the_folder_that_defines_them() -> None:
     names = {
         "attend": "attention",
         "_score_kernel": "indexer",
+        "select_best": "indexer",
         "copy_rows": "swap-in",
         "_gate_up_kernel": "experts",
         "_quantise_pairs_kernel": "experts",
@@ -248,6 +250,12 @@ def test_kernels_are_grouped_by_the_folder_that_defines_them() -> None:
         "void at::native::elementwise_kernel<add>(x)": OTHER,
     }
     assert {name: group_of(name) for name in names} == names
+
+
+def test_every_kernel_in_cuda_is_found() -> None:
+    for source in Path(hotset.kernels.__file__).parent.glob("*/*.cu"):
+        text = source.read_text()
+        assert len(DEFINITION.findall(text)) == text.count("__global__"), source
 
 
 def test_gaps_are_the_time_in_which_no_stream_runs_a_kernel() -> None:
