@@ -1,9 +1,12 @@
-"""serving.py, with a shared prefix, and hidden_swap_in.py measure what they say, at a small size and on a CPU."""
+"""serving.py, with a shared prefix, hidden_swap_in.py and few_requests.py measure what they say, at a small size and on
+a CPU."""
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import few_requests
 import hidden_swap_in
 import pytest
 import serving
@@ -11,6 +14,7 @@ import torch
 from decode_load import max_requests_with_prefix
 from serving import ServingMemory, max_requests, measure
 from serving_report import REUSE, reuse_rows
+from step_profile import KernelRun
 from test_one_rank import small_spec
 
 from hotset.base.config import EngineConfig
@@ -110,3 +114,29 @@ def test_copies_get_the_given_blocks_and_threads_and_later_their_own_again(monke
     cuda_impl.copy(copies, rows, rows)
     given, tuned = launched
     assert (given.copy_blocks, given.copy_threads) == (16, 128) and tuned == cuda_impl.TUNED
+
+
+def test_a_layer_of_one_request_is_shown_kernel_by_kernel(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [("score", 0, 5), ("select_best", 6, 18), ("attend", 20, 27), ("_few_tokens_kernel", 28, 37)]
+    starts = [100 * n for n in range(5)]
+    runs = [KernelRun(name, start + first, start + last) for start in starts for name, first, last in layers]
+
+    def profiled(work: Callable[[], object]) -> list[KernelRun]:
+        work()
+        return runs
+
+    monkeypatch.setattr(few_requests, "profiled", profiled)
+    options = argparse.Namespace(contexts=[CONTEXT], device_gib=0.0021, host_gib=0.004, requests=[1, 2], steps=3)
+    tables = few_requests.measure_all(decoder, 10_000_000, options)
+    assert [row["requests"] for row in tables["Steps"]] == [1, 2]
+    assert all(row["step / bytes"] > 0 for row in tables["Steps"])
+    kernels = [(row["kernel"], row["start us"], row["us"], row["group"]) for row in tables["Layer"]]
+    assert kernels == [
+        ("score", 0, 5, "indexer"),
+        ("select_best", 6, 12, "indexer"),
+        ("attend", 20, 7, "attention"),
+        ("_few_tokens_kernel", 28, 9, "linear"),
+    ]
+    groups = {row["group"]: row["ms"] for row in tables["Groups"]}
+    assert groups["indexer"] == pytest.approx(5 * 17 / 1e3 / few_requests.PROFILED_STEPS)
+    assert [row["verdict"] for row in tables["Bars"]] == ["MISSED"]  # the small model's bytes would take 10 us
