@@ -134,7 +134,7 @@ def test_no_temporary_tensor_is_larger_than_two_pieces(
 # Loads a checkpoint and measures anonymous memory after every operation of torch. Prints in bytes: the most that there
 # was above the start, and what the weights take.
 MEASURE = """
-import sys, torch
+import ctypes, gc, sys, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
@@ -168,6 +168,8 @@ small, large, divided = sys.argv[1:]
 split, peers = (Split(1, 2), {"collectives": Peers()}) if divided == "True" else (Split(), {})
 with Peak():  # what is allocated once: threads, caches, modules
     load(small, split, peers)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)  # otherwise, memory that imports have freed could be returned later
 before = anonymous()
 with Peak() as peak:
     decoder = load(large, split, peers)
@@ -191,4 +193,4 @@ def test_host_memory_beyond_the_weights_is_at_most_twice_the_largest_tensor(divi
     stored = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     share = (0.5 if divided else 1.0) * stored
     print(f"{most / MIB:.1f} MiB at most, {held / MIB:.1f} MiB afterwards, {share / MIB:.1f} MiB of weights")
-    assert 0.9 * share < held <= most <= share + 2 * 12 * MIB
+    assert 0.9 * share < held and max(held, most) <= share + 2 * 12 * MIB
