@@ -1,4 +1,4 @@
-// Shared by kernels whose blocks work together: types, ordering of launches, clusters of blocks, sums over a block.
+// Shared by kernels whose blocks work together: types, clusters of blocks, sums over a block.
 //
 // Compile-time constants:
 //   THREADS  of a block

@@ -109,8 +109,8 @@ def per_head_matmul(
 def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Writes the result of `per_head_matmul` to `out` [tokens, heads, out], which may be a slice of a wider tensor.
 
-    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. Therefore the result
-    needs neither a transposed copy nor a concatenation.
+    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix, and so does the kernel
+    for few tokens. Therefore the result needs neither a transposed copy nor a concatenation.
     """
     if out.stride(2) != 1:
         raise InternalError(f"the values of a head have stride {out.stride(2)}; they must be adjacent")

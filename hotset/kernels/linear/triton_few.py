@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hotset.base.units import ceil_div
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
-from hotset.kernels.linear import MAX_FEW_INPUTS
 
 TILE_OUTPUTS = 4  # of a program
 INPUTS_OF_WARP = 1024
@@ -40,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         has_bias=bias is not None,
         tile_outputs=TILE_OUTPUTS,
         tile_inputs=tile_inputs,
-        num_warps=max(1, min(tile_inputs, MAX_FEW_INPUTS) // INPUTS_OF_WARP),
+        num_warps=max(1, tile_inputs // INPUTS_OF_WARP),
         **OPTIONS,
     )
     return out
