@@ -55,6 +55,7 @@ def small_tuning(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_i
         plan_threads=64,
         clusters=smaller,
         lists_at_once=2,
+        short_list=4,
         copy_blocks=3,
         copy_threads=64,
         rows_at_once=2,

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 def for_every_batch(cluster: cuda_impl.BlockCluster | None) -> cuda_impl.SwapInTuning:
     """Returns a tuning that uses `cluster` for every batch and copies the rows of two queries at a time."""
-    return cuda_impl.SwapInTuning(clusters=((1, cluster),), lists_at_once=2)
+    return cuda_impl.SwapInTuning(clusters=((1, cluster),), lists_at_once=2, short_list=40)
 
 
 def on_gpu(tables: SeatTables) -> SeatTables:

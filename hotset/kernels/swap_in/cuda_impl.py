@@ -42,10 +42,20 @@ class SwapInTuning:
         (132, BlockCluster(2)),
     )
     lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
+    # In batches of at most short_list_batch queries, those with at most short_list missing rows are copied at once.
+    short_list: int = 32
+    short_list_batch: int = 64
     # Upper limit. 32 blocks keep a PCIe 5 bus busy. More of them slow down the kernels that run beside the copy.
     copy_blocks: int = 32
     copy_threads: int = 256
     rows_at_once: int = 2  # in flight per warp of a copy
+
+    def turns(self, batch: int) -> dict[str, int]:
+        """The constants that say which queries wait for their turn."""
+        return {
+            "LISTS_AT_ONCE": self.lists_at_once if batch > self.lists_at_once else 0,
+            "SHORT_LIST": self.short_list if batch <= self.short_list_batch else 0,
+        }
 
     def cluster(self, batch: int) -> BlockCluster | None:
         return next((cluster for max_batch, cluster in self.clusters if batch <= max_batch), self.clusters[-1][1])
@@ -82,7 +92,7 @@ def plan(
     cluster = tuning.cluster(batch) if layer is not None and _has_clusters(device) else None
     threads = tuning.plan_threads if cluster is None else cluster.threads
     constants = _plan_constants(k, tables, words, words_per_page, threads)
-    constants |= _cluster_constants(cluster, layer, tuning.lists_at_once if batch > tuning.lists_at_once else 0)
+    constants |= _cluster_constants(cluster, layer, tuning.turns(batch))
     copied = layer.arguments() if layer is not None and cluster is not None else (0,) * 5
     kernel = cuda_source.kernel(PLAN, "plan", **constants)
     kernel.launch(
@@ -187,13 +197,10 @@ def _turns(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def _cluster_constants(cluster: BlockCluster | None, layer: _LayerRows | None, lists_at_once: int) -> dict[str, int]:
+def _cluster_constants(cluster: BlockCluster | None, layer: _LayerRows | None, turns: dict[str, int]) -> dict[str, int]:
     if cluster is None or layer is None:
         return {"COPIES": 0, "CLUSTER": 1}
     reading = layer.constants()
-    return {
-        "COPIES": 1,
-        "CLUSTER": cluster.blocks,
-        "LISTS_AT_ONCE": lists_at_once,
-        "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MAX_UNITS // reading["LOADS"])),
-    } | reading
+    sizes = {"COPIES": 1, "CLUSTER": cluster.blocks}
+    sizes["ROWS_AT_ONCE"] = max(1, min(cluster.rows_at_once, MAX_UNITS // reading["LOADS"]))
+    return sizes | turns | reading

@@ -12,6 +12,7 @@
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
 //   CLUSTER         blocks per query, neighbours in the grid: the first one plans, the others copy
 //   LISTS_AT_ONCE   the maximum number of queries whose rows are copied at the same time; 0: no limit
+//   SHORT_LIST      queries with at most this many missing rows are not counted, and do not wait
 //
 // Cost of a plan. It starts with a chain of dependent reads (seat -> pages of its maps -> slot_of), each an L2 miss, so
 // all independent reads are issued at the same time. If rows are missing, barriers and instructions dominate, so misses
@@ -23,11 +24,12 @@
 // |1| to |3| are barriers of the cluster. An earlier one, 0, signals that every block has begun. If no row is missing,
 // all blocks exit after barrier 1. To publish its lists at a barrier, a thread waits for its own writes to global memory.
 // Therefore a planner with missing rows writes its results after it has arrived at barrier 2. In a cluster of one or two
-// blocks, the planner also copies rows, after that. If queries take turns, all rows are loaded after barrier 2.
+// blocks, the planner also copies rows, after that. If a query waits for its turn, its rows are loaded after barrier 2.
 //
 // The host rows of one query lie close together, those of another query elsewhere, and a GPU caches the address
 // translations of only a few gigabytes of host memory. Large batches therefore copy the rows of a few queries at a
-// time: with 128 queries and 20 % misses, this saves a seventh of the time.
+// time: with 128 queries and 20 % misses, this saves a seventh of the time. A short list is copied before its turn
+// would come.
 //
 // Page numbers fit 32 bits; row numbers and addresses do not.
 #include "../block.cu"
@@ -398,6 +400,8 @@ __device__ __forceinline__ void announce(unsigned member, unsigned *address, uns
         *address = value;
     }
 }
+// Whether a query with this many missing rows waits for its turn.
+__device__ __forceinline__ bool takes_turn(unsigned missing) { return LISTS_AT_ONCE && missing > SHORT_LIST; }
 // Reads from the planner's shared memory.
 template <class T> __device__ __forceinline__ T read(const T *address) {
     return CLUSTER > 1 ? read_in_block(0, address) : *address;
@@ -494,7 +498,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     const bool misses = plans && planner.missing > 0;
 #if COPIES && LISTS_AT_ONCE
     unsigned turn = 0;
-    if (misses && threadIdx.x == 0) turn = take_turn(turns);
+    if (takes_turn(planner.missing) && threadIdx.x == 0) turn = take_turn(turns);
 #endif
 #if COPIES
     wait();  // for 0
@@ -519,21 +523,22 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     if (shared.missing == 0) return;
     const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
     Share share(shared, layer);
+    const bool in_turn = takes_turn(shared.missing);
     if (!plans) {
-        if (!LISTS_AT_ONCE) share.begin_loads();
+        if (!in_turn) share.begin_loads();
         arrive(false);  // 2
     }
     wait();  // for 2
 #if LISTS_AT_ONCE
-    if (threadIdx.x == 0) wait_until_over(turns, shared.turn - LISTS_AT_ONCE);
-    __syncthreads();
+    if (in_turn && threadIdx.x == 0) wait_until_over(turns, shared.turn - LISTS_AT_ONCE);
+    if (in_turn) __syncthreads();
 #endif
-    if (plans || LISTS_AT_ONCE) share.begin_loads();
+    if (plans || in_turn) share.begin_loads();
     share.finish();
     arrive(false);  // 3: this block no longer reads the lists
     if (plans) wait();
 #if LISTS_AT_ONCE
-    if (plans && threadIdx.x == 0) end_turn(turns);
+    if (plans && in_turn && threadIdx.x == 0) end_turn(turns);
 #endif
 #else
     if (misses) planner.choose_slots();
