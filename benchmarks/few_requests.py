@@ -7,7 +7,7 @@ computed and whose selections are synthetic, as in serving.py. The tables:
 
   Steps     the time of a step over that of the bytes that it reads, at the speed of a copy
   Groups    of one request: milliseconds per step by part of the model, from a profile
-  Layer     of one request: the kernels of one layer in the middle of a step, with the time since its first kernel in
+  Layer     of one request: the kernels of the layer of median length, with the time since its first kernel in
             microseconds. Kernels on a second stream (`models/beside.py`) overlap others. Kernels that are launched
             early count from the end of the kernel before them.
 
@@ -19,6 +19,7 @@ Requires a GPU with 141 GB (H200).
 """
 
 import argparse
+from itertools import pairwise
 from typing import Any
 
 import serving
@@ -52,13 +53,16 @@ def profile_one_request(setup: ModelSetup, context: int) -> list[KernelRun]:
 
 
 def layer_rows(runs: list[KernelRun], first: str = FIRST_OF_LAYER) -> list[dict[str, Any]]:
-    """Returns the kernels from one run of the kernel `first` to the next, those in the middle of the profile."""
+    """Returns the kernels of one layer, from the kernel `first` to its next run.
+
+    It is the layer of median length. Between the last layer of a step and the first one of the next, tokens are
+    sampled."""
     ordered = sorted(runs, key=lambda run: run.start_us)
     starts = [run.start_us for run in ordered if run.name == first]
-    if len(starts) < 2:
+    layers = sorted(pairwise(starts), key=lambda layer: layer[1] - layer[0])
+    if not layers:
         return []
-    middle = (len(starts) - 1) // 2
-    begin, end = starts[middle], starts[middle + 1]
+    begin, end = layers[len(layers) // 2]
     return [
         {
             "start us": run.start_us - begin,

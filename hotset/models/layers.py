@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,6 +16,7 @@ from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
+from hotset.models.beside import beside
 from hotset.models.checkpoint.source import SkippedWeights, TensorSlice, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.spec import ModelSpec, MoeSpec
@@ -197,12 +199,14 @@ class Moe:
             self._shared = Mlp(without_reduce, f"{prefix}.shared_experts", hidden, width, False, like)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
+        # Shared experts need nothing of the routing, so both can run at the same time.
+        shared = None if self._shared is None else beside(partial(self._shared, x), x.device)
         if self._data_parallel:
             out = self.routed(x, seats)
-            return out if self._shared is None else out + self._shared(x)
+            return out if shared is None else out + shared.join()
         routes = self._routes(x, seats)
         out = self._local_experts(x, routes.expert_ids, routes.weights)
-        return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
+        return self._collectives.all_reduce(out if shared is None else out + shared.join())
 
     def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own tokens, hidden]
         """Data parallel: returns the output of all ranks' routed experts for this rank's tokens.

@@ -367,8 +367,8 @@ template <class T, class U> static T atomicCAS(T *address, T expected, U value) 
 }
 template <class T> static int load_now(const T *address) { return static_cast<int>(*address); }
 static inline void bring_to_l2(const void *) {}
-static inline void wait_for_earlier_launches() {}
-static inline void let_next_launch_begin() {}
+static inline void wait_for_previous_launch() {}
+static inline void let_next_launch_start() {}
 static inline unsigned load_acquire(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
 static inline void store_release(unsigned *address, unsigned value) {
     __atomic_store_n(address, value, __ATOMIC_RELEASE);

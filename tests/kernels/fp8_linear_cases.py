@@ -3,22 +3,23 @@
 import importlib
 from typing import Any
 
-NAMES = ("fp8 linear, 16 tokens", "fp8 linear, 64 tokens", "quantise")
+NAMES = ("fp8 linear, 16 tokens", "fp8 linear, 64 tokens", "fp8 linear, 16 tokens, early", "quantise")
 
 
 def cases() -> dict[str, dict[str, Any]]:
     linear = importlib.import_module("hotset.kernels.linear.triton_fp8")
     quantise = importlib.import_module("hotset.kernels.quantise.triton_impl")
-    few, many = (_linear_case(linear.WIDE_TILES[tokens], linear.OPTIONS) for tokens in (16, 64))
+    tiles = (linear.WIDE_TILES[16], linear.WIDE_TILES[64], linear.NARROW_TILES[16])
+    linear_cases = [_linear_case(tile, linear.OPTIONS) for tile in tiles]
     quantise_case = {
         "module": "quantise.triton_impl",
         "kernel": "_quantise_kernel",
         "types": {"*bf16": "x", "*fp8e4nv": "codes", "*fp32": "scales"},
-        "constants": {"lets_next_start": False, "block_tokens": 32},
+        "constants": {"block_tokens": 32},
         "options": quantise.OPTIONS | {"num_warps": quantise.WARPS},
         "aligned": ("width", "x_stride"),
     }
-    return dict(zip(NAMES, (few, many, quantise_case), strict=True))
+    return dict(zip(NAMES, (*linear_cases, quantise_case), strict=True))
 
 
 def _linear_case(tile: Any, options: dict[str, Any]) -> dict[str, Any]:

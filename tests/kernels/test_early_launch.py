@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import experts
+from hotset.kernels.fp8 import Fp8Weight
 from hotset.kernels.index_topk import index_topk
 from hotset.kernels.key_append import key_append
 from hotset.kernels.linear import Fp32Linear, Linear, per_head_matmul
@@ -19,6 +20,7 @@ from hotset.kernels.rope import Rotation, rotate
 from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import PagedRows, index_key_row, mla_row
 from hotset.kernels.segments import make_segments
+from hotset.kernels.swiglu import swiglu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,6 +105,17 @@ def multiply() -> tuple[Tensor, Op]:
     return bf16(TOKENS, 512), Linear(bf16(96, 512))
 
 
+def multiply_in_fp8() -> tuple[Tensor, Op]:
+    weight = Fp8Weight.empty((96, 512), torch.device("cuda"))
+    weight.codes.copy_(torch.randn(96, 512))
+    weight.scales.fill_(0.5)
+    return bf16(TOKENS, 512), Linear(weight)
+
+
+def activate() -> tuple[Tensor, Op]:
+    return bf16(TOKENS, 512), swiglu
+
+
 def multiply_heads() -> tuple[Tensor, Op]:
     weight = bf16(8, 128, 512)
     return bf16(TOKENS, 8, 128), lambda x: per_head_matmul(x, weight)
@@ -124,8 +137,9 @@ def look_up_rows() -> tuple[Tensor, Op]:
 
 # Each returns an input that is written late, and an op that reads it in the first kernel that it launches.
 CASES = [
-    *(normalise, add_and_normalise, rotate_heads, multiply, multiply_heads, multiply_in_float32, route_tokens),
-    *(look_up_rows, append_rows, append_keys, select_positions, compute_experts),
+    *(normalise, add_and_normalise, rotate_heads, multiply, multiply_in_fp8, multiply_heads),
+    *(multiply_in_float32, activate, route_tokens, look_up_rows, append_rows, append_keys, select_positions),
+    compute_experts,
 ]
 
 

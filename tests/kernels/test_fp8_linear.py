@@ -67,7 +67,7 @@ def test_fp8_linear_equals_a_float64_product_of_the_same_codes(
 ) -> None:
     weight, bias = random_weight(outputs, inputs, block_rows), torch.randn(outputs).to(dtype)
     x = torch.randn(tokens, inputs + 2).to(dtype)[:, 2:]  # tokens have a stride
-    tile = replace(impl().tile_for(tokens, weight), outputs=64, fused=fused, starts_early=False)
+    tile = replace(impl().tile_for(tokens, weight), outputs=64, fused=fused)
     counters = impl().make_counters(weight)
     splits = min(splits, weight.scales.shape[1])
     out = impl().fp8_linear_in_tiles(x, weight, bias, counters, tile, splits)
@@ -95,8 +95,7 @@ def test_a_batch_may_have_any_number_of_tokens() -> None:
     counters = impl().make_counters(weight)
     for tokens in (0, 1, 130):
         x = torch.randn(tokens, 200)
-        tile = replace(impl().tile_for(tokens, weight), starts_early=False)  # the interpreter runs one kernel at a time
-        out = impl().fp8_linear_in_tiles(x, weight, None, counters, tile)
+        out = impl().fp8_linear_in_tiles(x, weight, None, counters, impl().tile_for(tokens, weight))
         assert out.shape == (tokens, 70)
         assert tokens == 0 or error(out, x, weight) < ERROR_BAR
 

@@ -95,6 +95,12 @@ EARLY = (
     *("sort of one chunk", "sort of several chunks", "sort: counts of a chunk", "sum", "quantise pairs", "router"),
     *("select of 64", "select of 256 in groups", "add and norm", "rope", "mla append", "key append"),
     *("fp32 linear", "linear of few tokens", "product per head of few tokens", "page table lookup"),
+    *("quantise", "swiglu", "fp8 linear, 16 tokens, early"),
+)
+# Kernels that are launched in order, and let the next launch start early.
+STARTS_NEXT = (
+    *(name for name in EXPERTS if name.startswith("down")),
+    *("fp8 down, decoding", "fp8 linear, 16 tokens", "fp8 linear, 64 tokens"),
 )
 SPARSE_ATTENTION = ("16 heads", "16 heads, fp8", "32 heads", "64 heads")
 
@@ -437,10 +443,18 @@ def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
     assert not re.search(r"\bst\.global|\batom\.|\bred\.|\bbra\b|\bret;", before)
 
 
-def test_products_of_experts_are_launched_in_order(compiled: dict[str, CompiledKernel]) -> None:
+@pytest.mark.parametrize("name", STARTS_NEXT)
+def test_a_kernel_that_is_launched_in_order_can_let_the_next_one_start_early(
+    compiled: dict[str, CompiledKernel], name: str
+) -> None:
+    ptx = compiled[name].ptx
+    assert "griddepcontrol.launch_dependents" in ptx and "griddepcontrol.wait" not in ptx
+
+
+def test_the_products_of_experts_are_launched_in_order(compiled: dict[str, CompiledKernel]) -> None:
     for name in EXPERTS:
         if name.startswith(("gate_up", "down")):
-            assert "griddepcontrol" not in compiled[name].ptx
+            assert "griddepcontrol.wait" not in compiled[name].ptx
 
 
 def test_experts_use_wgmma_and_asynchronous_16_byte_copies(compiled: dict[str, CompiledKernel]) -> None:

@@ -8,5 +8,6 @@ Every program of a kernel that is launched early waits, before it reads anything
 anything. Then all that was launched before it has ended too, because the kernel before it has waited in the same way.
 
 Kernels whose programs just fill the GPU are not launched early. Their programs would be spread unevenly over the
-multiprocessors, because some still run programs of the launch before.
+multiprocessors, because some still run programs of the launch before. Started in order, they may let the next launch
+start early.
 """

@@ -4,17 +4,18 @@
 namespace {
 
 #ifdef __CUDACC__
-// In a dependent launch, waits until all earlier launches are finished and visible. Otherwise does nothing.
-__device__ __forceinline__ void wait_for_earlier_launches() {
+// Lets the next launch start early, as soon as all blocks of this one have called this or ended.
+__device__ __forceinline__ void let_next_launch_start() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Lets the next launch begin early if it is a dependent launch, which itself waits until this launch has finished.
-__device__ __forceinline__ void let_next_launch_begin() {
+// Waits until all earlier launches have ended, and lets the next one start early.
+__device__ __forceinline__ void wait_for_previous_launch() {
+    let_next_launch_start();
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 #endif

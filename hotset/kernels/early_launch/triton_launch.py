@@ -1,4 +1,4 @@
-"""Early launches of Triton kernels: options of the launch, and the wait."""
+"""Early launches of Triton kernels: options of the launch, and what the kernels call."""
 
 from typing import Any
 
@@ -20,8 +20,15 @@ EARLY_LAUNCH: dict[str, Any] = {"launch_pdl": True} if EARLY.value else {}  # op
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def wait_for_previous_launch() -> None:
-    """Waits until all earlier launches have ended, and lets the next one start early."""
+def let_next_launch_start() -> None:
+    """Lets the next launch start early, as soon as all programs of this one have called this or ended."""
     if EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_previous_launch() -> None:
+    """Waits until all earlier launches have ended, and lets the next one start early."""
+    let_next_launch_start()
+    if EARLY:
         gdc_wait()

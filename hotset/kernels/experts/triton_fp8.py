@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hotset.base.errors import InternalError
-from hotset.kernels.early_launch.triton_launch import wait_for_previous_launch
+from hotset.kernels.early_launch.triton_launch import let_next_launch_start, wait_for_previous_launch
 from hotset.kernels.experts.triton_fp8_products import two_products
 from hotset.kernels.experts.triton_impl import OPTIONS, SMALL_OPTIONS, SortedPairs, sort_by_expert, weighted_sum
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
@@ -381,6 +381,7 @@ def _down_kernel(
     stages: tl.constexpr,
     group_blocks: tl.constexpr,
 ) -> None:
+    let_next_launch_start()
     slot, tile = _slot_and_tile(slots, (hidden + 2 * tile_out - 1) // (2 * tile_out), group_blocks)
     for block in range(slot, tl.load(num_blocks), slots):
         expert = tl.load(block_expert + block).to(tl.int64)

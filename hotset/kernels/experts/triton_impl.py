@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.kernels import EMPTY
-from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, let_next_launch_start, wait_for_previous_launch
 from hotset.kernels.swiglu import swiglu
 
 
@@ -409,6 +409,7 @@ def _down_kernel(
     tile_out: tl.constexpr,
     tile_in: tl.constexpr,
 ) -> None:
+    let_next_launch_start()
     expert = tl.load(block_expert + tl.program_id(0)).to(tl.int64)
     if expert == _EMPTY:
         return

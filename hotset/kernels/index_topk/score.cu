@@ -248,12 +248,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     i64 query_stride, i64 head_stride, i64 table_stride, i64 part_stride, i64 page_stride, i64 value_stride,
     i64 moment_blocks, i64 count, i64 heads, i64 k, i64 first_part, i64 scale_bits) {
     extern __shared__ __align__(1024) int4 shared_memory[];
-    let_next_launch_begin();
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const Paging paging = {blocks, part_stride, page_stride, static_cast<u32>(first_part)};
     if (thread < STAGES) prepare_barrier(&shared.arrived[thread], 1), prepare_barrier(&shared.released[thread], 4);
-    wait_for_earlier_launches();
+    wait_for_previous_launch();
     const Queries queries = {seat_of, positions, static_cast<u32>(count), k};
     Shares shares;
     Share share = find_share(queries, shares);

@@ -372,8 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
     i64 value_stride, i64 moment_shares, i64 k_,
     i64 capacity) {        // scores of a block that are held, a multiple of 128
     extern __shared__ int4 shared_memory[];
-    let_next_launch_begin();
-    wait_for_earlier_launches();
+    wait_for_previous_launch();
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const unsigned query = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, k = static_cast<unsigned>(k_);
     const i64 seat = seat_of[query], position = positions[query];

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, let_next_launch_start, wait_for_previous_launch
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 from hotset.kernels.quantise import QuantisedTokens, padded_tokens
 from hotset.kernels.quantise.triton_impl import group_codes, group_scale, quantise
@@ -103,8 +104,8 @@ def tile_for(tokens: int, weight: Fp8Weight) -> Tile:
     return next(tile for most, tile in tiles.items() if tokens <= most)
 
 
-def quantised(x: Tensor, lets_next_start: bool = False) -> QuantisedTokens:
-    return QuantisedTokens(*quantise(x, padded_tokens(x.shape[0]), lets_next_start))
+def quantised(x: Tensor) -> QuantisedTokens:
+    return QuantisedTokens(*quantise(x, padded_tokens(x.shape[0])))
 
 
 def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None) -> bool:
@@ -170,13 +171,14 @@ def fp8_linear_in_tiles(
     if tile.fused:
         codes = scales = x if x.stride(1) == 1 else x.contiguous()  # the kernel does not read the scales
     else:
-        of_x = quantised(x, lets_next_start=tile.starts_early)
+        of_x = quantised(x)
         codes, scales = of_x.codes, of_x.scales
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     if not (splits == 1 or grid[2] == 1):
         raise InternalError(f"{grid[2]} blocks of tokens cannot share the counters of {grid[0]} tiles")
     partial_count = grid[0] * splits * tile.outputs * tile.tokens if splits > 1 else 1
     partial = torch.empty(partial_count, dtype=torch.float32, device=x.device)
+    early = EARLY_LAUNCH if tile.starts_early else {}
     _linear_kernel[grid](
         x=codes,
         x_scales=scales,
@@ -198,12 +200,12 @@ def fp8_linear_in_tiles(
         with_bias=bias is not None,
         splits=splits,
         fused=tile.fused,
-        starts_early=tile.starts_early,
+        starts_early=bool(early),
         tile_tokens=tile.tokens,
         tile_outputs=tile.outputs,
         stages=tile.stages,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if tile.starts_early else {}),
+        **early,
         **OPTIONS,
     )
     return out
@@ -254,7 +256,9 @@ def _linear_kernel(
     if starts_early:
         read_ahead = tl.minimum(first_group + tl.arange(0, _READ_AHEAD_GROUPS), groups - 1) * _SCALE_BLOCK
         _read_into_l2(weight + read_output.to(tl.int64)[:, None] * inputs + read_ahead[None, :])
-        tl.extra.cuda.gdc_wait()  # the previous kernel may write x, and read what is written below, until here
+        wait_for_previous_launch()
+    else:
+        let_next_launch_start()
     for group in tl.range(first_group, tl.minimum(first_group + split_groups, groups), num_stages=stages):
         start = group * _SCALE_BLOCK
         if whole_groups:

@@ -6,20 +6,20 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.base.units import ceil_div
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.fp8 import E4M3_MAX, MIN_SCALE, SCALE_BLOCK
 
 # Tokens per program by number of tokens: few tokens need many small programs, because one GPU runs hundreds at a time.
 TOKENS_PER_PROGRAM = {256: 8, 1 << 62: 32}
 WARPS = 4
-OPTIONS = {"enable_fp_fusion": False}  # every operation is rounded as written
+OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # every operation is rounded as written
 
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 
 
-def quantise(x: Tensor, padded: int, lets_next_start: bool = False) -> tuple[Tensor, Tensor]:
-    """`lets_next_start` lets the next kernel of the stream start early, if it is launched for that (`launch_pdl`)."""
+def quantise(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
     tokens, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -34,7 +34,6 @@ def quantise(x: Tensor, padded: int, lets_next_start: bool = False) -> tuple[Ten
             width=width,
             x_stride=x.stride(0),
             scale_stride=padded,
-            lets_next_start=lets_next_start,
             block_tokens=block_tokens,
             num_warps=WARPS,
             **OPTIONS,
@@ -51,11 +50,9 @@ def _quantise_kernel(
     width: tl.tensor,
     x_stride: tl.tensor,
     scale_stride: tl.tensor,
-    lets_next_start: tl.constexpr,
     block_tokens: tl.constexpr,
 ) -> None:
-    if lets_next_start:
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_launch()
     group = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * block_tokens + tl.arange(0, block_tokens)
     entry = group * _SCALE_BLOCK + tl.arange(0, _SCALE_BLOCK)

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     extern __shared__ int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (splits > 1) let_next_launch_begin();  // the merge
+    if (splits > 1) let_next_launch_start();  // the merge
     const Place place = place_of(k, all_heads, splits, split_keys);
     const int first = place.first, stop = place.stop, heads = static_cast<int>(all_heads) - place.head_first;
     const i64 *my_row_ids = row_ids + place.query * row_ids_stride;

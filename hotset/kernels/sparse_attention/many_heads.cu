@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
     i64 split_keys, i64 scale_bits) {
     extern __shared__ __align__(1024) int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
-    if (splits > 1) let_next_launch_begin();  // the merge
+    if (splits > 1) let_next_launch_start();  // the merge
     const Sizes sizes = {static_cast<int>(k), static_cast<int>(all_heads), static_cast<int>(splits),
                          static_cast<int>(split_keys)};
     // An exchange, so that the compiler sees that the threads of a warp agree.

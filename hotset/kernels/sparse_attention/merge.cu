@@ -30,8 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
     const int lane = threadIdx.x % 32;
     const i64 query = blockIdx.x / heads, head = blockIdx.x % heads;
     const float *mine = partial + (query * splits * heads + head) * RANK + 4 * threadIdx.x;
-    let_next_launch_begin();
-    wait_for_earlier_launches();
+    wait_for_previous_launch();
     float4 parts[AT_ONCE];
     load_splits(parts, mine, 0, splits, heads * RANK);  // also those of empty splits, which are not yet known
     const float mass = lane < splits ? lse[(query * splits + lane) * heads + head] : minus_infinity();

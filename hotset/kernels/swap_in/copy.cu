@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_rows(
     const unsigned warps = team * WARPS;
     const unsigned warp = blockIdx.x % team * WARPS + threadIdx.x / 32;
     const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
-    wait_for_earlier_launches();
+    wait_for_previous_launch();
     for (i64 list = blockIdx.x / team; list < batch; list += gridDim.x / team) {
         const unsigned count = __ldcg(copy_counts + list);
         for (unsigned nth = warp; nth < count; nth += warps * ROWS_AT_ONCE) {

@@ -479,7 +479,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     const int k = static_cast<int>(given_k);
     const i64 row = blockIdx.x / CLUSTER;
     const bool plans = blockIdx.x % CLUSTER == 0;
-    let_next_launch_begin();
+    let_next_launch_start();
     if (threadIdx.x == 0) shared.missing = 0;
 #if COPIES
     arrive(true);  // 0: this block has begun; the planner may write to its shared memory

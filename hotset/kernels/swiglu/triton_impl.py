@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
+
 BLOCK = 1024  # values of a token that one program computes
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # Triton 3.9 warns if the latter is not set
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True} | EARLY_LAUNCH  # Triton 3.9 warns if the second is not set
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -30,6 +32,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def _swiglu_kernel(
     gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
+    wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * block + tl.arange(0, block)
     inside = entry < width
