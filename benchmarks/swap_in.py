@@ -198,7 +198,7 @@ def measure_pages(host: PinnedRows, blocks: int = page_copy_cuda.TUNED.blocks) -
     return results
 
 
-ONE, TWO, FOUR, EIGHT = (cuda_impl.BlockCluster(blocks) for blocks in (1, 2, 4, 8))
+TWO, THREE, FOUR, SIX, EIGHT = (cuda_impl.BlockCluster(blocks) for blocks in (2, 3, 4, 6, 8))
 SMALL_BATCHES = {
     "8 blocks, 1024 threads": with_cluster(replace(EIGHT, threads=1024)),
     "8 blocks, 1024 threads, 1 row": with_cluster(replace(EIGHT, threads=1024, rows_at_once=1)),
@@ -206,28 +206,27 @@ SMALL_BATCHES = {
     "4 blocks, 1024 threads": with_cluster(replace(FOUR, threads=1024)),
     "two launches": TWO_LAUNCHES,
 }
+LARGE_BATCHES = {
+    "8 blocks": with_cluster(EIGHT),
+    "6 blocks": with_cluster(SIX),
+    "6 blocks, 4 lists": replace(with_cluster(SIX), lists_at_once=4),
+    "6 blocks, 16 lists": replace(with_cluster(SIX), lists_at_once=16),
+    "4 blocks": with_cluster(FOUR),
+    "3 blocks": with_cluster(THREE),
+    "2 blocks": with_cluster(TWO),
+    "2 blocks, 1 row": with_cluster(replace(TWO, rows_at_once=1)),
+    "2 blocks, 1280 rows in turn": replace(with_cluster(TWO), turn_rows=1280),
+    "2 blocks, 16 lists": replace(with_cluster(TWO), lists_at_once=16),
+    "2 blocks, all lists": replace(with_cluster(TWO), lists_at_once=128),
+    "two launches, 16 lists": replace(TWO_LAUNCHES, copy_lists_at_once=16),
+    "two launches, 32 blocks of 256 threads": replace(TWO_LAUNCHES, copy_blocks=32, copy_threads=256),
+    "two launches": TWO_LAUNCHES,
+}
 SWEEP = {
     1: SMALL_BATCHES,
     8: SMALL_BATCHES,
-    32: {
-        "4 blocks": with_cluster(FOUR),
-        "2 blocks": with_cluster(TWO),
-        "2 blocks, 1 row": with_cluster(replace(TWO, rows_at_once=1)),
-        "2 blocks, 8 lists": replace(with_cluster(TWO), lists_at_once=8),
-        "2 blocks, all lists": replace(with_cluster(TWO), lists_at_once=32),
-        "1 block": with_cluster(ONE),
-        "two launches": TWO_LAUNCHES,
-    },
-    128: {
-        "2 blocks": with_cluster(TWO),
-        "2 blocks, 8 lists": replace(with_cluster(TWO), lists_at_once=8),
-        "2 blocks, 32 lists": replace(with_cluster(TWO), lists_at_once=32),
-        "2 blocks, all lists": replace(with_cluster(TWO), lists_at_once=128),
-        "1 block": with_cluster(ONE),
-        "two launches, 8 lists": replace(TWO_LAUNCHES, lists_at_once=8),
-        "two launches, 64 blocks": replace(TWO_LAUNCHES, copy_blocks=64),
-        "two launches": TWO_LAUNCHES,
-    },
+    32: LARGE_BATCHES,
+    128: LARGE_BATCHES,
 }
 
 
@@ -235,7 +234,8 @@ def sweep(host: PinnedRows) -> None:
     """Prints the times of other launches at 4096 slots. Use the times to set `cuda_impl.TUNED`."""
     for batch, tunings in SWEEP.items():
         cases = [SwapInCase(656, 4096, batch, misses) for misses in MISSES]
-        states = {case: make_states(case, host, 3) for case in cases}
+        # With fewer inputs, the GPU would still have address translations of the last time that one was used.
+        states = {case: make_states(case, host) for case in cases}
         rows = []
         for name, tuning in tunings.items():
             times = {case: swap_in_us(states[case], tuning) for case in cases}

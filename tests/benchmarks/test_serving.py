@@ -109,11 +109,11 @@ def test_copies_get_the_given_blocks_and_threads_and_later_their_own_again(monke
     monkeypatch.setattr(cuda_impl, "_launch_copy", lambda *_, early, tuning: launched.append(tuning))
     rows, entries = torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
     copies = RowCopies(entries, entries, torch.ones(1, dtype=torch.int32))
-    with hidden_swap_in.copies_by("16x128"):
+    with hidden_swap_in.copies_by("32x64"):
         cuda_impl.copy(copies, rows, rows)
     cuda_impl.copy(copies, rows, rows)
     given, tuned = launched
-    assert (given.copy_blocks, given.copy_threads) == (16, 128) and tuned == cuda_impl.TUNED
+    assert (given.copy_blocks, given.copy_threads) == (32, 64) and tuned == cuda_impl.TUNED
 
 
 def test_a_layer_of_one_request_is_shown_kernel_by_kernel(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,10 @@ class CudaOnCpu:
 
     def plan(self, **arguments: Any) -> SwapPlan:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
-            return cuda_impl.plan(**arguments, tuning=self._tuning)
+            swap = cuda_impl.plan(**arguments, tuning=self._tuning)
+        taken, finished = cuda_impl._turns(arguments["positions"].device).tolist()
+        assert taken == finished  # or else later plans would wait for ever, or not at all
+        return swap
 
     def copy(self, copies: RowCopies, host_rows: Tensor, device_rows: Tensor) -> None:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
@@ -54,10 +57,12 @@ def small_tuning(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_i
     return cuda_impl.SwapInTuning(
         plan_threads=64,
         clusters=smaller,
+        max_batch_without_turns=2,
         lists_at_once=2,
-        short_list=4,
+        turn_rows=20,
         copy_blocks=3,
         copy_threads=64,
+        copy_lists_at_once=2,
         rows_at_once=2,
     )
 
@@ -373,11 +378,12 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("blocks", "lists_at_once"), [(1, 16), (2, 2), (4, 2), (4, 16), (8, 16)])
-def test_a_cluster_may_have_any_number_of_blocks(blocks: int, lists_at_once: int) -> None:
-    """Without turns, the other blocks of a cluster load rows before the planner has found victims."""
+@pytest.mark.parametrize(("max_batch_without_turns", "turn_rows"), [(16, 0), (2, 20), (2, 0)])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 8])
+def test_a_cluster_may_have_any_number_of_blocks(blocks: int, max_batch_without_turns: int, turn_rows: int) -> None:
+    """If a query does not wait for its turn, blocks that do not plan load its rows before victims are known."""
     tuning = small_tuning((9, cuda_impl.BlockCluster(blocks)))
-    op = CudaOnCpu(replace(tuning, lists_at_once=lists_at_once))
+    op = CudaOnCpu(replace(tuning, max_batch_without_turns=max_batch_without_turns, turn_rows=turn_rows))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     model = SwapInModel(shape, seed=22, full=True)
     for _ in range(6):

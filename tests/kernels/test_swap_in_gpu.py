@@ -13,8 +13,9 @@ pytestmark = pytest.mark.gpu
 
 
 def for_every_batch(cluster: cuda_impl.BlockCluster | None) -> cuda_impl.SwapInTuning:
-    """Returns a tuning that uses `cluster` for every batch and copies the rows of two queries at a time."""
-    return cuda_impl.SwapInTuning(clusters=((1, cluster),), lists_at_once=2, short_list=40)
+    """Returns a tuning that uses `cluster` for every batch. Queries with many missing rows copy two at a time."""
+    turns = {"max_batch_without_turns": 1, "lists_at_once": 2, "turn_rows": 100, "copy_lists_at_once": 2}
+    return cuda_impl.SwapInTuning(clusters=((1, cluster),), **turns)
 
 
 def on_gpu(tables: SeatTables) -> SeatTables:

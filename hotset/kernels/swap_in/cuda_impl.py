@@ -39,23 +39,26 @@ class SwapInTuning:
     # (largest batch, cluster); None: plan and copy are two launches. The last entry is also used for larger batches.
     clusters: tuple[tuple[int, BlockCluster | None], ...] = (
         (16, BlockCluster(8, threads=1024)),
+        (44, BlockCluster(6)),
+        (88, BlockCluster(3)),
         (132, BlockCluster(2)),
     )
-    lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
-    # In batches of at most short_list_batch queries, those with at most short_list missing rows are copied at once.
-    short_list: int = 32
-    short_list_batch: int = 64
-    # Upper limit. 32 blocks keep a PCIe 5 bus busy. More of them slow down the kernels that run beside the copy.
-    copy_blocks: int = 32
-    copy_threads: int = 256
+    # In larger batches, queries take turns: lists_at_once of them copy their rows at the same time, or more of them if
+    # they have fewer than turn_rows missing rows together.
+    max_batch_without_turns: int = 16
+    lists_at_once: int = 6
+    turn_rows: int = 640
+    # A copy in a launch of its own. 16 blocks of 128 threads keep a PCIe 5 bus busy if they copy the rows of few
+    # queries at a time. More of them slow down the kernels that run beside the copy.
+    copy_blocks: int = 16
+    copy_threads: int = 128
+    copy_lists_at_once: int = 4
     rows_at_once: int = 2  # in flight per warp of a copy
 
     def turns(self, batch: int) -> dict[str, int]:
-        """The constants that say which queries wait for their turn."""
-        return {
-            "LISTS_AT_ONCE": self.lists_at_once if batch > self.lists_at_once else 0,
-            "SHORT_LIST": self.short_list if batch <= self.short_list_batch else 0,
-        }
+        """Returns the constants that determine which queries wait for their turn."""
+        lists = self.lists_at_once if batch > self.max_batch_without_turns else 0
+        return {"LISTS_AT_ONCE": lists, "TURN_ROWS": self.turn_rows}
 
     def cluster(self, batch: int) -> BlockCluster | None:
         return next((cluster for max_batch, cluster in self.clusters if batch <= max_batch), self.clusters[-1][1])
@@ -128,7 +131,7 @@ def copy(copies: RowCopies, host_rows: Tensor, device_rows: Tensor, *, tuning: S
 def _launch_copy(copies: RowCopies, layer: "_LayerRows", *, early: bool, tuning: SwapInTuning) -> None:
     """Launches the copy. `early`: the previous launch is the plan that wrote `copies`, and the copy waits for it."""
     batch, list_length = copies.host_rows.shape
-    teams, warps = max(1, min(batch, tuning.lists_at_once)), tuning.copy_threads // 32
+    teams, warps = max(1, min(batch, tuning.copy_lists_at_once)), tuning.copy_threads // 32
     team_blocks = max(1, min(tuning.copy_blocks // teams, -(-list_length // warps)))
     kernel = cuda_source.kernel(
         COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
