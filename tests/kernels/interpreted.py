@@ -4,6 +4,8 @@ The interpreter truncates float32 to bfloat16 and loses the smallest e4m3 number
 both formats, as torch does. In an interpreted process, torch therefore does the conversions, and results can be
 compared bit by bit.
 
+Every launch is also checked against the rule of early launches (`hotset/kernels/early_launch`).
+
 At every call of a jitted function, the interpreter searches for the same builtins and dtypes again. This module caches
 the results, which saves a fifth of the time.
 """
@@ -11,9 +13,10 @@ the results, which saves a fifth of the time.
 import importlib
 import os
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,5 +67,39 @@ def _patch_interpreter() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
+def _check_early_launches() -> None:
+    """Makes a launch fail unless its kernel is launched early exactly if it waits for the launch before it.
+
+    Interpreted kernels run one after the other, in any case.
+    """
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    launches: Any = importlib.import_module("hotset.kernels.early_launch.triton_launch")
+    launches.EARLY_LAUNCH = {"launch_pdl": True}
+    run, call = interpreter.InterpretedFunction.run, interpreter.InterpretedFunction.__call__
+    waited = False
+
+    def checked_run(kernel: Any, *arguments: Any, launch_pdl: bool = False, **options: Any) -> None:
+        nonlocal waited
+        waited = False
+        run(kernel, *arguments, **options)
+        assert waited == launch_pdl, f"{kernel.__name__}: launched {'early' if launch_pdl else 'in order'}, {waited=}"
+
+    def recorded_call(function: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal waited
+        waited = waited or function is launches.wait_for_previous_launch
+        return call(function, *arguments, **options)
+
+    interpreter.InterpretedFunction.run = checked_run
+    interpreter.InterpretedFunction.__call__ = recorded_call
+
+    def prefetch_nothing(_self: Any, code: str, _constraints: str, values: Any, *_: Any) -> Any:
+        assert code.startswith("prefetch.")
+        zeros = np.zeros_like(values[0].data, dtype=np.int32)
+        return SimpleNamespace(get_result=lambda _: interpreter.TensorHandle(zeros, interpreter.tl.int32))
+
+    interpreter.InterpreterBuilder.create_inline_asm = prefetch_nothing
+
+
 if INTERPRETED:
     _patch_interpreter()
+    _check_early_launches()

@@ -5,7 +5,8 @@ stream has ended. On Hopper, it can be launched early: it starts when all progra
 and let it, or else when they have ended. Its programs read weights, and then wait for that kernel's end.
 
 Every program of a kernel that is launched early waits, before it reads anything but weights and before it writes
-anything. Then all that was launched before it has ended too, because the kernel before it has waited in the same way.
+anything. Then all that was launched before it has ended too, because the kernel before it has waited in the same way or
+was launched in order.
 
 Kernels whose programs just fill the GPU are not launched early. Their programs would be spread unevenly over the
 multiprocessors, because some still run programs of the launch before. Started in order, they may let the next launch

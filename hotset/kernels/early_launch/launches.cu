@@ -11,7 +11,8 @@ __device__ __forceinline__ void let_next_launch_start() {
 #endif
 }
 
-// Waits until all earlier launches have ended, and lets the next one start early.
+// Waits until all earlier launches have ended, and lets the next one start early. In a launch in order, there is nothing
+// to wait for.
 __device__ __forceinline__ void wait_for_previous_launch() {
     let_next_launch_start();
 #if __CUDA_ARCH__ >= 900

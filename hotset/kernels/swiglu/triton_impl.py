@@ -8,7 +8,7 @@ from torch import Tensor
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 
 BLOCK = 1024  # values of a token that one program computes
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True} | EARLY_LAUNCH  # Triton 3.9 warns if the second is not set
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True} | EARLY_LAUNCH  # Triton 3.9 warns without enable_fp_fusion
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
