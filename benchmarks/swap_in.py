@@ -225,25 +225,57 @@ LARGE_BATCHES = {
 SWEEP = {
     1: SMALL_BATCHES,
     8: SMALL_BATCHES,
+    24: LARGE_BATCHES,
     32: LARGE_BATCHES,
+    58: LARGE_BATCHES,
     128: LARGE_BATCHES,
 }
+SWEEP_MISSES = (0.0, 0.01, 0.05, 0.134, 0.2)
+# Copies in launches of their own: (blocks, threads, requests whose rows are copied at the same time).
+COPIES = (
+    (16, 128, 4),
+    (24, 128, 4),
+    (24, 256, 4),
+    (16, 128, 2),
+    (16, 128, 8),
+    (8, 256, 4),
+    (32, 256, 4),
+    (32, 256, 16),
+)
+COPY_BATCHES, COPY_MISSES = (20, 29, 57), 0.134
 
 
 def sweep(host: PinnedRows) -> None:
-    """Prints the times of other launches at 4096 slots. Use the times to set `cuda_impl.TUNED`."""
+    """Prints the times of other launches at 4096 slots. Use the times to set `cuda_impl.TUNED`.
+
+    With few inputs, the GPU would still have the address translations of the last time that one was used.
+    """
     for batch, tunings in SWEEP.items():
-        cases = [SwapInCase(656, 4096, batch, misses) for misses in MISSES]
-        # With fewer inputs, the GPU would still have address translations of the last time that one was used.
-        states = {case: make_states(case, host) for case in cases}
+        states = {misses: make_states(SwapInCase(656, 4096, batch, misses), host) for misses in SWEEP_MISSES}
         rows = []
         for name, tuning in tunings.items():
-            times = {case: swap_in_us(states[case], tuning) for case in cases}
-            speedups = [peer_us / us for case, us in times.items() if (peer_us := SGLANG.us_of(case.columns))]
-            columns = {f"{case.misses:.0%} us": round(us, 2) for case, us in times.items()}
-            rows.append({"launch": name} | columns | {"mean speedup": round(geometric_mean(speedups), 3)})
+            times = {misses: swap_in_us(inputs, tuning) for misses, inputs in states.items()}
+            columns = {f"{misses:.0%} us": round(us, 2) for misses, us in times.items()}
+            rows.append({"launch": name} | columns | {"mean us": round(geometric_mean(list(times.values())), 2)})
         report(f"Batch {batch}", rows, None)
-        print(f"fastest at batch {batch}: {max(rows, key=lambda row: float(row['mean speedup']))['launch']}")
+        print(f"fastest at batch {batch}: {min(rows, key=lambda row: float(row['mean us']))['launch']}")
+    inputs_of = {batch: make_states(SwapInCase(656, 4096, batch, COPY_MISSES), host) for batch in COPY_BATCHES}
+    rows = []
+    for blocks, threads, lists in COPIES:
+        tuning = replace(cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads, copy_lists_at_once=lists)
+        times = {f"batch {batch} us": round(copy_us(states, tuning), 1) for batch, states in inputs_of.items()}
+        rows.append({"copy": f"{blocks} blocks of {threads} threads, {lists} requests at a time"} | times)
+    report(f"Copies in launches of their own, {COPY_MISSES:.0%} misses", rows, None)
+
+
+def copy_us(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> float:
+    """Returns the time of the copy alone, from lists that a plan has made before."""
+    calls = []
+    for state in states:
+        state.restore()
+        copies = state.swap_in(cuda_impl.TUNED).copies
+        calls.append(partial(cuda_impl.copy, copies, state.host_rows, state.device_rows, tuning=tuning))
+    return 1e6 * seconds_of(calls, clean=False)
 
 
 def draw(results: list[SwapInResult], path: Path, peer: PeerTimings) -> None:

@@ -378,8 +378,11 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("max_batch_without_turns", "turn_rows"), [(16, 0), (2, 20), (2, 0)])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize(
+    ("blocks", "max_batch_without_turns", "turn_rows"),
+    # No query takes turns, those with many missing rows do, or all.
+    [(1, 16, 0), (2, 2, 20), (3, 2, 0), (4, 16, 0), (6, 2, 20), (8, 2, 0)],
+)
 def test_a_cluster_may_have_any_number_of_blocks(blocks: int, max_batch_without_turns: int, turn_rows: int) -> None:
     """If a query does not wait for its turn, blocks that do not plan load its rows before victims are known."""
     tuning = small_tuning((9, cuda_impl.BlockCluster(blocks)))

@@ -5,8 +5,8 @@
 namespace {
 
 #ifdef __CUDACC__
-// A query takes a ticket before it copies rows. turns[0] counts the tickets taken, turns[1] the tickets finished, both since the start of
-// the process. The holder of a ticket is running and waits only for earlier tickets, so there is no deadlock.
+// A query that takes its turn has a ticket. turns[0] counts the tickets taken, turns[1] the tickets finished, both since
+// the start of the process. The holder of a ticket is running and waits only for earlier tickets, so there is no deadlock.
 __device__ __forceinline__ unsigned take_turn(unsigned *turns) { return atomicAdd(turns, 1u); }
 __device__ __forceinline__ void end_turn(unsigned *turns) { atomicAdd(turns + 1, 1u); }
 // Waits until more than `number` tickets are finished. The counters and `number` may wrap around.
