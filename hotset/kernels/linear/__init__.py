@@ -46,7 +46,7 @@ class Linear:
             return self._fp8_product(x, self.weight)
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
-        if _few_tokens(x, self.weight):
+        if _has_few_tokens(x, self.weight) and self.weight.is_contiguous():
             out: Tensor = kernels_of("linear", "triton_few").linear(x, self.weight, self.bias)
             return out
         return reference.linear(x, self.weight, self.bias)
@@ -58,15 +58,14 @@ class Linear:
         return reference.fp8_linear(x, weight, self.bias)
 
 
-def _few_tokens(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether the kernel for few tokens computes this product."""
+def _has_few_tokens(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether a kernel of `triton_few.py` supports the product of x [tokens, ..., in] with a weight."""
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
         and x.shape[0] <= MAX_FEW_TOKENS
-        and x.shape[1] <= MAX_FEW_INPUTS
-        and x.stride(1) == 1
-        and weight.is_contiguous()
+        and x.shape[-1] <= MAX_FEW_INPUTS
+        and x.stride(-1) == 1
     )
 
 
@@ -114,8 +113,7 @@ def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """
     if out.stride(2) != 1:
         raise InternalError(f"the values of a head have stride {out.stride(2)}; they must be adjacent")
-    few = x.is_cuda and x.shape[0] <= MAX_FEW_TOKENS and x.shape[2] <= MAX_FEW_INPUTS
-    if few and x.dtype == weight.dtype == torch.bfloat16 and x.stride(2) == 1:
+    if _has_few_tokens(x, weight):
         kernels_of("linear", "triton_few").per_head_matmul_into(out, x, weight)
         return
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
