@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hotset.kernels.gqa_append import gqa_append
 from hotset.kernels.gqa_append import reference as gqa_reference
-from hotset.kernels.key_append import key_append
-from hotset.kernels.key_append.reference import index_keys
+from hotset.kernels.index_append import index_append
+from hotset.kernels.index_append.reference import index_keys
 from hotset.kernels.linear import Fp32Linear, per_head_matmul
 from hotset.kernels.linear import reference as linear_reference
 from hotset.kernels.mla_append import mla_append
@@ -32,7 +32,7 @@ from hotset.kernels.mla_append import reference as mla_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
 from hotset.kernels.paged_attention import paged_attention
-from hotset.kernels.rope import Rotation, rope_query, rotate
+from hotset.kernels.rope import Rotation, rope_query
 from hotset.kernels.rope import reference as rope_reference
 from hotset.kernels.rows import PagedRows, gqa_row, index_key_row, mla_row
 from hotset.kernels.segments import Segments
@@ -90,32 +90,33 @@ def mla_pair(batch: int, fp8: bool) -> tuple[Call, Call]:
     return partial(mla_append, *inputs), partial(mla_reference.mla_append, *inputs)
 
 
-def key_pair(batch: int, fp8: bool) -> tuple[Call, Call]:
+def index_pair(batch: int, fp8: bool) -> tuple[Call, Call]:
     layout = index_key_row(INDEX_DIM, torch.bfloat16, fp8)
     per_page = PAGE_ROWS * 656 // layout.stride_bytes
     blocks = torch.zeros(1, PAGES, per_page, layout.stored_width, dtype=layout.stored_dtype, device="cuda")
     table = torch.randperm(PAGES, device="cuda")[: batch * (PAGES // batch)].view(batch, -1)
     positions = torch.randint(table.shape[1] * per_page, (batch,), device="cuda")
     keys = PagedRows(blocks, [], layout, table, torch.arange(batch, device="cuda"))
-    inputs = (values(batch, INDEX_DIM), values(INDEX_DIM), values(INDEX_DIM), EPS, angles(batch, ROPE), False)
+    query, rotation = values(batch, INDEX_HEADS, INDEX_DIM), angles(batch, ROPE)
+    inputs = (values(batch, INDEX_DIM), values(INDEX_DIM), values(INDEX_DIM), EPS, rotation, False)
     page, offset = table[keys.seat_of, positions // per_page], positions % per_page
     group = torch.zeros_like(page)
 
     def by_torch() -> None:
         blocks[group, page, offset] = layout.encode(index_keys(*inputs))
+        rope_reference.rotate(query, rotation, False)
 
-    return partial(key_append, *inputs, keys, positions), by_torch
+    return partial(index_append, query, *inputs, keys, positions), by_torch
 
 
 def query_pairs(batch: int) -> tuple[tuple[Call, Call], ...]:
     q, key_up, rotation = values(batch, HEADS, NOPE + ROPE), values(HEADS, NOPE + V_DIM, RANK), angles(batch, ROPE)
     up, value_up = key_up[:, :NOPE], key_up[:, NOPE:].transpose(1, 2)
-    index_q, attention_out = values(batch, INDEX_HEADS, INDEX_DIM), values(batch, HEADS, RANK)
+    attention_out = values(batch, HEADS, RANK)
     x, weight = values(batch, HIDDEN), values(INDEX_HEADS, HIDDEN, dtype=torch.float32)
     scale = INDEX_HEADS**-0.5
     return (
         (partial(rope_query, q, up, rotation), partial(rope_reference.rope_query, q, up, rotation)),
-        (partial(rotate, index_q, rotation, False), partial(rope_reference.rotate, index_q, rotation, False)),
         (
             partial(per_head_matmul, attention_out, value_up),
             lambda: linear_reference.per_head_matmul(attention_out, value_up).reshape(batch, -1),
@@ -139,12 +140,11 @@ def op_pairs(batch: int) -> list[OpPair]:
         make_pair("norm, 1536", 1, lambda: norm_pairs(batch)[1]),
         make_pair("mla append, fp8", 1, lambda: mla_pair(batch, True)),
         make_pair("mla append, bf16", 0, lambda: mla_pair(batch, False)),
-        make_pair("key append, fp8", 1, lambda: key_pair(batch, True)),
-        make_pair("key append, bf16", 0, lambda: key_pair(batch, False)),
+        make_pair("key append + rope of index queries, fp8", 1, lambda: index_pair(batch, True)),
+        make_pair("key append + rope of index queries, bf16", 0, lambda: index_pair(batch, False)),
         make_pair("absorb + rope of queries", 1, lambda: query_pairs(batch)[0]),
-        make_pair("rope of index queries", 1, lambda: query_pairs(batch)[1]),
-        make_pair("value up-projection", 1, lambda: query_pairs(batch)[2]),
-        make_pair("head weights, float32", 1, lambda: query_pairs(batch)[3]),
+        make_pair("value up-projection", 1, lambda: query_pairs(batch)[1]),
+        make_pair("head weights, float32", 1, lambda: query_pairs(batch)[2]),
         make_pair("gqa append", 0, lambda: gqa_pair(batch)),
     ]
 

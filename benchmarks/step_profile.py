@@ -34,7 +34,7 @@ GROUP_OF_FOLDER = {
     "rope": "norm/rope",
     "swiglu": "norm/rope",
     "mla_append": "norm/rope",
-    "key_append": "norm/rope",
+    "index_append": "norm/rope",
     "draw": "sampling",
 }
 # Kernels of libraries, by parts of their names. The first match counts. The collectives are those of `SimulatedRanks`.

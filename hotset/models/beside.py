@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beside(Generic[T]):
-    """Work that may still be running."""
+    """Work that may still be running, or was launched in order."""
 
     _result: T
-    _done: torch.cuda.Event | None
+    _done: torch.cuda.Event | None = None  # None: launched in order
 
     def join(self) -> T:
         """Returns the result. What the caller launches from now on runs after the work.
@@ -38,7 +38,7 @@ def beside(work: Callable[[], T], device: torch.device) -> Beside[T]:
     is not overwritten while the caller's kernels still read it, if the caller stays on its stream.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return Beside(work(), None)
+        return Beside(work())
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

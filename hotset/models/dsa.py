@@ -1,15 +1,16 @@
 """DeepSeek sparse attention (DSA) over multi-head latent attention (MLA): DeepSeek-V3.2, GLM-5."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from hotset.kernels.index_append import index_append
 from hotset.kernels.index_topk import index_topk
-from hotset.kernels.key_append import key_append
 from hotset.kernels.linear import Fp32Linear, per_head_matmul
 from hotset.kernels.mla_append import mla_append
-from hotset.kernels.rope import Rotation, rope_query, rotate
+from hotset.kernels.rope import Rotation, rope_query
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
@@ -47,16 +48,17 @@ class Indexer:
         self._norm_weight = weights.load(f"{prefix}.k_norm.weight", (spec.head_dim,))
         self._norm_bias = weights.load(f"{prefix}.k_norm.bias", (spec.head_dim,))
         name, shape = f"{prefix}.weights_proj.weight", (spec.heads, model.hidden)
-        self._head_weights = Fp32Linear(load_fp32(weights, name, shape, self._norm_weight), spec.heads**-0.5)
+        self.head_weights = Fp32Linear(load_fp32(weights, name, shape, self._norm_weight), spec.heads**-0.5)
 
-    def head_weights(self, x: Tensor) -> Beside[Tensor]:  # [tokens, hidden] -> [tokens, heads]
-        """Begins to compute the weights of the heads, which need nothing but the input of the layer."""
-        return beside(lambda: self._head_weights(x), x.device)
+    def begin_head_weights(self, x: Tensor, computed: Tensor | None) -> Beside[Tensor]:
+        """Begins to compute the weights of the heads, [tokens, heads], from the input of the layer, unless they have
+        been computed with its other projections."""
+        return beside(partial(self.head_weights, x), x.device) if computed is None else Beside(computed)
 
     def __call__(
         self,
         layer: int,
-        head_weights: Beside[Tensor],
+        head_weights: Beside[Tensor],  # [tokens, heads]
         query: Tensor,  # [tokens, heads * head_dim]
         key: Tensor,  # [tokens, head_dim]
         rotation: Rotation,
@@ -66,7 +68,8 @@ class Indexer:
         each part of the step in this layer. They may arrive while the next parts are selected."""
         spec = self._spec
         keys, segments = view.keys(self._group), view.segments
-        key_append(
+        q = index_append(
+            query.unflatten(1, (spec.heads, spec.head_dim)),
             key,
             self._norm_weight,
             self._norm_bias,
@@ -76,7 +79,6 @@ class Indexer:
             keys,
             segments.positions,
         )
-        q = rotate(query.unflatten(1, (spec.heads, spec.head_dim)), rotation, spec.interleaved_rope)
         weights, scale = head_weights.join(), spec.head_dim**-0.5
         positions = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
         selected = []
@@ -141,19 +143,21 @@ class DsaAttention:
     ) -> tuple[Tensor, Tensor]:
         """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer, or if not
         `selects`."""
-        q_down, *index_key, kv_down = self._down(x).split(self._down_sizes, dim=1)
-        q_up, *index_query = self._up(self._q_norm(q_down)).split(self._up_sizes, dim=1)
+        indexer = self._indexer if selects else None
+        down, head_weights = (self._down(x), None) if indexer is None else self._down.and_fp32(x, indexer.head_weights)
+        q_down, *index_key, kv_down = down.split(self._down_sizes, dim=1)
+        up = self._up.of_normed(q_down, self._q_norm.weight, self._q_norm.eps)
+        q_up, *index_query = up.split(self._up_sizes, dim=1)
 
         def append_and_project() -> Tensor:  # what selection does not need
             new = view.new_rows(self._layer)
             mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
             return rope_query(q_up.unflatten(1, (self._heads, -1)), self._key_up, rotation)
 
-        indexer = self._indexer if selects else None
-        head_weights = None if indexer is None else indexer.head_weights(x)
+        weights = None if indexer is None else indexer.begin_head_weights(x, head_weights)
         query = beside(append_and_project, x.device)
-        if indexer is not None and head_weights is not None:
-            positions, selected = indexer(self._layer, head_weights, index_query[0], index_key[0], rotation, view)
+        if indexer is not None and weights is not None:
+            positions, selected = indexer(self._layer, weights, index_query[0], index_key[0], rotation, view)
         else:
             assert previous is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
             positions, selected = previous, [view.select(self._layer, previous)]

@@ -1,7 +1,8 @@
-"""Tests mla_append, key_append and gqa_append over poisoned memory: new rows are correct, and no other byte changes."""
+"""Tests mla_append, index_append and gqa_append over poisoned memory: new rows are right, and no other byte changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.base.errors import ConfigError
-from hotset.kernels import EMPTY, gqa_append, key_append, mla_append
+from hotset.base.errors import ConfigError, InternalError
+from hotset.kernels import EMPTY, gqa_append, index_append, mla_append
 from hotset.kernels.gqa_append import HeadNorms
-from hotset.kernels.rope import Rotation, rotate
+from hotset.kernels.rope.reference import Rotation, rotate
 from hotset.kernels.rows import PagedRows, RowLayout, gqa_row, index_key_row, mla_row
 
 EPS = 1e-6
@@ -109,11 +110,12 @@ class Mla:
 
 @dataclass
 class Keys:
-    """The arguments of one call of key_append: five tokens, one of which is padding, and four seats.
+    """The arguments of one call of index_append: five tokens, one of which is padding, and four seats.
 
     If pages have several parts, other index groups use some of them.
     """
 
+    query: Tensor
     key: Tensor
     weight: Tensor
     bias: Tensor
@@ -137,10 +139,11 @@ class Keys:
         keys = PagedRows(blocks, [], layout, pages, seat_of, step=step, first_part=first_part)
         key, weight, bias = draw(5, dim + 8).to(dtype)[:, 8:], 1 + torch.randn(dim) / 4, torch.randn(dim) / 4
         rotation = draw_rotation(5, rope_dim, dtype)
-        return Keys(key, weight.to(dtype), bias.to(dtype), rotation, interleaved, keys, positions)
+        query = draw(5, 9 * dim + 8).to(dtype)[:, 8:].unflatten(1, (9, dim))
+        return Keys(query, key, weight.to(dtype), bias.to(dtype), rotation, interleaved, keys, positions)
 
     def values(self) -> Tensor:
-        return key_append.reference.index_keys(self.key, self.weight, self.bias, EPS, self.rotation, self.interleaved)
+        return index_append.reference.index_keys(self.key, self.weight, self.bias, EPS, self.rotation, self.interleaved)
 
     def expect(self, values: Tensor) -> Tensor:
         blocks = copy_to("cpu", self.keys.blocks)
@@ -152,10 +155,12 @@ class Keys:
                 block[position % block_rows] = self.keys.layout.encode(values[row])
         return all_bytes(blocks)
 
-    def run(self, op: Callable[..., None], device: str = "cpu") -> Tensor:
+    def run(self, op: Callable[..., Tensor], device: str = "cpu") -> Tensor:
+        """Returns the blocks of keys, and checks the rotated queries."""
         blocks = copy_to(device, self.keys.blocks)
         table, seat_of = copy_to(device, self.keys.table), self.keys.seat_of.to(device)
-        op(
+        rotated = op(
+            query=self.query.to(device),
             key=self.key.to(device),
             weight=self.weight.to(device),
             bias=self.bias.to(device),
@@ -165,6 +170,7 @@ class Keys:
             keys=replace(self.keys, blocks=blocks, table=table, seat_of=seat_of),
             positions=self.positions.to(device),
         )
+        assert torch.equal(rotated.cpu(), rotate(self.query, self.rotation, self.interleaved))
         return blocks
 
 
@@ -230,7 +236,7 @@ def test_mla_append_writes_the_new_rows_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("interleaved", "parts"), KEY_OPTIONS)
 @pytest.mark.parametrize(("dim", "rope_dim", "fp8"), KEY_SHAPES)
-def test_key_append_writes_to_the_pages_of_the_seats_and_nothing_else(
+def test_index_append_writes_to_the_pages_of_the_seats_and_nothing_else(
     dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
     case = Keys.make(dim, rope_dim, torch.bfloat16, fp8, interleaved, parts, torch.randn)
@@ -238,7 +244,7 @@ def test_key_append_writes_to_the_pages_of_the_seats_and_nothing_else(
     normed = F.layer_norm(case.key, (dim,), case.weight, case.bias, EPS)
     assert torch.equal(values[:, rope_dim:], normed[:, rope_dim:])
     assert torch.equal(values[:, :rope_dim], rotate(normed[:, None, :rope_dim], case.rotation, interleaved)[:, 0])
-    assert torch.equal(all_bytes(case.run(key_append.key_append)), case.expect(values))
+    assert torch.equal(all_bytes(case.run(index_append.index_append)), case.expect(values))
 
 
 @needs_interpreter
@@ -257,10 +263,10 @@ def test_key_kernel_writes_the_same_bytes_as_the_reference(
     dtype: torch.dtype, dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
     case = Keys.make(dim, rope_dim, dtype, fp8, interleaved, parts, draw_exact)
-    check_bytes(case, triton_impl("key_append").key_append, same_values=False)
+    check_bytes(case, triton_impl("index_append").index_append, same_values=False)
 
 
-def check_bytes(case: Mla | Keys, op: Callable[..., None], same_values: bool, device: str = "cpu") -> None:
+def check_bytes(case: Mla | Keys, op: Callable[..., Any], same_values: bool, device: str = "cpu") -> None:
     """Checks the kernel's values against the reference, and every byte that it stores against torch's encoding.
 
     With `same_values`, the kernel must compute the values of the reference. Otherwise they may differ by one rounding,
@@ -347,11 +353,11 @@ def test_mla_append_on_a_gpu_writes_the_same_bytes(
     ],
     ids=str,
 )
-def test_key_append_on_a_gpu_writes_the_same_bytes(
+def test_index_append_on_a_gpu_writes_the_same_bytes(
     dtype: torch.dtype, dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
     case = Keys.make(dim, rope_dim, dtype, fp8, interleaved, parts, torch.randn)
-    check_bytes(case, key_append.key_append, False, "cuda")
+    check_bytes(case, index_append.index_append, False, "cuda")
 
 
 @pytest.mark.gpu
@@ -382,6 +388,21 @@ def test_gqa_append_on_a_gpu_writes_the_same_rows(
     assert torch.equal(rows.cpu().view(torch.uint8)[others], case.rows.view(torch.uint8)[others])
 
 
+@needs_interpreter
+@pytest.mark.parametrize("name", ["seats", "positions", "angles"])
+def test_columns_of_another_number_of_tokens_are_refused(name: str) -> None:
+    given, impl = Keys.make(16, 8, BF16, False, False, 1, torch.randn), triton_impl("index_append")
+    keys, positions, rotation = given.keys, given.positions, given.rotation
+    if name == "seats":
+        keys = replace(keys, seat_of=keys.seat_of[:4])
+    elif name == "positions":
+        positions = positions[:4]
+    else:
+        rotation = Rotation(rotation.cos[:4], rotation.sin[:4])
+    with pytest.raises(InternalError, match=rf"{name} of .*4.* for 5 tokens"):
+        impl.index_append(given.query, given.key, given.weight, given.bias, EPS, rotation, False, keys, positions)
+
+
 @pytest.mark.gpu
 def test_layouts_that_a_gpu_cannot_write_are_refused() -> None:
     case = Mla.make(20, 4, torch.bfloat16, True, torch.randn)
@@ -390,4 +411,4 @@ def test_layouts_that_a_gpu_cannot_write_are_refused() -> None:
         replace(case, layout=layout, rows=poisoned(1, 10, layout=layout)[0]).run(mla_append.mla_append, "cuda")
     keys = Keys.make(132, 4, torch.bfloat16, True, False, 1, torch.randn)
     with pytest.raises(ConfigError, match="132 of 132 values"):
-        keys.run(key_append.key_append, "cuda")
+        keys.run(index_append.index_append, "cuda")

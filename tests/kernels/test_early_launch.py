@@ -1,6 +1,7 @@
 """Tests on a GPU that kernels which are launched early wait for what they read, in captured graphs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,16 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import experts
 from hotset.kernels.fp8 import Fp8Weight
+from hotset.kernels.index_append import index_append
 from hotset.kernels.index_topk import index_topk
-from hotset.kernels.key_append import key_append
 from hotset.kernels.linear import Fp32Linear, Linear, per_head_matmul
 from hotset.kernels.mla_append import mla_append
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.page_table_lookup import page_table_lookup
-from hotset.kernels.rope import Rotation, rotate
+from hotset.kernels.rope import Rotation, rope_query
 from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import PagedRows, index_key_row, mla_row
-from hotset.kernels.segments import make_segments
+from hotset.kernels.segments import Segments, make_segments
 from hotset.kernels.swiglu import swiglu
 
 pytestmark = [
@@ -65,25 +66,44 @@ def append_keys() -> tuple[Tensor, Op]:
     keys, weight, bias, angles = index_keys(), bf16(128), bf16(128), rotation()
     positions = torch.tensor([70, 5], device="cuda")
 
-    def op(key: Tensor) -> Tensor:
-        key_append(key, weight, bias, EPS, angles, False, keys, positions)
-        return keys.blocks
+    def op(projected: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = projected[:, 128:].unflatten(1, (16, 128)), projected[:, :128]
+        return index_append(query, key, weight, bias, EPS, angles, False, keys, positions), keys.blocks
 
-    return bf16(TOKENS, 128), op
+    return bf16(TOKENS, 17 * 128), op
 
 
 def select_positions() -> tuple[Tensor, Op]:
+    q, keys, segments, weights = selection_inputs()
+    return q, lambda q: index_topk(q, weights, keys, segments, 256, 0.1)
+
+
+def select_positions_of_late_seats() -> tuple[Tensor, Op]:
+    q, keys, segments, weights = selection_inputs()
+
+    def op(late: Tensor) -> Tensor:
+        of_seats, of_positions = replace(keys, seat_of=late[0]), replace(segments, positions=late[1])
+        return index_topk(q, weights, of_seats, of_positions, 256, 0.1)
+
+    return torch.stack([keys.seat_of, segments.positions]), op
+
+
+def selection_inputs() -> tuple[Tensor, PagedRows, Segments, Tensor]:
     layout = index_key_row(128, torch.bfloat16, fp8=True)
     blocks = layout.encode(bf16(1, 40, 64, 128))
     keys = PagedRows(blocks, (), layout, torch.arange(40, device="cuda").view(2, 20), torch.arange(2, device="cuda"))
     segments = make_segments([1200, 900], [1, 1], torch.device("cuda"))
-    weights = torch.randn(TOKENS, 32, device="cuda")
-    return bf16(TOKENS, 32, 128), lambda q: index_topk(q, weights, keys, segments, 256, 0.1)
+    return bf16(TOKENS, 32, 128), keys, segments, torch.randn(TOKENS, 32, device="cuda")
 
 
 def compute_experts() -> tuple[Tensor, Op]:
     gate_up, down, x, weights = bf16(8, 256, 128), bf16(8, 128, 128), bf16(TOKENS, 128), torch.rand(TOKENS, 2).cuda()
     return torch.tensor([[1, 4], [0, 7]], device="cuda"), lambda ids: experts(x, ids, weights, gate_up, down)
+
+
+def compute_experts_of_one_token() -> tuple[Tensor, Op]:
+    gate_up, down, x, weights = bf16(8, 256, 128), bf16(8, 128, 128), bf16(1, 128), torch.rand(1, 2).cuda()
+    return torch.tensor([[1, 4]], device="cuda"), lambda ids: experts(x, ids, weights, gate_up, down)
 
 
 def normalise() -> tuple[Tensor, Op]:
@@ -97,12 +117,22 @@ def add_and_normalise() -> tuple[Tensor, Op]:
 
 
 def rotate_heads() -> tuple[Tensor, Op]:
-    angles = rotation()
-    return bf16(TOKENS, 8, 128), lambda x: rotate(x, angles, True)
+    angles, key_up = rotation(), bf16(8, 64, 512)
+    return bf16(TOKENS, 8, 128), lambda q: rope_query(q, key_up, angles)
 
 
 def multiply() -> tuple[Tensor, Op]:
     return bf16(TOKENS, 512), Linear(bf16(96, 512))
+
+
+def normalise_and_multiply() -> tuple[Tensor, Op]:
+    gain, linear = bf16(512), Linear(bf16(96, 512))
+    return bf16(TOKENS, 512), lambda x: linear.of_normed(x, gain, EPS)
+
+
+def multiply_twice() -> tuple[Tensor, Op]:
+    linear, other = Linear(bf16(96, 512)), Fp32Linear(torch.randn(33, 512, device="cuda"), 0.5)
+    return bf16(TOKENS, 512), lambda x: linear.and_fp32(x, other)
 
 
 def multiply_in_fp8() -> tuple[Tensor, Op]:
@@ -138,8 +168,9 @@ def look_up_rows() -> tuple[Tensor, Op]:
 # Each returns an input that is written late, and an op that reads it in the first kernel that it launches.
 CASES = [
     *(normalise, add_and_normalise, rotate_heads, multiply, multiply_in_fp8, multiply_heads),
+    *(normalise_and_multiply, multiply_twice, compute_experts_of_one_token),
     *(multiply_in_float32, activate, route_tokens, look_up_rows, append_rows, append_keys, select_positions),
-    compute_experts,
+    *(select_positions_of_late_seats, compute_experts),
 ]
 
 
@@ -167,7 +198,7 @@ def test_a_kernel_that_starts_early_reads_what_the_launch_before_it_writes_last(
         late_copy(late, value)
         result = op(late)
     for _ in range(3):
-        late.zero_()
+        late.view(torch.uint8).random_()  # until it is written, it can be anything
         graph.replay()
         for got, wanted in zip(tensors(result), expected, strict=True):
             assert torch.equal(got, wanted)

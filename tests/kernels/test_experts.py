@@ -178,6 +178,27 @@ def test_tiled_products_equal_a_loop_over_tokens(tokens: int, hidden: int, width
 
 
 @needs_interpreter
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (17, 5), (33, 70)])
+def test_a_single_token_equals_a_loop_over_its_experts(hidden: int, width: int, first: int) -> None:
+    torch.manual_seed(hidden + first)
+    case = draw_case(1, 5, *draw_weights(7, hidden, width, torch.bfloat16, "cpu"))
+    case.expert_ids[0, 1] = EMPTY
+    held = slice(first, first + 4)
+    local = (case.expert_ids >= held.start) & (case.expert_ids < held.stop)
+    expected = expected_output(replace(case, expert_ids=torch.where(local, case.expert_ids, EMPTY)))
+    case.weights[~local] = float("nan")  # these are not used
+    unused = sorted(set(range(7)) - set(case.expert_ids[local].tolist()))
+    case.gate_up[unused], case.down[unused] = float("nan"), float("nan")
+    part = replace(case, gate_up=case.gate_up[held], down=case.down[held])
+    assert importlib.import_module("hotset.kernels.experts.triton_one_token").supports(part.x, part.down)
+    for strided in (part, with_other_strides(part, transposed=True)):
+        assert close(run_op(strided, first), expected, BF16_ERROR)
+    part.expert_ids[:] = EMPTY
+    assert not run_op(part, first).any()
+
+
+@needs_interpreter
 def test_an_expert_that_every_token_selects_is_computed_in_several_blocks() -> None:
     torch.manual_seed(1)
     case = draw_case(37, 1, *draw_weights(5, 20, 12, torch.float32, "cpu"))
@@ -316,11 +337,14 @@ def test_on_a_gpu_both_implementations_equal_float32_in_a_long_prefill(productio
 @pytest.mark.parametrize(
     ("count", "hidden", "width", "k", "tokens", "dtype"),
     [
-        (8, 256, 160, 2, 3, torch.bfloat16),  # the sizes of the demo model
+        (8, 256, 160, 2, 1, torch.bfloat16),  # the sizes of the demo model
+        (8, 256, 160, 2, 3, torch.bfloat16),
         (8, 256, 160, 2, 40, torch.bfloat16),
         (5, 72, 24, 3, 33, torch.bfloat16),
         (5, 72, 24, 3, 33, torch.float32),
         (3, 250, 37, 1, 100, torch.bfloat16),  # not aligned for 16-byte copies
+        (3, 250, 37, 3, 1, torch.bfloat16),
+        (5, 7168, 8192, 5, 1, torch.bfloat16),
         (256, 512, 64, 8, 17, torch.bfloat16),
     ],
     ids=str,
@@ -357,6 +381,7 @@ def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Tensor, Ten
     gate_up[[0, 1, 3]], down[[0, 1, 3]] = float("nan"), float("nan")
     out = check_on_gpu(case)
     assert not out[::5].any()
+    assert not experts(*case.first(1).arguments).any()
 
 
 @pytest.mark.gpu
@@ -370,16 +395,18 @@ def test_on_a_gpu_a_batch_of_only_padded_tokens_results_in_zeros() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(production: tuple[Tensor, Tensor]) -> None:
+def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch_of_several(
+    production: tuple[Tensor, Tensor],
+) -> None:
     case = draw_case(256, 6, *production)
     whole = experts(*case.arguments)
-    for tokens in (1, 16, 64, 128):
+    for tokens in (2, 16, 64, 128):
         part = experts(*case.first(tokens).arguments)
         assert torch.equal(part, whole[:tokens]), f"tokens have other results in a batch of {tokens}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 2048])
+@pytest.mark.parametrize("tokens", [1, 16, 2048])
 def test_on_a_gpu_a_graph_reads_its_inputs_at_replay(production: tuple[Tensor, Tensor], tokens: int) -> None:
     case = draw_case(tokens, 6, *production)
     experts(*case.arguments)  # compiles

@@ -7,7 +7,9 @@ import torch
 from interpreted import triton_impl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.linear import MAX_FP32_TOKENS, Fp32Linear, Linear, packed, per_head_matmul, reference
+from hotset.kernels.norm import rms_norm
 
 BF16 = torch.bfloat16
 
@@ -79,6 +81,47 @@ def test_products_of_few_tokens_are_the_rounded_exact_ones(tokens: int, outputs:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
+def test_products_of_a_few_normed_tokens_are_the_rounded_exact_ones(
+    tokens: int, outputs: int, width: int, bias: bool
+) -> None:
+    x = (torch.randint(-8, 9, (tokens, width + 1)) / 8).to(BF16)[:, 1:]  # any order of adding its squares is exact
+    x[0] *= 2**-10  # the squares are about as large as eps
+    weight, gain = torch.randn(outputs, width).to(BF16), (1 + torch.randn(width) / 4).to(BF16)
+    added = torch.randn(outputs).to(BF16) if bias else None
+    got = triton_impl("linear", "triton_few").linear_of_normed(x, gain, 1e-6, weight, added)
+    normed = rms_norm(x, gain, 1e-6).double()
+    exact = reference.linear(normed, weight.double(), None if added is None else added.double())
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=2**-8)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("fp32_outputs", [1, 5])
+@pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
+def test_two_products_of_few_tokens_in_one_launch_equal_two_launches(
+    tokens: int, outputs: int, width: int, bias: bool, fp32_outputs: int
+) -> None:
+    x, weight = torch.randn(tokens, width + 1).to(BF16)[:, 1:], torch.randn(outputs, width).to(BF16)
+    added, fp32_weight = torch.randn(outputs).to(BF16) if bias else None, torch.randn(fp32_outputs, width)
+    impl = triton_impl("linear", "triton_few")
+    got, fp32_got = impl.linear_and_fp32(x, weight, added, fp32_weight, 0.3)
+    assert torch.equal(got, impl.linear(x, weight, added))
+    expected = reference.fp32_linear(x.double(), fp32_weight.double(), 0.3)
+    torch.testing.assert_close(fp32_got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.interpreted
+def test_products_of_few_tokens_refuse_gains_and_float32_weights_that_they_would_read_wrongly() -> None:
+    impl, x, weight = triton_impl("linear", "triton_few"), torch.randn(2, 40).to(BF16), torch.randn(3, 40).to(BF16)
+    for gain in (torch.randn(80).to(BF16)[::2], torch.randn(40), torch.randn(39).to(BF16)):
+        with pytest.raises(InternalError, match="the gain of the norm is"):
+            impl.linear_of_normed(x, gain, 1e-6, weight, None)
+    for fp32_weight in (torch.randn(3, 80)[:, :40], torch.randn(3, 39)):
+        with pytest.raises(InternalError, match="the float32 weight is"):
+            impl.linear_and_fp32(x, weight, None, fp32_weight, 0.3)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("inputs_adjacent", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "inputs", "outputs"), [(1, 2, 16, 40), (4, 3, 130, 9), (2, 1, 5, 300)])
 def test_products_of_few_tokens_per_head_are_the_rounded_exact_ones(
@@ -119,6 +162,29 @@ def test_linear_on_a_gpu_equals_float64(tokens: int, outputs: int, width: int) -
         captured = layer(x)
     graph.replay()
     assert torch.equal(captured, layer(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+@pytest.mark.parametrize(("outputs", "width"), [(2240, 1536), (1001, 520), (512, 7168)])
+def test_products_of_normed_tokens_and_two_products_on_a_gpu_equal_float64(
+    tokens: int, outputs: int, width: int
+) -> None:
+    x, weight = torch.randn(tokens, 2 * width, device="cuda").to(BF16)[:, 8 : 8 + width], torch.randn(outputs, width)
+    layer, gain = Linear(weight.to("cuda", BF16)), (1 + torch.randn(width, device="cuda") / 4).to(BF16)
+    assert isinstance(layer.weight, Tensor)
+    normed = rms_norm(x, gain, 1e-6).double()
+    exact = reference.linear(normed, layer.weight.double(), None)
+    # A value of the norm can be rounded to either neighbour.
+    torch.testing.assert_close(layer.of_normed(x, gain, 1e-6).double(), exact, atol=width**0.5 * 4e-3, rtol=2**-7)
+    other = Fp32Linear(torch.randn(33, width, device="cuda"), 0.3)
+    out, fp32_out = layer.and_fp32(x, other)
+    assert (fp32_out is None) == (tokens > 4)
+    fp32_out = other(x) if fp32_out is None else fp32_out
+    exact_fp32 = reference.fp32_linear(x.double(), other.weight.double(), 0.3)
+    assert float((fp32_out.double() - exact_fp32).norm() / exact_fp32.norm()) < 1e-5
+    exact = reference.linear(x.double(), layer.weight.double(), None)
+    torch.testing.assert_close(out.double(), exact, atol=width**0.5 * 2e-3, rtol=2**-7)
 
 
 @pytest.mark.interpreted

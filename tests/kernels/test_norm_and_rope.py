@@ -5,11 +5,12 @@ import torch
 from interpreted import triton_impl
 from torch import Tensor
 
+from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.linear import per_head_matmul
 from hotset.kernels.linear import reference as linear_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
-from hotset.kernels.rope import Rotation, rope_query, rotate
+from hotset.kernels.rope import Rotation, rope_query
 from hotset.kernels.rope import reference as rope_reference
 
 EPS = 1e-6
@@ -63,7 +64,7 @@ def test_add_rms_norm_returns_the_sum_and_its_norm() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotate_rotates_each_pair_by_its_angle_and_copies_the_remaining_values(interleaved: bool) -> None:
     x, angles = torch.randn(3, 2, 10, dtype=torch.float64), torch.randn(3, 1, 3, dtype=torch.float64)
-    out = rotate(x, Rotation(angles.cos(), angles.sin()), interleaved)
+    out = rope_reference.rotate(x, Rotation(angles.cos(), angles.sin()), interleaved)
     for pair in range(3):
         first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 3)
         rotated = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * angles[..., pair])
@@ -79,7 +80,7 @@ def test_rope_query_absorbs_each_head_and_rotates_the_rope_part() -> None:
     for token in range(3):
         for head in range(2):
             torch.testing.assert_close(out[token, head, :7], q[token, head, :5] @ key_up[head])
-    assert torch.equal(out[..., 7:], rotate(q[..., 5:], rotation, True))
+    assert torch.equal(out[..., 7:], rope_reference.rotate(q[..., 5:], rotation, True))
 
 
 @needs_interpreter
@@ -111,7 +112,8 @@ def test_rope_kernel_equals_the_reference(
 ) -> None:
     x = torch.randn(4, heads + 2, dim + 1).to(dtype)[:, 1 : heads + 1, 1:]
     rotation = draw_rotation(4, rope_dim, dtype)
-    got = triton_impl("rope").rotate(x, rotation, interleaved)
+    got = torch.full(x.shape, float("nan"), dtype=dtype)
+    triton_impl("rope").rotate_into(got, x, rotation, interleaved)
     assert torch.equal(got, rope_reference.rotate(x, rotation, interleaved))
 
 
@@ -182,7 +184,9 @@ def test_rope_on_a_gpu_equals_the_reference(
 ) -> None:
     x, rotation = torch.randn(tokens, heads, dim + 8).to(dtype), draw_rotation(tokens, rope_dim, dtype)
     expected = rope_reference.rotate(x[..., 8:], rotation, interleaved)
-    assert torch.equal(rotate(x.cuda()[..., 8:], rotation_on("cuda", rotation), interleaved).cpu(), expected)
+    got = torch.full((tokens, heads, dim), float("nan"), dtype=dtype, device="cuda")
+    kernels_of("rope").rotate_into(got, x.cuda()[..., 8:], rotation_on("cuda", rotation), interleaved)
+    assert torch.equal(got.cpu(), expected)
 
 
 @pytest.mark.gpu

@@ -65,14 +65,17 @@ EXPERTS = (
     "select of 256 in groups",
     "swiglu",
 )
+ONE_TOKEN = ("gate_up of one token", "down of one token")
 SMALL_OPS = (
     "add and norm",
     "rope",
     "mla append",
-    "key append",
+    "index append",
     "gqa append",
     "fp32 linear",
     "linear of few tokens",
+    "linear of few normed tokens",
+    "linear and fp32 linear of few tokens",
     "product per head of few tokens",
     "decode",
     "prompts",
@@ -89,13 +92,14 @@ SLICES = {  # (alignment in bytes, unpack, parts of a page)
     "slices of 1 byte, unpacked": (1, True, 1),
 }
 INDEX_TOPK = ("score fp8", "score bf16", "score shared context", "count", "gather", "finish")
-QUICK = (*EXPERTS, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
+QUICK = (*EXPERTS, *ONE_TOKEN, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
 # Kernels that are launched early, and wait for the launch before them.
 EARLY = (
     *("sort of one chunk", "sort of several chunks", "sort: counts of a chunk", "sum", "quantise pairs", "router"),
-    *("select of 64", "select of 256 in groups", "add and norm", "rope", "mla append", "key append"),
-    *("fp32 linear", "linear of few tokens", "product per head of few tokens", "page table lookup"),
-    *("quantise", "swiglu", "fp8 linear, 16 tokens, early"),
+    *("select of 64", "select of 256 in groups", "add and norm", "rope", "mla append", "index append"),
+    *("fp32 linear", "linear of few tokens", "linear of few normed tokens", "linear and fp32 linear of few tokens"),
+    *("product per head of few tokens", "page table lookup"),
+    *("quantise", "swiglu", "fp8 linear, 16 tokens, early", *ONE_TOKEN),
 )
 # Kernels that are launched in order, and let the next launch start early.
 STARTS_NEXT = (
@@ -127,6 +131,10 @@ def experts_cases() -> dict[str, Case]:
             cases[f"{product} of {name}"] = case("experts", f"_{product}_kernel", sizes, tile.warps, tile.stages)
         return cases
 
+    def one_token(kernel: str, tile: dict[str, int], warps: int) -> Case:
+        sizes = {"experts": 64, "hidden": 4096, "width": 1536} | tile
+        return replace(case("experts", kernel, sizes, warps), module="experts.triton_one_token")
+
     def select(parts: int, groups: int, group_size: int, topk_group: int, k: int, warps: int) -> Case:
         sizes = {"parts": parts, "groups": groups, "group_size": group_size, "topk_group": topk_group}
         sizes |= {"experts_per_token": k, "normalise": 1, "with_seats": 1}
@@ -141,6 +149,8 @@ def experts_cases() -> dict[str, Case]:
         **products("4096 x 1536, decoding", small, 4096, 1536),
         **products("4096 x 1536, many tokens", large, 4096, 1536),
         **products("the demo model", small, 256, 160),
+        "gate_up of one token": one_token("_gate_up_kernel", {"tile_inputs": 4096}, 4),
+        "down of one token": one_token("_down_kernel", {"k": 6, "tile_pairs": 8, "tile_inputs": 2048}, 2),
         "sort of one chunk": case("experts", "_sort_kernel", sort | {"one_chunk": True}, 16),
         "sort of several chunks": case("experts", "_sort_kernel", sort | {"one_chunk": False}, 16),
         "sort: counts of a chunk": case("experts", "_count_pairs_kernel", sort, 16),
@@ -160,6 +170,18 @@ def small_op_cases() -> dict[str, Case]:
     ) -> Case:
         options = {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": fusion}
         return Case(f"{op}.triton_impl", kernel, types | {"fp32": "eps scale"}, constants, options, ("stride",))
+
+    def few_tokens_case(*, has_norm: bool) -> Case:
+        of_linear = case(
+            "linear",
+            "_few_tokens_kernel",
+            {"*bf16": "x weight bias gain out", "fp32": "eps"},
+            {"outputs": 2240, "inputs": 4096, "has_bias": True, "has_norm": has_norm}
+            | {"tile_outputs": 4, "tile_inputs": 4096},
+            warps=4,
+            fusion=True,
+        )
+        return replace(of_linear, module="linear.triton_few")
 
     rotated = {"half": 32, "interleaved": False, "block_half": 32}
     return {
@@ -192,14 +214,14 @@ def small_op_cases() -> dict[str, Case]:
             },
             warps=4,
         ),
-        "key append": case(
-            "key_append",
+        "index append": case(
+            "index_append",
             "_append_kernel",
-            {"*bf16": "key weight bias cos sin", "*u8": "blocks", "*i64": "table seat_of positions"},
+            {"*bf16": "query rotated key weight bias cos sin", "*u8": "blocks", "*i64": "table seat_of positions"},
             rotated
             | {"parts": 26, "step": 7, "block_rows": 318, "row_bytes": 132, "stride_bytes": 132, "fp8": True}
-            | {"plain": 64, "block_plain": 64},
-            warps=1,
+            | {"heads": 64, "block_heads": 8, "plain": 64, "block_plain": 64},
+            warps=2,
         ),
         "gqa append": case(
             "gqa_append",
@@ -216,12 +238,15 @@ def small_op_cases() -> dict[str, Case]:
             warps=4,
             fusion=True,
         ),
-        "linear of few tokens": replace(
+        "linear of few tokens": few_tokens_case(has_norm=False),
+        "linear of few normed tokens": few_tokens_case(has_norm=True),
+        "linear and fp32 linear of few tokens": replace(
             case(
                 "linear",
-                "_few_tokens_kernel",
-                {"*bf16": "x weight bias out"},
-                {"outputs": 2240, "inputs": 4096, "has_bias": True, "tile_outputs": 4, "tile_inputs": 4096},
+                "_few_tokens_and_fp32_kernel",
+                {"*bf16": "x weight bias out", "*fp32": "fp32_weight fp32_out", "fp32": "scale"},
+                {"fp32_tiles": 16, "outputs": 2240, "fp32_outputs": 32, "inputs": 4096, "has_bias": True}
+                | {"tile_outputs": 4, "fp32_tile_outputs": 2, "tile_inputs": 4096},
                 warps=4,
                 fusion=True,
             ),
@@ -439,8 +464,10 @@ def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
     compiled: dict[str, CompiledKernel], name: str
 ) -> None:
     before, *after = compiled[name].ptx.split("griddepcontrol.wait")
-    assert len(after) == 1, f"{len(after)} waits"
-    assert not re.search(r"\bst\.global|\batom\.|\bred\.|\bbra\b|\bret;", before)
+    paths = 2 if name == "linear and fp32 linear of few tokens" else 1  # a program takes one of them
+    assert len(after) == paths, f"{len(after)} waits"
+    assert len(re.findall(r"\bbra\b", before)) == paths - 1
+    assert not re.search(r"\bst\.global|\batom\.|\bred\.|\bret;", before)
 
 
 @pytest.mark.parametrize("name", STARTS_NEXT)
@@ -483,7 +510,7 @@ def test_attention_of_prompts_prefetches_rows_and_uses_wgmma(compiled: dict[str,
 
 
 def test_fp8_values_are_divided_exactly_and_rounded_by_the_hardware(compiled: dict[str, CompiledKernel]) -> None:
-    for name in ("mla append", "key append", "quantise", "fp8 linear, 16 tokens", "quantise pairs"):
+    for name in ("mla append", "index append", "quantise", "fp8 linear, 16 tokens", "quantise pairs"):
         ptx = compiled[name].ptx
         assert "div.rn.f32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx
 

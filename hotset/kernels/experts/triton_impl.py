@@ -11,7 +11,8 @@ a token gets the same bits in all batches that use the same `Tiles`. The `Tiles`
 number of pairs per expert.
 
 With MIN_TORCH_PAIRS or more pairs per expert on average, the products are bound by arithmetic. Then torch's
-grouped product is used instead, if it supports the dtype and the sizes.
+grouped product is used instead, if it supports the dtype and the sizes. A single token has kernels of its own
+(`triton_one_token.py`).
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from hotset.kernels import EMPTY
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, let_next_launch_start, wait_for_previous_launch
+from hotset.kernels.experts import triton_one_token
 from hotset.kernels.swiglu import swiglu
 
 
@@ -68,7 +70,7 @@ CHUNK_SIZES = (256, 1024, 4096)
 SUM_BLOCK = 2048  # values of a token that one program of the weighted sum computes
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 # Products are not launched early. Their programs would not be spread evenly over the multiprocessors, because some
-# still run programs of the launch before. For one token, both products would take 8 % longer.
+# still run programs of the launch before.
 SMALL_OPTIONS = OPTIONS | EARLY_LAUNCH
 
 _EMPTY = tl.constexpr(EMPTY)
@@ -98,6 +100,8 @@ def experts(
     pairs_per_expert: int,
     first_expert: int = 0,
 ) -> Tensor:
+    if triton_one_token.supports(x, down):
+        return triton_one_token.experts(x, expert_ids, weights, gate_up, down, first_expert)
     if pairs_per_expert >= MIN_TORCH_PAIRS and supports_grouped_mm(x, down):
         return experts_by_torch(x, expert_ids, weights, gate_up, down, first_expert)
     tiles = tiles_for(x.dtype, pairs_per_expert)

@@ -7,6 +7,7 @@ from hotset.base.errors import InternalError
 from hotset.kernels.fast_path import FAST_DTYPES, kernels_of
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
+from hotset.kernels.norm import rms_norm
 
 MAX_FEW_TOKENS = 4  # the largest batch of the kernel for few tokens
 MAX_FEW_INPUTS = 8192  # the most inputs that it keeps in registers
@@ -46,10 +47,30 @@ class Linear:
             return self._fp8_product(x, self.weight)
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
-        if _has_few_tokens(x, self.weight) and self.weight.is_contiguous():
+        if self._has_few_tokens(x):
             out: Tensor = kernels_of("linear", "triton_few").linear(x, self.weight, self.bias)
             return out
         return reference.linear(x, self.weight, self.bias)
+
+    def of_normed(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:  # [tokens, in] -> [tokens, out]
+        """Returns the product with the RMS norm of x. For few tokens, one launch computes both."""
+        if self._has_few_tokens(x):
+            kernels = kernels_of("linear", "triton_few")
+            out: Tensor = kernels.linear_of_normed(x, gain, eps, self.weight, self.bias)
+            return out
+        return self(rms_norm(x, gain, eps))
+
+    def and_fp32(self, x: Tensor, other: "Fp32Linear") -> tuple[Tensor, Tensor | None]:
+        """Returns the product and, if one launch can compute both, that of `other` with the same x."""
+        if other.weight.dtype == torch.float32 and self._has_few_tokens(x):
+            kernels = kernels_of("linear", "triton_few")
+            both: tuple[Tensor, Tensor] = kernels.linear_and_fp32(x, self.weight, self.bias, other.weight, other.scale)
+            return both
+        return self(x), None
+
+    def _has_few_tokens(self, x: Tensor) -> bool:
+        """Returns whether the kernel for few tokens supports the product."""
+        return isinstance(self.weight, Tensor) and _has_few_tokens(x, self.weight) and self.weight.is_contiguous()
 
     def _fp8_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
         if self._counters is not None and x.dtype in FAST_DTYPES:
@@ -74,20 +95,21 @@ class Fp32Linear:
 
     The weight is never rounded: all products and sums use the accumulation dtype. On a GPU, batches of up to
     MAX_FP32_TOKENS tokens have a kernel that a graph can capture, in which a token gets the same bits in every batch.
+    `Linear.and_fp32` adds in another order.
     Two streams must not use the same instance at the same time, because its calls share counters.
     """
 
     def __init__(self, weight: Tensor, scale: float) -> None:
-        self.weight, self._scale = weight, scale
+        self.weight, self.scale = weight, scale
         self._counters: Tensor | None = None  # only on a GPU
         if weight.is_cuda and weight.dtype == torch.float32:
             self._counters = kernels_of("linear").make_counters(weight, MAX_FP32_TOKENS)
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in], any stride between tokens -> [tokens, out]
         if self._counters is not None and x.dtype in FAST_DTYPES and x.shape[0] <= MAX_FP32_TOKENS:
-            out: Tensor = kernels_of("linear").fp32_linear(x, self.weight, self._scale, self._counters)
+            out: Tensor = kernels_of("linear").fp32_linear(x, self.weight, self.scale, self._counters)
             return out
-        return reference.fp32_linear(x, self.weight, self._scale)
+        return reference.fp32_linear(x, self.weight, self.scale)
 
 
 def per_head_matmul(

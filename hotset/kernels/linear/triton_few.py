@@ -1,48 +1,106 @@
-"""Products of a few tokens with bfloat16 weights in Triton, at the speed at which the weights are read.
+"""Products of a few tokens in Triton, at the speed at which the weights are read: with bfloat16 weights, also of normed
+tokens, or together with a product with float32 weights.
 
 A program computes a few outputs. It loads all of their weights at once, so that many reads are in flight, keeps them in
 registers and multiplies them with one token after the other. No program needs the sums of another. (For one token,
 cuBLAS divides the inputs of most products between blocks and adds their sums in a second launch.)
 
-A token gets the same bits in every batch that this kernel computes.
+A token gets the same bits in every batch of one of these kernels, but other bits than in those of larger batches.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
+from hotset.kernels.norm.triton_impl import rms_normed
 
-TILE_OUTPUTS = 4  # of a program
+TILE_OUTPUTS, FP32_TILE_OUTPUTS = 4, 2  # of a program
 INPUTS_OF_WARP = 1024
 TILE_WEIGHTS = 8192  # of a program of `per_head_matmul_into`
 OPTIONS = {"enable_fp_fusion": True} | EARLY_LAUNCH
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _linear(x, weight, bias, weight, 0.0, has_norm=False)
+
+
+def linear_of_normed(x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies the RMS norm of x, which every program computes for itself."""
+    if not (gain.shape == x.shape[1:] and gain.dtype == x.dtype and gain.is_contiguous()):
+        raise InternalError(f"the gain of the norm is {_described(gain)} for inputs {_described(x)}")
+    return _linear(x, weight, bias, gain, eps, has_norm=True)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, eps: float, *, has_norm: bool) -> Tensor:
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile_inputs = triton.next_power_of_2(inputs)
     _few_tokens_kernel[(ceil_div(outputs, TILE_OUTPUTS),)](
         x=x,
         weight=weight,
         bias=weight if bias is None else bias,
+        gain=gain,
         out=out,
         tokens=tokens,
         x_stride=x.stride(0),
+        eps=eps,
         outputs=outputs,
-        inputs=inputs,
         has_bias=bias is not None,
+        has_norm=has_norm,
         tile_outputs=TILE_OUTPUTS,
-        tile_inputs=tile_inputs,
-        num_warps=max(1, tile_inputs // INPUTS_OF_WARP),
-        **OPTIONS,
+        **_input_options(inputs),
     )
     return out
+
+
+def linear_and_fp32(
+    x: Tensor, weight: Tensor, bias: Tensor | None, fp32_weight: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Multiplies x with two weights in one launch. The second result is that of `fp32_linear`, up to rounding."""
+    if not (fp32_weight.shape[1:] == x.shape[1:] and fp32_weight.is_contiguous()):
+        raise InternalError(f"the float32 weight is {_described(fp32_weight)} for inputs {_described(x)}")
+    (tokens, inputs), outputs, fp32_outputs = x.shape, weight.shape[0], fp32_weight.shape[0]
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    fp32_out = torch.empty(tokens, fp32_outputs, dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        return out, fp32_out
+    fp32_tiles = ceil_div(fp32_outputs, FP32_TILE_OUTPUTS)
+    _few_tokens_and_fp32_kernel[(fp32_tiles + ceil_div(outputs, TILE_OUTPUTS),)](
+        x=x,
+        weight=weight,
+        bias=weight if bias is None else bias,
+        out=out,
+        fp32_weight=fp32_weight,
+        fp32_out=fp32_out,
+        tokens=tokens,
+        x_stride=x.stride(0),
+        scale=scale,
+        fp32_tiles=fp32_tiles,
+        outputs=outputs,
+        fp32_outputs=fp32_outputs,
+        has_bias=bias is not None,
+        tile_outputs=TILE_OUTPUTS,
+        fp32_tile_outputs=FP32_TILE_OUTPUTS,
+        **_input_options(inputs),
+    )
+    return out, fp32_out
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
+
+
+def _input_options(inputs: int) -> dict[str, Any]:
+    tile_inputs = triton.next_power_of_2(inputs)
+    warps = max(1, tile_inputs // INPUTS_OF_WARP)
+    return {"inputs": inputs, "tile_inputs": tile_inputs, "num_warps": warps} | OPTIONS
 
 
 def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -75,27 +133,93 @@ def _few_tokens_kernel(
     x: tl.tensor,  # [tokens, inputs]
     weight: tl.tensor,  # [outputs, inputs]
     bias: tl.tensor,  # [outputs]; unused without has_bias
+    gain: tl.tensor,  # [inputs]; unused without has_norm
     out: tl.tensor,  # [tokens, outputs]
     tokens: tl.tensor,
     x_stride: tl.tensor,
+    eps: tl.tensor,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_norm: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+) -> None:
+    entry = tl.arange(0, tile_inputs)
+    weights, added, output = _load_tile(weight, bias, tl.program_id(0), entry, outputs, inputs, has_bias, tile_outputs)
+    if has_norm:
+        gains = tl.load(gain + entry, mask=entry < inputs, other=0)
+    wait_for_previous_launch()
+    for token in tl.range(tokens):
+        values = tl.load(x + token * x_stride + entry, mask=entry < inputs, other=0).to(tl.float32)
+        if has_norm:
+            values = rms_normed(values, tl.sum(values * values, 0), gains, eps, inputs).to(tl.float32)
+        total = tl.sum(weights.to(tl.float32) * values[None, :], 1) + added
+        tl.store(out + token * outputs + output, total.to(tl.bfloat16), mask=output < outputs)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _few_tokens_and_fp32_kernel(
+    x: tl.tensor,  # [tokens, inputs]
+    weight: tl.tensor,  # [outputs, inputs]
+    bias: tl.tensor,  # [outputs]; unused without has_bias
+    out: tl.tensor,  # [tokens, outputs]
+    fp32_weight: tl.tensor,  # [fp32 outputs, inputs]
+    fp32_out: tl.tensor,  # [tokens, fp32 outputs]
+    tokens: tl.tensor,
+    x_stride: tl.tensor,
+    scale: tl.tensor,
+    fp32_tiles: tl.constexpr,
+    outputs: tl.constexpr,
+    fp32_outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    has_bias: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    fp32_tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+) -> None:
+    """The tiles of the second product come first, so that none of them is left over when the others have ended."""
+    entry = tl.arange(0, tile_inputs)
+    if tl.program_id(0) >= fp32_tiles:
+        weights, added, output = _load_tile(
+            weight, bias, tl.program_id(0) - fp32_tiles, entry, outputs, inputs, has_bias, tile_outputs
+        )
+        wait_for_previous_launch()
+        for token in tl.range(tokens):
+            values = tl.load(x + token * x_stride + entry, mask=entry < inputs, other=0).to(tl.float32)
+            total = tl.sum(weights.to(tl.float32) * values[None, :], 1) + added
+            tl.store(out + token * outputs + output, total.to(tl.bfloat16), mask=output < outputs)
+    else:
+        fp32_weights, _, fp32_output = _load_tile(
+            fp32_weight, bias, tl.program_id(0), entry, fp32_outputs, inputs, False, fp32_tile_outputs
+        )
+        wait_for_previous_launch()
+        for token in tl.range(tokens):
+            fp32_values = tl.load(x + token * x_stride + entry, mask=entry < inputs, other=0).to(tl.float32)
+            fp32_total = tl.sum(fp32_weights * fp32_values[None, :], 1) * scale
+            fp32_inside = fp32_output < fp32_outputs
+            tl.store(fp32_out + token * fp32_outputs + fp32_output, fp32_total, mask=fp32_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_tile(
+    weight: tl.tensor,
+    bias: tl.tensor,
+    tile: tl.tensor,
+    entry: tl.tensor,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
     has_bias: tl.constexpr,
     tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-) -> None:
-    output, entry = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs), tl.arange(0, tile_inputs)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Returns the weights of a tile of outputs, their bias, and which outputs they are."""
+    output = tile * tile_outputs + tl.arange(0, tile_outputs)
     inside = (output < outputs)[:, None] & (entry < inputs)[None, :]
-    weight_at = weight + output.to(tl.int64)[:, None] * inputs + entry[None, :]
-    weights = tl.load(weight_at, mask=inside, other=0)
+    weights = tl.load(weight + output.to(tl.int64)[:, None] * inputs + entry[None, :], mask=inside, other=0)
     added = tl.zeros([tile_outputs], tl.float32)
     if has_bias:
         added = tl.load(bias + output, mask=output < outputs, other=0).to(tl.float32)
-    wait_for_previous_launch()
-    for token in tl.range(tokens):
-        values = tl.load(x + token * x_stride + entry, mask=entry < inputs, other=0)
-        total = tl.sum(weights.to(tl.float32) * values.to(tl.float32)[None, :], 1) + added
-        tl.store(out + token * outputs + output, total.to(tl.bfloat16), mask=output < outputs)
+    return weights, added, output
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]

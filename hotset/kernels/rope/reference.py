@@ -21,7 +21,13 @@ class Rotation:
         return 2 * self.cos.shape[-1]
 
 
-def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:  # [tokens, heads, dim]
+    """Rotates the first `rotation.dim` values of every head and copies the remaining ones. x is not changed.
+
+    The pairs are (i, i + rotation.dim / 2), or (2i, 2i + 1) if `interleaved`. Either way, the result has the first
+    values of all pairs, then the second values. Queries and keys use the same order, so the order does not affect
+    their dot products.
+    """
     dim = rotation.dim
     rotate_all = rotate_pairs if interleaved else rotate_halves
     if dim == x.shape[-1]:

@@ -1,6 +1,5 @@
 """rope in Triton. A program rotates some heads of one token; it reads and writes each value once."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,14 +13,9 @@ WARPS = 2
 OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 
-def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rotate_into(out, x, rotation, interleaved)
-    return out
-
-
 def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -> None:
-    """Writes the result of `rotate` to `out`: it may be a slice of a wider tensor but must not share memory with x."""
+    """Writes the result of `reference.rotate` to `out`: it may be a slice of a wider tensor but must not share memory
+    with x."""
     tokens, heads, dim = x.shape
     cos, sin = rotation.cos, rotation.sin
     if not x.stride(2) == out.stride(2) == cos.stride(2) == 1:
@@ -80,19 +74,47 @@ def _rotate_kernel(
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
     source = x + token * token_stride + head * head_stride
     target = out + token * out_token_stride + head * out_head_stride
+    inside = head < heads
+    rotate_heads(
+        source,
+        cos + token * angle_stride,
+        sin + token * angle_stride,
+        target,
+        inside,
+        half,
+        plain,
+        interleaved,
+        block_half,
+        block_plain,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_heads(
+    source: tl.tensor,  # [heads, 1] addresses
+    cos: tl.tensor,  # of the token
+    sin: tl.tensor,
+    target: tl.tensor,  # [heads, 1] addresses
+    inside: tl.tensor,  # [heads, 1]: whether the head exists
+    half: tl.constexpr,
+    plain: tl.constexpr,
+    interleaved: tl.constexpr,
+    block_half: tl.constexpr,
+    block_plain: tl.constexpr,
+) -> None:
+    """Rotates some heads of one token and copies the values that are not rotated."""
     pair = tl.arange(0, block_half)[None, :]
-    inside = (head < heads) & (pair < half)
-    c = tl.load(cos + token * angle_stride + pair, mask=pair < half, other=0)
-    s = tl.load(sin + token * angle_stride + pair, mask=pair < half, other=0)
-    first = tl.load(first_of_pair(source, pair, interleaved), mask=inside, other=0)
-    second = tl.load(second_of_pair(source, pair, half, interleaved), mask=inside, other=0)
-    tl.store(target + pair, rotated_first(first, second, c, s), mask=inside)
-    tl.store(target + half + pair, rotated_second(first, second, c, s), mask=inside)
+    in_pairs = inside & (pair < half)
+    c = tl.load(cos + pair, mask=pair < half, other=0)
+    s = tl.load(sin + pair, mask=pair < half, other=0)
+    first = tl.load(first_of_pair(source, pair, interleaved), mask=in_pairs, other=0)
+    second = tl.load(second_of_pair(source, pair, half, interleaved), mask=in_pairs, other=0)
+    tl.store(target + pair, rotated_first(first, second, c, s), mask=in_pairs)
+    tl.store(target + half + pair, rotated_second(first, second, c, s), mask=in_pairs)
     if plain > 0:
         value = tl.arange(0, block_plain)[None, :]
-        plain_inside = (head < heads) & (value < plain)
-        copied = tl.load(source + 2 * half + value, mask=plain_inside, other=0)
-        tl.store(target + 2 * half + value, copied, mask=plain_inside)
+        in_rest = inside & (value < plain)
+        tl.store(target + 2 * half + value, tl.load(source + 2 * half + value, mask=in_rest, other=0), mask=in_rest)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""key_append in Triton, with one program per key.
+"""index_append in Triton. For each token, one program appends the key, and others rotate some heads of the query.
 
 A program holds its key in three vectors: the first values of all rotated pairs, their second values, and the values
 that are not rotated. Therefore no value has to move between threads.
@@ -14,17 +14,25 @@ from hotset.kernels import EMPTY
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.mla_append.triton_impl import e4m3_codes, e4m3_scale
 from hotset.kernels.rope import Rotation
-from hotset.kernels.rope.triton_impl import first_of_pair, rotated_first, rotated_second, second_of_pair
+from hotset.kernels.rope.triton_impl import (
+    HEADS_PER_PROGRAM,
+    first_of_pair,
+    rotate_heads,
+    rotated_first,
+    rotated_second,
+    second_of_pair,
+)
 from hotset.kernels.rows import PagedRows
 
-WARPS = 1
+WARPS = 2
 OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 _EMPTY = tl.constexpr(EMPTY)
 _MAX_ALIGN = tl.constexpr(8)  # bytes; the padding after a key is shorter than the alignment of keys
 
 
-def key_append(
+def index_append(
+    query: Tensor,
     key: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -33,24 +41,29 @@ def key_append(
     interleaved: bool,
     keys: PagedRows,
     positions: Tensor,
-) -> None:
-    tokens, dim = key.shape
+) -> Tensor:
+    tokens, heads, dim = query.shape
     cos, sin, blocks, layout = rotation.cos, rotation.sin, keys.blocks, keys.layout
-    if not key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1:
+    if not query.stride(2) == key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1:
         raise InternalError("values must be adjacent")
     if not (cos.stride() == sin.stride() and weight.is_contiguous() and bias.is_contiguous()):
         raise InternalError("cos and sin must have equal strides, and weight and bias must be contiguous")
-    if not (keys.seat_of.is_contiguous() and positions.is_contiguous() and keys.seat_of.shape == positions.shape):
-        raise InternalError(
-            f"{tuple(positions.shape)} positions for {tuple(keys.seat_of.shape)} seats; both must be contiguous"
-        )
+    for name, column in (("seats", keys.seat_of), ("positions", positions)):
+        if not (column.shape == (tokens,) and column.is_contiguous()):
+            raise InternalError(f"{name} of shape {tuple(column.shape)} for {tokens} tokens; they must be contiguous")
+    if cos.shape[0] != tokens:
+        raise InternalError(f"the angles of {cos.shape[0]} tokens for {tokens} tokens")
     if layout.align > _MAX_ALIGN.value:
         raise InternalError(f"keys aligned to {layout.align} bytes: the maximum is {_MAX_ALIGN.value}")
+    rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if tokens == 0:
-        return
+        return rotated
     half, plain = rotation.dim // 2, dim - rotation.dim
     part_stride, page_stride, row_stride, _ = (stride * blocks.element_size() for stride in blocks.stride())
-    _append_kernel[(tokens,)](
+    block_heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
+    _append_kernel[(tokens, 1 + triton.cdiv(heads, block_heads))](
+        query=query,
+        rotated=rotated,
         key=key,
         weight=weight,
         bias=bias,
@@ -60,6 +73,9 @@ def key_append(
         table=keys.table,
         seat_of=keys.seat_of,
         positions=positions,
+        query_stride=query.stride(0),
+        head_stride=query.stride(1),
+        heads=heads,
         key_stride=key.stride(0),
         angle_stride=cos.stride(0),
         part_stride=part_stride,
@@ -77,15 +93,19 @@ def key_append(
         row_bytes=layout.row_bytes,
         stride_bytes=layout.stride_bytes,
         fp8=layout.quantised > 0,
+        block_heads=block_heads,
         block_half=triton.next_power_of_2(half),
         block_plain=triton.next_power_of_2(max(1, plain)),
         num_warps=WARPS,
         **OPTIONS,
     )
+    return rotated
 
 
 @triton.jit(do_not_specialize=["first_part"])  # type: ignore[untyped-decorator]
 def _append_kernel(
+    query: tl.tensor,
+    rotated: tl.tensor,  # contiguous
     key: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -95,6 +115,9 @@ def _append_kernel(
     table: tl.tensor,
     seat_of: tl.tensor,
     positions: tl.tensor,
+    query_stride: tl.tensor,
+    head_stride: tl.tensor,
+    heads: tl.constexpr,
     key_stride: tl.tensor,
     angle_stride: tl.tensor,
     part_stride: tl.tensor,  # in bytes, like page_stride and row_stride
@@ -112,11 +135,28 @@ def _append_kernel(
     row_bytes: tl.constexpr,
     stride_bytes: tl.constexpr,
     fp8: tl.constexpr,
+    block_heads: tl.constexpr,
     block_half: tl.constexpr,
     block_plain: tl.constexpr,
 ) -> None:
     wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
+    dim: tl.constexpr = 2 * half + plain
+    if tl.program_id(1) > 0:
+        head = (tl.program_id(1) - 1) * block_heads + tl.arange(0, block_heads)[:, None]
+        rotate_heads(
+            query + token * query_stride + head * head_stride,
+            cos + token * angle_stride,
+            sin + token * angle_stride,
+            rotated + (token * heads + head) * dim,
+            head < heads,
+            half,
+            plain,
+            interleaved,
+            block_half,
+            block_plain,
+        )
+        return
     seat = tl.load(seat_of + token)
     if seat == _EMPTY:
         return
@@ -142,7 +182,6 @@ def _append_kernel(
     second_bias = tl.load(second_of_pair(bias, pair, half, interleaved), mask=in_pairs, other=0)
     third_bias = tl.load(bias + 2 * half + rest, mask=in_rest, other=0)
 
-    dim: tl.constexpr = 2 * half + plain
     first_wide, second_wide, third_wide = first.to(tl.float32), second.to(tl.float32), third.to(tl.float32)
     mean = (tl.sum(first_wide + second_wide, 0) + tl.sum(third_wide, 0)) * (1.0 / dim)
     first_off = tl.where(in_pairs, first_wide - mean, 0)
@@ -156,8 +195,8 @@ def _append_kernel(
     first_out, second_out = rotated_first(first, second, c, s), rotated_second(first, second, c, s)
 
     if fp8:
-        rotated = tl.maximum(tl.abs(first_out.to(tl.float32)), tl.abs(second_out.to(tl.float32)))
-        largest = tl.maximum(tl.max(rotated, 0), tl.max(tl.abs(third.to(tl.float32)), 0))
+        larger_of_pair = tl.maximum(tl.abs(first_out.to(tl.float32)), tl.abs(second_out.to(tl.float32)))
+        largest = tl.maximum(tl.max(larger_of_pair, 0), tl.max(tl.abs(third.to(tl.float32)), 0))
         scale = e4m3_scale(largest)
         tl.store(target + pair, e4m3_codes(first_out, scale), mask=in_pairs)
         tl.store(target + half + pair, e4m3_codes(second_out, scale), mask=in_pairs)

@@ -1,4 +1,4 @@
-"""The specification of key_append."""
+"""The specification of index_append."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,7 +7,8 @@ from hotset.kernels.rope.reference import Rotation, rotate
 from hotset.kernels.rows import PagedRows
 
 
-def key_append(
+def index_append(
+    query: Tensor,
     key: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -16,9 +17,10 @@ def key_append(
     interleaved: bool,
     keys: PagedRows,
     positions: Tensor,
-) -> None:
+) -> Tensor:
     values = index_keys(key, weight, bias, eps, rotation, interleaved)
     keys.store(positions, values)
+    return rotate(query, rotation, interleaved)
 
 
 def index_keys(
