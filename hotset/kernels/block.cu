@@ -31,9 +31,16 @@ __device__ __forceinline__ int load_now(const i64 *address) {
     return low;
 }
 
-__device__ __forceinline__ void bring_to_l2(const void *address) {
+__device__ __forceinline__ void prefetch_to_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
+
+// Begins to copy 16 bytes to shared memory. The thread may read them when it has waited for its copies.
+__device__ __forceinline__ void begin_small_copy(void *to, const void *from) {
+    const unsigned there = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_small_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The barrier of a cluster. If a thread arrives with `published`, the writes that it made before are visible to the
 // threads of the cluster after they have waited.

@@ -10,8 +10,11 @@
 //
 // A rank is a thread of the host with its own copy of the library.
 //
-// Only small headers are included, because this file is compiled once for every set of constants.
+// Only small headers are included, because this file is compiled once for every set of constants. For C++, math.h of
+// the GNU library contains templates that take longer to compile than a kernel. The macro selects math.h of C.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <sched.h>
 #include <setjmp.h>
 #include <stdint.h>
@@ -43,6 +46,9 @@ struct alignas(16) int4 {
 };
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
 };
 struct alignas(8) uint2 {
     unsigned x, y;
@@ -344,7 +350,14 @@ static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
 static inline double __ddiv_rn(double a, double b) { return a / b; }
 static inline void __trap() { emulated::fail("the kernel trapped"); }
-template <class T> static T __ldcg(const T *address) { return *address; }
+extern "C" {
+int64_t unreadable[2];  // addresses [from, to) that no __ldcg may read
+}
+template <class T> static T __ldcg(const T *address) {
+    const int64_t at = reinterpret_cast<int64_t>(address);
+    if (at >= unreadable[0] && at < unreadable[1]) emulated::fail("a read of memory that belongs to others");
+    return *address;
+}
 template <class T, class U> static T atomicAdd(T *address, U value) {
     const T before = *address;
     *address = before + value;
@@ -366,8 +379,42 @@ template <class T, class U> static T atomicCAS(T *address, T expected, U value) 
     return before;
 }
 template <class T> static int load_now(const T *address) { return static_cast<int>(*address); }
-static inline void bring_to_l2(const void *) {}
-static inline void wait_for_previous_launch() {}
+static inline void prefetch_to_l2(const void *) {}
+// A small copy writes its target when its thread waits for it. Until then, the target holds NaN.
+namespace emulated {
+struct SmallCopies {
+    enum { MAX_COPIES = 256 };
+    void *to[MAX_COPIES];
+    const void *from[MAX_COPIES];
+    unsigned count;
+};
+static SmallCopies small_copies[CLUSTER * MAX_THREADS];
+}  // namespace emulated
+static inline void begin_small_copy(void *to, const void *from) {
+    emulated::SmallCopies &mine = emulated::small_copies[emulated::current];
+    if (mine.count == emulated::SmallCopies::MAX_COPIES) emulated::fail("too many small copies in flight");
+    memset(to, 0xFF, 16);
+    mine.to[mine.count] = to, mine.from[mine.count++] = from;
+}
+static inline void wait_for_small_copies() {
+    emulated::SmallCopies &mine = emulated::small_copies[emulated::current];
+    for (; mine.count; --mine.count) memcpy(mine.to[mine.count - 1], mine.from[mine.count - 1], 16);
+}
+extern "C" {
+// What the previous launch writes last: `late_bytes` from `late_from`. They arrive when all threads of a block wait for it.
+void *late_to;
+const void *late_from;
+int64_t late_bytes;
+}
+static inline void wait_for_previous_launch() {
+    static unsigned waiting;
+    if (!late_bytes) return;
+    if (++waiting == emulated::threads) {
+        memcpy(late_to, late_from, late_bytes);
+        waiting = 0, late_bytes = 0;
+    }
+    while (late_bytes) emulated::wait(emulated::READY);
+}
 static inline void let_next_launch_start() {}
 static inline unsigned load_acquire(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
 static inline void store_release(unsigned *address, unsigned value) {

@@ -41,6 +41,20 @@ class EmulatedKernel:
         failure = run(entry, shape.blocks, shape.threads, shape.shared_bytes, packed, len(words), next(_seeds))
         assert failure is None, failure.decode()
 
+    def write_late(self, target: Tensor, source: Tensor) -> None:
+        """Writes `source` to `target` in the next launch, as late as the launch before it could."""
+        ctypes.c_void_p.in_dll(self._library, "late_to").value = target.data_ptr()
+        ctypes.c_void_p.in_dll(self._library, "late_from").value = source.data_ptr()
+        ctypes.c_int64.in_dll(self._library, "late_bytes").value = source.nbytes
+
+    def set_range(self, name: str, first: int, last: int) -> None:
+        """Sets a range of addresses that the library checks."""
+        (ctypes.c_int64 * 2).in_dll(self._library, name)[:] = [first, last]
+
+    def counter(self, name: str) -> int:
+        """Returns a counter of the library."""
+        return ctypes.c_uint.in_dll(self._library, name).value
+
 
 def kernel(source: Path, name: str, **constants: int) -> EmulatedKernel:
     variables = {name: value for name, value in constants.items() if name in VARIABLES}

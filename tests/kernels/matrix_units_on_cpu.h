@@ -4,9 +4,6 @@
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 
-struct alignas(8) float2 {
-    float x, y;
-};
 struct alignas(16) float4 {
     float x, y, z, w;
 };

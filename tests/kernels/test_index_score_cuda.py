@@ -6,9 +6,11 @@ test_index_topk.py tests it on a GPU.
 import shutil
 import subprocess
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import cuda_on_cpu
@@ -16,6 +18,7 @@ import pytest
 import torch
 from index_topk_cases import SCALE, Case, Inputs, make_inputs, reference_scores, with_padding
 from matrix import slow_if
+from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import cuda_source
@@ -42,10 +45,10 @@ def emulated(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedK
     return cuda_on_cpu.kernel(with_warpgroups(source), name, **constants)
 
 
-def run(inputs: Inputs, shape: BlockShape, k: int = 0, blocks: int = 2) -> Scores:
+def run(inputs: Inputs, shape: BlockShape, k: int = 0, blocks: int = 2, kernel: Any = emulated) -> Scores:
     context = -(-max(inputs.segments.lengths, default=512) // 64) * 64
     with (
-        mock.patch.object(cuda_source, "kernel", emulated),
+        mock.patch.object(cuda_source, "kernel", kernel),
         mock.patch.object(cuda_score, "multiprocessors", lambda _: blocks),
         mock.patch.object(torch, "empty", lambda *size, **kinds: torch.ones(*size, **kinds).mul_(-77)),
     ):
@@ -111,6 +114,129 @@ def test_scores_do_not_depend_on_the_batch_or_on_the_number_of_blocks() -> None:
         keys = replace(inputs.keys, seat_of=inputs.keys.seat_of[part])
         alone = run(Inputs(inputs.q[part], inputs.weights[part], keys, segments), BlockShape(2, 1)).values
         assert torch.equal(alone[0, :length], together[query, :length])
+
+
+# A case, the number of blocks, and how many tiles they prefetch: of a block's first query, at most one per warpgroup.
+PREFETCHED = {
+    "4, 2 and 3 tiles, of which each block scores five or four": (Case((1,) * 3, (250, 100, 190)), 2, 2 + 1),
+    "a block for each tile": (Case((1,) * 2, (130, 70)), 8, 5),
+    "several index groups": (Case((1,) * 2, (900, 70), block_rows=66, parts=5, step=3, first_part=2), 2, 4),
+    "too many queries": (Case((1,) * 5, (70,) * 5), 2, 0),
+}
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@pytest.mark.parametrize("name", PREFETCHED)
+def test_the_first_tiles_of_every_block_are_prefetched(name: str) -> None:
+    kernels: list[cuda_on_cpu.EmulatedKernel] = []
+
+    def recorded(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
+        kernels.append(emulated(source, name, **constants))
+        return kernels[-1]
+
+    def counters() -> tuple[int, int]:
+        return kernels[0].counter("tiles_prefetched"), kernels[0].counter("others_prefetched")
+
+    case, blocks, prefetched = PREFETCHED[name]
+    inputs = make_inputs(case, seed=6, device=CPU)
+    run(inputs, BlockShape(4, 2), blocks=blocks, kernel=recorded)
+    before = counters()
+    run(inputs, BlockShape(4, 2), blocks=blocks, kernel=recorded)
+    assert counters() == (before[0] + prefetched, before[1])
+
+
+@dataclass(frozen=True)
+class LateInputs:
+    """Inputs whose seats, positions and pages are written by the previous launch, when it ends."""
+
+    memory: Tensor  # seats, positions and pages, and then numbers that the kernel must not read
+    inputs: Inputs  # with views of `memory`
+    right: Tensor  # what the previous launch writes
+
+    @staticmethod
+    def make(inputs: Inputs) -> "LateInputs":
+        keys, queries = inputs.keys, inputs.keys.seat_of.shape[0]
+        right = torch.cat([keys.seat_of, inputs.segments.positions, keys.table.flatten()])
+        memory = torch.cat([right, torch.zeros(1 << 10, dtype=torch.int64)])
+        table = memory[2 * queries : right.numel()].view(keys.table.shape)
+        segments = replace(inputs.segments, positions=memory[queries : 2 * queries])
+        return LateInputs(
+            memory, replace(inputs, keys=replace(keys, seat_of=memory[:queries], table=table), segments=segments), right
+        )
+
+    def run(self, shape: BlockShape, blocks: int) -> tuple[Tensor, int]:
+        """Returns the scores, and the number of tiles that were prefetched in vain. Fails if anything but keys was
+        prefetched, or if what follows the table was read."""
+        kernels: list[cuda_on_cpu.EmulatedKernel] = []
+        keys = self.inputs.keys.blocks
+        last = sum((size - 1) * stride for size, stride in zip(keys.shape, keys.stride(), strict=True))
+        of_right = self.memory.data_ptr() + self.right.nbytes
+
+        def kernel(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
+            kernels.append(emulated(source, name, **constants))
+            kernels[0].write_late(self.memory, self.right)
+            kernels[0].set_range("unreadable", of_right, self.memory.data_ptr() + self.memory.nbytes)
+            kernels[0].set_range("prefetchable", keys.data_ptr(), keys.data_ptr() + -(-(last + 1) // 16) * 16)
+            before.append(kernels[0].counter("others_prefetched"))
+            return kernels[0]
+
+        before: list[int] = []
+        values = run(self.inputs, shape, blocks=blocks, kernel=kernel).values
+        for name in ("unreadable", "prefetchable"):
+            kernels[0].set_range(name, 0, 0)
+        return values, kernels[0].counter("others_prefetched") - before[0]
+
+
+def fill(seat: int | None = None, position: int | None = None, page: int | None = None) -> Callable[[Inputs], object]:
+    """Returns a function that writes these numbers to inputs."""
+
+    def write(inputs: Inputs) -> None:
+        targets = (inputs.keys.seat_of, inputs.segments.positions, inputs.keys.table)
+        for target, value in zip(targets, (seat, position, page), strict=True):
+            if value is not None:
+                target.fill_(value)
+
+    return write
+
+
+MOST, LEAST = (1 << 63) - 1, -(1 << 63)
+# What is in memory before the previous launch ends. There are three seats, three columns of the table, and five pages.
+STALE = {
+    "the largest numbers": fill(MOST, MOST, MOST),
+    "the smallest numbers": fill(LEAST, LEAST, LEAST),
+    "random numbers": lambda inputs: [
+        numbers.random_(LEAST, MOST) for numbers in (inputs.keys.seat_of, inputs.segments.positions, inputs.keys.table)
+    ],
+    "a shorter context": fill(position=40),
+    "a longer context": fill(position=500),  # than pages in the table
+    "a longer context of the last seat": fill(seat=2, position=500),  # what follows the table is not a page
+    "a seat behind the last": fill(seat=3),
+    "a page behind the last": fill(page=5),
+    "a page far behind the last": fill(page=1 << 33),
+}
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@pytest.mark.parametrize("stale", STALE)
+def test_seats_positions_and_pages_may_be_anything_before_the_previous_launch_has_ended(stale: str) -> None:
+    inputs = make_inputs(Case((1,), (70,), block_rows=44), seed=7, device=CPU)
+    assert inputs.keys.table.shape == (3, 3) and inputs.keys.blocks.shape[1] == 5
+    expected = run(inputs, BlockShape(4, 4)).values
+    late = LateInputs.make(inputs)
+    STALE[stale](late.inputs)
+    values, _ = late.run(BlockShape(4, 4), blocks=1)
+    assert torch.equal(values, expected)
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+def test_tiles_are_prefetched_before_the_previous_launch_has_ended() -> None:
+    """Before that, the query has the seat of another one, whose tile is prefetched in vain."""
+    inputs = make_inputs(Case((1,) * 2, (100, 90)), seed=8, device=CPU)
+    expected = run(inputs, BlockShape(2, 1)).values
+    late = LateInputs.make(inputs)
+    late.inputs.keys.seat_of.copy_(inputs.keys.seat_of.flip(0))
+    values, in_vain = late.run(BlockShape(2, 1), blocks=1)
+    assert torch.equal(values, expected) and in_vain == 1
 
 
 def test_stages_that_move_between_warpgroups_are_refused() -> None:

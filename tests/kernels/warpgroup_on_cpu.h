@@ -55,9 +55,39 @@ static unsigned code_of(float value) {
     return code | (value < 0 ? 0x80 : 0);
 }
 
+// Tiles of the running block: those that lane n of a warp has prefetched into the L2 cache, and the first ones that were
+// copied.
+struct Tile {
+    const void *at;
+    unsigned bytes;
+};
+enum { MAX_PREFETCHED = 32 };
+static Tile prefetched[MAX_PREFETCHED], copied[MAX_PREFETCHED];
+static unsigned copy_count;
+
 }  // namespace emulated
 
+extern "C" {
+unsigned tiles_prefetched, others_prefetched;  // by all launches: tiles, and those that differ from the one that was copied
+int64_t prefetchable[2];                    // addresses [from, to) that may be prefetched; 0, 0: all
+}
+
+static inline void compare_tile(unsigned n) {
+    const emulated::Tile &early = emulated::prefetched[n], &later = emulated::copied[n];
+    others_prefetched += early.at && later.at && (early.at != later.at || early.bytes != later.bytes);
+}
+static inline void prefetch_to_l2(const void *at, unsigned bytes) {
+    using namespace emulated;
+    const int64_t from = reinterpret_cast<int64_t>(at);
+    if (from % 16 || bytes % 16) fail("a prefetched tile is misaligned");
+    if (prefetchable[1] && (from < prefetchable[0] || from + bytes > prefetchable[1])) fail("a prefetch outside the keys");
+    prefetched[threadIdx.x % 32] = Tile{at, bytes};
+    compare_tile(threadIdx.x % 32);
+    ++tiles_prefetched;
+}
 static inline void prepare_barrier(unsigned long long *barrier, unsigned arrivals) {
+    memset(emulated::prefetched, 0, sizeof emulated::prefetched), memset(emulated::copied, 0, sizeof emulated::copied);
+    emulated::copy_count = 0;
     const unsigned n = emulated::barrier_count++ % 128;
     emulated::barriers[n] = emulated::Barrier{arrivals};
     *barrier = n + 1;
@@ -73,6 +103,7 @@ static inline void begin_copy(void *to, const void *from, unsigned bytes, unsign
         fail("a bulk copy is misaligned");
     }
     if (state.to) fail("a copy began before the previous one of its barrier was waited for");
+    if (copy_count < MAX_PREFETCHED) copied[copy_count] = Tile{from, bytes}, compare_tile(copy_count++);
     state.to = to, state.from = from, state.bytes = bytes;
     state.polls = draw(draw(8) ? 256 : 1 << 15);  // some copies take much longer than others
     memset(to, 0xFF, bytes);

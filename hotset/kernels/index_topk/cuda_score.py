@@ -34,7 +34,7 @@ class BlockShape:
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + 32
+        return 128 * self.warpgroups + 64
 
 
 TUNED = {  # by groups of heads
@@ -70,7 +70,7 @@ def score(
     """Returns the same as `triton_score.score`, up to rounding."""
     queries, heads, _ = q.shape
     blocks = keys.blocks
-    parts, _, block_rows, width = blocks.shape
+    parts, pages, block_rows, width = blocks.shape
     if not (blocks.stride(3) == 1 and blocks.stride(2) == width):
         raise InternalError(f"index keys must be adjacent: {blocks.stride()}")
     if q.stride(2) != 1 or q.data_ptr() % ALIGN or q.stride(0) % 8 or q.stride(1) % 8:
@@ -109,6 +109,8 @@ def score(
         q.stride(0),
         q.stride(1),
         keys.table.stride(0),
+        *keys.table.shape,
+        pages,
         blocks.stride(0),
         blocks.stride(1),
         context,

@@ -13,8 +13,12 @@ __device__ __forceinline__ float quotient(float value, float unit, float inverse
 }
 
 #ifdef __CUDACC__
-__device__ __forceinline__ void bring_to_l2(const void *address) {
+__device__ __forceinline__ void prefetch_to_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+// The same for `bytes`, a multiple of 16, from an address that is a multiple of 16.
+__device__ __forceinline__ void prefetch_to_l2(const void *address, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
 // Begins to copy `bytes`, a multiple of 16, from and to addresses that are multiples of 16. The source is read once, so that

@@ -3,7 +3,7 @@
 // Compile-time constants:
 //   GROUPS      of 32 heads per query: 1 to 4
 //   HALF        1: queries are float16, 0: bfloat16
-//   WARPGROUPS  that score; one more warp copies keys
+//   WARPGROUPS  that score; one more warp copies keys, another one prefetches
 //   STAGES      tiles of keys in shared memory, a multiple of WARPGROUPS
 //   BLOCK_ROWS, PARTS, STEP    of the keys: see PagedRows. Constants, because divisions by variables take long
 //   SHARED_BYTES  as set by the launch
@@ -12,6 +12,10 @@
 // codes and a scale each. The tiles of all queries are numbered through, and every block scores an equal share of them:
 // parts of one query or of several. One thread copies the tiles of a share without a pause; the warpgroups score them in
 // turn. One block runs on every multiprocessor.
+//
+// The kernel is launched early. If there are few queries, one warp prefetches the first tile of every warpgroup into the L2
+// cache while earlier launches still run. More tiles would still be on their way when the copies begin, and would be read
+// twice.
 //
 // A tile of a share is in stage `tile % STAGES`, and a stage belongs to one warpgroup. This matters: a wait for a barrier
 // distinguishes only odd and even rounds, so that a warp must wait for every round of a barrier, in order. Copies end in any
@@ -28,7 +32,10 @@
 
 namespace {
 
-constexpr int SCORERS = 128 * WARPGROUPS, WARPS = SCORERS / 32, THREADS = SCORERS + 32;
+constexpr int SCORERS = 128 * WARPGROUPS, WARPS = SCORERS / 32, THREADS = SCORERS + 64;
+constexpr int EMPTY = -1;
+constexpr u32 MAX_PREFETCH_QUERIES = 4;  // with 32, prefetching gained nothing
+constexpr u32 COPYING_WARP = WARPS, PREFETCHING_WARP = WARPS + 1;
 constexpr int TILE = 64, DIM = 128, KEY_WORDS = DIM / 4 + 1, KEY_BYTES = 4 * KEY_WORDS;
 constexpr int HEADS = 32 * GROUPS;
 constexpr u32 BLOCK_TILES = (BLOCK_ROWS + TILE - 1) / TILE;
@@ -55,6 +62,13 @@ struct Paging {
     u32 first_part;
 };
 
+// The pages of all contexts.
+struct Table {
+    const i64 *pages;  // [seats, columns], of which a row begins at every multiple of `stride`
+    i64 stride, seats, columns;
+    i64 page_count;  // of the pool
+};
+
 // Which tiles belong to which block: the first `extra` blocks have one more.
 struct Shares {
     u32 base, extra;
@@ -71,10 +85,10 @@ struct Queries {
     u32 count;
     i64 k;
     // Returns the number of tiles of a query; 0 for one that is not scored.
-    __device__ __forceinline__ u32 tiles_of(u32 query) const {
-        const i64 seat = seat_of[query], length = positions[query] + 1;
-        if (seat < 0 || length <= k) return 0;
-        const u32 rows = static_cast<u32>(length);
+    __device__ __forceinline__ u32 tiles_of(u32 query) const { return tiles_of(seat_of[query], positions[query]); }
+    __device__ __forceinline__ u32 tiles_of(i64 seat, i64 position) const {
+        if (seat < 0 || position < k) return 0;
+        const u32 rows = static_cast<u32>(position) + 1;
         return rows / BLOCK_ROWS * BLOCK_TILES + (rows % BLOCK_ROWS + TILE - 1) / TILE;
     }
 };
@@ -99,13 +113,9 @@ struct Share {
     }
 };
 
-// Finds the share of this block. Every warp does so for itself: a lane counts the tiles of a range of queries.
-__device__ __forceinline__ Share find_share(const Queries &queries, Shares &shares) {
-    const u32 lane = threadIdx.x % 32, each = (queries.count + 31) / 32;
-    const u32 from = min(lane * each, queries.count), to = min(from + each, queries.count);
-    u32 own = 0;
-#pragma unroll 1
-    for (u32 query = from; query < to; ++query) own += queries.tiles_of(query);
+// Returns the share of this block. Every lane passes the first query of a range, and the number of tiles of the range.
+__device__ __forceinline__ Share share_of(u32 from, u32 own, Shares &shares) {
+    const u32 lane = threadIdx.x % 32;
     u32 up_to = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -117,6 +127,16 @@ __device__ __forceinline__ Share find_share(const Queries &queries, Shares &shar
     shares = {total / active, total % active};
     const u32 at = shares.first_of(blockIdx.x), home = __popc(__ballot_sync(ALL, up_to <= at));
     return {at, shares.first_of(blockIdx.x + 1), __shfl_sync(ALL, from, home), __shfl_sync(ALL, up_to - own, home)};
+}
+
+// Finds the share of this block. Every warp does so for itself: a lane counts the tiles of a range of queries.
+__device__ __forceinline__ Share find_share(const Queries &queries, Shares &shares) {
+    const u32 lane = threadIdx.x % 32, each = (queries.count + 31) / 32;
+    const u32 from = min(lane * each, queries.count), to = min(from + each, queries.count);
+    u32 own = 0;
+#pragma unroll 1
+    for (u32 query = from; query < to; ++query) own += queries.tiles_of(query);
+    return share_of(from, own, shares);
 }
 
 // Copies the tiles of one query, in order.
@@ -133,12 +153,34 @@ __device__ __forceinline__ const u8 *address_of(u32 block, i64 page, const Pagin
     return paging.blocks + part_of(block, paging) % PARTS * paging.part_stride + page * paging.page_stride;
 }
 
+// Returns the bytes that are copied for a tile, given its number in its block. If the rows end within 16 bytes, so does the
+// block: both are padded.
+__device__ __forceinline__ u32 tile_bytes(u32 in_block) {
+    return (min(static_cast<u32>(TILE), BLOCK_ROWS - in_block * TILE) * KEY_BYTES + 15) / 16 * 16;
+}
+
+// Prefetches the first tiles of this block's share into the L2 cache. Earlier launches may still run. So what this reads may be
+// anything, and decides nothing else. It is not kept in the L1 cache, where later reads would find it.
+__device__ __forceinline__ void prefetch_first_tiles(const Queries &queries, const Paging &paging, const Table &table) {
+    const u32 lane = threadIdx.x % 32;
+    if (queries.count > MAX_PREFETCH_QUERIES) return;
+    i64 seat = EMPTY, position = EMPTY;
+    if (lane < queries.count) seat = __ldcg(queries.seat_of + lane), position = __ldcg(queries.positions + lane);
+    const u32 own = seat < table.seats ? queries.tiles_of(seat, position) : 0;
+    Shares shares;
+    const Share share = share_of(lane, own, shares);
+    seat = __shfl_sync(ALL, static_cast<int>(seat), share.query);
+    const u32 tile = share.at - share.before + lane, tiles = __shfl_sync(ALL, own, share.query);
+    if (lane >= WARPGROUPS || tile >= min(tiles, share.end - share.before)) return;
+    const u32 block = tile / BLOCK_TILES, in_block = tile % BLOCK_TILES, column = part_of(block, paging) / PARTS;
+    const i64 page = column < table.columns ? __ldcg(table.pages + seat * table.stride + column) : EMPTY;
+    if (page < 0 || page >= table.page_count) return;
+    prefetch_to_l2(address_of(block, page, paging) + in_block * TILE * KEY_BYTES, tile_bytes(in_block));
+}
+
 __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cursor, const i64 *pages, u32 last_block,
                                            const Paging &paging) {
-    const u32 rows = min(static_cast<u32>(TILE), BLOCK_ROWS - cursor.tile * TILE);
-    // If the rows end within 16 bytes, so does the block: both are padded.
-    const u32 bytes = (rows * KEY_BYTES + 15) / 16 * 16;
-    begin_copy(shared.tiles[stage], cursor.from, bytes, &shared.arrived[stage]);
+    begin_copy(shared.tiles[stage], cursor.from, tile_bytes(cursor.tile), &shared.arrived[stage]);
     cursor.from += TILE * KEY_BYTES;
     if (++cursor.tile < BLOCK_TILES) return;
     cursor.tile = 0, ++cursor.block;
@@ -148,10 +190,10 @@ __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cu
 
 // Copies the tiles of a share, as soon as there is room for them.
 __device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
-                                           const i64 *table, i64 table_stride) {
+                                           const Table &table) {
     u32 stage = 0, round = 1;
     for (Part part = share.next(queries); !part.empty(); part = share.next(queries)) {
-        const i64 *pages = table + queries.seat_of[part.query] * table_stride;
+        const i64 *pages = table.pages + queries.seat_of[part.query] * table.stride;
         const u32 last_block = static_cast<u32>(queries.positions[part.query]) / BLOCK_ROWS;
         const u32 block = part.tile / BLOCK_TILES, in_block = part.tile % BLOCK_TILES;
         const i64 page = pages[part_of(block, paging) / PARTS];
@@ -183,7 +225,7 @@ __device__ __forceinline__ void prefetch(const Query &query) {
 #pragma unroll
     for (int n = 0; n < PASSES; ++n) {
         const u32 head = head_of(n);
-        if (head < query.heads) bring_to_l2(query.values_of(head)), bring_to_l2(query.weights + head);
+        if (head < query.heads) prefetch_to_l2(query.values_of(head)), prefetch_to_l2(query.weights + head);
     }
 }
 
@@ -239,26 +281,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     const u16 *q,          // [queries, heads, 128]; heads begin at multiples of 16 bytes
     const float *weights,  // [queries, heads]
     const u8 *blocks,      // [parts, pages, block rows, 132 bytes]; blocks begin and end at multiples of 16 bytes
-    const i64 *table,      // [seats, pages]
+    const i64 *table,      // [seats, columns] pages
     const i64 *seat_of,    // [queries]
     const i64 *positions,  // [queries]
     float *values,         // [queries, value_stride], written
     float *moments,        // [queries, moment_blocks, 2], written
     int *shares_of,        // [queries], written: how many blocks have written moments of a query
-    i64 query_stride, i64 head_stride, i64 table_stride, i64 part_stride, i64 page_stride, i64 value_stride,
-    i64 moment_blocks, i64 count, i64 heads, i64 k, i64 first_part, i64 scale_bits) {
+    i64 query_stride, i64 head_stride, i64 table_stride, i64 seats, i64 columns, i64 page_count, i64 part_stride,
+    i64 page_stride, i64 value_stride, i64 moment_blocks, i64 count, i64 heads, i64 k, i64 first_part, i64 scale_bits) {
     extern __shared__ __align__(1024) int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const Paging paging = {blocks, part_stride, page_stride, static_cast<u32>(first_part)};
-    if (thread < STAGES) prepare_barrier(&shared.arrived[thread], 1), prepare_barrier(&shared.released[thread], 4);
-    wait_for_previous_launch();
+    const Table page_table = {table, table_stride, seats, columns, page_count};
     const Queries queries = {seat_of, positions, static_cast<u32>(count), k};
+    if (thread < STAGES) prepare_barrier(&shared.arrived[thread], 1), prepare_barrier(&shared.released[thread], 4);
+    __syncthreads();
+    if (warp == PREFETCHING_WARP) {  // returns, so that the compiler moves this to the end: others need not fetch this code
+        prefetch_first_tiles(queries, paging, page_table);
+        wait_for_previous_launch();
+        return;
+    }
+    wait_for_previous_launch();
     Shares shares;
     Share share = find_share(queries, shares);
-    __syncthreads();  // the barriers are prepared
-    if (warp == WARPS) {
-        if (lane == 0) copy_tiles(shared, share, queries, paging, table, table_stride);
+    if (warp == COPYING_WARP) {
+        if (lane == 0) copy_tiles(shared, share, queries, paging, page_table);
         return;
     }
     const float scale = __uint_as_float(static_cast<u32>(scale_bits));

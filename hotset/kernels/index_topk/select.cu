@@ -31,18 +31,18 @@ namespace {
 constexpr unsigned CANDIDATES = THREADS;  // a thread ranks at most one
 constexpr unsigned LANE_SCORES = 4, WARP_SCORES = 32 * LANE_SCORES;
 constexpr unsigned WORD_GROUPS = 32 / LANE_SCORES;  // of LANE_SCORES adjacent scores, whose bits are in one word
-constexpr int AT_ONCE = 4;                          // groups that a thread reads at once
+constexpr unsigned READ_SOON = THREADS / 16;        // candidates of a block that others read before they know how many it has
 constexpr float MIN_SPAN = 1e-30f, MAX_MAGNITUDE = 1e30f;
 static_assert(BINS % THREADS == 0, "every thread sums the same number of bins");
 
 // After a barrier of the cluster, its blocks read each other's histograms, lists and numbers.
 struct Shared {
     unsigned histogram[BINS];
-    unsigned listed;                                           // number of candidates of this block
+    unsigned listed;  // number of candidates of this block, including those that did not fit
     unsigned keys[CANDIDATES], positions[CANDIDATES];          // those of this block, in any order
     unsigned all_keys[CANDIDATES], all_positions[CANDIDATES];  // those of the cluster
     unsigned better[WARPS], inside[WARPS];  // by warp: scores above the bin of the k-th, and in it
-    unsigned all_better, all_inside;        // of this block
+    unsigned all_better;                    // of this block
     unsigned totals[WARPS];
     int cut_bin;                    // that of the k-th score; EMPTY: it is in none
     unsigned cut_before, cut_size;  // how many scores are above it, and in it
@@ -92,25 +92,12 @@ struct Scores {
         const unsigned position = position_of(n);
         return position - first < capacity ? held[position - first] : memory[position];
     }
-    // Reads what can be held.
-    __device__ __forceinline__ void hold() const {
+    // Begins to read what can be held.
+    __device__ __forceinline__ void begin_to_hold() const {
 #pragma unroll 1
-        for (unsigned start = 0; start < groups; start += AT_ONCE) {
-            uint4 words[AT_ONCE];  // so that several reads are in flight
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const unsigned position = own + (start + i) * WARP_SCORES;
-                if (start + i < groups && position - first < capacity) {
-                    words[i] = *reinterpret_cast<const uint4 *>(memory + position);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const unsigned position = own + (start + i) * WARP_SCORES;
-                if (start + i < groups && position - first < capacity) {
-                    *reinterpret_cast<uint4 *>(held + position - first) = words[i];
-                }
-            }
+        for (unsigned position = own; position < own + groups * WARP_SCORES && position - first < capacity;
+             position += WARP_SCORES) {
+            begin_small_copy(held + position - first, memory + position);
         }
     }
     // Returns which scores are at least `low`.
@@ -170,20 +157,22 @@ struct ScoreBins {
 // Returns the bins for the k-th of `length` scores. By Cantelli's inequality, at most n / (1 + c^2) of n values are c or
 // more standard deviations above their mean, so that the k-th is at most sqrt((n - k) / k) of them above it. The lower end is
 // a guess: of a normal distribution, the k-th is well above it.
-__device__ __forceinline__ ScoreBins likely_bins(const float *moments, int shares, unsigned length, unsigned k) {
+__device__ __forceinline__ ScoreBins likely_bins(const float2 *moments, int shares, unsigned length, unsigned k) {
     float sum = 0, squares = 0;
 #pragma unroll 4
     for (int share = threadIdx.x % 32; share < shares; share += 32) {
-        sum += moments[2 * share], squares += moments[2 * share + 1];
+        const float2 moment = moments[share];
+        sum += moment.x, squares += moment.y;
     }
+    const float count = static_cast<float>(length), odds = sqrtf((count - k) / k);
+    const float lowest = fmaxf(logf(odds) - 0.75f, -1 / odds);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
         sum += __shfl_xor_sync(ALL, sum, step), squares += __shfl_xor_sync(ALL, squares, step);
     }
-    const float count = static_cast<float>(length), mean = sum / count;
+    const float mean = sum / count;
     // If the mean is far larger than the deviation, this difference is a rounding error. Hence the lower bound.
     const float deviation = sqrtf(fmaxf(squares / count - mean * mean, 1e-6f * mean * mean));
-    const float odds = sqrtf((count - k) / k), lowest = fmaxf(logf(odds) - 0.75f, -1 / odds);
     const float low = mean + deviation * lowest, span = deviation * (odds - lowest);
     const bool usable = fabsf(low) < MAX_MAGNITUDE && span > MIN_SPAN && span < MAX_MAGNITUDE;
     if (!usable) return {infinity(), 0};  // hardly a score is counted
@@ -277,22 +266,38 @@ __device__ __forceinline__ void narrow(Shared &shared, const Scores &scores, uns
     });
 }
 
-// Ranks the candidates of the cluster, of which `needed` are selected.
-__device__ __forceinline__ void rank_candidates(Shared &shared, unsigned needed, unsigned first, unsigned warp_share) {
-    unsigned listed[CLUSTER], keys[CLUSTER], positions[CLUSTER], count = 0;  // all reads are in flight at the same time
+// What the blocks of a cluster have found. All is read at the same time, because reads of other blocks take long.
+struct Found {
+    unsigned better[CLUSTER], listed[CLUSTER];
+    unsigned keys[CLUSTER], positions[CLUSTER];  // candidate number `threadIdx.x` of each block, if this is below READ_SOON
+
+    __device__ __forceinline__ void read(const Shared &shared) {
 #pragma unroll
-    for (unsigned member = 0; member < CLUSTER; ++member) {
-        listed[member] = in_member(member, &shared.listed);
-        keys[member] = in_member(member, shared.keys + threadIdx.x);
-        positions[member] = in_member(member, shared.positions + threadIdx.x);
-    }
-#pragma unroll
-    for (unsigned member = 0; member < CLUSTER; ++member) {
-        if (threadIdx.x < listed[member]) {
-            shared.all_keys[count + threadIdx.x] = keys[member];
-            shared.all_positions[count + threadIdx.x] = positions[member];
+        for (unsigned member = 0; member < CLUSTER; ++member) {
+            better[member] = in_member(member, &shared.all_better);
+            listed[member] = in_member(member, &shared.listed);
+            keys[member] = positions[member] = 0;
+            if (threadIdx.x >= READ_SOON) continue;
+            keys[member] = in_member(member, shared.keys + threadIdx.x);
+            positions[member] = in_member(member, shared.positions + threadIdx.x);
         }
-        count += listed[member];
+    }
+};
+
+// Ranks the candidates of the cluster, of which `needed` are selected.
+__device__ __forceinline__ void rank_candidates(Shared &shared, const Found &found, unsigned needed, unsigned first,
+                                                unsigned warp_share) {
+    unsigned count = 0;
+#pragma unroll
+    for (unsigned member = 0; member < CLUSTER; ++member) {
+        if (threadIdx.x < found.listed[member]) {
+            const bool read = threadIdx.x < READ_SOON;
+            shared.all_keys[count + threadIdx.x] =
+                read ? found.keys[member] : in_member(member, shared.keys + threadIdx.x);
+            shared.all_positions[count + threadIdx.x] =
+                read ? found.positions[member] : in_member(member, shared.positions + threadIdx.x);
+        }
+        count += found.listed[member];
     }
     __syncthreads();
     if (threadIdx.x < count) {
@@ -317,7 +322,7 @@ __device__ __forceinline__ void take_first(Shared &shared, const Scores &scores,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned before = 0;
 #pragma unroll 1
-    for (unsigned member = 0; member < rank; ++member) before += in_member(member, &shared.all_inside);
+    for (unsigned member = 0; member < rank; ++member) before += in_member(member, &shared.listed);
     if (threadIdx.x == 0) shared.earlier = min(before, needed);
 #pragma unroll 1
     for (int other = 0; other < warp; ++other) before += shared.inside[other];
@@ -362,11 +367,11 @@ __device__ __forceinline__ void take_first(Shared &shared, const Scores &scores,
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS select_best(
     const float *values,   // [queries, value_stride]; a query has room for a multiple of 128 scores
     const i64 *seat_of,    // [queries]
     const i64 *positions,  // [queries]
-    const float *moments,  // [queries, moment_shares, 2]
+    const float2 *moments,  // [queries, moment_shares]: sums and sums of squares
     const int *shares_of,  // [queries]
     i64 *out,              // [queries, k], written
     i64 value_stride, i64 moment_shares, i64 k_,
@@ -398,9 +403,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
     scores.groups = begin < length ? (scores.last - begin + WARP_SCORES - 1) / WARP_SCORES : 0;
 
     fill<BINS>(shared.histogram, 0);
-    if (threadIdx.x == 0) shared.listed = shared.earlier = 0;
-    scores.hold();
-    const ScoreBins bins = likely_bins(moments + query * moment_shares * 2, shares, length, k);
+    if (threadIdx.x == 0) shared.listed = shared.earlier = shared.all_better = 0;
+    scores.begin_to_hold();
+    const ScoreBins bins = likely_bins(moments + query * moment_shares, shares, length, k);
+    wait_for_small_copies();
     __syncthreads();
     const Bits likely = scores.at_least(bins.low);
     scores.visit(likely, [&](unsigned, unsigned, float score) { atomicAdd(shared.histogram + bins.bin_of(score), 1u); });
@@ -422,24 +428,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) IN_CLUSTERS select_best(
         list(shared, key_of(score), scores.position_of(word * 32 + bit));
     });
     const unsigned warp_better = __reduce_add_sync(ALL, better.count()), warp_inside = __reduce_add_sync(ALL, inside.count());
-    if (lane == 0) shared.better[warp] = warp_better, shared.inside[warp] = warp_inside;
-    const Prefix block_better = sum_warps(warp_better, shared.totals);
-    __syncthreads();
-    const Prefix block_inside = sum_warps(warp_inside, shared.totals);
-    if (threadIdx.x == 0) shared.all_better = block_better.total, shared.all_inside = block_inside.total;
+    if (lane == 0) {
+        shared.better[warp] = warp_better, shared.inside[warp] = warp_inside;
+        atomicAdd(&shared.all_better, warp_better);
+    }
     wait_for_cluster();
+    Found found;
+    found.read(shared);
     unsigned column = 0, all_better = 0, all_inside = 0;
 #pragma unroll
     for (unsigned member = 0; member < CLUSTER; ++member) {
-        const unsigned of_member = in_member(member, &shared.all_better);
-        column += member < rank ? of_member : 0, all_better += of_member;
-        all_inside += in_member(member, &shared.all_inside);
+        column += member < rank ? found.better[member] : 0;
+        all_better += found.better[member], all_inside += found.listed[member];
     }
     const unsigned needed = k - all_better;  // 0 only if there are no candidates
     if (all_inside > CANDIDATES) {
         take_first(shared, scores, inside, rank, needed);
     } else {
-        rank_candidates(shared, needed, scores.first, warp_share);
+        rank_candidates(shared, found, needed, scores.first, warp_share);
     }
     if (CLUSTER > 1) arrive_in_cluster(true);  // this block has read all that it needs of others
 

@@ -110,11 +110,11 @@ struct Maps {
     }
 
     // Prefetches the stamps of this thread's slots.
-    __device__ __forceinline__ void bring_stamps_to_l2() const {
+    __device__ __forceinline__ void prefetch_stamps() const {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             const int slot = threadIdx.x * SLOTS_HELD + group * GROUP;
-            if (slot < SLOTS) bring_to_l2(last_used(slot));
+            if (slot < SLOTS) prefetch_to_l2(last_used(slot));
         }
     }
     // Reads the stamps of this thread's slots. Bypasses the L1, which may hold stale values of an earlier step.
@@ -240,7 +240,7 @@ struct Planner {
 #pragma unroll
         for (int start = 0; start < SLOTS; start += THREADS * 8) {
             const int at = start + threadIdx.x * 8;
-            if (at < SLOTS) bring_to_l2(maps.position_of(at));  // `write_results` reads those of the victims
+            if (at < SLOTS) prefetch_to_l2(maps.position_of(at));  // `write_results` reads those of the victims
         }
 #pragma unroll
         for (int i = 0; i < SLOTS_HELD; ++i) {
@@ -349,7 +349,7 @@ struct Planner {
         if (!AHEAD) {
 #pragma unroll
             for (int i = 0; i < ENTRIES; ++i) load_host_page(i, host_pages, slot[i] == EMPTY);
-            maps.bring_stamps_to_l2();
+            maps.prefetch_stamps();
         }
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
