@@ -9,8 +9,12 @@ to. Nothing else changes. What a step takes longer than one in which no row is m
 
     hidden = (step in one part - step in several parts) / (step in one part - step without misses)
 
+"no misses ms" is a step without misses in the same parts: what several parts cost where nothing is left to hide.
+
 --copies also varies the blocks and threads of the copies that run beside other kernels: fewer delay these less, but
-copy more slowly.
+copy more slowly. With 24x1024:alone, each of 24 blocks has a multiprocessor of its own, and scoring leaves as many
+free. --layers 10 measures a quarter of the model, with a quarter of the KV memory: layers take as long, and the whole
+run a fraction of the time.
 
 The same requests decode in all cases, one after another. Steps in one part and steps without misses are measured before
 and after all others, and their means count. The first measurement of each engine is left out: contexts may still be
@@ -23,6 +27,7 @@ Requires a GPU with 141 GB (H200) and 80 GiB of host memory to pin.
 """
 
 import argparse
+import re
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +44,14 @@ from serving import ModelSetup, ServingMemory, load_spec, make_engine, max_reque
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 
 from hotset.base.sampling import SamplingParams
+from hotset.kernels.index_topk import cuda_score
 from hotset.kernels.swap_in import cuda_impl
 from hotset.models.decoder import Decoder
-from hotset.models.spec import KvStorage
+from hotset.models.spec import KvStorage, MlaSpec, ModelSpec
 
 MODEL = "dsa-50b-dense"
 ONE_PART = "1"
+SHARED_ALONE = 200 << 10  # bytes of shared memory with which a block has a multiprocessor of its own
 TUNED_COPY = f"{cuda_impl.TUNED.copy_blocks}x{cuda_impl.TUNED.copy_threads}"
 RATIOS = ["1:1", "3:2", "1:1:1", "1:2:1", "1:1:1:1", "1:2:3:2", "1:2:3:3:2:1"]
 SETTLING_STEPS = 8  # before each case: the first one captures, the others follow the new selection
@@ -53,15 +60,42 @@ HIDDEN_BARS, SPEED_BARS = {32768: 0.35, 131072: 0.6}, {32768: 2.5, 131072: 3.8} 
 
 @contextmanager
 def copies_by(shape: str) -> Iterator[None]:
-    """Makes copies that run beside other kernels use so many blocks and threads per block, like 32x256."""
-    blocks, threads = map(int, shape.split("x"))
-    launch, tuning = cuda_impl._launch_copy, replace(cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads)
+    """Makes copies that run beside other kernels use so many blocks and threads per block, like 32x256, or like
+    24x1024:alone, on multiprocessors of their own."""
+    size, alone, _ = shape.partition(":alone")
+    blocks, threads = map(int, size.split("x"))
+    tuning = replace(
+        cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads, copy_shared_bytes=SHARED_ALONE if alone else 0
+    )
+    launch, all_of = cuda_impl._launch_copy, cuda_score.multiprocessors
 
     def launch_by(*arguments: Any, **options: Any) -> None:
         launch(*arguments, **options | {"tuning": tuning})
 
-    with mock.patch.object(cuda_impl, "_launch_copy", launch_by):
+    def for_scoring(device: torch.device) -> int:
+        return all_of(device) - (blocks if alone else 0)
+
+    with (
+        mock.patch.object(cuda_impl, "_launch_copy", launch_by),
+        mock.patch.object(cuda_score, "multiprocessors", for_scoring),
+    ):
         yield
+
+
+def copy_shape(text: str) -> str:
+    """Checks an argument of --copies."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(:alone)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be blocks and threads, like {TUNED_COPY} or 24x1024:alone")
+    return text
+
+
+def load_layers(layers: int | None, share: int) -> ModelSpec:
+    """Reads the configuration of the model's first `layers` layers, by default of all."""
+    spec = load_spec(MODEL, share)
+    layers = layers or spec.layers
+    assert isinstance(spec.attention, MlaSpec)
+    index = replace(spec.attention.index, full_layers=tuple(range(0, layers, share)))
+    return replace(spec, layers=layers, attention=replace(spec.attention, index=index))
 
 
 class Case:
@@ -97,37 +131,59 @@ class Case:
     def _missed_rows(self) -> int:
         return sum(self._engine.stats().slot_misses.values())
 
-    def row(self, parts: str, seconds: float, hidden: float | None, copies: str = "") -> dict[str, Any]:
+    def row(
+        self,
+        parts: str,
+        seconds: float,
+        *,
+        hidden: float | None = None,
+        without_misses: float | None = None,
+        copies: str = "",
+    ) -> dict[str, Any]:
         """Returns a row of the table."""
-        common = {"context": self._context, "requests": self.requests, "parts": parts, "copies": copies}
-        return common | {"step ms": seconds * 1e3, "tokens/s": self.requests / seconds, "hidden": hidden}
+        return {
+            "context": self._context,
+            "requests": self.requests,
+            "parts": parts,
+            "copies": copies,
+            "step ms": seconds * 1e3,
+            "no misses ms": without_misses and without_misses * 1e3,
+            "tokens/s": self.requests / seconds,
+            "hidden": hidden,
+        }
 
     def close(self) -> None:
         abort_all(self._engine, self._ids)
 
 
 def measure(setup: ModelSetup, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row of the table for each ratio of parts and shape of copies, and one for steps without misses."""
+    """Returns a row of the table for each ratio of parts and shape of copies, the first one for one part."""
     case, steps = Case(setup, context), options.steps
+
+    def both(parts: str = ONE_PART) -> tuple[float, float]:
+        return case.step_seconds(steps, parts), case.step_seconds(steps, parts, misses=False)
+
     case.step_seconds(steps)  # until contexts have been copied to the host
-    before = case.step_seconds(steps), case.step_seconds(steps, misses=False)
-    seconds = {}
+    before, seconds = both(), {}
     for shape in options.copies:
         with copies_by(shape):
-            seconds |= {(ratio, shape): case.step_seconds(steps, ratio) for ratio in options.parts}
-    after = case.step_seconds(steps), case.step_seconds(steps, misses=False)
+            seconds |= {(ratio, shape): both(ratio) for ratio in options.parts}
+    after = both()
     case.close()
     one_part, without_misses = (statistics.mean(times) for times in zip(before, after, strict=True))
     shown = one_part - without_misses
-    rows = [case.row(ratio, taken, (one_part - taken) / shown, shape) for (ratio, shape), taken in seconds.items()]
-    return [case.row(ONE_PART, one_part, 0), *rows, case.row("1, no misses", without_misses, None)]
+    rows = [case.row(ONE_PART, one_part, hidden=0, without_misses=without_misses)]
+    for (ratio, shape), (taken, no_misses) in seconds.items():
+        hidden = (one_part - taken) / shown
+        rows.append(case.row(ratio, taken, hidden=hidden, without_misses=no_misses, copies=shape))
+    return rows
 
 
 def without_tiers(setup: ModelSetup, context: int, steps: int) -> dict[str, Any]:
     """Returns the row of as many resident requests as fit."""
     case = Case(setup, context)
     case.step_seconds(steps)
-    row = case.row("tiers off", case.step_seconds(steps), None)
+    row = case.row("tiers off", case.step_seconds(steps))
     case.close()
     return row
 
@@ -170,16 +226,24 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
     parser.add_argument("--parts", nargs="+", default=RATIOS, help="ratios of parts, like 3:2")
     parser.add_argument(
-        "--copies", nargs="+", default=[TUNED_COPY], help=f"blocks and threads of copies, like {TUNED_COPY}"
+        "--copies",
+        nargs="+",
+        type=copy_shape,
+        default=[TUNED_COPY],
+        help=f"blocks and threads of copies, like {TUNED_COPY} or 24x1024:alone",
     )
+    parser.add_argument("--layers", type=int, help="number of layers, with KV memory in proportion; default: all")
     parser.add_argument("--share", type=int, default=1, help="number of layers that use the selection of one indexer")
     parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
     parser.add_argument("--host-gib", type=float, default=80, help="GiB of the host store")
-    parser.add_argument("--steps", type=int, default=24, help="timed steps of each case")
+    parser.add_argument("--steps", type=int, default=16, help="timed steps of each case")
     options = parser.parse_args()
     require_gpu()
+    spec = load_layers(options.layers, options.share)
+    fraction = spec.layers / load_spec(MODEL, options.share).layers
+    options.device_gib, options.host_gib = options.device_gib * fraction, options.host_gib * fraction
     weights = serving.CountedWeights(serving.DTYPE, serving.CUDA)
-    decoder = Decoder(load_spec(MODEL, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))
+    decoder = Decoder(spec, weights, KvStorage(fp8_rows=True, fp8_keys=True))
     rows = measure_all(decoder, weights.bytes, options)
     report("Swap-in behind other work", rows, options.json, "prompts are not computed; selections are synthetic")
     report("Bars", [bar.row() for bar in bars(rows)], None)

@@ -19,6 +19,7 @@ from test_one_rank import small_spec
 
 from hotset.base.config import EngineConfig
 from hotset.engine.sizing import KvBudget, hot_slots
+from hotset.kernels.index_topk import cuda_score
 from hotset.kernels.swap_in import RowCopies, cuda_impl
 from hotset.memory.view import Selected
 from hotset.models.decoder import Decoder
@@ -79,11 +80,12 @@ def test_the_same_requests_decode_in_several_parts_and_without_misses(
         contexts=[CONTEXT], parts=["1:2:1"], copies=["16x128"], device_gib=0.0021, host_gib=0.004, steps=3
     )
     rows = hidden_swap_in.measure_all(decoder, 1000, options)
-    off, one, three, without_misses = rows
-    assert [row["parts"] for row in rows] == ["tiers off", "1", "1:2:1", "1, no misses"]
-    assert off["requests"] < one["requests"] == three["requests"] == without_misses["requests"]
+    off, one, three = rows
+    assert [row["parts"] for row in rows] == ["tiers off", "1", "1:2:1"]
+    assert off["requests"] < one["requests"] == three["requests"]
     assert num_parts.keys() == {1, 3} and three["copies"] == "16x128"
-    shown = one["step ms"] - without_misses["step ms"]
+    shown = one["step ms"] - one["no misses ms"]
+    assert three["no misses ms"] > 0 and off["no misses ms"] is None
     assert three["hidden"] == pytest.approx((one["step ms"] - three["step ms"]) / shown)
     hidden, speed = hidden_swap_in.bars(rows)
     assert hidden.met and not speed.met
@@ -109,11 +111,31 @@ def test_copies_get_the_given_blocks_and_threads_and_later_their_own_again(monke
     monkeypatch.setattr(cuda_impl, "_launch_copy", lambda *_, early, tuning: launched.append(tuning))
     rows, entries = torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
     copies = RowCopies(entries, entries, torch.ones(1, dtype=torch.int32))
+    multiprocessors = cuda_score.multiprocessors(CPU)
     with hidden_swap_in.copies_by("32x64"):
         cuda_impl.copy(copies, rows, rows)
+        assert cuda_score.multiprocessors(CPU) == multiprocessors
+    with hidden_swap_in.copies_by("1x1024:alone"):
+        cuda_impl.copy(copies, rows, rows)
+        assert cuda_score.multiprocessors(CPU) == multiprocessors - 1
     cuda_impl.copy(copies, rows, rows)
-    given, tuned = launched
-    assert (given.copy_blocks, given.copy_threads) == (32, 64) and tuned == cuda_impl.TUNED
+    given, alone, tuned = launched
+    assert (given.copy_blocks, given.copy_threads, given.copy_shared_bytes) == (32, 64, 0) and tuned == cuda_impl.TUNED
+    assert (alone.copy_blocks, alone.copy_threads) == (1, 1024) and alone.copy_shared_bytes > 228 << 9  # half of all
+
+
+@pytest.mark.parametrize("text", ["24", "24x", "0x128", "24x1024:alon", "24x1024:alone:", "x128"])
+def test_shapes_of_copies_that_are_misspelt_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="24x1024:alone"):
+        hidden_swap_in.copy_shape(text)
+    assert hidden_swap_in.copy_shape("24x1024:alone") == "24x1024:alone"
+
+
+def test_some_layers_of_the_model_select_as_all_of_them_do() -> None:
+    spec, whole = hidden_swap_in.load_layers(10, 4), hidden_swap_in.load_layers(None, 1)
+    assert isinstance(spec.attention, MlaSpec) and isinstance(whole.attention, MlaSpec)
+    assert (spec.layers, spec.attention.index.full_layers) == (10, (0, 4, 8))
+    assert (whole.layers, len(whole.attention.index.full_layers)) == (40, 40)
 
 
 def test_a_layer_of_one_request_is_shown_kernel_by_kernel(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class SwapInTuning:
     copy_blocks: int = 16
     copy_threads: int = 128
     copy_lists_at_once: int = 4
+    copy_shared_bytes: int = 0  # of such a block. With most of a multiprocessor's, no other kernel runs beside it there
     rows_at_once: int = 2  # in flight per warp of a copy
 
     def turns(self, batch: int) -> dict[str, int]:
@@ -137,7 +138,7 @@ def _launch_copy(copies: RowCopies, layer: "_LayerRows", *, early: bool, tuning:
         COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
     )
     kernel.launch(
-        LaunchShape(teams * team_blocks, tuning.copy_threads, dependent_launch=early),
+        LaunchShape(teams * team_blocks, tuning.copy_threads, tuning.copy_shared_bytes, dependent_launch=early),
         copies.host_rows.contiguous(),
         copies.device_rows.contiguous(),
         copies.counts.contiguous(),
