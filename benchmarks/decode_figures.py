@@ -1,5 +1,6 @@
-"""Measured decode steps on one H200, from docs/benchmarks.md ("Serving a 50B model", "One rank of eight of a full-size
-model"). `fit_costs.py` fits the cost model of `hotset plan` to them, and a test compares its predictions with them.
+"""Measured decode steps on one H200, from docs/benchmarks-serving.md ("Serving a 50B model", "One rank of eight of a
+full-size model"). `fit_costs.py` fits the cost model of `hotset plan` to them, and a test compares its predictions with
+them.
 """
 
 import json

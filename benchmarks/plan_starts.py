@@ -6,7 +6,7 @@ Each case starts an engine with random weights and limited KV memory, sends more
 predicted, and counts how many decode at the same time if no answer ends before all others that fit have begun. The last
 case starts an engine with the default memory, and counts the requests that fit into it without computing them. The
 second table compares the tokens/s that the cost model predicts with the figures of `serving.py` and `one_rank.py` in
-docs/benchmarks.md. On a machine without a GPU, the cases are small, and the second table is the same.
+docs/benchmarks-serving.md. On a machine without a GPU, the cases are small, and the second table is the same.
 
 Bars (required results): predicted and admitted requests differ by at most one or 3 %, and tokens/s by at most 15 %.
 """

@@ -21,7 +21,7 @@ from hotset.plan.products import ROUTED, ProductRate, product_rates, prompt_work
 class Coefficients:
     """Every measured constant of the cost model."""
 
-    # Shares of a data sheet's rates that are reached on an H200 (docs/benchmarks.md, "On one H200"; swap_in.py).
+    # Shares of a data sheet's rates that are reached on an H200 (docs/benchmarks-kernels.md; swap_in.py).
     copy_share: float = 0.85  # device memory: 4.08 of 4.8 TB/s
     bus_share: float = 0.86  # copies from pinned host memory: 55 of 64 GB/s
     bf16_share: float = 0.77  # large matrix products: 764 of 989 TFLOP/s
