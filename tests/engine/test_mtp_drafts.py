@@ -174,7 +174,7 @@ def test_ranks_and_stages_draft_what_one_process_drafts(split: str, accept: str)
 
 def drafted_answers(name: str, params: Sequence[SamplingParams], **settings: Any) -> tuple[list[list[int]], int]:
     """Returns the answers to one prompt with these parameters, and how many drafts were accepted."""
-    sizes = {"device_kv_tokens": 800, "max_num_seqs": 24, "max_model_len": 24, "page_rows": 4, "tiers": "off"}
+    sizes = {"device_kv_tokens": 3200, "max_num_seqs": 100, "max_model_len": 24, "page_rows": 4, "tiers": "off"}
     engine = make_engine(MODELS[name], SPECS[name], **sizes, **settings)
     answers = run_all(engine, [[5, 7, 11, 2, 3]] * len(params), params)
     return [answer.token_ids for answer in answers], sum(engine.stats().drafts_accepted.values())

@@ -331,8 +331,18 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
         assert any(replay.tokens == 0 for of_workers in replays for replay in of_workers), "no replica was ever idle"
 
 
-@pytest.mark.parametrize(("rest", "size"), [([9], 1), ([9, 2, 6], 4), ([9, 2, 6, 5, 4, 3, 2], 16)])
-@pytest.mark.parametrize("split", ["TP 2", "DP 2"])
+# Every size of a graph and both splits occur in a case that is not slow.
+@pytest.mark.parametrize(
+    ("split", "rest", "size"),
+    [
+        ("TP 2", [9], 1),
+        ("TP 2", [9, 2, 6], 4),
+        ("DP 2", [9, 2, 6, 5, 4, 3, 2], 16),
+        pytest.param("TP 2", [9, 2, 6, 5, 4, 3, 2], 16, marks=pytest.mark.slow),
+        pytest.param("DP 2", [9], 1, marks=pytest.mark.slow),
+        pytest.param("DP 2", [9, 2, 6], 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
     split: str, rest: list[int], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
