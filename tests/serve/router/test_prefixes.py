@@ -2,9 +2,12 @@
 
 import json
 import random
-import time
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
+from types import FrameType
+from typing import Any, TypeVar
 
 import pytest
 from cache_model import HASHER, LETTERS, PAGE_ROWS, PATH, LocalView, words
@@ -24,6 +27,7 @@ from hotset.serve.router.prefixes import (
     PromptPrefixes,
 )
 
+T = TypeVar("T")
 SETTINGS = settings(deadline=None, derandomize=True)
 TEXT = words(random.Random(7), 40_000)
 
@@ -259,11 +263,28 @@ def test_prompts_that_differ_after_a_common_beginning_are_of_different_sessions(
     assert not index.continues_session(prompt_of(TEXT[5000:][:6100] + "another")), "short questions about one long text"
 
 
+def executed_lines(call: Callable[[], T]) -> tuple[T, int]:
+    """Returns the result of a call, and how many lines of Python it executed, which unlike time do not vary."""
+    executed = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal executed
+        executed += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return call(), executed
+    finally:
+        sys.settrace(before)
+
+
 @pytest.mark.parametrize("events", [True, False], ids=["with KV events", "without KV events"])
-def test_the_caches_of_64_workers_are_searched_in_less_than_2_ms(events: bool) -> None:
-    """The time of the processor counts, and the best of some runs, so that other programs do not."""
+def test_the_caches_of_64_workers_are_searched_in_less_than_15000_lines(events: bool) -> None:
+    """It takes 9,909 with KV events and 6,611 without. A search of all prefixes for each worker would take 25,000."""
     index, prompt = PrefixIndex(), prompt_of(LETTERS * 4)
-    assert len(prompt.hashes) >= 144
+    assert len(prompt.hashes) == 144
     workers = [worker_of(f"http://{number}", number) for number in range(64)]
     shares = [number / MAX_MARKS for number in range(1, MAX_MARKS + 1)]
     index.record_pages(prompt, [PageMark(share, number) for number, share in enumerate(shares)])
@@ -273,13 +294,9 @@ def test_the_caches_of_64_workers_are_searched_in_less_than_2_ms(events: bool) -
             view = LocalView(KnownBlocks())
             view.blocks.store(range(number), "CPU_TIER1")
             worker.kv_events = view  # type: ignore[assignment]
-    seconds = []
     with ExitStack() as requests:
         for worker in workers[:32]:
             requests.enter_context(index.in_flight(prompt_of(LETTERS), worker))
-        for _ in range(20):
-            began = time.thread_time()
-            cached = index.cached_tokens(prompt, workers)
-            seconds.append(time.thread_time() - began)
+        cached, lines = executed_lines(lambda: index.cached_tokens(prompt, workers))
     assert cached[63] > cached[58] > cached[20] > 0
-    assert min(seconds) < 0.002
+    assert lines < 15_000
