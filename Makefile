@@ -12,7 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported. To compile all modules of all packages takes more than a minute.
-INSTALL_OPTIONS := --disable-pip-version-check --quiet --no-compile
+INSTALL_OPTIONS := --disable-pip-version-check -qq --no-compile
 PIP := $(BIN)/python -m pip install $(INSTALL_OPTIONS)
 # The pip of Python 3.11 takes twice as long.
 FAST_PIP := pip>=26
@@ -23,6 +23,7 @@ TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
 LITELLM := litellm>=1.106
 KEY := $(shell { cat pyproject.toml; echo "$(CURDIR) $(TORCH) $(LITELLM)"; } | cksum | cut -d ' ' -f 1)
 READY := $(VENV)/ready-$(KEY)
+COMPILED := $(VENV)/compiled-$(KEY)
 # Mooncake's wheel links to these system libraries and does not contain them.
 LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200
 UNFINISHED := $(VENV)/unfinished
@@ -39,11 +40,17 @@ help: ## print this list
 serve: $(READY) ## start the server with the embedded model; ARGS="..." passes a model and flags
 	@exec $(BIN)/python -m hotset serve $(ARGS)
 
-test: $(READY) ## run the tests (CPU); ARGS="tests/models -k rope" selects some
+test: $(COMPILED) ## run the tests (CPU); ARGS="tests/models -k rope" selects some
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(READY) ## run all CPU tests, including the slow ones
+test-all: $(COMPILED) ## run all CPU tests, including the slow ones
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+# The first collection compiles what the tests import. Without it, each worker would compile the same at the same time.
+# If it fails, the tests fail in the same way.
+$(COMPILED): $(READY)
+	@echo "compiling (once; this takes half a minute)"; $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+	@touch $(COMPILED)
 
 # Runs only files that contain GPU tests: other files may import packages that a GPU machine does not have.
 gpu-test: ## run the GPU tests with python3, or with PYTHON=...; installs nothing
@@ -75,7 +82,7 @@ environment:
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@$(PIP) "$(FAST_PIP)"
-	@rm -f $(VENV)/ready-*; touch $(UNFINISHED)
+	@rm -f $(VENV)/ready-* $(VENV)/compiled-*; touch $(UNFINISHED)
 
 packages: environment
 	@echo "installing $(TORCH) (once; this takes a few minutes)"; $(PIP) numpy "$(TORCH)"

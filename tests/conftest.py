@@ -1,11 +1,7 @@
-"""The order of collection and of the test files, garbage collection during collection, and Ctrl-C for the programs that
-tests start."""
+"""The order of the test files, garbage collection during collection, and Ctrl-C for the programs that tests start."""
 
 import gc
-import os
 import signal
-from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -52,31 +48,13 @@ SLOW_FILES = (
 )
 
 
-class RotatedDir(pytest.Dir):
-    """The folder of all tests, in which each worker of xdist begins to collect at another place.
-
-    The first import of a module compiles it, and the first import of a test file also rewrites its assertions. Workers
-    that collect in the same order would all compile the same modules at the same time, after a checkout for a minute.
-    """
-
-    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        children = list(super().collect())
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        first = worker * len(children) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        return [*children[first:], *children[:first]]
-
-
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    return RotatedDir.from_parent(parent, path=path) if path == Path(__file__).parent else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def position(item: pytest.Item) -> tuple[int, Path]:
+    def position(item: pytest.Item) -> int:
         path = item.path.as_posix()
         matches = (index for index, name in enumerate(SLOW_FILES) if path.endswith(f"tests/{name}"))
-        return next(matches, len(SLOW_FILES)), item.path
+        return next(matches, len(SLOW_FILES))
 
-    items.sort(key=position)  # each worker must list the tests in the same order
+    items.sort(key=position)
 
 
 def pytest_collection_finish() -> None:
