@@ -1,4 +1,4 @@
-"""`scripts/gpu ranks` starts the multi-process service, and ends it however its tests end. The programs are stubs."""
+"""`scripts/gpu` passes options on, and starts and ends the multi-process service. The programs are stubs."""
 
 import os
 import subprocess
@@ -45,6 +45,24 @@ def test_without_the_service_no_test_runs(tmp_path: Path) -> None:
     ended = subprocess.run([ROOT / "scripts" / "gpu", "ranks"], env=environment, timeout=60, capture_output=True)
     assert ended.returncode == 1 and b"echo quit | nvidia-cuda-mps-control" in ended.stdout
     assert not (tmp_path / "tested").exists()
+
+
+def test_benchmarks_get_their_own_options_and_those_of_the_script_that_they_have(tmp_path: Path) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    stub(tmp_path, "python3", f'echo "$*" >>{log}\n[ "$3 $5" != "{out}/one_rank-2.json glm-5.2" ]')
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
+    runs = ["one_rank", "swap_in --sweep", "one_rank --model glm-5.2", "sampling"]
+    ended = subprocess.run(
+        [ROOT / "scripts" / "gpu", "--quick", *runs], env=environment, timeout=60, capture_output=True, text=True
+    )
+    assert log.read_text().splitlines() == [
+        f"benchmarks/one_rank.py --json {out}/one_rank.json",
+        f"benchmarks/swap_in.py --json {out}/swap_in.json --png {out}/swap_in.png --quick --sweep",
+        f"benchmarks/one_rank.py --json {out}/one_rank-2.json --model glm-5.2",
+        f"benchmarks/sampling.py --json {out}/sampling.json --quick",
+    ]
+    assert ended.returncode == 1 and ended.stdout.endswith("failed: one_rank --model glm-5.2\n") and not ended.stderr
+    assert {path.stem for path in out.iterdir()} == {"one_rank", "one_rank-2", "swap_in", "sampling"}
 
 
 def test_help_says_what_can_be_run() -> None:
