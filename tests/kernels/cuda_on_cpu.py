@@ -47,9 +47,9 @@ class EmulatedKernel:
         ctypes.c_void_p.in_dll(self._library, "late_from").value = source.data_ptr()
         ctypes.c_int64.in_dll(self._library, "late_bytes").value = source.nbytes
 
-    def set_range(self, name: str, first: int, last: int) -> None:
+    def set_range(self, name: str, first: int, end: int) -> None:
         """Sets a range of addresses that the library checks."""
-        (ctypes.c_int64 * 2).in_dll(self._library, name)[:] = [first, last]
+        (ctypes.c_int64 * 2).in_dll(self._library, name)[:] = [first, end]
 
     def counter(self, name: str) -> int:
         """Returns a counter of the library."""

@@ -12,6 +12,8 @@ the results, which saves a fifth of the time.
 
 import importlib
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -67,37 +69,62 @@ def _patch_interpreter() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
-def _check_early_launches() -> None:
-    """Makes a launch fail unless its kernel is launched early exactly if it waits for the launch before it.
+@dataclass
+class _Program:
+    """The program that the interpreter runs, one after the other."""
 
-    Interpreted kernels run one after the other, in any case.
+    kernel: str = ""
+    early: bool = False  # whether the kernel is launched early
+    waited: bool = False  # whether the program has waited for the launch before
+
+    def check(self) -> None:
+        launched = "early" if self.early else "in order"
+        assert self.waited == self.early, f"{self.kernel}: launched {launched}, {self.waited=}"
+
+
+def _check_early_launches() -> None:
+    """Makes an early launch fail if a program does not wait for the launch before it, or writes before it waits.
+
+    A launch in order fails if a program waits.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     launches: Any = importlib.import_module("hotset.kernels.early_launch.triton_launch")
     launches.EARLY_LAUNCH = {"launch_pdl": True}
-    run, call = interpreter.InterpretedFunction.run, interpreter.InterpretedFunction.__call__
-    waited = False
+    kernels, builder = interpreter.InterpretedFunction, interpreter.InterpreterBuilder
+    run, call, set_grid_idx = kernels.run, kernels.__call__, builder.set_grid_idx
+    program = _Program()
 
     def checked_run(kernel: Any, *arguments: Any, launch_pdl: bool = False, **options: Any) -> None:
-        nonlocal waited
-        waited = False
+        program.kernel, program.early, program.waited = kernel.__name__, launch_pdl, launch_pdl
         run(kernel, *arguments, **options)
-        assert waited == launch_pdl, f"{kernel.__name__}: launched {'early' if launch_pdl else 'in order'}, {waited=}"
+        program.check()
+
+    def next_program(*arguments: Any) -> None:
+        program.check()
+        program.waited = False
+        set_grid_idx(*arguments)
 
     def recorded_call(function: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal waited
-        waited = waited or function is launches.wait_for_previous_launch
+        program.waited |= function is launches.wait_for_previous_launch
         return call(function, *arguments, **options)
 
-    interpreter.InterpretedFunction.run = checked_run
-    interpreter.InterpretedFunction.__call__ = recorded_call
+    def checked_write(write: Callable[..., Any]) -> Callable[..., Any]:
+        def write_after_wait(*arguments: Any) -> Any:
+            assert program.waited or not program.early, f"{program.kernel}: writes before it waits"
+            return write(*arguments)
+
+        return write_after_wait
+
+    kernels.run, kernels.__call__, builder.set_grid_idx = checked_run, recorded_call, next_program
+    for name in ("create_masked_store", "create_atomic_rmw", "create_atomic_cas"):
+        setattr(builder, name, checked_write(getattr(builder, name)))
 
     def prefetch_nothing(_self: Any, code: str, _constraints: str, values: Any, *_: Any) -> Any:
         assert code.startswith("prefetch.")
         zeros = np.zeros_like(values[0].data, dtype=np.int32)
         return SimpleNamespace(get_result=lambda _: interpreter.TensorHandle(zeros, interpreter.tl.int32))
 
-    interpreter.InterpreterBuilder.create_inline_asm = prefetch_nothing
+    builder.create_inline_asm = prefetch_nothing
 
 
 if INTERPRETED:
