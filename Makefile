@@ -81,8 +81,7 @@ environment:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Hotset needs Python 3.11 or later; try make PYTHON=python3.12")'
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
-	@$(PIP) "$(FAST_PIP)"
-	@rm -f $(VENV)/ready-* $(VENV)/compiled-*; touch $(UNFINISHED)
+	@rm -f $(VENV)/ready-* $(VENV)/compiled-*; touch $(UNFINISHED); $(PIP) "$(FAST_PIP)"
 
 packages: environment
 	@echo "installing $(TORCH) (once; this takes a few minutes)"; $(PIP) numpy "$(TORCH)"

@@ -12,9 +12,9 @@ to. Nothing else changes. What a step takes longer than one in which no row is m
 "no misses ms" is a step without misses in the same parts: what several parts cost where nothing is left to hide.
 
 --copies also varies the blocks and threads of the copies that run beside other kernels: fewer delay these less, but
-copy more slowly. With 24x1024:alone, each of 24 blocks has a multiprocessor of its own, and scoring leaves as many
-free. --layers 10 measures a quarter of the model, with a quarter of the KV memory: layers take as long, and the whole
-run a fraction of the time.
+copy more slowly. With 24x1024:alone, each of 24 blocks has a multiprocessor on which only kernels with little shared
+memory run beside it, and scoring leaves as many free. --layers 10 measures a quarter of the model, with a quarter of
+the KV memory: layers take as long, and the whole run a fraction of the time.
 
 The same requests decode in all cases, one after another. Steps in one part and steps without misses are measured before
 and after all others, and their means count. The first measurement of each engine is left out: contexts may still be
@@ -51,7 +51,7 @@ from hotset.models.spec import KvStorage, MlaSpec, ModelSpec
 
 MODEL = "dsa-50b-dense"
 ONE_PART = "1"
-SHARED_ALONE = 200 << 10  # bytes of shared memory with which a block has a multiprocessor of its own
+SHARED_ALONE = 200 << 10  # bytes of shared memory beside which scoring, selection and attention do not fit
 TUNED_COPY = f"{cuda_impl.TUNED.copy_blocks}x{cuda_impl.TUNED.copy_threads}"
 RATIOS = ["1:1", "3:2", "1:1:1", "1:2:1", "1:1:1:1", "1:2:3:2", "1:2:3:3:2:1"]
 SETTLING_STEPS = 8  # before each case: the first one captures, the others follow the new selection
@@ -60,8 +60,8 @@ HIDDEN_BARS, SPEED_BARS = {32768: 0.35, 131072: 0.6}, {32768: 2.5, 131072: 3.8} 
 
 @contextmanager
 def copies_by(shape: str) -> Iterator[None]:
-    """Makes copies that run beside other kernels use so many blocks and threads per block, like 32x256, or like
-    24x1024:alone, on multiprocessors of their own."""
+    """Makes copies that run beside other kernels use so many blocks and threads per block, like 32x256. With
+    24x1024:alone, scoring leaves as many multiprocessors free."""
     size, alone, _ = shape.partition(":alone")
     blocks, threads = map(int, size.split("x"))
     tuning = replace(
@@ -73,7 +73,10 @@ def copies_by(shape: str) -> Iterator[None]:
         launch(*arguments, **options | {"tuning": tuning})
 
     def for_scoring(device: torch.device) -> int:
-        return all_of(device) - (blocks if alone else 0)
+        left = all_of(device) - (blocks if alone else 0)
+        if left < 1:
+            raise SystemExit(f"--copies {shape}: the GPU has {all_of(device)} multiprocessors; leave some for scoring")
+        return left
 
     with (
         mock.patch.object(cuda_impl, "_launch_copy", launch_by),
@@ -84,8 +87,14 @@ def copies_by(shape: str) -> Iterator[None]:
 
 def copy_shape(text: str) -> str:
     """Checks an argument of --copies."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(:alone)?", text):
+    shape = re.fullmatch(r"([1-9]\d*)x[1-9]\d*(:alone)?", text)
+    if not shape:
         raise argparse.ArgumentTypeError(f"{text!r} must be blocks and threads, like {TUNED_COPY} or 24x1024:alone")
+    if shape[2] and int(shape[1]) % cuda_impl.TUNED.copy_lists_at_once:
+        at_once = cuda_impl.TUNED.copy_lists_at_once
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the number of blocks must be a multiple of {at_once}, because as many requests share them equally"
+        )
     return text
 
 

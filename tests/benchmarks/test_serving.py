@@ -111,23 +111,27 @@ def test_copies_get_the_given_blocks_and_threads_and_later_their_own_again(monke
     monkeypatch.setattr(cuda_impl, "_launch_copy", lambda *_, early, tuning: launched.append(tuning))
     rows, entries = torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
     copies = RowCopies(entries, entries, torch.ones(1, dtype=torch.int32))
-    multiprocessors = cuda_score.multiprocessors(CPU)
+    monkeypatch.setattr(cuda_score, "multiprocessors", lambda _: 132)
     with hidden_swap_in.copies_by("32x64"):
         cuda_impl.copy(copies, rows, rows)
-        assert cuda_score.multiprocessors(CPU) == multiprocessors
-    with hidden_swap_in.copies_by("1x1024:alone"):
+        assert cuda_score.multiprocessors(CPU) == 132
+    with hidden_swap_in.copies_by("4x1024:alone"):
         cuda_impl.copy(copies, rows, rows)
-        assert cuda_score.multiprocessors(CPU) == multiprocessors - 1
+        assert cuda_score.multiprocessors(CPU) == 128
+    with hidden_swap_in.copies_by("132x64:alone"), pytest.raises(SystemExit, match="132 multiprocessors; leave some"):
+        cuda_score.multiprocessors(CPU)
     cuda_impl.copy(copies, rows, rows)
     given, alone, tuned = launched
     assert (given.copy_blocks, given.copy_threads, given.copy_shared_bytes) == (32, 64, 0) and tuned == cuda_impl.TUNED
-    assert (alone.copy_blocks, alone.copy_threads) == (1, 1024) and alone.copy_shared_bytes > 228 << 9  # half of all
+    assert (alone.copy_blocks, alone.copy_threads) == (4, 1024) and alone.copy_shared_bytes > 228 << 9  # half of all
 
 
 @pytest.mark.parametrize("text", ["24", "24x", "0x128", "24x1024:alon", "24x1024:alone:", "x128"])
 def test_shapes_of_copies_that_are_misspelt_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="24x1024:alone"):
         hidden_swap_in.copy_shape(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="a multiple of 4"):
+        hidden_swap_in.copy_shape("10x64:alone")
     assert hidden_swap_in.copy_shape("24x1024:alone") == "24x1024:alone"
 
 

@@ -1,8 +1,8 @@
-"""experts of a single token with bfloat16 weights in Triton, at the speed at which the weights are read. Two launches.
+"""experts of a single token with bfloat16 weights in Triton. Two launches take as long as it takes to read the weights.
 
 Pairs of token and expert are not sorted: the experts of one token differ, so no two pairs read the same weights. A
 program of the first product computes one value of the activation of a pair. A program of the second computes one output
-of the token: that of each pair, and their weighted sum.
+of every pair, and their weighted sum.
 
 Both are launched early, although they fill the GPU: thousands of short programs spread evenly however they start.
 """

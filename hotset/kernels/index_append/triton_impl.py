@@ -145,16 +145,16 @@ def _append_kernel(
     if tl.program_id(1) > 0:
         head = (tl.program_id(1) - 1) * block_heads + tl.arange(0, block_heads)[:, None]
         rotate_heads(
-            query + token * query_stride + head * head_stride,
-            cos + token * angle_stride,
-            sin + token * angle_stride,
-            rotated + (token * heads + head) * dim,
-            head < heads,
-            half,
-            plain,
-            interleaved,
-            block_half,
-            block_plain,
+            source=query + token * query_stride + head * head_stride,
+            cos=cos + token * angle_stride,
+            sin=sin + token * angle_stride,
+            target=rotated + (token * heads + head) * dim,
+            inside=head < heads,
+            half=half,
+            plain=plain,
+            interleaved=interleaved,
+            block_half=block_half,
+            block_plain=block_plain,
         )
         return
     seat = tl.load(seat_of + token)

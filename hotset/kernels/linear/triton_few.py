@@ -1,5 +1,6 @@
-"""Products of a few tokens in Triton, at the speed at which the weights are read: with bfloat16 weights, also of normed
-tokens, or together with a product with float32 weights.
+"""Products of a few tokens in Triton, at the speed at which the weights are read.
+
+The weights are in bfloat16. The same launch can normalise the tokens, or also multiply them with float32 weights.
 
 A program computes a few outputs. It loads all of their weights at once, so that many reads are in flight, keeps them in
 registers and multiplies them with one token after the other. No program needs the sums of another. (For one token,

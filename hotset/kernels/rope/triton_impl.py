@@ -72,20 +72,17 @@ def _rotate_kernel(
     wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
-    source = x + token * token_stride + head * head_stride
-    target = out + token * out_token_stride + head * out_head_stride
-    inside = head < heads
     rotate_heads(
-        source,
-        cos + token * angle_stride,
-        sin + token * angle_stride,
-        target,
-        inside,
-        half,
-        plain,
-        interleaved,
-        block_half,
-        block_plain,
+        source=x + token * token_stride + head * head_stride,
+        cos=cos + token * angle_stride,
+        sin=sin + token * angle_stride,
+        target=out + token * out_token_stride + head * out_head_stride,
+        inside=head < heads,
+        half=half,
+        plain=plain,
+        interleaved=interleaved,
+        block_half=block_half,
+        block_plain=block_plain,
     )
 
 

@@ -53,7 +53,8 @@ class SwapInTuning:
     copy_blocks: int = 16
     copy_threads: int = 128
     copy_lists_at_once: int = 4
-    copy_shared_bytes: int = 0  # of such a block. With most of a multiprocessor's, no other kernel runs beside it there
+    # Shared memory that a block of such a copy reserves: kernels that need much do not run beside 200 KiB of it.
+    copy_shared_bytes: int = 0
     rows_at_once: int = 2  # in flight per warp of a copy
 
     def turns(self, batch: int) -> dict[str, int]:
