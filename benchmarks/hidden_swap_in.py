@@ -93,7 +93,7 @@ def copy_shape(text: str) -> str:
     if shape[2] and int(shape[1]) % cuda_impl.TUNED.copy_lists_at_once:
         at_once = cuda_impl.TUNED.copy_lists_at_once
         raise argparse.ArgumentTypeError(
-            f"{text!r}: the number of blocks must be a multiple of {at_once}, because as many requests share them equally"
+            f"{text!r}: the number of blocks must be a multiple of {at_once}: as many requests share them equally"
         )
     return text
 
