@@ -507,18 +507,20 @@ def test_a_subscriber_that_reads_too_slowly_loses_messages_and_catches_up(monkey
                 def up_to_date() -> bool:
                     return subscriber._last_live >= 0 and subscriber.synced and subscriber.blocks.hashes() == hashes
 
-                while not up_to_date():
-                    publish()  # until the subscription is active
-                    for _ in range(20):  # a busy machine needs time to read what was published
-                        if not up_to_date():
-                            await asyncio.sleep(0.02)
+                async def publish_until_up_to_date() -> None:
+                    while not up_to_date():
+                        publish()  # the newest batches may be lost: only a later one reveals this
+                        for _ in range(20):  # a busy machine needs time to read what was published
+                            if not up_to_date():
+                                await asyncio.sleep(0.02)
+
+                await publish_until_up_to_date()
                 catch_ups, count = subscriber.catch_ups, 50
                 while subscriber.catch_ups == catch_ups:
                     for _ in range(count):  # the subscriber, in the same thread, does not read meanwhile
                         publish()
                     count *= 2  # the buffers of the kernel may have held all messages
-                    await asyncio.sleep(0.05)
-                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == hashes)
+                    await publish_until_up_to_date()
         finally:
             publisher.close()
 
