@@ -1,6 +1,5 @@
 """A wrapper for large models with random weights: prompts are not computed, and selections are synthetic."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
-from hotset.memory.view import WHOLE_STEP, Selected, View, ViewWrapper
+from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.decoder import Decoder
 
 # Shares of a step's selection: positions that every step selects, positions that every third step selects, positions
@@ -65,12 +64,8 @@ class SelectionOverride(ViewWrapper):
         super().__init__(inner)
         self._positions = positions
 
-    @property
-    def parts(self) -> Sequence[slice]:
-        return self._inner.parts
-
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
-        return self._inner.select(layer, self._positions[part], part)
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        return self._inner.select(layer, self._positions)
 
 
 class SyntheticPrefillModel:

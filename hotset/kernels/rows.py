@@ -1,7 +1,7 @@
 """Byte layouts of rows and index keys, and access to rows through pages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -131,12 +131,6 @@ class PagedRows:
         """The number of rows that a context can have if `table` lists all its pages."""
         parts, _pages, block_rows, _width = self.blocks.shape
         return self.table.shape[1] * parts // self.step * block_rows
-
-    def part(self, tokens: slice) -> "PagedRows":
-        """Returns the contexts of these tokens: all tokens, or some of a decoding step, in which each has its own."""
-        if len(range(*tokens.indices(self.seat_of.shape[0]))) == self.seat_of.shape[0]:
-            return self
-        return replace(self, runs=self.runs[tokens], seat_of=self.seat_of[tokens])
 
     def gather(self, segment: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows [0, length) of a segment's context as values [length, width].

@@ -43,13 +43,6 @@ class Segments:
         """The number of segments before the first one that does not have exactly one token."""
         return next((n for n, count in enumerate(self.counts) if count != 1), len(self.counts))
 
-    def part(self, tokens: slice) -> "Segments":
-        """Returns the segments of these tokens: all tokens, or some of a decoding step."""
-        if len(range(*tokens.indices(self.positions.shape[0]))) == self.positions.shape[0]:
-            return self
-        positions = self.positions[tokens]
-        return Segments(self.counts[tokens], self.lengths[tokens], positions, self.segment_of[: positions.shape[0]])
-
     def __iter__(self) -> Iterator[SegmentSpan]:
         first = 0
         for segment, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):

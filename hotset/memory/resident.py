@@ -16,7 +16,7 @@ from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments, make_segments
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.tables import PageTables
-from hotset.memory.view import WHOLE_STEP, Contexts, NewRows, Selected
+from hotset.memory.view import Contexts, NewRows, Selected
 
 # `short_contexts` returns at most so many rows per token of the step (decoding one takes about a thousandth of the time
 # that an attending token gains), and in all (300 MB of decoded MLA rows).
@@ -100,11 +100,7 @@ class ResidentView:
             first_part=self._pool.shape.key_first_part(group),
         )
 
-    @property
-    def parts(self) -> Sequence[slice]:
-        return (WHOLE_STEP,)
-
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
+    def select(self, layer: int, positions: Tensor) -> Selected:
         return Selected(self._pool.rows[layer], self._find(positions), self._pool.shape.row)
 
     def short_contexts(self, layer: int) -> Contexts | None:

@@ -5,8 +5,7 @@ protocol, `memory` and `tiers` implement it, and the runner passes a view to the
 implementation, and `memory` and `tiers` do not import models.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,18 +16,15 @@ from hotset.kernels.decode_rows import decode_rows
 from hotset.kernels.rows import PagedRows, RowLayout
 from hotset.kernels.segments import Segments
 
-WHOLE_STEP = slice(None)  # all tokens of a step
-
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The rows that attention reads in one layer, of all tokens of a step or of a part of them. Every caller of
-    `View.select` must call `wait`, even one that reads no rows: later steps assume that the copies have ended."""
+    """The rows that attention reads in one layer. Every caller of `View.select` must call `wait`, even one that reads
+    no rows: later steps assume that the copies have ended."""
 
     rows: Tensor  # [device rows, stored width]
     row_ids: Tensor  # [tokens, k] int64 indices into `rows`, EMPTY-padded
     layout: RowLayout  # how `rows` are stored
-    tokens: slice = field(default_factory=lambda: WHOLE_STEP)  # which tokens of the step they are for
     arrived: torch.cuda.Event | None = None  # None: the rows are there already
 
     def wait(self) -> None:
@@ -90,14 +86,8 @@ class View(Protocol):
     def context(self, layer: int) -> PagedRows:
         """Returns all rows of every context, including this step's, for attention without selection."""
 
-    @property
-    def parts(self) -> Sequence[slice]:
-        """Divides the tokens of the step. If there are several parts, they should be selected one after another, and
-        then be attended to: rows of the first ones arrive while others are selected."""
-
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
-        """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context. In a layer
-        whose indexer runs, `part` can be one of `parts`, in their order. Else all tokens select at once."""
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context."""
 
     def short_contexts(self, layer: int) -> Contexts | None:
         """Returns all rows of all contexts if the step has many tokens for so many rows, as prompts have. Else None.
@@ -107,8 +97,7 @@ class View(Protocol):
 
 
 class ViewWrapper:
-    """Forwards every call to another view. Subclasses override the calls that they observe or change. All tokens of a
-    step select at once, unless a subclass forwards `parts`."""
+    """Forwards every call to another view. Subclasses override the calls that they observe or change."""
 
     def __init__(self, inner: View) -> None:
         self._inner = inner
@@ -130,12 +119,8 @@ class ViewWrapper:
     def context(self, layer: int) -> PagedRows:
         return self._inner.context(layer)
 
-    @property
-    def parts(self) -> Sequence[slice]:
-        return (WHOLE_STEP,)
-
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
-        return self._inner.select(layer, positions, part)
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        return self._inner.select(layer, positions)
 
     def short_contexts(self, layer: int) -> Contexts | None:
         return self._inner.short_contexts(layer)

@@ -1,6 +1,5 @@
 """DeepSeek sparse attention (DSA) over multi-head latent attention (MLA): DeepSeek-V3.2, GLM-5."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,7 +13,7 @@ from hotset.kernels.rope import Rotation, rope_query
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
-from hotset.memory.view import Selected, View
+from hotset.memory.view import View
 from hotset.models.beside import Beside, beside
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.layers import (
@@ -57,17 +56,14 @@ class Indexer:
 
     def __call__(
         self,
-        layer: int,
         head_weights: Beside[Tensor],  # [tokens, heads]
         query: Tensor,  # [tokens, heads * head_dim]
         key: Tensor,  # [tokens, head_dim]
         rotation: Rotation,
         view: View,
-    ) -> tuple[Tensor, list[Selected]]:
-        """Appends this step's index keys. Returns positions [tokens, topk], ascending, EMPTY-padded, and the rows of
-        each part of the step in this layer. They may arrive while the next parts are selected."""
-        spec = self._spec
-        keys, segments = view.keys(self._group), view.segments
+    ) -> Tensor:
+        """Appends this step's index keys. Returns positions [tokens, topk], ascending, EMPTY-padded."""
+        spec, keys, segments = self._spec, view.keys(self._group), view.segments
         q = index_append(
             query.unflatten(1, (spec.heads, spec.head_dim)),
             key,
@@ -79,14 +75,7 @@ class Indexer:
             keys,
             segments.positions,
         )
-        weights, scale = head_weights.join(), spec.head_dim**-0.5
-        positions = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
-        selected = []
-        for part in view.parts:
-            of_part = keys.part(part), segments.part(part)
-            index_topk(q[part], weights[part], *of_part, spec.topk, scale, out=positions[part])
-            selected.append(view.select(layer, positions[part], part))
-        return positions, selected
+        return index_topk(q, head_weights.join(), keys, segments, spec.topk, spec.head_dim**-0.5)
 
 
 class DsaAttention:
@@ -157,29 +146,20 @@ class DsaAttention:
         weights = None if indexer is None else indexer.begin_head_weights(x, head_weights)
         query = beside(append_and_project, x.device)
         if indexer is not None and weights is not None:
-            positions, selected = indexer(self._layer, weights, index_query[0], index_key[0], rotation, view)
+            positions = indexer(weights, index_query[0], index_key[0], rotation, view)
         else:
             assert previous is not None, f"layer {self._layer} has no indexer, and no layer before it ran one"
-            positions, selected = previous, [view.select(self._layer, previous)]
+            positions = previous
+        selected = view.select(self._layer, positions)
         q = query.join()
-        if self._decodes_contexts and selected[0].layout.quantised:
+        selected.wait()
+        if self._decodes_contexts and selected.layout.quantised:
             contexts = view.short_contexts(self._layer)
-            selected = selected if contexts is None else [contexts.decoded(positions)]
-        attended = self._attend(q, selected)
+            selected = selected if contexts is None else contexts.decoded(positions)
+        rank = self._spec.kv_lora_rank
+        attended = sparse_attention(q, selected.rows, selected.row_ids, selected.layout, rank, self._scale)
         values = per_head_matmul(attended, self._value_up)  # [tokens, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions
-
-    def _attend(self, q: Tensor, selected: Sequence[Selected]) -> Tensor:
-        """Returns [tokens, heads, rank]. Attends to each part of the step when its rows have arrived."""
-        rank, queries = self._spec.kv_lora_rank, q.shape[0]
-        out = q.new_empty(queries, q.shape[1], rank) if len(selected) > 1 else None
-        for part in selected:
-            part.wait()
-            out_part = None if out is None else out[part.tokens]
-            attended = sparse_attention(
-                q[part.tokens], part.rows, part.row_ids, part.layout, rank, self._scale, out=out_part, queries=queries
-            )
-        return attended if out is None else out
 
 
 def local_index_groups(spec: MlaSpec, layers: range) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from hotset.engine.sizing import kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
-from hotset.memory.view import WHOLE_STEP, Selected, View, ViewWrapper
+from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
@@ -91,12 +91,12 @@ class RecordingView(ViewWrapper):
         self._seat_of = inner.seat_of
         self._recorded = recorded
 
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
+    def select(self, layer: int, positions: Tensor) -> Selected:
         tokens = torch.tensor([span.last - 1 for span in self.segments], device=positions.device)
         lengths = [span.length for span in self.segments]
         chosen = positions[tokens].to(torch.int32)
         self._recorded.append(LastSelections(layer, self._seat_of[tokens], lengths, chosen))
-        return super().select(layer, positions, part)
+        return super().select(layer, positions)
 
 
 class RecordingModel:

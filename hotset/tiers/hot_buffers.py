@@ -82,11 +82,11 @@ class HotBuffers:
         """Keeps `positions` [seats, k] as the last selection of `seats`."""
         save_last_topk(self.last_selected[:, group], seats, positions)
 
-    def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor, *, copies: bool = True) -> SwapPlan:
+    def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
         """Finds the rows at `positions` [tokens, k], and writes `stamps` to `last_used` of the slots that hold them.
 
-        A tiered seat occurs at most once. Missing rows are copied into slots in the group's first layer, unless
-        `copies` is False. The caller copies them in the other layers.
+        A tiered seat occurs at most once. Missing rows are copied into slots in the group's first layer. The caller
+        copies them in the other layers.
         """
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         first = self._pool.shape.layers_of(group)[0]
@@ -98,8 +98,8 @@ class HotBuffers:
             words,
             per_page,
             self.counts[group],
-            host_rows=self._host.rows[first] if copies else None,
-            device_rows=self._pool.rows[first] if copies else None,
+            host_rows=self._host.rows[first],
+            device_rows=self._pool.rows[first],
         )
 
     def release_used(self, group: int, seats: Tensor, stamps: Tensor) -> None:

@@ -29,8 +29,6 @@ class Traffic:
     bytes_swapped: int  # copied from host to slots because of these misses, in all layers
 
 
-SwapParts = Sequence[tuple[int, tuple[int, ...]]]
-SWAP_PARTS: SwapParts = ()  # on a GPU: none, because parts were not faster on an H200
 NO_TRAFFIC = Traffic(rows_mirrored=0, lookups={}, misses={}, bytes_swapped=0)
 
 
@@ -73,9 +71,6 @@ class KvMemory:
         self.hot_buffers: HotBuffers | None = None
         if host is not None and pool.geometry.slots:
             self.hot_buffers = HotBuffers(pool, host, self.tables, seats)
-        # (tokens, ratio), in ascending order: a decode step of at least so many tokens is selected in parts that have
-        # this ratio, so that rows arrive while others are selected. On a CPU, copies do not run beside computation.
-        self.swap_parts: SwapParts = SWAP_PARTS if pool.device.type == "cuda" else ()
         self._counts_changed = True  # since the last copy of the counts
         self._counts_copy: tuple[Tensor, Callable[[], None]] = torch.empty(0, 2, dtype=torch.int64), lambda: None
 
@@ -213,10 +208,7 @@ class KvMemory:
     def _view(self, batch: Batch, tiered_tokens: int) -> ResidentView:
         if self.hot_buffers is None:
             return ResidentView(self.pool, self.tables, batch)
-        ratios = [(1,), *(ratio for tokens, ratio in self.swap_parts if batch.seat_of.shape[0] >= tokens)]
-        return TieredView(
-            self.pool, self.tables, self.hot_buffers, self._required_mirror, batch, tiered_tokens, ratios[-1]
-        )
+        return TieredView(self.pool, self.tables, self.hot_buffers, self._required_mirror, batch, tiered_tokens)
 
     @property
     def _required_mirror(self) -> Mirror:

@@ -1,8 +1,6 @@
 """The view of a step that may mix resident, tiered and streamed requests."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from hotset.kernels.swap_in import SwapPlan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import Batch, ResidentView
 from hotset.memory.tables import PageTables
-from hotset.memory.view import WHOLE_STEP, Contexts, NewRows, Selected
+from hotset.memory.view import Contexts, NewRows, Selected
 from hotset.tiers.hot_buffers import HotBuffers
 from hotset.tiers.mirror import Mirror, TokenRange
 
@@ -78,12 +76,6 @@ class TieredSegments:
         return swap, torch.where(self._tiered, found[self._place.clamp_max(found.shape[0] - 1)], rows)
 
 
-def _divided(tokens: int, ratio: Sequence[int]) -> list[slice]:
-    """Divides so many tokens in about this ratio. Leaves out parts that would be empty."""
-    ends = sorted({tokens * end // sum(ratio) for end in accumulate(ratio, initial=0)})
-    return [slice(first, last) for first, last in pairwise(ends)]
-
-
 class TieredView(ResidentView):
     """Implements `View`. A segment of a tiered request has one token, or several if some are drafts; a streamed segment
     has its own workspace.
@@ -100,15 +92,11 @@ class TieredView(ResidentView):
         mirror: Mirror,
         batch: Batch,
         tiered_tokens: int,
-        parts: Sequence[int] = (1,),
     ) -> None:
-        """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered. A decode step
-        without drafts is selected in parts that have this ratio."""
+        """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
-        # The rows and the swap-in plan of each part, for the index group whose layers are being computed.
-        self._found: list[Tensor] = []
-        self._swaps: list[SwapPlan] = []
+        self._found: Tensor | None = None  # the rows of the index group whose layers are being computed
         self._arrived: dict[int, torch.cuda.Event | None] = {}  # by later layer of the group
         seat_of, positions = batch.seat_of, batch.segments.positions
         self._stamps = positions if batch.stamps is None else batch.stamps
@@ -124,9 +112,6 @@ class TieredView(ResidentView):
         self._newest: Tensor | None = None  # index of each segment's last token; None: each segment has one token
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
             self._inspect_segments()
-        self._parts: Sequence[slice] = [WHOLE_STEP]
-        if tiered_tokens == 1 and batch.segments.decoding and not self._streamed and len(parts) > 1:
-            self._parts = _divided(seat_of.shape[0], parts)
 
     def _inspect_segments(self) -> None:
         """Finds the streamed segments, and the last token of each segment."""
@@ -156,30 +141,23 @@ class TieredView(ResidentView):
             raise InternalError("only the contexts of resident requests can be read as a whole")
         return super().context(layer)
 
-    @property
-    def parts(self) -> Sequence[slice]:
-        return self._parts
-
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
+    def select(self, layer: int, positions: Tensor) -> Selected:
         shape = self._pool.shape
         group = shape.group_of(layer)
         if layer == shape.key_layers[group]:
-            arrived = self._select_part(group, positions, part)
-            found = self._found[-1]
-        else:
-            if not self._found:
-                raise InternalError("a layer that shares a selection was computed before the layer that selects")
-            if len(self._found) > 1:
-                self._found = [torch.cat(self._found)]
-            arrived, found = self._arrived.pop(layer, None), self._found[0]
+            self._found = self._find_of_group(group, positions)
+        found = self._found
+        if found is None:
+            raise InternalError("a layer that shares a selection was computed before the layer that selects")
+        arrived = self._arrived.pop(layer, None)
         if not self._streamed:
-            return Selected(self._pool.rows[layer], found, shape.row, part, arrived)
+            return Selected(self._pool.rows[layer], found, shape.row, arrived)
         row_ids = torch.where(found == EMPTY, EMPTY, found + layer * self._pool.layer_rows)
         for stream in self._streamed:
             self._mirror.stream_out(layer, stream.new)
             selected = positions[stream.tokens]
             row_ids[stream.tokens] = torch.where(selected == EMPTY, EMPTY, stream.row_ids[selected.clamp_min(0)])
-        return Selected(self._pool.flat_rows, row_ids, shape.row, arrived=arrived)
+        return Selected(self._pool.flat_rows, row_ids, shape.row, arrived)
 
     def short_contexts(self, layer: int) -> Contexts | None:
         contexts = None if self._has_tiered else super().short_contexts(layer)
@@ -190,35 +168,24 @@ class TieredView(ResidentView):
             row_ids[stream.context] = stream.row_ids
         return replace(contexts, rows=self._pool.flat_rows, row_ids=row_ids)
 
-    def _select_part(self, group: int, positions: Tensor, part: slice) -> torch.cuda.Event | None:
-        """Finds the rows of a group's selection. Their ids are the same in each layer of the group. Missing rows of
-        tiered requests are copied into all its layers. Returns when those of the first layer are there."""
-        self._save_last_topk(group, positions, part)
+    def _find_of_group(self, group: int, positions: Tensor) -> Tensor:
+        """Returns the rows of a group's selection. Their ids are the same in each layer of the group. Missing rows of
+        tiered requests are copied into its first layer, and begin to be copied into the others."""
+        self._save_last_topk(group, positions)
         if not self._has_tiered:
-            self._found = [self._find(positions)]
-            return None
-        if not part.start:
-            self._found, self._swaps = [], []
-        first, *later = self._pool.shape.layers_of(group)
-        whole = part == WHOLE_STEP
+            return self._find(positions)
         if self._verified is not None:
             swap, found = self._verified.plan(self._hot, group, positions, self._find(positions))
         else:
-            # To plan and copy in one launch is faster, but takes all multiprocessors: nothing could run beside it.
-            swap = self._hot.plan(group, self.seat_of[part], positions, self._stamps[part], copies=whole)
+            swap = self._hot.plan(group, self.seat_of, positions, self._stamps)
             found = swap.rows
-        self._found.append(found)
-        self._swaps.append(swap)
-        arrived = None if whole else self._hot.prefetch(first, swap)
-        if whole or part == self._parts[-1]:
-            for layer in later:
-                for planned in self._swaps:
-                    self._arrived[layer] = self._hot.prefetch(layer, planned)
-        return arrived
+        for layer in self._pool.shape.layers_of(group)[1:]:
+            self._arrived[layer] = self._hot.prefetch(layer, swap)
+        return found
 
-    def _save_last_topk(self, group: int, positions: Tensor, part: slice) -> None:
+    def _save_last_topk(self, group: int, positions: Tensor) -> None:
         """Saves the selection of each segment's last token."""
-        seats, newest = self.seat_of[part], positions
+        seats, newest = self.seat_of, positions
         if self._newest is not None:
             seats, newest = seats[self._newest], positions[self._newest]
         self._hot.save_last_topk(group, seats, newest)

@@ -25,7 +25,6 @@ from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Plan, PromptRange
-from hotset.tiers import kv_memory
 from hotset.tiers.residence import Residence
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
@@ -197,23 +196,6 @@ def test_layers_that_share_a_selection_read_the_right_rows_when_rows_are_copied_
     for graphs in ("auto", "off"):
         small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
         assert answers(prompts, tiers="always", cuda_graphs=graphs, **small, **settings) == resident, graphs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shared", [False, True])
-def test_steps_that_are_selected_in_parts_give_the_same_answers(
-    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts change when rows are copied, but no bit of what is computed. Six requests decode at once."""
-    _, _, prompts = make_prompts(["lookup", "several", "chain"])
-    model = model_with_shared_indexers(tmp_path) if shared else DEMO
-    small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768, "device": "cuda", "model": model}
-    given = []
-    for parts in ((), ((2, (1, 1)),), ((4, (1, 3, 2)),), ((1, (1,) * 6),)):
-        monkeypatch.setattr(kv_memory, "SWAP_PARTS", parts)
-        given += [answers(prompts, tiers="always", cuda_graphs=graphs, **small) for graphs in ("auto", "off")]
-    assert len({token for tokens in given[0] for token in tokens}) > 40
-    assert all(other == given[0] for other in given)
 
 
 @pytest.mark.gpu

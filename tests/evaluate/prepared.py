@@ -15,7 +15,7 @@ from hotset.evaluate.tasks import Question
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
-from hotset.memory.view import WHOLE_STEP, Selected, View, ViewWrapper
+from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
@@ -39,8 +39,8 @@ class DamagedView(ViewWrapper):
         super().__init__(inner)
         self._damage = damage
 
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
-        return super().select(layer, self._damage(positions, self._inner), part)
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        return super().select(layer, self._damage(positions, self._inner))
 
 
 def no_damage(positions: Tensor, view: View) -> Tensor:

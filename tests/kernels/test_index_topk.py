@@ -190,18 +190,6 @@ def test_queries_that_exceed_the_workspace_are_processed_in_batches(
     assert bool((in_one_batch[[0, -1]] == EMPTY).all()) and bool((in_one_batch[1:-1] != EMPTY).any(1).all())
 
 
-@on_device
-def test_parts_of_a_decode_step_select_what_they_select_together(impl: ModuleType) -> None:
-    case = Case((1,) * 5, (40, 3, 70, 12, 55), heads=16, dim=32, block_rows=20)
-    inputs = make_inputs(case, seed=8)
-    together = impl.index_topk(inputs.q, inputs.weights, inputs.keys, inputs.segments, 11, SCALE)
-    out = torch.full_like(together, -7)
-    for part in (slice(0, 2), slice(2, 3), slice(3, 5)):
-        of_part = inputs.keys.part(part), inputs.segments.part(part)
-        impl.index_topk(inputs.q[part], inputs.weights[part], *of_part, 11, SCALE, out[part])
-    assert torch.equal(out, together)
-
-
 @pytest.mark.gpu
 def test_a_graph_reads_tables_seats_and_positions_at_replay() -> None:
     case = Case((1,) * 6, (20_000, 3000, 2049, 2048, 1, 9000))

@@ -305,32 +305,6 @@ def test_repeated_calls_return_the_same_bits() -> None:
             assert all(torch.equal(run(inputs), first) for _ in range(20)), f"a race: {heads} heads, fp8={fp8}"
 
 
-@on_device
-@pytest.mark.parametrize(("heads", "fp8"), [(16, True)] if INTERPRETED else [(16, True), (32, False), (64, True)])
-def test_calls_for_parts_of_a_step_return_the_bits_of_one_call(
-    heads: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call for fewer queries would have more splits, and therefore add in another order."""
-    queries = 4 if INTERPRETED else 60
-    inputs = make_inputs(Case(4, 2, 48, 64, 16, fp8=fp8) if INTERPRETED else Case(60, heads, 2048, fp8=fp8))
-    impl = interpreted_impl("sparse_attention") if INTERPRETED else fast_path()
-    if INTERPRETED:
-        by_queries = {queries: LaunchConfig("triton", 16, 16, splits=2)}
-        more_splits = LaunchConfig("triton", 16, 16, splits=3)
-        monkeypatch.setattr(impl, "choose_launch", lambda shape, gpu: by_queries.get(shape.queries, more_splits))
-    q, rows, row_ids, *others = inputs.arguments
-    whole = run(inputs)
-    inputs.check(whole)
-    out = torch.full_like(whole, float("nan"))
-    alone = []
-    for part in (slice(0, 1), slice(1, queries // 2), slice(queries // 2, queries)):
-        alone.append(impl.sparse_attention(q[part], rows, row_ids[part], *others))
-        returned = impl.sparse_attention(q[part], rows, row_ids[part], *others, out=out[part], queries=queries)
-        assert returned.data_ptr() == out[part].data_ptr()
-    assert torch.equal(out, whole)
-    assert not torch.equal(torch.cat(alone), whole), "the splits did not depend on the number of queries"
-
-
 @pytest.mark.gpu
 def test_an_empty_batch_and_other_dtypes_are_supported() -> None:
     inputs = make_inputs(Case(2, 4, 9))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.resident import Batch, ResidentView, make_batch
 from hotset.memory.tables import PageTables
-from hotset.memory.view import WHOLE_STEP, Selected
+from hotset.memory.view import Selected
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
@@ -142,9 +142,9 @@ class RecordingView(ResidentView):
     def padded_seats(self) -> Tensor | None:
         return self._padded
 
-    def select(self, layer: int, positions: Tensor, part: slice = WHOLE_STEP) -> Selected:
+    def select(self, layer: int, positions: Tensor) -> Selected:
         self._selected.append(positions.clone())
-        return super().select(layer, positions, part)
+        return super().select(layer, positions)
 
 
 class Memory:

@@ -13,7 +13,7 @@ from hotset.kernels.segments import Segments
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.geometry import Geometry
 from hotset.memory.host_store import HostStore
-from hotset.memory.view import WHOLE_STEP, View
+from hotset.memory.view import View
 from hotset.tiers.commands import Command, Demote, Load, Promote
 from hotset.tiers.hot_buffers import NEVER
 from hotset.tiers.residence import Residence
@@ -129,14 +129,11 @@ class Attention:
         assert same, f"index keys of group {group} differ"
 
     def _compare_selected(self, view: View, layer: int, positions: Tensor, selected: Tensor) -> None:
-        parts = view.parts if layer in self._shape.key_layers else (WHOLE_STEP,)
-        found = [view.select(layer, positions[part], part) for part in parts]
-        assert [part.tokens for part in found] == list(parts)
-        for part in found:
-            part.wait()
-        valid, row_ids = positions != EMPTY, torch.cat([part.row_ids for part in found])
-        assert torch.equal(row_ids != EMPTY, valid), "padding became rows, or rows became padding"
-        same = (as_bytes(found[0].rows[row_ids[valid]]) == self._contents.rows[layer, selected]).all(1)
+        found = view.select(layer, positions)
+        found.wait()
+        valid = positions != EMPTY
+        assert torch.equal(found.row_ids != EMPTY, valid), "padding became rows, or rows became padding"
+        same = (as_bytes(found.rows[found.row_ids[valid]]) == self._contents.rows[layer, selected]).all(1)
         assert bool(same.all()), f"layer {layer}: rows differ at {positions[valid][~same].tolist()}"
 
     def _choose(self, segments: Segments, batch: Sequence[Written], group: int) -> tuple[Tensor, Tensor]:

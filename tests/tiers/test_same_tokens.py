@@ -11,7 +11,6 @@ from harness import CPU, RandomWeights, Recorder, make_engine, run_all
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.model_checks import kv_storage
-from hotset.engine.workers.executor import InProcessExecutor
 from hotset.evaluate.tasks import make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
@@ -82,38 +81,6 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
         assert torch.equal(torch.stack(rows), torch.stack(always.recorded[context])), (
             f"logits differ at position {len(context) - 1}"
         )
-
-
-@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")
-@pytest.mark.parametrize("family", SPECS)
-def test_logits_are_equal_bit_for_bit_if_requests_are_selected_in_parts(family: str) -> None:
-    """Up to five requests decode at once, some resident and some tiered, in up to three parts. On a CPU, the bits of a
-    query's attention do not depend on the other queries."""
-    model_spec, generator = SPECS[family], torch.Generator().manual_seed(11)
-    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (3, 60, 110, 9, 31)]
-    params = [SamplingParams(temperature=0, max_tokens=40 + 7 * n, ignore_eos=True) for n in range(len(prompts))]
-    recorded, tokens = [], []
-    for parts in ([], [(2, (1, 1)), (4, (3, 1, 1))]):
-        recorder = Recorder(Decoder(model_spec, RandomWeights(torch.float32, seed=5)))
-        engine = make_engine(
-            recorder,
-            model_spec,
-            max_num_seqs=len(prompts),
-            device_kv_tokens=CONTEXT,
-            tiers="auto",
-            page_rows=8,
-            hot_slots=SLOTS,
-        )
-        assert isinstance(engine.executor, InProcessExecutor)
-        memory = engine.executor.runner._memory
-        memory.swap_parts = parts
-        tokens.append([answer.token_ids for answer in run_all(engine, prompts, params)])
-        assert all(memory.copy_traffic().result().misses.values())
-        recorded.append(recorder.recorded)
-    assert tokens[0] == tokens[1]
-    assert recorded[0].keys() == recorded[1].keys()
-    for context, rows in recorded[0].items():
-        assert torch.equal(torch.stack(rows), torch.stack(recorded[1][context])), context
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(448, 12), pytest.param(1024, 40, marks=pytest.mark.slow)])

@@ -124,9 +124,6 @@ class TiersMachine(RandomMachine):
         self.host = HostStore(kv, host_pages, page_rows, CPU)
         self.poisoner = Poisoner(self.pool, self.host)
         self.kv_memory = KvMemory(self.pool, self.host, seats, context)
-        self.kv_memory.swap_parts = Random(seed).choice(
-            [(), [(2, (1, 1))], [(1, (1, 2)), (3, (3, 1, 1)), (4, (1,) * 8)]]
-        )
         self.contents = Contents(kv, seed)
         self.attention = Attention(kv, self.contents, seed)
         self.prefill_worker = PrefillWorker(self.pool, self.host, self.contents)
@@ -420,7 +417,6 @@ class TiersMachine(RandomMachine):
         residences = Counter(request.holding.residence for request in batch)
         SEEN["steps"] += 1
         SEEN["mixed steps"] += len(residences) > 1
-        SEEN["steps in parts"] += len(view.parts) > 1
         SEEN["several streamed"] += residences[Residence.STREAMED] > 1
         SEEN["several streamed and others"] += 1 < residences[Residence.STREAMED] < len(batch)
         self.compare_host()
@@ -678,7 +674,7 @@ class TiersMachine(RandomMachine):
 
 
 SEEN: Counter[str] = Counter()  # how often each event has happened since the test began
-EVENTS = ["steps in parts", "demotions", "promotions", "misses", "hits", "mixed steps", "refused", "finished", "aborts"]
+EVENTS = ["demotions", "promotions", "misses", "hits", "mixed steps", "refused", "finished", "aborts"]
 EVENTS += ["admitted resident", "admitted streamed", "parked resident", "parked tiered", "parked streamed"]
 EVENTS += ["resumed resident", "resumed tiered", "resumed streamed", "several streamed", "several streamed and others"]
 EVENTS += ["rejected resident", "rejected tiered", "accepted resident", "accepted tiered", "accepted two pages"]

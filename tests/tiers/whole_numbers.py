@@ -28,7 +28,7 @@ from hotset.kernels.stable_topk import stable_topk
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.memory.view import WHOLE_STEP, View
+from hotset.memory.view import View
 from hotset.models.mtp import MtpOutput
 from hotset.schedule.drafts import MtpDrafter
 from hotset.schedule.plan import TokenOutputs
@@ -94,14 +94,11 @@ class IntegerModel:
         return torch.cat(chosen)
 
     def _attend(self, view: View, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
-        parts = view.parts if layer in self.kv_shape.key_layers else (WHOLE_STEP,)
-        selected = [view.select(layer, positions[part], part) for part in parts]
-        for part in selected:
-            part.wait()
-        row_ids, first = torch.cat([part.row_ids for part in selected]), selected[0]
-        rows = first.layout.decode(first.rows[row_ids.clamp_min(0)], torch.int64)
+        selected = view.select(layer, positions)
+        selected.wait()
+        rows = selected.layout.decode(selected.rows[selected.row_ids.clamp_min(0)], torch.int64)
         read = ((rows + (1 << 15)) * torch.arange(1, ROW_WIDTH + 1)).sum(-1)
-        terms = torch.where(row_ids == EMPTY, 0, _mix(read, positions + 1))
+        terms = torch.where(selected.row_ids == EMPTY, 0, _mix(read, positions + 1))
         return _mix(hidden, terms.sum(-1) % PRIME)
 
 

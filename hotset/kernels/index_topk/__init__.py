@@ -22,7 +22,6 @@ def index_topk(
     segments: Segments,
     k: int,
     scale: float,
-    out: Tensor | None = None,  # where the result is written; contiguous. None: in new memory
 ) -> Tensor:  # [queries, k] int64 positions in ascending order, then EMPTY
     """Selects the k best positions of each query's context by `sum_h weights[h] * relu(scale * q[h] . key)`.
 
@@ -35,13 +34,13 @@ def index_topk(
         raise InternalError(f"the top-k must be positive, not {k}")
     if not scale > 0:
         raise InternalError(f"the scale of the scores must be positive, not {scale}")
-    if q.device.type != "cpu" and q.dtype in FAST_DTYPES:
-        _check_sizes(q, keys, k)
-        selected: Tensor = kernels_of("index_topk").index_topk(q, weights, keys, segments, k, scale, out)
-        return selected
-    op = cpu_impl if q.device.type == "cpu" else reference
-    selected = op.index_topk(q, weights, keys, segments, k, scale)
-    return selected if out is None else out.copy_(selected)
+    if q.device.type == "cpu":
+        return cpu_impl.index_topk(q, weights, keys, segments, k, scale)
+    if q.dtype not in FAST_DTYPES:
+        return reference.index_topk(q, weights, keys, segments, k, scale)
+    _check_sizes(q, keys, k)
+    selected: Tensor = kernels_of("index_topk").index_topk(q, weights, keys, segments, k, scale)
+    return selected
 
 
 def _check_sizes(q: Tensor, keys: PagedRows, k: int) -> None:

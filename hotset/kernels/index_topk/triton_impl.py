@@ -18,17 +18,9 @@ __all__ = ["Scores", "index_topk", "score", "select"]
 WORKSPACE_BYTES = 256 << 20
 
 
-def index_topk(
-    q: Tensor,
-    weights: Tensor,
-    keys: PagedRows,
-    segments: Segments,
-    k: int,
-    scale: float,
-    out: Tensor | None = None,
-) -> Tensor:
+def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
     queries = q.shape[0]
-    out = torch.empty(queries, k, dtype=torch.int64, device=q.device) if out is None else out
+    out = torch.empty(queries, k, dtype=torch.int64, device=q.device)
     context = ceil_div(_context(keys, segments), CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
     at_once = max(1, WORKSPACE_BYTES // (4 * context))
     # Each query of a decode step, and therefore of a captured graph, has its own context.

@@ -21,15 +21,10 @@ def sparse_attention(
     layout: RowLayout,
     rank: int,
     scale: float,
-    *,
-    out: Tensor | None = None,  # where the result is written; contiguous. None: in new memory
-    queries: int | None = None,  # number of queries of the whole step. None: as many as in this call
 ) -> Tensor:  # [queries, heads, rank]: attention-weighted latents, before the value up-projection
     """Returns the sum of the latents of the rows in `row_ids`, weighted by softmax(scale * q . row).
 
-    The order of row ids is irrelevant. A query without rows (a padding query) gets zeros, whatever its q contains. The
-    queries of a step can be divided among several calls. If each of them gets the total as `queries`, the fast path
-    returns the same bits as in a single call.
+    The order of row ids is irrelevant. A query without rows (a padding query) gets zeros, whatever its q contains.
     bfloat16 queries on a GPU use the fast path, which can be captured in a graph. It supports any number of heads and
     of row ids, the ranks RANKS, the ropes ROPES, plain rows, and rows whose latent is fp8. For other sizes, it raises a
     ConfigError that contains the value. On a GPU, queries of other dtypes use the reference. On a CPU, all calls use
@@ -39,14 +34,13 @@ def sparse_attention(
         raise InternalError(f"queries have {q.shape[2]} values, but rows have {layout.width}")
     if row_ids.shape[0] != q.shape[0]:
         raise InternalError(f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries")
-    if q.device.type != "cpu" and q.dtype == torch.bfloat16:
-        check(rows, layout, rank, scale)
-        op = kernels_of("sparse_attention")
-        attended: Tensor = op.sparse_attention(q, rows, row_ids, layout, rank, scale, out=out, queries=queries)
-        return attended
-    impl = cpu_impl if q.device.type == "cpu" else reference
-    attended = impl.sparse_attention(q, rows, row_ids, layout, rank, scale)
-    return attended if out is None else out.copy_(attended)
+    if q.device.type == "cpu":
+        return cpu_impl.sparse_attention(q, rows, row_ids, layout, rank, scale)
+    if q.dtype != torch.bfloat16:
+        return reference.sparse_attention(q, rows, row_ids, layout, rank, scale)
+    check(rows, layout, rank, scale)
+    attended: Tensor = kernels_of("sparse_attention").sparse_attention(q, rows, row_ids, layout, rank, scale)
+    return attended
 
 
 def check(rows: Tensor, layout: RowLayout, rank: int, scale: float) -> None:

@@ -10,7 +10,6 @@ divided by a power of two. Therefore values of any magnitude are rounded to the 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -60,21 +59,17 @@ def sparse_attention(
     rank: int,
     scale: float,
     launch: LaunchConfig | None = None,  # None: that of `choose_launch`
-    *,
-    out: Tensor | None = None,
-    queries: int | None = None,
 ) -> Tensor:
     q, row_ids = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, row_ids))
-    own_queries, heads, width = q.shape
-    out = q.new_empty(own_queries, heads, rank) if out is None else out
-    shape = AttentionShape(own_queries, heads, row_ids.shape[1], rank, width - rank, layout.quantised > 0)
+    queries, heads, width = q.shape
+    out = q.new_empty(queries, heads, rank)
+    shape = AttentionShape(queries, heads, row_ids.shape[1], rank, width - rank, layout.quantised > 0)
     if out.numel() == 0:
         return out
-    # The splits determine the order of sums.
-    launch = launch or choose_launch(replace(shape, queries=queries or own_queries), _gpu(q.device))
+    launch = launch or choose_launch(shape, _gpu(q.device))
     splits = launch.splits
-    partial = q.new_empty(own_queries, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
-    lse = q.new_empty(own_queries, splits, heads, dtype=torch.float32)
+    partial = q.new_empty(queries, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
+    lse = q.new_empty(queries, splits, heads, dtype=torch.float32)
     tensors = (q, rows.view(torch.uint8), row_ids, partial, lse)
     _attend_of(launch)(shape, launch, tensors, scale * LOG2_E)
     if splits > 1:

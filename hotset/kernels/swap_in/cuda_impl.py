@@ -53,8 +53,6 @@ class SwapInTuning:
     copy_blocks: int = 16
     copy_threads: int = 128
     copy_lists_at_once: int = 4
-    # Shared memory that a block of such a copy reserves: kernels that need much do not run beside 200 KiB of it.
-    copy_shared_bytes: int = 0
     rows_at_once: int = 2  # in flight per warp of a copy
 
     def turns(self, batch: int) -> dict[str, int]:
@@ -139,7 +137,7 @@ def _launch_copy(copies: RowCopies, layer: "_LayerRows", *, early: bool, tuning:
         COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
     )
     kernel.launch(
-        LaunchShape(teams * team_blocks, tuning.copy_threads, tuning.copy_shared_bytes, dependent_launch=early),
+        LaunchShape(teams * team_blocks, tuning.copy_threads, dependent_launch=early),
         copies.host_rows.contiguous(),
         copies.device_rows.contiguous(),
         copies.counts.contiguous(),
