@@ -247,11 +247,12 @@ def sweep() -> None:
         ]
         return sorted(rows, key=lambda row: sum(value for value in row.values() if isinstance(value, float)))
 
+    few = [IndexerCase(1, 32 << 10), IndexerCase(1, 128 << 10)]
     decode = [IndexerCase(32, 32 << 10), IndexerCase(128, 32 << 10), IndexerCase(32, 128 << 10)]
     own = triton_score.OWN_CONTEXT[32]
-    scoring = [cuda_score.BlockShape(*shape) for shape in ((8, 4), (12, 4), (16, 4), (24, 4), (12, 3), (12, 6))]
+    scoring = [cuda_score.BlockShape(*shape) for shape in ((4, 4), (8, 4), (12, 4), (16, 4), (12, 3), (12, 6))]
     scoring += [own, *(replace(own, programs_per_sm=programs) for programs in (4, 6, 10)), replace(own, stages=6)]
-    report("Scoring, one query per context", times(scoring, decode, scoring_seconds), None)
+    report("Scoring, one query per context", times(scoring, [*few, *decode], scoring_seconds), None)
     shapes = [cuda_select.BlockShape(threads, bins) for threads in (256, 512, 1024) for bins in (1024, 2048)]
     selecting = [triton_select.TUNED, *(CudaSelection(shape, size) for shape in shapes for size in (1, 2, 4, 8))]
     cases = [IndexerCase(1, 128 << 10), *decode, IndexerCase(128, 128 << 10)]
