@@ -1,4 +1,4 @@
-"""`--shared-percent` sets the split of every kernel that is loaded. The driver and Triton are stubs: a CPU has no driver."""
+"""`--shared-percent` sets the split of every kernel that is loaded. Driver and Triton are stubs, as there is no GPU."""
 
 import sys
 from types import ModuleType, SimpleNamespace
