@@ -105,6 +105,20 @@ def test_padded_queries_and_queries_that_select_every_position_are_not_scored() 
 
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_more_queries_than_lanes_are_scored_wherever_the_share_of_a_block_begins(blocks: int) -> None:
+    """A lane counts the tiles of three queries, of which some are not scored."""
+    lengths = tuple(1 + 37 * n % 140 for n in range(70))
+    inputs = make_inputs(Case((1,) * 70, lengths), seed=9, device=CPU)
+    values = run(inputs, BlockShape(2, 1), k=80, blocks=blocks).values
+    for row, expected in enumerate(reference_scores(inputs)):
+        if len(expected) <= 80:
+            assert bool((values[row] == -77).all())
+        else:
+            assert float((values[row, : len(expected)] - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
 def test_scores_do_not_depend_on_the_batch_or_on_the_number_of_blocks() -> None:
     inputs = make_inputs(Case((1,) * 3, (330, 100, 200)), seed=3, device=CPU)
     together = run(inputs, BlockShape(4, 2), blocks=3).values

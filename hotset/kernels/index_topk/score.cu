@@ -79,13 +79,21 @@ struct Shares {
     }
 };
 
+// A query: its number, the seat of its context and its position there.
+struct Query {
+    u32 number;
+    int seat, position;
+};
+
 // The queries of the launch.
 struct Queries {
     const i64 *seat_of, *positions;
     u32 count;
     i64 k;
+    __device__ __forceinline__ Query read(u32 number) const {
+        return {number, static_cast<int>(seat_of[number]), static_cast<int>(positions[number])};
+    }
     // Returns the number of tiles of a query; 0 for one that is not scored.
-    __device__ __forceinline__ u32 tiles_of(u32 query) const { return tiles_of(seat_of[query], positions[query]); }
     __device__ __forceinline__ u32 tiles_of(i64 seat, i64 position) const {
         if (seat < 0 || position < k) return 0;
         const u32 rows = static_cast<u32>(position) + 1;
@@ -95,26 +103,35 @@ struct Queries {
 
 // The tiles [tile, last) of a query of `tiles` tiles, which begin at tile `before` of the launch.
 struct Part {
-    u32 query, tile, last, tiles, before;
+    Query query;
+    u32 tile, last, tiles, before;
     __device__ __forceinline__ bool empty() const { return tile == last; }
 };
 
 // The tiles [at, end) of the launch, of which a block is to score those of `query` and of later queries.
 struct Share {
-    u32 at, end, query, before;
+    u32 at, end, before;
+    Query query;  // read already: to read it again would delay the first copy
+    __device__ __forceinline__ Part first(const Queries &queries) { return at == end ? Part{} : take(queries); }
     // Takes the tiles of the next query. Returns an empty part if none are left.
     __device__ __forceinline__ Part next(const Queries &queries) {
         if (at == end) return Part{};
+        query = queries.read(query.number + 1);
+        return take(queries);
+    }
+    __device__ __forceinline__ Part take(const Queries &queries) {
         u32 tiles;
-        while (before + (tiles = queries.tiles_of(query)) <= at) before += tiles, ++query;
+        while (before + (tiles = queries.tiles_of(query.seat, query.position)) <= at) {
+            before += tiles, query = queries.read(query.number + 1);
+        }
         const Part part = {query, at - before, min(tiles, end - before), tiles, before};
-        at = before + part.last, before += tiles, ++query;
+        at = before + part.last, before += tiles;
         return part;
     }
 };
 
 // Returns the share of this block. Every lane passes the first query of a range, and the number of tiles of the range.
-__device__ __forceinline__ Share share_of(u32 from, u32 own, Shares &shares) {
+__device__ __forceinline__ Share share_of(const Query &first, u32 own, Shares &shares) {
     const u32 lane = threadIdx.x % 32;
     u32 up_to = own;
 #pragma unroll
@@ -126,7 +143,9 @@ __device__ __forceinline__ Share share_of(u32 from, u32 own, Shares &shares) {
     if (blockIdx.x >= active) return Share{};
     shares = {total / active, total % active};
     const u32 at = shares.first_of(blockIdx.x), home = __popc(__ballot_sync(ALL, up_to <= at));
-    return {at, shares.first_of(blockIdx.x + 1), __shfl_sync(ALL, from, home), __shfl_sync(ALL, up_to - own, home)};
+    const Query query = {__shfl_sync(ALL, first.number, home), __shfl_sync(ALL, first.seat, home),
+                         __shfl_sync(ALL, first.position, home)};
+    return {at, shares.first_of(blockIdx.x + 1), __shfl_sync(ALL, up_to - own, home), query};
 }
 
 // Finds the share of this block. Every warp does so for itself: a lane counts the tiles of a range of queries.
@@ -134,9 +153,14 @@ __device__ __forceinline__ Share find_share(const Queries &queries, Shares &shar
     const u32 lane = threadIdx.x % 32, each = (queries.count + 31) / 32;
     const u32 from = min(lane * each, queries.count), to = min(from + each, queries.count);
     u32 own = 0;
+    Query first = {};
 #pragma unroll 1
-    for (u32 query = from; query < to; ++query) own += queries.tiles_of(query);
-    return share_of(from, own, shares);
+    for (u32 number = from; number < to; ++number) {
+        const Query query = queries.read(number);
+        own += queries.tiles_of(query.seat, query.position);
+        if (number == from) first = query;
+    }
+    return share_of(first, own, shares);
 }
 
 // Copies the tiles of one query, in order.
@@ -168,12 +192,11 @@ __device__ __forceinline__ void prefetch_first_tiles(const Queries &queries, con
     if (lane < queries.count) seat = __ldcg(queries.seat_of + lane), position = __ldcg(queries.positions + lane);
     const u32 own = seat < table.seats ? queries.tiles_of(seat, position) : 0;
     Shares shares;
-    const Share share = share_of(lane, own, shares);
-    seat = __shfl_sync(ALL, static_cast<int>(seat), share.query);
-    const u32 tile = share.at - share.before + lane, tiles = __shfl_sync(ALL, own, share.query);
+    const Share share = share_of({lane, static_cast<int>(seat), static_cast<int>(position)}, own, shares);
+    const u32 tile = share.at - share.before + lane, tiles = __shfl_sync(ALL, own, share.query.number);
     if (lane >= WARPGROUPS || tile >= min(tiles, share.end - share.before)) return;
     const u32 block = tile / BLOCK_TILES, in_block = tile % BLOCK_TILES, column = part_of(block, paging) / PARTS;
-    const i64 page = column < table.columns ? __ldcg(table.pages + seat * table.stride + column) : EMPTY;
+    const i64 page = column < table.columns ? __ldcg(table.pages + share.query.seat * table.stride + column) : EMPTY;
     if (page < 0 || page >= table.page_count) return;
     prefetch_to_l2(address_of(block, page, paging) + in_block * TILE * KEY_BYTES, tile_bytes(in_block));
 }
@@ -192,27 +215,29 @@ __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cu
 __device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
                                            const Table &table) {
     u32 stage = 0, round = 1;
-    for (Part part = share.next(queries); !part.empty(); part = share.next(queries)) {
-        const i64 *pages = table.pages + queries.seat_of[part.query] * table.stride;
-        const u32 last_block = static_cast<u32>(queries.positions[part.query]) / BLOCK_ROWS;
+    for (Part part = share.first(queries); !part.empty(); part = share.next(queries)) {
+        const i64 *pages = table.pages + part.query.seat * table.stride;
+        const u32 last_block = static_cast<u32>(part.query.position) / BLOCK_ROWS;
         const u32 block = part.tile / BLOCK_TILES, in_block = part.tile % BLOCK_TILES;
         const i64 page = pages[part_of(block, paging) / PARTS];
-        Cursor cursor = {address_of(block, page, paging) + in_block * TILE * KEY_BYTES, in_block, block};
-        cursor.next_page = pages[part_of(min(block + 1, last_block), paging) / PARTS];
-        for (u32 tile = part.tile; tile < part.last; ++tile) {
+        const i64 next_page = pages[part_of(min(block + 1, last_block), paging) / PARTS];
+        Cursor cursor = {address_of(block, page, paging) + in_block * TILE * KEY_BYTES, in_block, block, next_page};
+        u32 left = part.last - part.tile;  // not 0: a check would delay the look-up of the next page
+#pragma unroll 1
+        do {
             wait_for_round(&shared.released[stage], round);
             begin_tile(shared, stage, cursor, pages, last_block, paging);
             if (++stage == STAGES) stage = 0, round ^= 1;
-        }
+        } while (--left > 0);
     }
 }
 
-// A query: its heads and their weights.
-struct Query {
+// The heads of a query, and their weights.
+struct Heads {
     const u16 *values;
     const float *weights;
     i64 head_stride;
-    u32 heads;
+    u32 count;
     // Returns the values of a head that this thread quantises.
     __device__ __forceinline__ const u16 *values_of(u32 head) const {
         return values + head * head_stride + threadIdx.x % LANES_OF_HEAD * VALUES;
@@ -221,16 +246,16 @@ struct Query {
 
 __device__ __forceinline__ u32 head_of(int pass) { return (pass * SCORERS + threadIdx.x) / LANES_OF_HEAD; }
 
-__device__ __forceinline__ void prefetch(const Query &query) {
+__device__ __forceinline__ void prefetch(const Heads &heads) {
 #pragma unroll
     for (int n = 0; n < PASSES; ++n) {
         const u32 head = head_of(n);
-        if (head < query.heads) prefetch_to_l2(query.values_of(head)), prefetch_to_l2(query.weights + head);
+        if (head < heads.count) prefetch_to_l2(heads.values_of(head)), prefetch_to_l2(heads.weights + head);
     }
 }
 
 // Quantises the heads of a query as `hotset.kernels.fp8.quantise` does.
-__device__ __forceinline__ void write_heads(Shared &shared, const Query &query, float scale) {
+__device__ __forceinline__ void write_heads(Shared &shared, const Heads &heads, float scale) {
     const u32 lane = threadIdx.x % LANES_OF_HEAD;
     uint4 words[PASSES];
     float weights[PASSES];
@@ -238,8 +263,8 @@ __device__ __forceinline__ void write_heads(Shared &shared, const Query &query, 
     for (int n = 0; n < PASSES; ++n) {
         const u32 head = head_of(n);
         words[n] = uint4{0, 0, 0, 0}, weights[n] = 0;
-        if (head >= query.heads) continue;
-        words[n] = *reinterpret_cast<const uint4 *>(query.values_of(head)), weights[n] = query.weights[head];
+        if (head >= heads.count) continue;
+        words[n] = *reinterpret_cast<const uint4 *>(heads.values_of(head)), weights[n] = heads.weights[head];
     }
 #pragma unroll
     for (int n = 0; n < PASSES; ++n) {
@@ -309,26 +334,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
         if (lane == 0) copy_tiles(shared, share, queries, paging, page_table);
         return;
     }
+    const auto heads_of = [=](u32 query) {
+        return Heads{q + query * query_stride, weights + query * heads, head_stride, static_cast<u32>(heads)};
+    };
     const float scale = __uint_as_float(static_cast<u32>(scale_bits));
     const u32 row = warp % 4 * 16 + lane / 4 + lane % 2 * 8;  // the row whose score this lane writes, if lane % 4 < 2
     u32 stage = warp / 4, round = 0, skipped = warp / 4;      // skipped: tiles before the next one of this warpgroup
-    for (Part part = share.next(queries), next; !part.empty(); part = next) {
-        const Query query = {q + part.query * query_stride, weights + part.query * heads, head_stride,
-                             static_cast<u32>(heads)};
-        write_heads(shared, query, scale);
+    for (Part part = share.first(queries), next; !part.empty(); part = next) {
+        const u32 query = part.query.number;
+        write_heads(shared, heads_of(query), scale);
         publish_to_tensor_cores();
         wait_for_first(SCORERS);
         if (thread == 0) shared.first_block = shares.block_of(part.before);  // a division, while keys arrive
         next = share.next(queries);
-        if (!next.empty()) {
-            prefetch({q + next.query * query_stride, weights + next.query * heads, head_stride, static_cast<u32>(heads)});
-        }
+        if (!next.empty()) prefetch(heads_of(next.query.number));
         float factors[GROUPS][8];
 #pragma unroll
         for (int n = 0; n < GROUPS * 8; ++n) {
             factors[n / 8][n % 8] = shared.factors[n / 8 * 32 + n % 8 / 2 * 8 + lane % 4 * 2 + n % 2];
         }
-        const u32 length = static_cast<u32>(positions[part.query]) + 1, tiles = part.last - part.tile;
+        const u32 length = static_cast<u32>(part.query.position) + 1, tiles = part.last - part.tile;
         u32 block = (part.tile + skipped) / BLOCK_TILES, in_block = (part.tile + skipped) % BLOCK_TILES;
         float sum = 0, squares = 0;
         for (; skipped < tiles; skipped += WARPGROUPS) {
@@ -378,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
             score *= key_scale;
             const u32 of_block = in_block * TILE + row, position = block * BLOCK_ROWS + of_block;
             if (lane % 4 < 2 && of_block < BLOCK_ROWS && position < length) {
-                values[part.query * value_stride + position] = score;
+                values[query * value_stride + position] = score;
                 sum += score, squares += score * score;
             }
             for (in_block += WARPGROUPS; in_block >= BLOCK_TILES; ++block) in_block -= BLOCK_TILES;
@@ -394,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
             const u32 before = blockIdx.x - shared.first_block;
             float total = 0;
             for (int n = 0; n < WARPS; ++n) total += shared.moments[n][thread];
-            moments[(part.query * moment_blocks + before) * 2 + thread] = total;
-            if (part.last == part.tiles) shares_of[part.query] = static_cast<int>(before) + 1;
+            moments[(query * moment_blocks + before) * 2 + thread] = total;
+            if (part.last == part.tiles) shares_of[query] = static_cast<int>(before) + 1;
         }
     }
 }
