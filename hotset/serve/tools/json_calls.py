@@ -25,10 +25,10 @@ def read_qwen3_call(source: Source, writer: CallWriter) -> Reading[None]:
 def read_llama_calls(source: Source, writer: CallWriter) -> Reading[None]:
     """Reads calls of Llama 3, which are separated by semicolons. They follow <|python_tag|>, or the answer begins with
     them. Without the marker, an object is a call only if it names one of the tools."""
-    is_marked = False
+    is_marked = follows_call = False
     while True:
         yield from source.skip()
-        while (yield from source.peek()) == ";":
+        while follows_call and (yield from source.peek()) == ";":
             source.at += 1
             yield from source.skip()
         if (yield from source.peek()) == "<":
@@ -38,6 +38,7 @@ def read_llama_calls(source: Source, writer: CallWriter) -> Reading[None]:
         call = JsonCall(source, writer, is_bare=not is_marked)
         yield from call.read()
         call.end()
+        follows_call = True
 
 
 class JsonCall:

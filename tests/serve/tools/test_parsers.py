@@ -342,6 +342,7 @@ MALFORMED = {
         '<|python_tag|>{"name": "now", "parameters": {"a": NaN}}',
         "<|python_tag|>",
         'See {"name": "now", "parameters": {}}',
+        ';{"name": "now", "parameters": {}}',
     ],
 }
 
@@ -400,6 +401,12 @@ def test_the_schema_decides_whether_a_value_is_a_text(name: str, key: str, text:
 def test_llama_calls_without_a_marker_are_found_at_the_beginning_only() -> None:
     text = ' {"name": "weather", "parameters": {"city": "a}\\"{"}}; {"type": "function", "name": "now"} Done.'
     expected: list[Item] = [("weather", {"city": 'a}"{'}), ("now", {}), " Done."]
+    assert parsed(BY_NAME["llama3"], [text]) == parsed(BY_NAME["llama3"], list(text)) == expected
+
+
+def test_only_semicolons_between_calls_of_llama_are_no_text() -> None:
+    text = '; <|python_tag|>{"name": "now", "parameters": {}};; {"name": "now", "parameters": {}};'
+    expected: list[Item] = [";", ("now", {}), ("now", {}), ";"]
     assert parsed(BY_NAME["llama3"], [text]) == parsed(BY_NAME["llama3"], list(text)) == expected
 
 
