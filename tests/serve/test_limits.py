@@ -4,6 +4,7 @@ request ends.
 These tests are in one file because they share one server.
 """
 
+import itertools
 import json
 import os
 import re
@@ -365,10 +366,13 @@ def test_metrics_do_not_wait_for_a_running_step(server: RunningServer, http: htt
         pause(engine)  # its step now takes long
         try:
             server.gauge("hotset_steps_total")  # reports that were on their way have arrived
-            began = time.monotonic()
-            stopped_at = [server.gauge("hotset_tokens_generated_total") for _ in range(2)]
-            assert time.monotonic() - began < IDLE_ENGINE_SECONDS / 2, "a scrape waited for the engine"
-            assert stopped_at[0] == stopped_at[1] >= tokens
+            times, stopped_at = [time.monotonic()], []
+            for _ in range(5):
+                stopped_at.append(server.gauge("hotset_tokens_generated_total"))
+                times.append(time.monotonic())
+            shortest = min(after - before for before, after in itertools.pairwise(times))  # on a busy machine, too
+            assert shortest < IDLE_ENGINE_SECONDS / 2, "every scrape waited for the engine"
+            assert len(set(stopped_at)) == 1 and stopped_at[0] >= tokens
             assert server.gauge("hotset_engine_up") == 1
         finally:
             os.kill(engine, signal.SIGCONT)
