@@ -377,8 +377,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS select_best
     i64 value_stride, i64 moment_shares, i64 k_,
     i64 capacity) {        // scores of a block that are held, a multiple of 128
     extern __shared__ int4 shared_memory[];
-    wait_for_previous_launch();
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
+    fill<BINS>(shared.histogram, 0);
+    if (threadIdx.x == 0) shared.listed = shared.earlier = shared.all_better = 0;
+    wait_for_previous_launch();
     const unsigned query = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, k = static_cast<unsigned>(k_);
     const i64 seat = seat_of[query], position = positions[query];
     const int shares = shares_of[query];  // has no meaning if nothing was scored
@@ -402,8 +404,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS select_best
     scores.own = begin + lane * LANE_SCORES, scores.last = min(begin + warp_share, length);
     scores.groups = begin < length ? (scores.last - begin + WARP_SCORES - 1) / WARP_SCORES : 0;
 
-    fill<BINS>(shared.histogram, 0);
-    if (threadIdx.x == 0) shared.listed = shared.earlier = shared.all_better = 0;
     scores.begin_to_hold();
     const ScoreBins bins = likely_bins(moments + query * moment_shares, shares, length, k);
     wait_for_small_copies();
@@ -447,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS select_best
     } else {
         rank_candidates(shared, found, needed, scores.first, warp_share);
     }
-    if (CLUSTER > 1) arrive_in_cluster(true);  // this block has read all that it needs of others
+    if (CLUSTER > 1) arrive_in_cluster(false);  // this block has read all that it needs of others
 
     column += shared.earlier + sum_warps(shared.better[warp], shared.totals).before;
     const unsigned worst_key = shared.worst_key, last_position = shared.last_position;

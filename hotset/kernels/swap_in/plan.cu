@@ -171,7 +171,7 @@ struct Planner {
     const Outputs &out;
     Maps maps;
     const i64 *slot_pages;
-    int stamp, tail_first;
+    int seat, stamp, tail_first;
     unsigned tail[TAIL_PAGES];
     int position[ENTRIES];
     int slot[ENTRIES];        // 0 if not looked up, EMPTY if missing
@@ -188,15 +188,19 @@ struct Planner {
         return threadIdx.x / 32 * (32 * ENTRIES) + i * 32 + threadIdx.x % 32;
     }
 
-    // Looks up the positions. For a padding query or a resident seat, writes their rows. For a tiered seat, lists the
-    // missing positions and their host pages.
-    __device__ __forceinline__ void page_table_lookup() {
-        const int seat = load_now(in.seat);
+    // Begins to load what every look-up needs.
+    __device__ __forceinline__ void load_query() {
+        seat = load_now(in.seat);
         stamp = load_now(in.stamp);
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
             position[i] = list_index(i) < in.k ? load_now(in.positions + list_index(i)) : EMPTY;
         }
+    }
+
+    // Looks up the positions. For a padding query or a resident seat, writes their rows. For a tiered seat, lists the
+    // missing positions and their host pages.
+    __device__ __forceinline__ void page_table_lookup() {
         if (seat == EMPTY) {
 #pragma unroll 1
             for (int i = threadIdx.x; i < in.k; i += THREADS) out.rows[i] = EMPTY;
@@ -231,6 +235,7 @@ struct Planner {
             maps.read_stamps(age);
         }
         shared.slot_pages[thread] = slot_page;
+        __syncthreads();  // all threads have cleared their part of the shared memory
         if (mark_hits()) list_missing(host_pages);
     }
 
@@ -484,11 +489,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     let_next_launch_start();
     if (threadIdx.x == 0) shared.missing = 0;
 #if COPIES
-    arrive(true);  // 0: this block has begun; the planner may write to its shared memory
+    arrive(!plans);  // 0: this block has begun; the planner, which publishes nothing, may write to its shared memory
 #endif
-    if (plans) shared.clear();
-    __syncthreads();
-
     const Inputs in = {
         positions + row * k, seats + row, stamps + row, tiered,
         row_pages, host_pages, slot_pages, tail_pages, map_pages,
@@ -496,7 +498,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
         words, counts, k, static_cast<int>(slot_page_count), static_cast<int>(map_page_count), ignore_tail != 0};
     const Outputs out = {rows + row * k, copy_host + row * k, copy_device + row * k, copy_counts + row};
     Planner planner(shared, in, out);
-    if (plans) planner.page_table_lookup();
+    if (plans) {
+        planner.load_query();
+        shared.clear();  // while the query is loaded
+        planner.page_table_lookup();
+    }
     const bool misses = plans && planner.missing > 0;
 #if COPIES && LISTS_AT_ONCE
     unsigned turn = 0;
