@@ -96,7 +96,9 @@ class TieredView(ResidentView):
         """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
-        self._found: Tensor | None = None  # the rows of the index group whose layers are being computed
+        # Of the index group whose layers are being computed: the rows, and the plan, whose lists copies still read.
+        self._found: Tensor | None = None
+        self._swap: SwapPlan | None = None
         self._arrived: dict[int, torch.cuda.Event | None] = {}  # by later layer of the group
         seat_of, positions = batch.seat_of, batch.segments.positions
         self._stamps = positions if batch.stamps is None else batch.stamps
@@ -175,12 +177,12 @@ class TieredView(ResidentView):
         if not self._has_tiered:
             return self._find(positions)
         if self._verified is not None:
-            swap, found = self._verified.plan(self._hot, group, positions, self._find(positions))
+            self._swap, found = self._verified.plan(self._hot, group, positions, self._find(positions))
         else:
-            swap = self._hot.plan(group, self.seat_of, positions, self._stamps)
-            found = swap.rows
+            self._swap = self._hot.plan(group, self.seat_of, positions, self._stamps)
+            found = self._swap.rows
         for layer in self._pool.shape.layers_of(group)[1:]:
-            self._arrived[layer] = self._hot.prefetch(layer, swap)
+            self._arrived[layer] = self._hot.prefetch(layer, self._swap)
         return found
 
     def _save_last_topk(self, group: int, positions: Tensor) -> None:

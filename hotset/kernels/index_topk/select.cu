@@ -447,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS select_best
     } else {
         rank_candidates(shared, found, needed, scores.first, warp_share);
     }
-    if (CLUSTER > 1) arrive_in_cluster(false);  // this block has read all that it needs of others
+    if (CLUSTER > 1) arrive_in_cluster(true);  // this block has read all that it needs of others
 
     column += shared.earlier + sum_warps(shared.better[warp], shared.totals).before;
     const unsigned worst_key = shared.worst_key, last_position = shared.last_position;

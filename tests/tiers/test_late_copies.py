@@ -1,0 +1,55 @@
+"""On a GPU, rows for layers that share a selection are copied beside other kernels, from the lists of a swap-in plan.
+Here these copies run as late as they may: when the layer waits for them."""
+
+import weakref
+from typing import Any
+
+import pytest
+from tiers.whole_numbers import Bench
+
+from hotset.kernels.swap_in import RowCopies, SwapPlan
+from hotset.memory.view import Selected
+from hotset.tiers.hot_buffers import HotBuffers
+from hotset.tiers.residence import Residence
+
+
+class LateCopy:
+    """A copy that has begun. Like a kernel, it knows where its lists are, but does not keep them."""
+
+    count = 0
+
+    def __init__(self, hot: HotBuffers, layer: int, swap: SwapPlan) -> None:
+        self._hot, self._layer = hot, layer
+        self._lists = [weakref.ref(tensor) for tensor in lists_of(swap.copies)]
+
+    def end(self) -> None:
+        lists = [reference() for reference in self._lists]
+        assert all(tensor is not None for tensor in lists), "the memory of the lists was freed before the copy ended"
+        copies: Any = RowCopies(*lists)
+        HotBuffers.copy(self._hot, self._layer, SwapPlan(copies.device_rows, copies))
+        LateCopy.count += 1
+
+
+def lists_of(copies: RowCopies) -> tuple[Any, ...]:
+    return copies.host_rows, copies.device_rows, copies.counts
+
+
+def end_copy(selected: Any) -> None:
+    if selected.arrived is not None:
+        selected.arrived.end()
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_the_lists_of_a_plan_stay_until_the_layers_have_their_rows(
+    max_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HotBuffers, "prefetch", lambda *arguments: LateCopy(*arguments))
+    monkeypatch.setattr(Selected, "wait", end_copy)
+    LateCopy.count = 0
+    slots = 4 * (1 + max_drafts) + 2
+    bench = Bench(60, 120, tiers="always", slots=slots, max_drafts=max_drafts)
+    for number in range(3):
+        bench.add(f"r{number}", 20 + number, 40)
+    bench.finish()
+    assert bench.compared[Residence.TIERED] and LateCopy.count > 20
+    assert bench.engine.stats().bytes_swapped > 0
