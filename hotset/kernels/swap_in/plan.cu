@@ -250,7 +250,8 @@ struct Planner {
 #pragma unroll
         for (int i = 0; i < SLOTS_HELD; ++i) {
             const int mine = threadIdx.x * SLOTS_HELD + i;
-            age[i] = mine < SLOTS && !shared.used[mine] ? stamp - age[i] : 0;
+            const bool evictable = !shared.used[mine] & mine < SLOTS;  // the marks of all threads' slots are there
+            age[i] = evictable ? stamp - age[i] : 0;
         }
         count_ages(shared.leaving, age);
         find_victims(shared.leaving, age, missing, shared.totals);

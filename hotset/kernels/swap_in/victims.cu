@@ -8,7 +8,7 @@ namespace {
 // The age of a slot is the stamp of this step minus the slot's `last_used`, or 0 if this step reads the slot. Ages are
 // counted in buckets: one for each age below 2^EXACT, then 64 per doubling. The victims are all slots older than the
 // cut-off age, and the first ones of exactly this age. If the bucket with the cut-off spans several ages, it is divided
-// again, DIGIT bits at a time, until the exact age is found. Slots of age 0 must not be evicted and are not counted.
+// again, DIGIT bits at a time, until the exact age is found. Slots of age 0 must not be evicted: the cut-off is never 0.
 constexpr int EXACT = 10;
 constexpr int DIGIT = 10;
 constexpr int BUCKETS = (1 << EXACT) + (32 - EXACT) * 64;
@@ -49,7 +49,7 @@ __device__ __forceinline__ Span span_of(unsigned bucket) {
 __device__ __forceinline__ void count_ages(SlotsLeaving &shared, const unsigned (&age)[SLOTS_HELD]) {
 #pragma unroll
     for (int i = 0; i < SLOTS_HELD; ++i) {
-        if (age[i] > 0) atomicAdd(shared.histogram + bucket_of(age[i]), 1);
+        atomicAdd(shared.histogram + bucket_of(age[i]), 1);
     }
 }
 
