@@ -119,7 +119,8 @@ class HotBuffers:
 
     def prefetch(self, layer: int, swap: SwapPlan) -> torch.cuda.Event | None:
         """Copies the missing rows in this layer. On a GPU, this happens while the main stream computes, after the
-        copies that were begun before; returns the event of its end."""
+        copies that were begun before. Returns the event of its end. The caller keeps `swap` until the main stream waits
+        for it: the copy reads lists that belong to the main stream."""
         if self._prefetch_stream is None:
             self.copy(layer, swap)
             return None

@@ -96,9 +96,8 @@ class TieredView(ResidentView):
         """A tiered request has at most `tiered_tokens` tokens in the batch. 0: no request is tiered."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, tiered_tokens > 0
-        # Of the index group whose layers are being computed: the rows, and the plan, whose lists copies still read.
-        self._found: Tensor | None = None
-        self._swap: SwapPlan | None = None
+        self._found: Tensor | None = None  # the rows of the index group whose layers are being computed
+        self._swap: SwapPlan | None = None  # of this group; kept because copies for its later layers still read it
         self._arrived: dict[int, torch.cuda.Event | None] = {}  # by later layer of the group
         seat_of, positions = batch.seat_of, batch.segments.positions
         self._stamps = positions if batch.stamps is None else batch.stamps

@@ -5,6 +5,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 from tiers.whole_numbers import Bench
 
 from hotset.kernels.swap_in import RowCopies, SwapPlan
@@ -19,19 +20,15 @@ class LateCopy:
     count = 0
 
     def __init__(self, hot: HotBuffers, layer: int, swap: SwapPlan) -> None:
+        copies = swap.copies
         self._hot, self._layer = hot, layer
-        self._lists = [weakref.ref(tensor) for tensor in lists_of(swap.copies)]
+        self._lists = [weakref.ref(tensor) for tensor in (copies.host_rows, copies.device_rows, copies.counts)]
 
     def end(self) -> None:
-        lists = [reference() for reference in self._lists]
-        assert all(tensor is not None for tensor in lists), "the memory of the lists was freed before the copy ended"
-        copies: Any = RowCopies(*lists)
-        HotBuffers.copy(self._hot, self._layer, SwapPlan(copies.device_rows, copies))
+        lists = [tensor for reference in self._lists if (tensor := reference()) is not None]
+        assert len(lists) == 3, "the memory of the lists was freed before the copy ended"
+        self._hot.copy(self._layer, SwapPlan(torch.empty(0), RowCopies(*lists)))  # without the rows of attention
         LateCopy.count += 1
-
-
-def lists_of(copies: RowCopies) -> tuple[Any, ...]:
-    return copies.host_rows, copies.device_rows, copies.counts
 
 
 def end_copy(selected: Any) -> None:

@@ -250,7 +250,7 @@ struct Planner {
 #pragma unroll
         for (int i = 0; i < SLOTS_HELD; ++i) {
             const int mine = threadIdx.x * SLOTS_HELD + i;
-            const bool evictable = !shared.used[mine] & mine < SLOTS;  // the marks of all threads' slots are there
+            const bool evictable = !shared.used[mine] & mine < SLOTS;  // `used` has entries beyond SLOTS, too
             age[i] = evictable ? stamp - age[i] : 0;
         }
         count_ages(shared.leaving, age);
@@ -490,7 +490,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     let_next_launch_start();
     if (threadIdx.x == 0) shared.missing = 0;
 #if COPIES
-    arrive(!plans);  // 0: this block has begun; the planner, which publishes nothing, may write to its shared memory
+    arrive(!plans);  // 0: this block has begun, so the planner may write to its shared memory. The planner publishes nothing
 #endif
     const Inputs in = {
         positions + row * k, seats + row, stamps + row, tiered,
