@@ -69,6 +69,7 @@ struct Fibre {
     unsigned votes;     // number of calls of __syncthreads_or
     unsigned arrivals;  // number of arrivals at the cluster barrier
     unsigned waits;     // number of waits at the cluster barrier
+    unsigned late;      // rounds of `run_block` before the thread begins
     bool began;
 };
 enum { MAX_THREADS = 1024, MAX_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
@@ -157,8 +158,13 @@ static bool run_block(unsigned member) {
     static unsigned order[MAX_THREADS];
     const unsigned first = member * threads, last = first + threads;
     unsigned ready = 0;
+    bool released = false;
     for (unsigned i = first; i < last; ++i) {
-        if (fibres[i].state == READY) order[ready++] = i;
+        if (fibres[i].late) {
+            --fibres[i].late, released = true;
+        } else if (fibres[i].state == READY) {
+            order[ready++] = i;
+        }
     }
     shuffle(order, ready);
     for (unsigned i = 0; i < ready; ++i) {
@@ -172,7 +178,7 @@ static bool run_block(unsigned member) {
         }
         if (failure) return false;
     }
-    bool released = ready > 0;
+    released |= ready > 0;
     for (unsigned warp = first; warp < last; warp += 32) released |= release(WARP, warp, warp + 32);
     return released || release(BLOCK, first, last) || release_from_cluster(first, last);
 }
@@ -243,6 +249,7 @@ extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int sha
             Fibre &fibre = fibres[i];
             if (!fibre.stack) fibre.stack = static_cast<char *>(malloc(STACK_BYTES));
             fibre.state = READY, fibre.votes = fibre.arrivals = fibre.waits = 0, fibre.began = false;
+            fibre.late = i % 32 ? fibres[i - 1].late : draw(4) ? 0 : draw(64);  // a quarter of the warps begin late
             getcontext(&fibre.context);
             fibre.context.uc_stack.ss_sp = fibre.stack;
             fibre.context.uc_stack.ss_size = STACK_BYTES;

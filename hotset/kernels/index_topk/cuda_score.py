@@ -38,8 +38,8 @@ class BlockShape:
 
 
 TUNED = {  # by groups of heads
-    1: BlockShape(stages=12, warpgroups=4),
-    2: BlockShape(stages=12, warpgroups=4),
+    1: BlockShape(stages=8, warpgroups=4),
+    2: BlockShape(stages=8, warpgroups=4),
     3: BlockShape(stages=12, warpgroups=3),
     4: BlockShape(stages=12, warpgroups=3),
 }

@@ -10,7 +10,7 @@
 //
 // The kernel is limited by memory bandwidth. A tile is 64 consecutive keys, copied to shared memory as they are stored: 128
 // codes and a scale each. The tiles of all queries are numbered through, and every block scores an equal share of them:
-// parts of one query or of several. One thread copies the tiles of a share without a pause; the warpgroups score them in
+// parts of one query or of several. One warp copies the tiles of a share without a pause; the warpgroups score them in
 // turn. One block runs on every multiprocessor.
 //
 // The kernel is launched early. If there are few queries, one warp prefetches the first tile of every warpgroup into the L2
@@ -139,7 +139,7 @@ __device__ __forceinline__ Share share_of(const Query &first, u32 own, Shares &s
         const u32 lower = __shfl_up_sync(ALL, up_to, distance);
         if (lane >= distance) up_to += lower;
     }
-    const u32 total = __shfl_sync(ALL, up_to, 31), active = min(static_cast<u32>(gridDim.x), total);
+    const u32 total = __reduce_add_sync(ALL, own), active = min(static_cast<u32>(gridDim.x), total);
     if (blockIdx.x >= active) return Share{};
     shares = {total / active, total % active};
     const u32 at = shares.first_of(blockIdx.x), home = __popc(__ballot_sync(ALL, up_to <= at));
@@ -211,11 +211,20 @@ __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cu
     cursor.next_page = pages[part_of(min(cursor.block + 1, last_block), paging) / PARTS];
 }
 
-// Copies the tiles of a share, as soon as there is room for them.
-__device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
-                                           const Table &table) {
-    u32 stage = 0, round = 1;
-    for (Part part = share.first(queries); !part.empty(); part = share.next(queries)) {
+// Prepares the barriers of some stages. A thread prepares one after the other, and each takes about 40 cycles, so every warp
+// that scores does a few of them.
+__device__ __forceinline__ void prepare_barriers(Shared &shared, u32 warp) {
+    for (u32 stage = warp; stage < STAGES; stage += WARPS) {
+        prepare_barrier(&shared.arrived[stage], 1), prepare_barrier(&shared.released[stage], 4);
+    }
+}
+
+// Copies the other tiles of `part` and those of later queries, beginning with this stage.
+__device__ __forceinline__ void copy_more_tiles(Shared &shared, Share share, Part part, u32 stage, const Queries &queries,
+                                                const Paging &paging, const Table &table) {
+    u32 round = stage > 0;  // 0: the first tile of every stage is on its way
+    if (part.empty()) part = share.next(queries);
+    for (; !part.empty(); part = share.next(queries)) {
         const i64 *pages = table.pages + part.query.seat * table.stride;
         const u32 last_block = static_cast<u32>(part.query.position) / BLOCK_ROWS;
         const u32 block = part.tile / BLOCK_TILES, in_block = part.tile % BLOCK_TILES;
@@ -230,6 +239,26 @@ __device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Qu
             if (++stage == STAGES) stage = 0, round ^= 1;
         } while (--left > 0);
     }
+}
+
+// Copies the tiles of a share, as soon as there is room for them. Of the first query, a lane each begins with a tile for every
+// stage: one thread would take about 200 cycles for each. Lane 0 copies the other tiles.
+__device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
+                                           const Table &table) {
+    const u32 lane = threadIdx.x % 32;
+    Part part = share.first(queries);
+    const u32 together = min(part.last - part.tile, static_cast<u32>(STAGES));
+    const i64 *pages = table.pages + part.query.seat * table.stride;
+    const u32 block = (part.tile + lane) / BLOCK_TILES, in_block = (part.tile + lane) % BLOCK_TILES;
+    i64 page = 0;
+    if (lane < together) page = pages[part_of(block, paging) / PARTS];
+    wait_for_first(SCORERS + 32);  // for the barriers, while the pages are looked up
+    if (lane < together) {
+        const u8 *from = address_of(block, page, paging) + in_block * TILE * KEY_BYTES;
+        begin_copy(shared.tiles[lane], from, tile_bytes(in_block), &shared.arrived[lane]);
+    }
+    part.tile += together;
+    if (lane == 0) copy_more_tiles(shared, share, part, together % STAGES, queries, paging, table);
 }
 
 // The heads of a query, and their weights.
@@ -320,20 +349,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     const Paging paging = {blocks, part_stride, page_stride, static_cast<u32>(first_part)};
     const Table page_table = {table, table_stride, seats, columns, page_count};
     const Queries queries = {seat_of, positions, static_cast<u32>(count), k};
-    if (thread < STAGES) prepare_barrier(&shared.arrived[thread], 1), prepare_barrier(&shared.released[thread], 4);
-    __syncthreads();
     if (warp == PREFETCHING_WARP) {  // returns, so that the compiler moves this to the end: others need not fetch this code
         prefetch_first_tiles(queries, paging, page_table);
         wait_for_previous_launch();
         return;
     }
+    if (warp < WARPS && lane == 0) prepare_barriers(shared, warp);
     wait_for_previous_launch();
     Shares shares;
     Share share = find_share(queries, shares);
     if (warp == COPYING_WARP) {
-        if (lane == 0) copy_tiles(shared, share, queries, paging, page_table);
+        copy_tiles(shared, share, queries, paging, page_table);
         return;
     }
+    wait_for_first(SCORERS + 32);
     const auto heads_of = [=](u32 query) {
         return Heads{q + query * query_stride, weights + query * heads, head_stride, static_cast<u32>(heads)};
     };
