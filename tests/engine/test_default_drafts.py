@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hotset.base.config import EngineConfig
+from hotset.base.sampling import SamplingParams
 from hotset.engine import build
 from hotset.engine.llm import LLM
 from hotset.engine.model_checks import DEFAULT_DRAFTS, with_default_drafts
@@ -84,11 +85,13 @@ def test_an_engine_whose_default_drafts_do_not_pay_starts_again_without_their_la
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_demo_model_drafts_by_default_and_gives_the_same_text() -> None:
-    texts = []
+    """Greedy, because a step that verifies drafts rounds sums differently. In bfloat16 this shifts log-probabilities by
+    some hundredths, and of thirty tokens that are drawn by them, one or two are then others."""
+    texts, greedy = [], SamplingParams(temperature=0)
     for settings in ({}, {"speculate": 0}):
         llm = LLM(model=str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings)
         try:
-            texts.append([output.outputs[0].text for output in llm.generate(["The capital of France is"] * 2)])
+            texts.append([output.outputs[0].text for output in llm.generate(["The capital of France is"] * 2, greedy)])
         finally:
             llm.close()
     assert texts[0] == texts[1] and torch.cuda.is_available()

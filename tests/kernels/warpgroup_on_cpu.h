@@ -114,15 +114,30 @@ static inline void wait_for_round(unsigned long long *barrier, unsigned round) {
         return state.rounds % 2 != round;
     });
 }
+namespace emulated {
+// A barrier of some threads of a block.
+struct Meeting {
+    unsigned round, arrivals, expected;
+    void arrive(unsigned threads) {
+        if (arrivals == 0) expected = threads;
+        if (threads != expected) fail("threads wait at one barrier for different numbers of threads");
+        if (++arrivals == threads) ++round, arrivals = 0;
+    }
+    void wait(unsigned threads) {
+        const unsigned mine = round;
+        arrive(threads);
+        wait_until([this, mine] { return round != mine; });
+    }
+};
+static Meeting of_first, of_reports;
+}  // namespace emulated
+
 static inline void wait_for_first(unsigned threads) {
-    static unsigned round, arrivals, expected;
     if (threadIdx.x >= threads) emulated::fail("a thread waits at a barrier of other threads");
-    if (arrivals == 0) expected = threads;
-    if (threads != expected) emulated::fail("threads wait at one barrier for different numbers of threads");
-    const unsigned mine = round;
-    if (++arrivals == threads) ++round, arrivals = 0;
-    emulated::wait_until([&] { return round != mine; });
+    emulated::of_first.wait(threads);
 }
+static inline void report_to_others(unsigned threads) { emulated::of_reports.arrive(threads); }
+static inline void wait_for_reports(unsigned threads) { emulated::of_reports.wait(threads); }
 static inline void publish_to_tensor_cores() {}
 static inline void begin_products() {}
 static inline void end_products() {}

@@ -211,12 +211,15 @@ __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cu
     cursor.next_page = pages[part_of(min(cursor.block + 1, last_block), paging) / PARTS];
 }
 
-// Prepares the barriers of some stages. A thread prepares one after the other, and each takes about 40 cycles, so every warp
-// that scores does a few of them.
-__device__ __forceinline__ void prepare_barriers(Shared &shared, u32 warp) {
-    for (u32 stage = warp; stage < STAGES; stage += WARPS) {
-        prepare_barrier(&shared.arrived[stage], 1), prepare_barrier(&shared.released[stage], 4);
+// Prepares the barriers. Called by the warps that score: each prepares some, because one after the other takes about 40 cycles
+// each. They wait for each other before they use them.
+__device__ __forceinline__ void prepare_barriers(Shared &shared) {
+    if (threadIdx.x % 32 == 0) {
+        for (u32 stage = threadIdx.x / 32; stage < STAGES; stage += WARPS) {
+            prepare_barrier(&shared.arrived[stage], 1), prepare_barrier(&shared.released[stage], 4);
+        }
     }
+    report_to_others(SCORERS + 32);
 }
 
 // Copies the other tiles of `part` and those of later queries, beginning with this stage.
@@ -252,7 +255,7 @@ __device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Qu
     const u32 block = (part.tile + lane) / BLOCK_TILES, in_block = (part.tile + lane) % BLOCK_TILES;
     i64 page = 0;
     if (lane < together) page = pages[part_of(block, paging) / PARTS];
-    wait_for_first(SCORERS + 32);  // for the barriers, while the pages are looked up
+    wait_for_reports(SCORERS + 32);  // that the barriers are prepared, while the pages are looked up
     if (lane < together) {
         const u8 *from = address_of(block, page, paging) + in_block * TILE * KEY_BYTES;
         begin_copy(shared.tiles[lane], from, tile_bytes(in_block), &shared.arrived[lane]);
@@ -332,17 +335,19 @@ __device__ __forceinline__ void write_heads(Shared &shared, const Heads &heads, 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
-    const u16 *q,          // [queries, heads, 128]; heads begin at multiples of 16 bytes
-    const float *weights,  // [queries, heads]
+    // The first copy needs these. They come first, because arguments are read in lines of 64 bytes.
     const u8 *blocks,      // [parts, pages, block rows, 132 bytes]; blocks begin and end at multiples of 16 bytes
     const i64 *table,      // [seats, columns] pages
     const i64 *seat_of,    // [queries]
     const i64 *positions,  // [queries]
+    i64 count, i64 k, i64 table_stride, i64 page_stride, i64 part_stride, i64 first_part, i64 seats, i64 columns,
+    i64 page_count,
+    const u16 *q,          // [queries, heads, 128]; heads begin at multiples of 16 bytes
+    const float *weights,  // [queries, heads]
     float *values,         // [queries, value_stride], written
     float *moments,        // [queries, moment_blocks, 2], written
     int *shares_of,        // [queries], written: how many blocks have written moments of a query
-    i64 query_stride, i64 head_stride, i64 table_stride, i64 seats, i64 columns, i64 page_count, i64 part_stride,
-    i64 page_stride, i64 value_stride, i64 moment_blocks, i64 count, i64 heads, i64 k, i64 first_part, i64 scale_bits) {
+    i64 query_stride, i64 head_stride, i64 heads, i64 value_stride, i64 moment_blocks, i64 scale_bits) {
     extern __shared__ __align__(1024) int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -354,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
         wait_for_previous_launch();
         return;
     }
-    if (warp < WARPS && lane == 0) prepare_barriers(shared, warp);
+    if (warp < WARPS) prepare_barriers(shared);
     wait_for_previous_launch();
     Shares shares;
     Share share = find_share(queries, shares);
@@ -362,7 +367,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
         copy_tiles(shared, share, queries, paging, page_table);
         return;
     }
-    wait_for_first(SCORERS + 32);
     const auto heads_of = [=](u32 query) {
         return Heads{q + query * query_stride, weights + query * heads, head_stride, static_cast<u32>(heads)};
     };
