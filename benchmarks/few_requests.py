@@ -27,7 +27,6 @@ from decode_load import abort_all, prefill, timed_steps
 from gpu_timing import require_gpu
 from report import Bar, make_parser, report
 from serving import CountedWeights, ModelSetup, ServingMemory, load_spec, make_engine, measure
-from shared_split import add_shared_percent_option, prefer_shared_percent
 from step_profile import KernelRun, group_of, grouped_ms, profiled
 from synthetic_prefill import SyntheticSelection
 
@@ -102,11 +101,8 @@ def main() -> None:
     parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
     parser.add_argument("--host-gib", type=float, default=17, help="GiB of the host store, which is not used")
     parser.add_argument("--steps", type=int, default=48, help="timed steps per row of the table")
-    add_shared_percent_option(parser)
     options = parser.parse_args()
     require_gpu()
-    if options.shared_percent is not None:
-        prefer_shared_percent(options.shared_percent)
     weights = CountedWeights(serving.DTYPE, serving.CUDA)
     decoder = Decoder(load_spec(MODEL, 1), weights, KvStorage(fp8_rows=True, fp8_keys=True))
     tables = measure_all(decoder, weights.bytes, options)

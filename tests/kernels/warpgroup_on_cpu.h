@@ -55,12 +55,15 @@ static unsigned code_of(float value) {
     return code | (value < 0 ? 0x80 : 0);
 }
 
-// Tiles of the running block: the one that each lane has prefetched into the L2 cache, and the first that it has copied.
+// Tiles of the running block: those that lane n of a warp has prefetched into the L2 cache, and the first ones that were
+// copied.
 struct Tile {
     const void *at;
     unsigned bytes;
 };
-static Tile prefetched[32], copied[32];  // by lane
+enum { MAX_PREFETCHED = 32 };
+static Tile prefetched[MAX_PREFETCHED], copied[MAX_PREFETCHED];
+static unsigned copy_count;
 
 }  // namespace emulated
 
@@ -84,6 +87,7 @@ static inline void prefetch_to_l2(const void *at, unsigned bytes) {
 }
 static inline void prepare_barrier(unsigned long long *barrier, unsigned arrivals) {
     memset(emulated::prefetched, 0, sizeof emulated::prefetched), memset(emulated::copied, 0, sizeof emulated::copied);
+    emulated::copy_count = 0;
     const unsigned n = emulated::barrier_count++ % 128;
     emulated::barriers[n] = emulated::Barrier{arrivals};
     *barrier = n + 1;
@@ -99,8 +103,7 @@ static inline void begin_copy(void *to, const void *from, unsigned bytes, unsign
         fail("a bulk copy is misaligned");
     }
     if (state.to) fail("a copy began before the previous one of its barrier was waited for");
-    const unsigned lane = threadIdx.x % 32;  // the first tiles are copied by a lane each
-    if (!copied[lane].at) copied[lane] = Tile{from, bytes}, compare_tile(lane);
+    if (copy_count < MAX_PREFETCHED) copied[copy_count] = Tile{from, bytes}, compare_tile(copy_count++);
     state.to = to, state.from = from, state.bytes = bytes;
     state.polls = draw(draw(8) ? 256 : 1 << 15);  // some copies take much longer than others
     memset(to, 0xFF, bytes);

@@ -10,7 +10,7 @@
 //
 // The kernel is limited by memory bandwidth. A tile is 64 consecutive keys, copied to shared memory as they are stored: 128
 // codes and a scale each. The tiles of all queries are numbered through, and every block scores an equal share of them:
-// parts of one query or of several. One warp copies the tiles of a share without a pause; the warpgroups score them in
+// parts of one query or of several. One thread copies the tiles of a share without a pause; the warpgroups score them in
 // turn. One block runs on every multiprocessor.
 //
 // The kernel is launched early. If there are few queries, one warp prefetches the first tile of every warpgroup into the L2
@@ -222,12 +222,11 @@ __device__ __forceinline__ void prepare_barriers(Shared &shared) {
     report_to_others(SCORERS + 32);
 }
 
-// Copies the other tiles of `part` and those of later queries, beginning with this stage.
-__device__ __forceinline__ void copy_more_tiles(Shared &shared, Share share, Part part, u32 stage, const Queries &queries,
-                                                const Paging &paging, const Table &table) {
-    u32 round = stage > 0;  // 0: the first tile of every stage is on its way
-    if (part.empty()) part = share.next(queries);
-    for (; !part.empty(); part = share.next(queries)) {
+// Copies the tiles of a share, as soon as there is room for them.
+__device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
+                                           const Table &table) {
+    u32 stage = 0, round = 1;
+    for (Part part = share.first(queries); !part.empty(); part = share.next(queries)) {
         const i64 *pages = table.pages + part.query.seat * table.stride;
         const u32 last_block = static_cast<u32>(part.query.position) / BLOCK_ROWS;
         const u32 block = part.tile / BLOCK_TILES, in_block = part.tile % BLOCK_TILES;
@@ -242,26 +241,6 @@ __device__ __forceinline__ void copy_more_tiles(Shared &shared, Share share, Par
             if (++stage == STAGES) stage = 0, round ^= 1;
         } while (--left > 0);
     }
-}
-
-// Copies the tiles of a share, as soon as there is room for them. Of the first query, a lane each begins with a tile for every
-// stage: one thread would take about 200 cycles for each. Lane 0 copies the other tiles.
-__device__ __forceinline__ void copy_tiles(Shared &shared, Share share, const Queries &queries, const Paging &paging,
-                                           const Table &table) {
-    const u32 lane = threadIdx.x % 32;
-    Part part = share.first(queries);
-    const u32 together = min(part.last - part.tile, static_cast<u32>(STAGES));
-    const i64 *pages = table.pages + part.query.seat * table.stride;
-    const u32 block = (part.tile + lane) / BLOCK_TILES, in_block = (part.tile + lane) % BLOCK_TILES;
-    i64 page = 0;
-    if (lane < together) page = pages[part_of(block, paging) / PARTS];
-    wait_for_reports(SCORERS + 32);  // that the barriers are prepared, while the pages are looked up
-    if (lane < together) {
-        const u8 *from = address_of(block, page, paging) + in_block * TILE * KEY_BYTES;
-        begin_copy(shared.tiles[lane], from, tile_bytes(in_block), &shared.arrived[lane]);
-    }
-    part.tile += together;
-    if (lane == 0) copy_more_tiles(shared, share, part, together % STAGES, queries, paging, table);
 }
 
 // The heads of a query, and their weights.
@@ -364,7 +343,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     Shares shares;
     Share share = find_share(queries, shares);
     if (warp == COPYING_WARP) {
-        copy_tiles(shared, share, queries, paging, page_table);
+        wait_for_reports(SCORERS + 32);  // that the barriers are prepared
+        if (lane == 0) copy_tiles(shared, share, queries, paging, page_table);
         return;
     }
     const auto heads_of = [=](u32 query) {

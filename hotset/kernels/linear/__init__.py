@@ -9,8 +9,9 @@ from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
 from hotset.kernels.norm import rms_norm
 
-MAX_FEW_TOKENS = 4  # the largest batch of the kernel for few tokens
-MAX_FEW_INPUTS = 8192  # the most inputs that it keeps in registers
+# The kernels for few tokens multiply with one token after the other. Beyond these numbers, cuBLAS is faster.
+MAX_FEW_TOKENS, MAX_FEW_VALUES = 2, 8192  # values: of all tokens
+MAX_FEW_TOKENS_PER_HEAD = 4
 MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `Fp32Linear` is faster than torch
 
 
@@ -19,7 +20,7 @@ class Linear:
 
     If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`). On a GPU in bfloat16 or float32, such
     a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same instance at the
-    same time, because its calls share counters. A product of up to MAX_FEW_TOKENS tokens in bfloat16 has a kernel, too.
+    same time, because its calls share counters. A product of very few tokens in bfloat16 has a kernel, too.
 
     After `pack`, on a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in
     blocked order (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1
@@ -70,7 +71,12 @@ class Linear:
 
     def _has_few_tokens(self, x: Tensor) -> bool:
         """Returns whether the kernel for few tokens supports the product."""
-        return isinstance(self.weight, Tensor) and _has_few_tokens(x, self.weight) and self.weight.is_contiguous()
+        return (
+            isinstance(self.weight, Tensor)
+            and _are_few_bf16_tokens(x, self.weight, MAX_FEW_TOKENS)
+            and x.numel() <= MAX_FEW_VALUES
+            and self.weight.is_contiguous()
+        )
 
     def _fp8_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
         if self._counters is not None and x.dtype in FAST_DTYPES:
@@ -79,15 +85,9 @@ class Linear:
         return reference.fp8_linear(x, weight, self.bias)
 
 
-def _has_few_tokens(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether a kernel of `triton_few.py` supports the product of x [tokens, ..., in] with a weight."""
-    return (
-        x.is_cuda
-        and x.dtype == weight.dtype == torch.bfloat16
-        and x.shape[0] <= MAX_FEW_TOKENS
-        and x.shape[-1] <= MAX_FEW_INPUTS
-        and x.stride(-1) == 1
-    )
+def _are_few_bf16_tokens(x: Tensor, weight: Tensor, most: int) -> bool:
+    """Returns whether x [tokens, ..., in] has at most so many tokens, and a type that `triton_few.py` supports."""
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.shape[0] <= most and x.stride(-1) == 1
 
 
 class Fp32Linear:
@@ -135,7 +135,7 @@ def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """
     if out.stride(2) != 1:
         raise InternalError(f"the values of a head have stride {out.stride(2)}; they must be adjacent")
-    if _has_few_tokens(x, weight):
+    if _are_few_bf16_tokens(x, weight, MAX_FEW_TOKENS_PER_HEAD):
         kernels_of("linear", "triton_few").per_head_matmul_into(out, x, weight)
         return
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

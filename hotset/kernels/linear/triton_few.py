@@ -21,7 +21,8 @@ from hotset.base.units import ceil_div
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
 from hotset.kernels.norm.triton_impl import rms_normed
 
-TILE_OUTPUTS, FP32_TILE_OUTPUTS = 4, 2  # of a program
+MAX_TILE_OUTPUTS, FP32_TILE_OUTPUTS = 4, 2  # of a program
+LINEAR_TILE_WEIGHTS = 16384  # with more than 4096 inputs, a program computes fewer outputs
 INPUTS_OF_WARP = 1024
 TILE_WEIGHTS = 8192  # of a program of `per_head_matmul_into`
 OPTIONS = {"enable_fp_fusion": True} | EARLY_LAUNCH
@@ -43,7 +44,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, eps: f
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    _few_tokens_kernel[(ceil_div(outputs, TILE_OUTPUTS),)](
+    tile_outputs = _tile_outputs(inputs)
+    _few_tokens_kernel[(ceil_div(outputs, tile_outputs),)](
         x=x,
         weight=weight,
         bias=weight if bias is None else bias,
@@ -55,7 +57,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, eps: f
         outputs=outputs,
         has_bias=bias is not None,
         has_norm=has_norm,
-        tile_outputs=TILE_OUTPUTS,
+        tile_outputs=tile_outputs,
         **_input_options(inputs),
     )
     return out
@@ -72,8 +74,8 @@ def linear_and_fp32(
     fp32_out = torch.empty(tokens, fp32_outputs, dtype=torch.float32, device=x.device)
     if tokens == 0:
         return out, fp32_out
-    fp32_tiles = ceil_div(fp32_outputs, FP32_TILE_OUTPUTS)
-    _few_tokens_and_fp32_kernel[(fp32_tiles + ceil_div(outputs, TILE_OUTPUTS),)](
+    fp32_tiles, tile_outputs = ceil_div(fp32_outputs, FP32_TILE_OUTPUTS), _tile_outputs(inputs)
+    _few_tokens_and_fp32_kernel[(fp32_tiles + ceil_div(outputs, tile_outputs),)](
         x=x,
         weight=weight,
         bias=weight if bias is None else bias,
@@ -87,7 +89,7 @@ def linear_and_fp32(
         outputs=outputs,
         fp32_outputs=fp32_outputs,
         has_bias=bias is not None,
-        tile_outputs=TILE_OUTPUTS,
+        tile_outputs=tile_outputs,
         fp32_tile_outputs=FP32_TILE_OUTPUTS,
         **_input_options(inputs),
     )
@@ -96,6 +98,10 @@ def linear_and_fp32(
 
 def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
+
+
+def _tile_outputs(inputs: int) -> int:
+    return max(1, min(MAX_TILE_OUTPUTS, LINEAR_TILE_WEIGHTS // triton.next_power_of_2(inputs)))
 
 
 def _input_options(inputs: int) -> dict[str, Any]:
