@@ -101,7 +101,8 @@ def _described(tensor: Tensor) -> str:
 
 
 def _tile_outputs(inputs: int) -> int:
-    return max(1, min(MAX_TILE_OUTPUTS, LINEAR_TILE_WEIGHTS // triton.next_power_of_2(inputs)))
+    tile_inputs: int = triton.next_power_of_2(inputs)
+    return max(1, min(MAX_TILE_OUTPUTS, LINEAR_TILE_WEIGHTS // tile_inputs))
 
 
 def _input_options(inputs: int) -> dict[str, Any]:
