@@ -5,7 +5,8 @@
 As many contexts as fit decode with tiers auto, as in serving.py: dsa-50b-dense with random weights, synthetic
 selections with the published miss rates, prompts that are not computed. A layer that selects waits until its missing
 rows have been copied. If other layers share its selection (--share), their rows are copied meanwhile, beside other
-kernels. The same step is also measured with all copies in order, each before the next kernel, and without misses:
+kernels. The same step is also measured without misses and, with --share, with all copies in order, each before the next
+kernel:
 
     hidden = (step with copies in order - step) / (step with copies in order - step without misses)
 
@@ -132,18 +133,21 @@ class Case:
 
 def measure(setup: ModelSetup, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row of the table for each shape of copies. If every layer selects for itself, no copies run beside
-    other kernels, and differences between rows are noise."""
+    other kernels: steps with copies in order launch the same kernels, and differences between rows are noise."""
     case, steps = Case(setup, context), options.steps
     case.step_seconds(steps)  # until contexts have been copied to the host
-    with copies_in_order():
-        in_order = case.step_seconds(steps)
+    in_order = None
+    if options.share > 1:
+        with copies_in_order():
+            in_order = case.step_seconds(steps)
     without_misses = case.step_seconds(steps, misses=False)
     rows = []
     for shape in options.copies:
         with copies_by(shape):
             seconds = case.step_seconds(steps)
-        hidden = (in_order - seconds) / (in_order - without_misses)
-        times = {"in order ms": in_order * 1e3, "no misses ms": without_misses * 1e3}
+        longest = in_order or seconds
+        times = {"in order ms": longest * 1e3, "no misses ms": without_misses * 1e3}
+        hidden = (longest - seconds) / (longest - without_misses)
         rows.append(case.row("auto", seconds, **times, copies=shape, hidden=hidden))
     case.close()
     return rows
