@@ -39,9 +39,9 @@ __device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
 __device__ __forceinline__ void wait_for_first(int threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
-// The same with some threads that do not wait, but only report that they have got there: `threads` counts both kinds.
-__device__ __forceinline__ void report_to_others(int threads) { asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory"); }
-__device__ __forceinline__ void wait_for_reports(int threads) { asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory"); }
+// Another barrier, at which some threads only arrive and others also wait. `threads` counts both.
+__device__ __forceinline__ void arrive_only(int threads) { asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory"); }
+__device__ __forceinline__ void arrive_and_wait(int threads) { asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory"); }
 // Makes writes to shared memory visible to tensor cores and bulk copies that begin later: those that this thread has made,
 // once the block has passed a barrier, and those of others that it has waited for.
 __device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

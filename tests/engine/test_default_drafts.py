@@ -86,7 +86,7 @@ def test_an_engine_whose_default_drafts_do_not_pay_starts_again_without_their_la
 @pytest.mark.gpu
 def test_on_a_gpu_the_demo_model_drafts_by_default_and_gives_the_same_text() -> None:
     """Greedy, because a step that verifies drafts rounds sums differently. In bfloat16 this shifts log-probabilities by
-    some hundredths, and of thirty tokens that are drawn by them, one or two are then others."""
+    some hundredths, and that is enough to change a token that is drawn at random."""
     texts, greedy = [], SamplingParams(temperature=0)
     for settings in ({}, {"speculate": 0}):
         llm = LLM(model=str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings)

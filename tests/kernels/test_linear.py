@@ -65,7 +65,7 @@ def test_fp32_linear_kernel_equals_the_reference(dtype: torch.dtype, tokens: int
     assert not counters.any()  # for the next call
 
 
-FEW_TOKENS = [(1, 1, 8, False), (2, 9, 40, True), (4, 6, 130, False), (3, 5, 1100, True)]
+FEW_TOKENS = [(1, 1, 8, False), (2, 9, 40, True), (4, 6, 130, False), (3, 5, 1100, True), (1, 5, 4100, True)]
 
 
 @pytest.mark.interpreted

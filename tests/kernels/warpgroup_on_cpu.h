@@ -119,7 +119,7 @@ static inline void wait_for_round(unsigned long long *barrier, unsigned round) {
 }
 namespace emulated {
 // A barrier of some threads of a block.
-struct Meeting {
+struct BlockBarrier {
     unsigned round, arrivals, expected;
     void arrive(unsigned threads) {
         if (arrivals == 0) expected = threads;
@@ -132,15 +132,15 @@ struct Meeting {
         wait_until([this, mine] { return round != mine; });
     }
 };
-static Meeting of_first, of_reports;
+static BlockBarrier of_first, of_both_kinds;
 }  // namespace emulated
 
 static inline void wait_for_first(unsigned threads) {
     if (threadIdx.x >= threads) emulated::fail("a thread waits at a barrier of other threads");
     emulated::of_first.wait(threads);
 }
-static inline void report_to_others(unsigned threads) { emulated::of_reports.arrive(threads); }
-static inline void wait_for_reports(unsigned threads) { emulated::of_reports.wait(threads); }
+static inline void arrive_only(unsigned threads) { emulated::of_both_kinds.arrive(threads); }
+static inline void arrive_and_wait(unsigned threads) { emulated::of_both_kinds.wait(threads); }
 static inline void publish_to_tensor_cores() {}
 static inline void begin_products() {}
 static inline void end_products() {}

@@ -211,15 +211,16 @@ __device__ __forceinline__ void begin_tile(Shared &shared, u32 stage, Cursor &cu
     cursor.next_page = pages[part_of(min(cursor.block + 1, last_block), paging) / PARTS];
 }
 
-// Prepares the barriers. Called by the warps that score: each prepares some, because one after the other takes about 40 cycles
-// each. They wait for each other before they use them.
+// Prepares the barriers of the stages. Called by the warps that score. A warp prepares one barrier at a time, in about 40
+// cycles, so every warp prepares some. The warp that copies waits for this; those that score wait for each other later, when
+// the heads are written.
 __device__ __forceinline__ void prepare_barriers(Shared &shared) {
     if (threadIdx.x % 32 == 0) {
         for (u32 stage = threadIdx.x / 32; stage < STAGES; stage += WARPS) {
             prepare_barrier(&shared.arrived[stage], 1), prepare_barrier(&shared.released[stage], 4);
         }
     }
-    report_to_others(SCORERS + 32);
+    arrive_only(SCORERS + 32);
 }
 
 // Copies the tiles of a share, as soon as there is room for them.
@@ -314,7 +315,7 @@ __device__ __forceinline__ void write_heads(Shared &shared, const Heads &heads, 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
-    // The first copy needs these. They come first, because arguments are read in lines of 64 bytes.
+    // What the first copy needs comes first, to be in few cache lines.
     const u8 *blocks,      // [parts, pages, block rows, 132 bytes]; blocks begin and end at multiples of 16 bytes
     const i64 *table,      // [seats, columns] pages
     const i64 *seat_of,    // [queries]
@@ -343,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
     Shares shares;
     Share share = find_share(queries, shares);
     if (warp == COPYING_WARP) {
-        wait_for_reports(SCORERS + 32);  // that the barriers are prepared
+        arrive_and_wait(SCORERS + 32);  // until the barriers are prepared
         if (lane == 0) copy_tiles(shared, share, queries, paging, page_table);
         return;
     }
