@@ -4,6 +4,7 @@ NVRTC compiles a file on the first use of one of its kernels, once per process, 
 Every parameter of such a kernel is eight bytes wide: a pointer or a `long long`.
 """
 
+import struct
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +50,12 @@ def kernel(source: Path, name: str, **constants: int) -> Kernel:
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # a: with the instructions of this architecture alone
     with _compiling:
         return _compiled(source, name, tuple(sorted(constants.items())), arch)
+
+
+def float_bits(value: float) -> int:
+    """Returns the bits of a float32, because kernels accept only integers."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits
 
 
 class _LoadedKernel:

@@ -2,6 +2,8 @@
 // warpgroup. A product is computed when it begins.
 #include "warpgroup_on_cpu.h"
 
+typedef unsigned long long u64;
+
 namespace emulated {
 
 // Returns the value of a float16 or bfloat16 number.
@@ -14,9 +16,9 @@ template <bool half> static float number(uint16_t word) {
     }
     return values[word];
 }
-// Returns an element of a matrix in blocks of 64 columns.
-template <bool half> static float element(unsigned long long description, unsigned row, unsigned column) {
-    const unsigned char *block = reinterpret_cast<const unsigned char *>(description) + column / 64 * 8192;
+// Returns an element of a matrix in blocks of `rows` rows and 64 columns.
+template <bool half, int rows = 64> static float element(unsigned long long description, unsigned row, unsigned column) {
+    const unsigned char *block = reinterpret_cast<const unsigned char *>(description) + column / 64 * rows * 128;
     const unsigned chunk = column % 64 / 8;
     uint16_t word;
     memcpy(&word, block + row * 128 + (chunk ^ row % 8) * 16 + column % 8 * 2, 2);
@@ -34,38 +36,49 @@ static inline bool round_is_over(unsigned long long *barrier, unsigned round) {
     return emulated::state_of(barrier).rounds % 2 != round;
 }
 static inline int kept(int value) { return value; }
-static inline unsigned long long description_of(const void *at) {
+template <int rows = 64> static inline unsigned long long description_of(const void *at) {
     if ((static_cast<const char *>(at) - reinterpret_cast<const char *>(shared_memory)) % 1024) {
         emulated::fail("a matrix does not begin at a multiple of 1 KiB");
     }
     return reinterpret_cast<unsigned long long>(at);
 }
-template <bool half>
-static inline void multiply_columns(float (&scores)[32], unsigned long long a, unsigned long long b, int step, bool first) {
-    using namespace emulated;
-    for (unsigned n = 0; n < 32; ++n) {
+namespace emulated {
+// The blocks of `b` have `rows` rows, and `scores` has a column for each of them.
+template <bool half, int rows> static void add_columns(float *scores, u64 a, u64 b, int step, bool first) {
+    for (unsigned n = 0; n < rows / 2; ++n) {
         float sum = first ? 0 : scores[n];
         for (unsigned k = 16 * step; k < 16u * step + 16; ++k) {
-            sum += element<half>(a, row_of(n), k) * element<half>(b, column_of(n), k);
+            sum += element<half>(a, row_of(n), k) * element<half, rows>(b, column_of(n), k);
         }
         scores[n] = sum;
     }
 }
-template <bool half>
-static inline void multiply_rows(float (&sums)[128], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                 unsigned long long b, int step) {
-    using namespace emulated;
-    unsigned (&mine)[8] = words[current];
-    mine[0] = a0, mine[1] = a1, mine[2] = a2, mine[3] = a3;
+template <bool half, int rows, int count>
+static void add_rows(float (&sums)[count], const unsigned (&a)[4], u64 b, int step) {
+    memcpy(words[current], a, sizeof a);
     wait(WARP);
     const unsigned quad = current / 4 * 4;
-    for (unsigned n = 0; n < 128; ++n) {
+    for (unsigned n = 0; n < count; ++n) {
         for (unsigned k = 0; k < 16; ++k) {
             const unsigned word = words[quad + k % 8 / 2][n / 2 % 2 + k / 8 * 2] >> k % 2 * 16;
-            sums[n] += number<half>(static_cast<uint16_t>(word)) * element<half>(b, 16 * step + k, column_of(n));
+            sums[n] += number<half>(static_cast<uint16_t>(word)) * element<half, rows>(b, 16 * step + k, column_of(n));
         }
     }
     wait(WARP);
+}
+}  // namespace emulated
+template <bool half> static inline void multiply_columns(float (&scores)[32], u64 a, u64 b, int step, bool first) {
+    emulated::add_columns<half, 64>(scores, a, b, step, first);
+}
+static inline void multiply_columns(float (&scores)[64], u64 a, u64 b, int step, bool first) {
+    emulated::add_columns<false, 128>(scores, a, b, step, first);
+}
+template <bool half>
+static inline void multiply_rows(float (&sums)[128], unsigned a0, unsigned a1, unsigned a2, unsigned a3, u64 b, int step) {
+    emulated::add_rows<half, 64>(sums, {a0, a1, a2, a3}, b, step);
+}
+static inline void multiply_rows(float (&sums)[64], unsigned a0, unsigned a1, unsigned a2, unsigned a3, u64 b, int step) {
+    emulated::add_rows<false, 128>(sums, {a0, a1, a2, a3}, b, step);
 }
 template <bool half>
 static inline void multiply_rows(float (&sums)[128], unsigned long long a, unsigned long long b, int step) {

@@ -108,9 +108,29 @@ static inline void begin_copy(void *to, const void *from, unsigned bytes, unsign
     state.polls = draw(draw(8) ? 256 : 1 << 15);  // some copies take much longer than others
     memset(to, 0xFF, bytes);
 }
+namespace emulated {
+// By thread: the barriers that its groups of copies will arrive at, the oldest first. They do so while threads wait for any
+// barrier.
+static unsigned long long *arrivals_due[MAX_THREADS][Copies::MAX_GROUPS];
+static void end_copies_of_some_thread() {
+    const unsigned thread = draw(threads);
+    unsigned long long **const due = arrivals_due[thread];
+    if (due[0] == nullptr) return;
+    end_groups(copies[thread], 1);
+    ::arrive(due[0]);
+    memmove(due, due + 1, (Copies::MAX_GROUPS - 1) * sizeof *due);
+}
+}  // namespace emulated
+// For threads that do not wait for their copies themselves.
+static inline void arrive_after_copies(unsigned long long *barrier) {
+    using namespace emulated;
+    arrivals_due[current][copies[current].group_count] = barrier;
+    end_copies();
+}
 static inline void wait_for_round(unsigned long long *barrier, unsigned round) {
     emulated::Barrier &state = emulated::state_of(barrier);
     emulated::wait_until([&] {
+        emulated::end_copies_of_some_thread();
         if (state.to && state.polls-- == 0) {
             memcpy(state.to, state.from, state.bytes), state.to = nullptr, arrive(barrier);
         }

@@ -1,6 +1,5 @@
 """sparse_attention in CUDA C++, for Hopper: constants and launch shapes."""
 
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div, next_power_of_2
 from hotset.kernels import cuda_source
-from hotset.kernels.cuda_source import Kernel, LaunchShape
+from hotset.kernels.cuda_source import Kernel, LaunchShape, float_bits
 from hotset.kernels.sparse_attention.launch import MAX_SPLITS, RANK, ROPE, WARPGROUP, AttentionShape, LaunchConfig
 
 FEW_HEADS, MANY_HEADS, MERGE = (
@@ -51,7 +50,7 @@ def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, .
         shape.heads,
         launch.splits,
         launch.split_keys(shape),
-        _bits(scale),
+        float_bits(scale),
     )
 
 
@@ -113,9 +112,3 @@ def _shared_bytes(shape: AttentionShape, launch: LaunchConfig, ring: int) -> int
 def _bytes_of_row(shape: AttentionShape) -> int:
     """Returns the bytes of shared memory for one row and its entry."""
     return 4 + (RANK + 16 + 2 * ROPE if shape.fp8 else 2 * (RANK + ROPE) + 16)
-
-
-def _bits(value: float) -> int:
-    """Returns the bits of a float32, because kernels accept only integers."""
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return bits

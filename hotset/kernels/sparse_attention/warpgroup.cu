@@ -24,21 +24,26 @@ template <int count> __device__ __forceinline__ void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// Describes a matrix in shared memory to the tensor cores: blocks of 64 rows of 128 bytes, 8 KiB apart, which begin at
+// Describes a matrix in shared memory to the tensor cores: adjacent blocks of `rows` rows of 128 bytes, which begin at
 // multiples of 1 KiB. The 16 bytes at column 16 * c of row r are at 16 * (c ^ r % 8).
-__device__ __forceinline__ u64 description_of(const void *at) {
+template <int rows = 64> __device__ __forceinline__ u64 description_of(const void *at) {
     const u64 swizzle_128 = 1ull << 62, eight_rows = static_cast<u64>(1024 >> 4) << 32;
-    const u64 block = static_cast<u64>(8192 >> 4) << 16;  // ignored, unless rows are summed over
+    const u64 block = static_cast<u64>(rows * 128 >> 4) << 16;  // ignored, unless rows are summed over
     return swizzle_128 | eight_rows | block | (shared_address(at) & 0x3FFFF) >> 4;
 }
 
 #define SUMS_4(sums, n) "+f"(sums[n]), "+f"(sums[n + 1]), "+f"(sums[n + 2]), "+f"(sums[n + 3])
 #define SUMS_16(sums, n) SUMS_4(sums, n), SUMS_4(sums, n + 4), SUMS_4(sums, n + 8), SUMS_4(sums, n + 12)
 #define SUMS_32(sums, n) SUMS_16(sums, n), SUMS_16(sums, n + 16)
+#define SUMS_64(sums) SUMS_32(sums, 0), SUMS_32(sums, 32)
 #define SUMS_128(sums) SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96)
 #define NAMES_32                                                                                                       \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
     "%24, %25, %26, %27, %28, %29, %30, %31}"
+#define NAMES_64                                                                                                       \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
+    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "   \
+    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 #define NAMES_128                                                                                                      \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
     "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "   \
@@ -98,6 +103,24 @@ template <bool half> __device__ __forceinline__ void multiply_rows(float (&sums)
                      : SUMS_128(sums)
                      : "l"(a + left), "l"(b + right));
     }
+}
+
+// scores [64, 128] = (first ? 0 : scores) + a [64, 16] b [128, 16]^T, in bfloat16. The blocks of `b` have 128 rows.
+__device__ __forceinline__ void multiply_columns(float (&scores)[64], u64 a, u64 b, int step, bool first) {
+    const u64 left = (step / 4 * 8192 + step % 4 * 32) >> 4, right = (step / 4 * 16384 + step % 4 * 32) >> 4;
+    asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, %66, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " NAMES_64 ", %64, %65, add, 1, 1, 0, 0;\n\t}"
+                 : SUMS_64(scores)
+                 : "l"(a + left), "l"(b + right), "r"(first ? 1 : 0));
+}
+// sums [64, 128] += a [64, 16] b [16, 128], in bfloat16, with columns of `a` in registers as above and rows
+// [16 * step, 16 * step + 16) of two blocks of the matrix described by `b`.
+__device__ __forceinline__ void multiply_rows(float (&sums)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int step) {
+    const u64 offset = (step * 2048) >> 4;
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " NAMES_64
+                 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : SUMS_64(sums)
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b + offset));
 }
 
 __device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {

@@ -1,0 +1,350 @@
+// paged_attention of prompts on a Hopper GPU: bfloat16, heads of 128 values.
+//
+// Compile-time constants:
+//   PAGE_ROWS     of a page
+//   SHARED_BYTES  as set by the launch
+//
+// A block computes one head of 128 adjacent tokens of the batch. These can belong to several segments, which it attends to
+// one after another, and it stores only the results of a segment's own tokens. A block has three warpgroups: two compute 64
+// tokens each, the third fills tiles of 128 keys and their values. The tensor cores sum the values of a tile while the
+// weights of the next tile are computed.
+//
+// Scores are base-2 logarithms. Tiles begin at multiples of 128 positions, so the result of a token does not depend on its
+// place in the batch.
+#include "../sparse_attention/warpgroup.cu"
+
+namespace {
+
+constexpr int DIM = 128, ROWS = 64, KEYS = 128;  // of a head; tokens of a warpgroup; keys of a tile
+constexpr int WARPGROUP = 128, CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
+constexpr int TOKENS = 2 * ROWS;      // of a block
+constexpr int BUFFERS = 2;            // for keys, and for values
+constexpr float MAX_LEAD = 8;         // weights do not exceed 2**MAX_LEAD
+constexpr int HEAD_BYTES = DIM * 2;
+
+struct Shared {
+    alignas(1024) u8 query[2][2][ROWS * 128];  // [warpgroup][half of the head]
+    alignas(1024) u8 keys[BUFFERS][2][KEYS * 128];
+    alignas(1024) u8 values[BUFFERS][2][KEYS * 128];
+    u64 keys_filled[BUFFERS], values_filled[BUFFERS], keys_free[BUFFERS], values_free[BUFFERS];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
+
+// The arguments of the kernel.
+struct Inputs {
+    const i64 *table, *seat_of, *segment_of, *positions;
+    i64 table_stride;
+    int queries;
+};
+
+// The tokens of one segment in a block.
+struct Segment {
+    int first, count;  // in the batch
+    int seat;
+    int start;   // the position of the first token
+    int length;  // positions that the last token sees; 0: padding tokens
+    __device__ __forceinline__ int tiles() const { return (length + KEYS - 1) / KEYS; }
+};
+
+// Returns the segment of token `first`, up to token `end` at most. Called by whole warps.
+__device__ __forceinline__ Segment find_segment(const Inputs &in, int first, int end) {
+    const int lane = threadIdx.x % 32;
+    const i64 own = in.segment_of[first];
+    Segment segment = {first, 0, static_cast<int>(in.seat_of[first]), static_cast<int>(in.positions[first]), 0};
+#pragma unroll
+    for (int n = 0; n < TOKENS; n += 32) {
+        const int token = first + n + lane;
+        segment.count += __popc(__ballot_sync(ALL, token < end && in.segment_of[token] == own));
+    }
+    segment.length = segment.seat < 0 ? 0 : segment.start + segment.count;
+    return segment;
+}
+
+// Returns where the 16 bytes at column 16 * chunk of a row are in a block of rows of 128 bytes.
+__device__ __forceinline__ int place_in_block(int row, int chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// A place in the two buffers.
+struct Turn {
+    int number = 0;
+    __device__ __forceinline__ int buffer() const { return number % BUFFERS; }
+    __device__ __forceinline__ u32 round() const { return number / BUFFERS % 2; }
+};
+
+__device__ __forceinline__ void arrive_as_warp(u64 *barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// Copies the tokens of this warpgroup to shared memory. Tokens that do not exist become zeros.
+__device__ __forceinline__ void load_query(Shared &shared, const u16 *q, i64 query_stride, int first, int end) {
+    const int group = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP, chunk = thread % 16;
+    u8(&blocks)[2][ROWS * 128] = shared.query[group];
+    uint4 units[8];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const int token = first + group * ROWS + 8 * n + thread / 16;
+        units[n] = load_16(reinterpret_cast<const u8 *>(q + token * query_stride) + 16 * chunk, token < end);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        *reinterpret_cast<uint4 *>(blocks[chunk / 8] + place_in_block(8 * n + thread / 16, chunk % 8)) = units[n];
+    }
+    publish_to_tensor_cores();
+}
+
+// The row of a tile that this lane looks up: row `lane` of the 32 of its warp. The page is loaded one tile ahead.
+struct RowLookup {
+    const i64 *pages;
+    int position, length, page;
+
+    __device__ __forceinline__ RowLookup(const Inputs &in, const Segment &segment)
+        : pages(in.table + segment.seat * in.table_stride), position((threadIdx.x - CONSUMERS) % WARPGROUP),
+          length(segment.length) {
+        load();
+    }
+    __device__ __forceinline__ void load() {
+        page = position < length ? static_cast<int>(pages[position / PAGE_ROWS]) : 0;
+    }
+    __device__ __forceinline__ void advance() {
+        position += KEYS;
+        load();
+    }
+};
+
+// Begins to copy one half of the rows of a tile that this warp copies, its keys or its values. Rows from `length` on
+// become zeros.
+__device__ __forceinline__ void begin_tile(u8 (&blocks)[2][KEYS * 128], u64 row_at, int first_position, int length) {
+    const int lane = threadIdx.x % 32, chunk = lane % 16, first_row = (threadIdx.x - CONSUMERS) / 32 * 32;
+#pragma unroll 4
+    for (int n = 0; n < 16; ++n) {
+        const int row = 2 * n + lane / 16;
+        const u8 *at = reinterpret_cast<const u8 *>(__shfl_sync(ALL, row_at, row)) + 16 * chunk;
+        copy_unit(blocks[chunk / 8] + place_in_block(first_row + row, chunk % 8), at,
+                  first_position + first_row + row < length);
+    }
+}
+
+// Fills the buffers with the tiles of all segments.
+__device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, const u8 *blocks, i64 page_bytes,
+                                             i64 row_bytes, int values_at, int first, int end) {
+    Turn turn;
+    while (first < end) {
+        const Segment segment = find_segment(in, first, end);
+        RowLookup row(in, segment);
+        for (int tile = 0; tile < segment.tiles(); ++tile, ++turn.number) {
+            const int buffer = turn.buffer();
+            const u64 row_at = reinterpret_cast<u64>(blocks) + row.page * page_bytes + row.position % PAGE_ROWS * row_bytes;
+            row.advance();
+            wait_for_round(&shared.keys_free[buffer], turn.round() ^ 1);
+            begin_tile(shared.keys[buffer], row_at, tile * KEYS, segment.length);
+            arrive_after_copies(&shared.keys_filled[buffer]);
+            wait_for_round(&shared.values_free[buffer], turn.round() ^ 1);
+            begin_tile(shared.values[buffer], row_at + values_at, tile * KEYS, segment.length);
+            arrive_after_copies(&shared.values_filled[buffer]);
+        }
+        first += segment.count;
+    }
+}
+
+// What the weights of the thread's two rows refer to: `most` is near the largest score so far, and `mass` the sum of
+// 2**(score - most) over the keys of this thread.
+struct Totals {
+    float most[2] = {LOWEST, LOWEST}, mass[2] = {0, 0};
+};
+
+// Replaces the products of a tile by weights. Sets `shrinks` to what the earlier sums must be multiplied by. That is 1 as
+// long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
+__device__ __forceinline__ void weigh(float (&scores)[64], float scale, Totals &totals, float (&shrinks)[2]) {
+    float now[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+    for (int n = 0; n < 64; ++n) now[n % 4 / 2] = fmaxf(now[n % 4 / 2], scores[n]);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        now[row] = fmaxf(now[row], __shfl_xor_sync(ALL, now[row], 1));
+        now[row] = scale * fmaxf(now[row], __shfl_xor_sync(ALL, now[row], 2));
+        const float most = totals.most[row];
+        if (now[row] <= most + MAX_LEAD) now[row] = most;
+        shrinks[row] = power_of_2(most - now[row]);
+        totals.most[row] = now[row], totals.mass[row] *= shrinks[row];
+    }
+#pragma unroll
+    for (int n = 0; n < 64; ++n) {
+        scores[n] = power_of_2(scores[n] * scale - now[n % 4 / 2]);
+        totals.mass[n % 4 / 2] += scores[n];
+    }
+}
+
+// Removes the keys that a token does not see.
+__device__ __forceinline__ void mask(float (&scores)[64], int first_position, const int (&last_seen)[2]) {
+    const int column = first_position + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 64; ++n) {
+        if (column + n / 4 * 8 + n % 2 > last_seen[n % 4 / 2]) scores[n] = minus_infinity();
+    }
+}
+
+// Attends to the segments of one warpgroup.
+struct Consumer {
+    Shared &shared;
+    float scale;
+    Turn turn;  // of the next tile's keys
+    float scores[64], sums[64];
+    u32 weights[32];  // of the tile before, as bfloat16
+    Totals totals;
+    float shrinks[2];
+
+    __device__ __forceinline__ void begin_scores() {
+        const int group = threadIdx.x / WARPGROUP, buffer = turn.buffer();
+        const u64 query = description_of(shared.query[group]), keys = description_of(shared.keys[buffer]);
+        wait_for_round(&shared.keys_filled[buffer], turn.round());
+        publish_to_tensor_cores();
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < DIM / 16; ++step) multiply_columns(scores, query, keys, step, step == 0);
+        end_products();
+    }
+    // Begins to add the values of the tile before.
+    __device__ __forceinline__ void begin_sums() {
+        const Turn before = {turn.number - 1};
+        const u64 values = description_of<KEYS>(shared.values[before.buffer()]);
+        wait_for_round(&shared.values_filled[before.buffer()], before.round());
+        publish_to_tensor_cores();
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; ++step) {
+            const u32 *four = weights + 4 * step;
+            multiply_rows(sums, four[0], four[1], four[2], four[3], values, step);
+        }
+        end_products();
+    }
+    __device__ __forceinline__ void end_scores() {
+        pin(scores);
+        arrive_as_warp(&shared.keys_free[turn.buffer()]);
+    }
+    __device__ __forceinline__ void round_weights() {
+#pragma unroll
+        for (int n = 0; n < 32; ++n) weights[n] = packed_bfloat(scores[2 * n], scores[2 * n + 1]);
+    }
+    // Ends the sums of the tile two before the next one, if there is one, and prepares them for the tile after.
+    __device__ __forceinline__ void end_sums(bool begun) {
+        wait_for_products<0>();
+        pin(sums);
+        if (begun) arrive_as_warp(&shared.values_free[(turn.number - 1) % BUFFERS]);
+        if (__all_sync(ALL, shrinks[0] == 1 && shrinks[1] == 1)) return;
+#pragma unroll
+        for (int n = 0; n < 64; ++n) sums[n] *= shrinks[n % 4 / 2];
+    }
+
+    // Weighs the next tile while the values of the tile before are added. The sums are ended by the next call: if they were
+    // ended here, the compiler would move that before the computation of weights. A branch would have the same effect.
+    template <bool masked> __device__ __forceinline__ void attend_to_next(int tile, const int (&last_seen)[2]) {
+        end_sums(tile > 1);
+        round_weights();
+        ++turn.number;
+        begin_scores();
+        begin_sums();
+        wait_for_products<1>();
+        end_scores();
+        if (masked) mask(scores, tile * KEYS, last_seen);
+        weigh(scores, scale, totals, shrinks);
+    }
+
+    // Leaves the sums of a segment's values in `sums`.
+    __device__ __forceinline__ void attend(const Segment &segment, const int (&last_seen)[2]) {
+        totals = Totals();
+#pragma unroll
+        for (int n = 0; n < 64; ++n) sums[n] = 0;
+        const int tiles = segment.tiles(), all_see = (segment.start + 1) / KEYS;  // tiles that need no mask
+        if (tiles == 0) return;
+        begin_scores();
+        wait_for_products<0>();
+        end_scores();
+        if (all_see == 0) mask(scores, 0, last_seen);
+        weigh(scores, scale, totals, shrinks);
+        int tile = 1;
+        for (; tile < all_see; ++tile) attend_to_next<false>(tile, last_seen);
+        for (; tile < tiles; ++tile) attend_to_next<true>(tile, last_seen);
+        end_sums(tiles > 1);
+        round_weights();
+        ++turn.number;
+        begin_sums();
+        wait_for_products<0>();
+        pin(sums);
+        arrive_as_warp(&shared.values_free[(turn.number - 1) % BUFFERS]);
+    }
+};
+
+// Attends to all segments of a block and stores the results of this warpgroup's tokens.
+__device__ __forceinline__ void attend_all(Shared &shared, const Inputs &in, float scale, u16 *out, i64 out_stride,
+                                           int first, int end) {
+    Consumer consumer = {shared, scale};
+    const int lane = threadIdx.x % 32;
+    const int token = first + threadIdx.x / 32 * 16 + lane / 4;  // the first of this thread's two
+    while (first < end) {
+        const Segment segment = find_segment(in, first, end);
+        int last_seen[2];
+        bool own[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const int offset = token + 8 * row - segment.first;
+            own[row] = offset >= 0 && offset < segment.count;
+            // Tokens of other segments see everything, which keeps their unused results finite.
+            last_seen[row] = own[row] ? segment.start + offset : segment.length - 1;
+        }
+        consumer.attend(segment, last_seen);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float mass = consumer.totals.mass[row];
+            mass += __shfl_xor_sync(ALL, mass, 1);
+            mass += __shfl_xor_sync(ALL, mass, 2);
+            const float inverse = 1 / fmaxf(mass, LEAST);
+            u16 *const to = out + (token + 8 * row) * out_stride + lane % 4 * 2;
+            if (!own[row]) continue;
+#pragma unroll
+            for (int n = 0; n < 16; ++n) {
+                const float *both = consumer.sums + 4 * n + 2 * row;
+                store(to + 8 * n, both[0] * inverse, both[1] * inverse);
+            }
+        }
+        first += segment.count;
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
+    const u16 *q,       // [queries, heads, DIM]; heads begin at multiples of 16 bytes
+    const u8 *blocks,   // [pages, PAGE_ROWS, keys of every head and values of every head]
+    const i64 *table,   // [seats, pages]
+    const i64 *seat_of, const i64 *segment_of, const i64 *positions,  // [queries]
+    u16 *out,           // [queries, heads, DIM]
+    i64 queries, i64 query_stride, i64 head_stride, i64 page_bytes, i64 row_bytes, i64 table_stride, i64 heads,
+    i64 kv_heads, i64 scale_bits) {
+    extern __shared__ __align__(1024) int4 shared_memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
+    const Inputs in = {table, seat_of, segment_of, positions, table_stride, static_cast<int>(queries)};
+    const int all_heads = static_cast<int>(heads), head = blockIdx.x % all_heads;
+    // The last tokens of a prompt have the longest contexts, so their blocks begin first.
+    const int first = (gridDim.x / all_heads - 1 - blockIdx.x / all_heads) * TOKENS, end = min(first + TOKENS, in.queries);
+    // An exchange, so that the compiler sees that the threads of a warp agree.
+    const int role = __shfl_sync(ALL, static_cast<int>(threadIdx.x) / WARPGROUP, 0);
+    if (role < 2) load_query(shared, q + head * head_stride, query_stride, first, end);
+    if (threadIdx.x == CONSUMERS) {
+        for (int n = 0; n < BUFFERS; ++n) {
+            prepare_barrier(&shared.keys_filled[n], WARPGROUP);
+            prepare_barrier(&shared.values_filled[n], WARPGROUP);
+            prepare_barrier(&shared.keys_free[n], CONSUMERS / 32);
+            prepare_barrier(&shared.values_free[n], CONSUMERS / 32);
+        }
+    }
+    __syncthreads();
+    if (role < 2) {
+        claim_registers<232>();
+        attend_all(shared, in, __uint_as_float(static_cast<u32>(scale_bits)), out + head * DIM, all_heads * DIM, first, end);
+    } else {
+        release_registers<40>();
+        const int kv_head = head / (all_heads / static_cast<int>(kv_heads));
+        fill_buffers(shared, in, blocks + kv_head * HEAD_BYTES, page_bytes, row_bytes,
+                     static_cast<int>(kv_heads) * HEAD_BYTES, first, end);
+    }
+}
