@@ -3,6 +3,7 @@
 test_paged_attention.py tests it on a GPU.
 """
 
+import math
 import shutil
 from unittest import mock
 
@@ -20,9 +21,18 @@ pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host co
 NVCC = shutil.which("nvcc")
 
 
+def emulated_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
+    page_stride, row_stride = strides
+    rows = shape[1]
+    return torch.tensor([address, 2 * page_stride, 2 * row_stride, shape[0], rows, math.gcd(rows, 128)], device=device)
+
+
 def prefill(batch: Batch) -> Tensor:
     out = torch.full(batch.q.shape, float("nan"), dtype=torch.bfloat16)
-    with mock.patch.object(cuda_source, "kernel", emulated):
+    with (
+        mock.patch.object(cuda_source, "kernel", emulated),
+        mock.patch.object(cuda_prefill, "_tensor_map", emulated_map),
+    ):
         cuda_prefill.prefill(
             batch.q, batch.context(CPU), batch.positions, batch.segment_of, batch.kv_heads, batch.scale, out
         )

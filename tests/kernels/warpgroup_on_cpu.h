@@ -18,6 +18,7 @@ struct Barrier {
     void *to;                             // of the copy in flight, or null
     const void *from;
     unsigned bytes, polls;  // polls: how often threads will find that the copy has not ended
+    int64_t bytes_due;      // of boxes
 };
 static Barrier barriers[128];
 static unsigned barrier_count;
@@ -92,9 +93,15 @@ static inline void prepare_barrier(unsigned long long *barrier, unsigned arrival
     emulated::barriers[n] = emulated::Barrier{arrivals};
     *barrier = n + 1;
 }
+namespace emulated {
+static void end_round(Barrier &state) {
+    if (state.arrivals == state.expected && state.bytes_due == 0) state.arrivals = 0, ++state.rounds;
+}
+}  // namespace emulated
 static inline void arrive(unsigned long long *barrier) {
     emulated::Barrier &state = emulated::state_of(barrier);
-    if (++state.arrivals == state.expected) state.arrivals = 0, ++state.rounds;
+    ++state.arrivals;
+    emulated::end_round(state);
 }
 static inline void begin_copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier) {
     using namespace emulated;
@@ -109,28 +116,52 @@ static inline void begin_copy(void *to, const void *from, unsigned bytes, unsign
     memset(to, 0xFF, bytes);
 }
 namespace emulated {
-// By thread: the barriers that its groups of copies will arrive at, the oldest first. They do so while threads wait for any
-// barrier.
-static unsigned long long *arrivals_due[MAX_THREADS][Copies::MAX_GROUPS];
-static void end_copies_of_some_thread() {
-    const unsigned thread = draw(threads);
-    unsigned long long **const due = arrivals_due[thread];
-    if (due[0] == nullptr) return;
-    end_groups(copies[thread], 1);
-    ::arrive(due[0]);
-    memmove(due, due + 1, (Copies::MAX_GROUPS - 1) * sizeof *due);
+// Copies of boxes that have not ended. They end one by one, in any order, while threads wait for any barrier.
+struct BoxCopy {
+    unsigned char *to;
+    const unsigned char *from;
+    int64_t row_bytes, rows;
+    unsigned long long *barrier;
+};
+enum { MAX_BOX_COPIES = 256, BOX_BYTES = 128 };  // of a row
+static BoxCopy box_copies[MAX_BOX_COPIES];
+static unsigned box_copy_count;
+static void end_some_box_copy() {
+    if (box_copy_count == 0 || draw(4)) return;
+    BoxCopy &copy = box_copies[draw(box_copy_count)];
+    for (int64_t row = 0; row < copy.rows; ++row) {
+        for (int chunk = 0; chunk < 8; ++chunk) {
+            memcpy(copy.to + row * BOX_BYTES + (chunk ^ row % 8) * 16, copy.from + row * copy.row_bytes + chunk * 16, 16);
+        }
+    }
+    Barrier &state = state_of(copy.barrier);
+    state.bytes_due -= copy.rows * BOX_BYTES;
+    end_round(state);
+    copy = box_copies[--box_copy_count];
 }
 }  // namespace emulated
-// For threads that do not wait for their copies themselves.
-static inline void arrive_after_copies(unsigned long long *barrier) {
+static inline void arrive_and_expect(unsigned long long *barrier, unsigned bytes) {
+    emulated::state_of(barrier).bytes_due += bytes;
+    arrive(barrier);
+}
+static inline void acquire_map(const void *) {}
+// In the emulation, a map is an array: address, bytes from page to page and from row to row, pages, rows of a page and of a
+// box.
+static inline void begin_box(void *to, const void *map, int column, int row, int page, unsigned long long *barrier) {
     using namespace emulated;
-    arrivals_due[current][copies[current].group_count] = barrier;
-    end_copies();
+    const int64_t *given = static_cast<const int64_t *>(map), rows = given[5];
+    unsigned char *const there = static_cast<unsigned char *>(to);
+    if ((there - reinterpret_cast<unsigned char *>(shared_memory)) % 1024) fail("a box is copied to a misaligned place");
+    if (page < 0 || page >= given[3] || row < 0 || row + rows > given[4]) fail("a box outside the pages");
+    if (box_copy_count == MAX_BOX_COPIES) fail("too many copies in flight");
+    memset(there, 0xFF, rows * BOX_BYTES);
+    const unsigned char *from = reinterpret_cast<const unsigned char *>(given[0]) + page * given[1] + row * given[2];
+    box_copies[box_copy_count++] = BoxCopy{there, from + 2 * column, given[2], rows, barrier};
 }
 static inline void wait_for_round(unsigned long long *barrier, unsigned round) {
     emulated::Barrier &state = emulated::state_of(barrier);
     emulated::wait_until([&] {
-        emulated::end_copies_of_some_thread();
+        emulated::end_some_box_copy();
         if (state.to && state.polls-- == 0) {
             memcpy(state.to, state.from, state.bytes), state.to = nullptr, arrive(barrier);
         }

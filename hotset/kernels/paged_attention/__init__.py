@@ -49,12 +49,13 @@ def paged_attention(
     positions, seat_of = segments.positions, context.seat_of
     decoding, prompts = (replace(context, seat_of=part) for part in (seat_of[:single], seat_of[single:]))
     kernels_of("paged_attention").decode(q[:single], decoding, positions[:single], kv_heads, scale, out[:single])
-    _prefill_kernels(q).prefill(
+    _prefill_kernels(q, context).prefill(
         q[single:], prompts, positions[single:], segments.segment_of[single:], kv_heads, scale, out[single:]
     )
     return out
 
 
-def _prefill_kernels(q: Tensor) -> ModuleType:
+
+def _prefill_kernels(q: Tensor, context: PagedRows) -> ModuleType:
     cuda = kernels_of("paged_attention", "cuda_prefill")
-    return cuda if cuda.supports(q) else kernels_of("paged_attention", "triton_prefill")
+    return cuda if cuda.supports(q, context) else kernels_of("paged_attention", "triton_prefill")

@@ -2,12 +2,13 @@
 //
 // Compile-time constants:
 //   PAGE_ROWS     of a page
+//   BOX_ROWS      rows of one copy: divides PAGE_ROWS and KEYS, and is a multiple of 8
 //   SHARED_BYTES  as set by the launch
 //
 // A block computes one head of 128 adjacent tokens of the batch. These can belong to several segments, which it attends to
 // one after another, and it stores only the results of a segment's own tokens. A block has three warpgroups: two compute 64
-// tokens each, the third fills tiles of 128 keys and their values. The tensor cores sum the values of a tile while the
-// weights of the next tile are computed.
+// tokens each; one warp of the third fills tiles of 128 keys and their values. The tensor cores sum the values of a tile
+// while the weights of the next tile are computed.
 //
 // Scores are base-2 logarithms. Tiles begin at multiples of 128 positions, so the result of a token does not depend on its
 // place in the batch.
@@ -17,16 +18,18 @@ namespace {
 
 constexpr int DIM = 128, ROWS = 64, KEYS = 128;  // of a head; tokens of a warpgroup; keys of a tile
 constexpr int WARPGROUP = 128, CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-constexpr int TOKENS = 2 * ROWS;      // of a block
-constexpr int BUFFERS = 2;            // for keys, and for values
-constexpr float MAX_LEAD = 8;         // weights do not exceed 2**MAX_LEAD
-constexpr int HEAD_BYTES = DIM * 2;
+constexpr int TOKENS = 2 * ROWS;  // of a block
+constexpr int BUFFERS = 2;        // for keys, and for values
+constexpr int BOXES = KEYS / BOX_ROWS;
+constexpr float MAX_LEAD = 8;  // weights do not exceed 2**MAX_LEAD
+static_assert(KEYS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0, "");
 
 struct Shared {
     alignas(1024) u8 query[2][2][ROWS * 128];  // [warpgroup][half of the head]
     alignas(1024) u8 keys[BUFFERS][2][KEYS * 128];
     alignas(1024) u8 values[BUFFERS][2][KEYS * 128];
     u64 keys_filled[BUFFERS], values_filled[BUFFERS], keys_free[BUFFERS], values_free[BUFFERS];
+    u64 last_values_copied;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
@@ -92,55 +95,55 @@ __device__ __forceinline__ void load_query(Shared &shared, const u16 *q, i64 que
     publish_to_tensor_cores();
 }
 
-// The row of a tile that this lane looks up: row `lane` of the 32 of its warp. The page is loaded one tile ahead.
-struct RowLookup {
-    const i64 *pages;
-    int position, length, page;
-
-    __device__ __forceinline__ RowLookup(const Inputs &in, const Segment &segment)
-        : pages(in.table + segment.seat * in.table_stride), position((threadIdx.x - CONSUMERS) % WARPGROUP),
-          length(segment.length) {
-        load();
-    }
-    __device__ __forceinline__ void load() {
-        page = position < length ? static_cast<int>(pages[position / PAGE_ROWS]) : 0;
-    }
-    __device__ __forceinline__ void advance() {
-        position += KEYS;
-        load();
-    }
-};
-
-// Begins to copy one half of the rows of a tile that this warp copies, its keys or its values. Rows from `length` on
-// become zeros.
-__device__ __forceinline__ void begin_tile(u8 (&blocks)[2][KEYS * 128], u64 row_at, int first_position, int length) {
-    const int lane = threadIdx.x % 32, chunk = lane % 16, first_row = (threadIdx.x - CONSUMERS) / 32 * 32;
-#pragma unroll 4
-    for (int n = 0; n < 16; ++n) {
-        const int row = 2 * n + lane / 16;
-        const u8 *at = reinterpret_cast<const u8 *>(__shfl_sync(ALL, row_at, row)) + 16 * chunk;
-        copy_unit(blocks[chunk / 8] + place_in_block(first_row + row, chunk % 8), at,
-                  first_position + first_row + row < length);
+// Begins to copy one half of a tile, keys or values, whose boxes are in `pages`: one box in each of the first lanes.
+__device__ __forceinline__ void begin_tile(u8 (&blocks)[2][KEYS * 128], const void *map, int column, int position, int length,
+                                           int page, u64 *barrier) {
+    const int lane = threadIdx.x % 32, boxes = min(BOXES, (length - position / KEYS * KEYS + BOX_ROWS - 1) / BOX_ROWS);
+    if (lane == 0) arrive_and_expect(barrier, boxes * BOX_ROWS * 2 * 128);
+    __syncwarp();
+    if (lane >= boxes) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        begin_box(blocks[half] + lane * BOX_ROWS * 128, map, column + 64 * half, position % PAGE_ROWS, page, barrier);
     }
 }
 
-// Fills the buffers with the tiles of all segments.
-__device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, const u8 *blocks, i64 page_bytes,
-                                             i64 row_bytes, int values_at, int first, int end) {
+// Replaces the rows of a tile from `first` on, which are not part of the context, by zeros.
+__device__ __forceinline__ void clear_rows(u8 (&blocks)[2][KEYS * 128], int first) {
+    const int chunk = threadIdx.x % 16;
+    for (int row = first + threadIdx.x / 16 % 2; row < KEYS; row += 2) {
+        *reinterpret_cast<uint4 *>(blocks[chunk / 8] + place_in_block(row, chunk % 8)) = uint4{0, 0, 0, 0};
+    }
+    publish_to_tensor_cores();
+}
+
+// Fills the buffers with the tiles of all segments. Called by one warp. Each of its first lanes looks up the page of a box,
+// one tile ahead.
+__device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, const void *map, int keys_at, int values_at,
+                                             int first, int end) {
+    const int lane = threadIdx.x % 32;
     Turn turn;
+    int last_tiles = 0;
     while (first < end) {
         const Segment segment = find_segment(in, first, end);
-        RowLookup row(in, segment);
-        for (int tile = 0; tile < segment.tiles(); ++tile, ++turn.number) {
-            const int buffer = turn.buffer();
-            const u64 row_at = reinterpret_cast<u64>(blocks) + row.page * page_bytes + row.position % PAGE_ROWS * row_bytes;
-            row.advance();
+        const i64 *const pages = in.table + segment.seat * in.table_stride;
+        const int length = segment.length;
+        int position = min(lane, BOXES - 1) * BOX_ROWS;
+        int next_page = position < length ? static_cast<int>(pages[position / PAGE_ROWS]) : 0;
+        for (int tile = 0; tile < segment.tiles(); ++tile, ++turn.number, position += KEYS) {
+            const int buffer = turn.buffer(), page = next_page, later = position + KEYS;
+            next_page = later < length ? static_cast<int>(pages[later / PAGE_ROWS]) : 0;
             wait_for_round(&shared.keys_free[buffer], turn.round() ^ 1);
-            begin_tile(shared.keys[buffer], row_at, tile * KEYS, segment.length);
-            arrive_after_copies(&shared.keys_filled[buffer]);
+            begin_tile(shared.keys[buffer], map, keys_at, position, length, page, &shared.keys_filled[buffer]);
             wait_for_round(&shared.values_free[buffer], turn.round() ^ 1);
-            begin_tile(shared.values[buffer], row_at + values_at, tile * KEYS, segment.length);
-            arrive_after_copies(&shared.values_filled[buffer]);
+            const int rows = length - tile * KEYS;
+            u64 *const copied = rows < KEYS ? &shared.last_values_copied : &shared.values_filled[buffer];
+            begin_tile(shared.values[buffer], map, values_at, position, length, page, copied);
+            if (rows >= KEYS) continue;
+            wait_for_round(copied, last_tiles++ % 2);
+            clear_rows(shared.values[buffer], rows);
+            __syncwarp();
+            if (lane == 0) arrive(&shared.values_filled[buffer]);
         }
         first += segment.count;
     }
@@ -197,7 +200,6 @@ struct Consumer {
         const int group = threadIdx.x / WARPGROUP, buffer = turn.buffer();
         const u64 query = description_of(shared.query[group]), keys = description_of(shared.keys[buffer]);
         wait_for_round(&shared.keys_filled[buffer], turn.round());
-        publish_to_tensor_cores();
         begin_products();
 #pragma unroll
         for (int step = 0; step < DIM / 16; ++step) multiply_columns(scores, query, keys, step, step == 0);
@@ -208,7 +210,6 @@ struct Consumer {
         const Turn before = {turn.number - 1};
         const u64 values = description_of<KEYS>(shared.values[before.buffer()]);
         wait_for_round(&shared.values_filled[before.buffer()], before.round());
-        publish_to_tensor_cores();
         begin_products();
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) {
@@ -313,13 +314,12 @@ __device__ __forceinline__ void attend_all(Shared &shared, const Inputs &in, flo
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
-    const u16 *q,       // [queries, heads, DIM]; heads begin at multiples of 16 bytes
-    const u8 *blocks,   // [pages, PAGE_ROWS, keys of every head and values of every head]
-    const i64 *table,   // [seats, pages]
+    const u16 *q,     // [queries, heads, DIM]; heads begin at multiples of 16 bytes
+    const void *map,  // the tensor map of [pages, PAGE_ROWS, keys of every head and values of every head]
+    const i64 *table,                                                 // [seats, pages]
     const i64 *seat_of, const i64 *segment_of, const i64 *positions,  // [queries]
-    u16 *out,           // [queries, heads, DIM]
-    i64 queries, i64 query_stride, i64 head_stride, i64 page_bytes, i64 row_bytes, i64 table_stride, i64 heads,
-    i64 kv_heads, i64 scale_bits) {
+    u16 *out,                                                         // [queries, heads, DIM]
+    i64 queries, i64 query_stride, i64 head_stride, i64 table_stride, i64 heads, i64 kv_heads, i64 scale_bits) {
     extern __shared__ __align__(1024) int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const Inputs in = {table, seat_of, segment_of, positions, table_stride, static_cast<int>(queries)};
@@ -327,24 +327,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
     // The last tokens of a prompt have the longest contexts, so their blocks begin first.
     const int first = (gridDim.x / all_heads - 1 - blockIdx.x / all_heads) * TOKENS, end = min(first + TOKENS, in.queries);
     // An exchange, so that the compiler sees that the threads of a warp agree.
-    const int role = __shfl_sync(ALL, static_cast<int>(threadIdx.x) / WARPGROUP, 0);
-    if (role < 2) load_query(shared, q + head * head_stride, query_stride, first, end);
+    const int warp = __shfl_sync(ALL, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp < CONSUMERS / 32) load_query(shared, q + head * head_stride, query_stride, first, end);
     if (threadIdx.x == CONSUMERS) {
         for (int n = 0; n < BUFFERS; ++n) {
-            prepare_barrier(&shared.keys_filled[n], WARPGROUP);
-            prepare_barrier(&shared.values_filled[n], WARPGROUP);
+            prepare_barrier(&shared.keys_filled[n], 1);
+            prepare_barrier(&shared.values_filled[n], 1);
             prepare_barrier(&shared.keys_free[n], CONSUMERS / 32);
             prepare_barrier(&shared.values_free[n], CONSUMERS / 32);
         }
+        prepare_barrier(&shared.last_values_copied, 1);
+        acquire_map(map);
     }
     __syncthreads();
-    if (role < 2) {
+    if (warp < CONSUMERS / 32) {
         claim_registers<232>();
         attend_all(shared, in, __uint_as_float(static_cast<u32>(scale_bits)), out + head * DIM, all_heads * DIM, first, end);
-    } else {
-        release_registers<40>();
-        const int kv_head = head / (all_heads / static_cast<int>(kv_heads));
-        fill_buffers(shared, in, blocks + kv_head * HEAD_BYTES, page_bytes, row_bytes,
-                     static_cast<int>(kv_heads) * HEAD_BYTES, first, end);
+        return;
+    }
+    release_registers<40>();
+    const int kv_head = head / (all_heads / static_cast<int>(kv_heads));
+    if (warp == CONSUMERS / 32) {
+        fill_buffers(shared, in, map, kv_head * DIM, (static_cast<int>(kv_heads) + kv_head) * DIM, first, end);
     }
 }

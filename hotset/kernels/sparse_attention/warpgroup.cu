@@ -123,6 +123,24 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[64], u32 a0, u32 a1,
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b + offset));
 }
 
+// Arrives at a barrier whose round then ends after `bytes` bytes have been copied, too.
+__device__ __forceinline__ void arrive_and_expect(u64 *barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+// Makes a tensor map in global memory that was written before the launch visible to the copies that use it.
+__device__ __forceinline__ void acquire_map(const void *map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+// Begins to copy a box of the map's tensor [pages, rows, columns] to shared memory, in the layout of `description_of`. Its
+// size and swizzle are those of the map.
+__device__ __forceinline__ void begin_box(void *to, const void *map, int column, int row, int page, u64 *barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(page)
+                 : "memory");
+}
+
 __device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {
     u32 both;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
