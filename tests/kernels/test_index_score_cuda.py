@@ -244,13 +244,21 @@ def test_seats_positions_and_pages_may_be_anything_before_the_previous_launch_ha
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
 def test_tiles_are_prefetched_before_the_previous_launch_has_ended() -> None:
-    """Before that, the query has the seat of another one, whose tile is prefetched in vain."""
+    """Before that, the query has the seat of another one, whose tile is prefetched in vain.
+
+    In some launches, the warp that prefetches begins only after that.
+    """
     inputs = make_inputs(Case((1,) * 2, (100, 90)), seed=8, device=CPU)
     expected = run(inputs, BlockShape(2, 1)).values
-    late = LateInputs.make(inputs)
-    late.inputs.keys.seat_of.copy_(inputs.keys.seat_of.flip(0))
-    values, in_vain = late.run(BlockShape(2, 1), blocks=1)
-    assert torch.equal(values, expected) and in_vain == 1
+
+    def prefetches_in_vain() -> bool:
+        late = LateInputs.make(inputs)
+        late.inputs.keys.seat_of.copy_(inputs.keys.seat_of.flip(0))
+        values, in_vain = late.run(BlockShape(2, 1), blocks=1)
+        assert torch.equal(values, expected) and in_vain <= 1
+        return in_vain == 1
+
+    assert any(prefetches_in_vain() for _ in range(30))
 
 
 def test_stages_that_move_between_warpgroups_are_refused() -> None:
