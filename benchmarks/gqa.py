@@ -8,8 +8,7 @@ of 32k whose chunks of 2048 tokens share their steps with 128 requests that deco
 all layers, and the positions that a token sees.
 
 Bars (required results): a prompt reaches 70 % of the matrix rate; the steps that compute a prompt while requests decode
-take at most 1.15 times as long as those that compute the prompt alone, plus as many decode steps. `--sweep` measures
-other shapes of the attention kernel's tiles.
+take at most 1.15 times as long as those that compute the prompt alone, plus as many decode steps.
 """
 
 import statistics
@@ -20,20 +19,18 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from decode_load import abort_all, timed_steps
 from gpu_timing import matrix_rate, require_gpu, seconds_of
 from report import Bar, make_parser, report
-from triton.runtime.errors import OutOfResources
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.kernels.paged_attention import paged_attention, triton_prefill
+from hotset.kernels.paged_attention import paged_attention
 from hotset.kernels.rows import PagedRows, gqa_row
 from hotset.kernels.segments import make_segments
 
@@ -45,9 +42,6 @@ CHUNKS = ((2048, 2048), (8192, 8192), (8192, 32_768))  # tokens of the chunk and
 PROMPTS = (8192, 32_768)
 DECODING, DECODING_CONTEXT, MIXED_CHUNK = 128, 1024, 2048
 PROMPT_BAR, MIXED_BAR = 0.7, 1.15
-# Tokens per tile, rows per tile, warps, stages.
-SWEPT = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2),
-         (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 32, 4, 3))  # fmt: skip
 
 
 def attention_flop(tokens: int, context: int) -> float:
@@ -181,29 +175,10 @@ def mixed_row() -> dict[str, Any]:
     }
 
 
-def sweep(rate: float) -> None:
-    rows = []
-    for shape in SWEPT:
-        with mock.patch.dict(triton_prefill.SHAPES, {torch.bfloat16: shape}):
-            try:
-                shares = [attention_row(*chunk, rate)["of matrix"] for chunk in CHUNKS]
-            except OutOfResources as error:
-                print(shape, error, flush=True)
-                continue
-        rows.append({"shape": str(shape)} | {str(chunk): share for chunk, share in zip(CHUNKS, shares, strict=True)})
-        print(rows[-1], flush=True)
-    report("Attention by shape, shares of the matrix rate", rows, None)
-
-
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--sweep", action="store_true", help="only measure shapes of tiles")
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     require_gpu()
     rate = matrix_rate()
-    if options.sweep:
-        sweep(rate)
-        return
     attention = [attention_row(*chunk, rate) for chunk in CHUNKS]
     report("Attention of a chunk in one layer", attention, None, f"matrix rate {rate * 1e-12:.0f} TFLOP/s")
     prompts = prompt_rows(rate)

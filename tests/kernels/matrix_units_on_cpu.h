@@ -1,4 +1,4 @@
-// Emulates the GPU instructions of sparse_attention's instructions.cu: asynchronous copies, matrix products, and 8- and
+// Emulates the GPU instructions of hotset/kernels/matrix_units.cu: asynchronous copies, matrix products, and 8- and
 // 16-bit numbers. A copy writes its target when the kernel waits for the copy; until then the target holds NaN. Shared
 // memory that was never written holds NaN too.
 #undef __launch_bounds__

@@ -4,27 +4,28 @@ test_paged_attention.py tests it on a GPU.
 """
 
 import math
-import shutil
+from pathlib import Path
 from unittest import mock
 
 import cuda_on_cpu
 import pytest
 import torch
+from attention_on_cpu import NVCC, compile_for_sm_90, emulated
+from matrix import slow_if
 from paged_attention_batch import CPU, Batch, error
-from test_sparse_attention_cuda import emulated
 from torch import Tensor
 
 from hotset.kernels import cuda_source
 from hotset.kernels.paged_attention import cuda_prefill
 
-pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
-NVCC = shutil.which("nvcc")
+needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+REGISTERS_OF_SM = 64 << 10
+DIM = 128
 
 
 def emulated_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
-    page_stride, row_stride = strides
-    rows = shape[1]
-    return torch.tensor([address, 2 * page_stride, 2 * row_stride, shape[0], rows, math.gcd(rows, 128)], device=device)
+    (pages, rows, _width), (page_stride, row_stride) = shape, strides
+    return torch.tensor([address, 2 * page_stride, 2 * row_stride, pages, rows, math.gcd(rows, 128)], device=device)
 
 
 def prefill(batch: Batch) -> Tensor:
@@ -39,12 +40,84 @@ def prefill(batch: Batch) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    ("lengths", "counts", "page_rows"),
-    [([300], [200], 64), ([40, 7, 33, 100, 64, 1, 150], [40, 3, 1, 37, 2, 1, 9], 16), ([129, 5], [1, 5], 48)],
-    ids=["three tiles", "tiles cross segments", "one token"],
-)
-def test_the_emulated_kernel_equals_the_reference(lengths: list[int], counts: list[int], page_rows: int) -> None:
-    batch = Batch(lengths, 2, 1, 128, page_rows, torch.bfloat16, counts)
+def check(batch: Batch) -> None:
     got = prefill(batch)
-    assert error(got, batch.expect(torch.float64)) < 1e-2 and bool((got[-1] == 0).all())
+    assert error(got, batch.expect(torch.float64)) < 1e-2
+    assert bool((got[-1] == 0).all())  # padding
+
+
+CASES = {  # lengths, counts, heads, KV heads, rows per page
+    "four tiles": ([450], [200], 2, 1, 64),
+    "the first tokens": ([256], [256], 1, 1, 128),
+    "tiles across segments": ([40, 7, 33, 100, 64, 1, 150], [40, 3, 1, 37, 2, 1, 9], 2, 1, 16),
+    "groups of heads": ([130], [30], 6, 3, 256),
+    "boxes of 8 rows": ([150, 5], [10, 5], 1, 1, 24),
+    "long contexts of few tokens": ([700, 300], [1, 2], 1, 1, 48),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", slow_if(CASES, {"the first tokens"}))
+def test_the_emulated_kernel_equals_the_reference(name: str) -> None:
+    lengths, counts, heads, kv_heads, page_rows = CASES[name]
+    check(Batch(lengths, heads, kv_heads, DIM, page_rows, torch.bfloat16, counts))
+
+
+@needs_compiler
+def test_the_result_of_a_token_does_not_depend_on_its_place_in_the_batch() -> None:
+    batch = Batch([290], 1, 1, DIM, 64, torch.bfloat16, [150])
+    whole = prefill(batch)[:-1]
+    for first in (1, 63, 130):
+        later = Batch([290], 1, 1, DIM, 64, torch.bfloat16, [150 - first])
+        later.blocks, later.table, later.q = batch.blocks, batch.table, batch.q[first:]
+        assert torch.equal(prefill(later)[:-1], whole[first:])
+
+
+@needs_compiler
+def test_earlier_sums_shrink_when_a_much_larger_score_appears() -> None:
+    """Sums are multiplied only when a score exceeds the earlier ones by more than 8, which random rows seldom do."""
+    batch = Batch([400], 1, 1, DIM, 400, torch.bfloat16, [2])
+    q = torch.randn(DIM)
+    q *= 8 / q.norm()
+    batch.q[:2] = q.to(torch.bfloat16)
+    rows = batch.blocks[0, batch.runs[0][0][0], :400]
+    growth = torch.arange(400) / 40  # scores grow by 10 per 40 rows
+    rows[:, :DIM] = (growth[:, None] * q + torch.randn(400, DIM) / 10).to(torch.bfloat16)
+    check(batch)
+
+
+@needs_compiler
+def test_queries_that_are_not_aligned_are_copied_first() -> None:
+    batch = Batch([140], 2, 1, DIM, 64, torch.bfloat16, [20])
+    misaligned = torch.full((*batch.q.shape[:2], DIM + 1), float("nan"), dtype=torch.bfloat16)[:, :, 1:]
+    batch.q = misaligned.copy_(batch.q)
+    check(batch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "page_rows", "major", "served"),
+    [
+        (torch.bfloat16, 128, 64, 9, True),
+        (torch.bfloat16, 128, 24, 9, True),
+        (torch.float32, 128, 64, 9, False),
+        (torch.bfloat16, 64, 64, 9, False),
+        (torch.bfloat16, 128, 20, 9, False),
+        (torch.bfloat16, 128, 64, 8, False),
+        (torch.bfloat16, 128, 64, 10, False),
+    ],
+)
+def test_other_sizes_and_gpus_have_the_triton_kernel(
+    dtype: torch.dtype, dim: int, page_rows: int, major: int, served: bool
+) -> None:
+    batch = Batch([3], 1, 1, dim, page_rows, dtype)
+    with mock.patch.object(cuda_prefill, "_is_hopper", lambda device: major == 9):
+        assert cuda_prefill.supports(batch.q, batch.context(CPU)) == served
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_the_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
+    constants = {"PAGE_ROWS": 64, "BOX_ROWS": 64, "SHARED_BYTES": cuda_prefill.SHARED_BYTES}
+    compiled = compile_for_sm_90(cuda_prefill.SOURCE, constants, tmp_path)
+    assert compiled.spilled_bytes == 0 and not compiled.serialized
+    assert cuda_prefill.THREADS * compiled.registers <= REGISTERS_OF_SM
+    assert cuda_prefill.SHARED_BYTES <= 227 << 10

@@ -3,17 +3,14 @@
 test_sparse_attention.py tests them on a GPU.
 """
 
-import shutil
-import subprocess
-import tempfile
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import cuda_on_cpu
 import pytest
 import torch
+from attention_on_cpu import NVCC, compile_for_sm_90, emulated
 from matrix import slow_if
 from sparse_attention_cases import Case, Inputs, make_inputs
 from torch import Tensor
@@ -22,24 +19,8 @@ from hotset.kernels import EMPTY, cuda_source
 from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import HOPPER, LaunchConfig
 
-HEADER = Path(__file__).with_name("sparse_warpgroup_on_cpu.h")
-NVCC = shutil.which("nvcc")
 SHARED_OF_SM = 228 << 10  # bytes; each block occupies 1 KiB more than it requests
 REGISTERS_OF_SM = 64 << 10
-SM_90A = ["-gencode", "arch=compute_90a,code=sm_90a"]
-
-_folder = tempfile.TemporaryDirectory(prefix="sparse-attention-on-cpu-")
-
-
-@cache
-def with_matrix_units(source: Path) -> Path:
-    joined = Path(_folder.name) / f"{source.stem}.cpp"
-    joined.write_text(f'#include "{HEADER}"\n#include "{source}"\n')
-    return joined
-
-
-def emulated(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
-    return cuda_on_cpu.kernel(with_matrix_units(source), name, **constants)
 
 
 def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
@@ -170,15 +151,10 @@ def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
     with mock.patch.object(cuda_source, "kernel", recorder):
         cuda_impl.attend(inputs.case.shape, launch, (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q), 1.0)
     (source, _), constants = recorder.call_args
-    macros = [f"-D{name}={value}" for name, value in constants.items()]
-    options = [*SM_90A, "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
-    command = [str(NVCC), *options, *macros, str(source), "-o", str(tmp_path / "kernel.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    spilled = int(done.stderr.split(" bytes spill stores")[0].split()[-1])
-    registers = int(done.stderr.split(" registers,")[0].split()[-1])
-    assert spilled <= 64, f"{spilled} B of registers spilled"
-    assert "serialized" not in done.stderr, "the compiler waits for every single product"
+    compiled = compile_for_sm_90(source, constants, tmp_path)
+    assert compiled.spilled_bytes <= 64, f"{compiled.spilled_bytes} B of registers spilled"
+    assert not compiled.serialized, "the compiler waits for every single product"
+    registers = compiled.registers
     threads = 32 * launch.warps
     assert launch.programs_per_sm * threads * -(-registers // 8) * 8 <= REGISTERS_OF_SM, f"{registers} registers"
     shared_bytes = -(-(constants["SHARED_BYTES"] + 1024) // 128) * 128  # allocated in units of 128 bytes
@@ -187,6 +163,5 @@ def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def test_merge_compiles_for_sm_90(tmp_path: Path) -> None:
-    options = [*SM_90A, "-std=c++17", "-Werror", "all-warnings", "-DTHREADS=128", "-DAT_ONCE=16", "-cubin"]
-    command = [str(NVCC), *options, str(cuda_impl.MERGE), "-o", str(tmp_path / "merge.cubin")]
-    subprocess.run(command, check=True, timeout=240)
+    compiled = compile_for_sm_90(cuda_impl.MERGE, {"THREADS": 128, "AT_ONCE": 16}, tmp_path)
+    assert compiled.spilled_bytes == 0

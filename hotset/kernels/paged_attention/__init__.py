@@ -55,7 +55,6 @@ def paged_attention(
     return out
 
 
-
 def _prefill_kernels(q: Tensor, context: PagedRows) -> ModuleType:
     cuda = kernels_of("paged_attention", "cuda_prefill")
     return cuda if cuda.supports(q, context) else kernels_of("paged_attention", "triton_prefill")

@@ -12,7 +12,7 @@
 //
 // Scores are base-2 logarithms. Tiles begin at multiples of 128 positions, so the result of a token does not depend on its
 // place in the batch.
-#include "../sparse_attention/warpgroup.cu"
+#include "../warpgroup.cu"
 
 namespace {
 
@@ -63,20 +63,12 @@ __device__ __forceinline__ Segment find_segment(const Inputs &in, int first, int
     return segment;
 }
 
-// Returns where the 16 bytes at column 16 * chunk of a row are in a block of rows of 128 bytes.
-__device__ __forceinline__ int place_in_block(int row, int chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
-
-// A place in the two buffers.
+// Which buffer a tile is in, and the rounds of its barriers.
 struct Turn {
     int number = 0;
     __device__ __forceinline__ int buffer() const { return number % BUFFERS; }
     __device__ __forceinline__ u32 round() const { return number / BUFFERS % 2; }
 };
-
-__device__ __forceinline__ void arrive_as_warp(u64 *barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barrier);
-}
 
 // Copies the tokens of this warpgroup to shared memory. Tokens that do not exist become zeros.
 __device__ __forceinline__ void load_query(Shared &shared, const u16 *q, i64 query_stride, int first, int end) {
@@ -95,7 +87,8 @@ __device__ __forceinline__ void load_query(Shared &shared, const u16 *q, i64 que
     publish_to_tensor_cores();
 }
 
-// Begins to copy one half of a tile, keys or values, whose boxes are in `pages`: one box in each of the first lanes.
+// Begins to copy the keys or the values of a tile, which begin at `column` of a row. Lane n copies box n: the rows from
+// `position` on, which are in `page`.
 __device__ __forceinline__ void begin_tile(u8 (&blocks)[2][KEYS * 128], const void *map, int column, int position, int length,
                                            int page, u64 *barrier) {
     const int lane = threadIdx.x % 32, boxes = min(BOXES, (length - position / KEYS * KEYS + BOX_ROWS - 1) / BOX_ROWS);
@@ -220,7 +213,10 @@ struct Consumer {
     }
     __device__ __forceinline__ void end_scores() {
         pin(scores);
-        arrive_as_warp(&shared.keys_free[turn.buffer()]);
+        arrive_as_warp(&shared.keys_free[turn.buffer()], threadIdx.x % 32);
+    }
+    __device__ __forceinline__ void free_values() {
+        arrive_as_warp(&shared.values_free[(turn.number - 1) % BUFFERS], threadIdx.x % 32);
     }
     __device__ __forceinline__ void round_weights() {
 #pragma unroll
@@ -230,7 +226,7 @@ struct Consumer {
     __device__ __forceinline__ void end_sums(bool begun) {
         wait_for_products<0>();
         pin(sums);
-        if (begun) arrive_as_warp(&shared.values_free[(turn.number - 1) % BUFFERS]);
+        if (begun) free_values();
         if (__all_sync(ALL, shrinks[0] == 1 && shrinks[1] == 1)) return;
 #pragma unroll
         for (int n = 0; n < 64; ++n) sums[n] *= shrinks[n % 4 / 2];
@@ -271,7 +267,7 @@ struct Consumer {
         begin_sums();
         wait_for_products<0>();
         pin(sums);
-        arrive_as_warp(&shared.values_free[(turn.number - 1) % BUFFERS]);
+        free_values();
     }
 };
 

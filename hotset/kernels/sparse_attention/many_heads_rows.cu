@@ -1,6 +1,6 @@
 // The shared memory of sparse_attention for many heads, and how a warpgroup fills it with tiles of rows.
 #pragma once
-#include "warpgroup.cu"
+#include "../warpgroup.cu"
 
 namespace {
 
@@ -65,15 +65,6 @@ __device__ __forceinline__ void prepare_barriers(Shared &shared) {
         prepare_barrier(&shared.weighed[n], 4);
     }
 }
-
-// Arrives once for the warp, after its threads have reached this place.
-__device__ __forceinline__ void arrive_as_warp(u64 *barrier, int lane) {
-    __syncwarp();
-    if (lane == 0) arrive(barrier);
-}
-
-// Returns where the 16 bytes at column 16 * chunk of a row are in a block.
-__device__ __forceinline__ int place_in_block(int row, int chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
 __device__ __forceinline__ int load_entry(const i64 *row_ids, int at, int stop) {
     return at < stop ? static_cast<int>(row_ids[at]) : -1;

@@ -5,7 +5,7 @@
 //   THREADS  per block; each merges four of the 4 * THREADS latents
 //   AT_ONCE  splits whose results are loaded together
 
-#include "instructions.cu"
+#include "../matrix_units.cu"
 
 namespace {
 

@@ -3,7 +3,7 @@
 // Rows are kept in a ring of RING rows. A step processes KEYS of them while the AHEAD others are in flight. After a
 // step, its rows are replaced by later ones. A copy group has eight rows, so a step waits only for its own rows.
 #pragma once
-#include "instructions.cu"
+#include "../matrix_units.cu"
 
 namespace {
 

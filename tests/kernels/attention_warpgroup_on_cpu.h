@@ -1,4 +1,4 @@
-// Emulates the GPU instructions of sparse_attention's warpgroup.cu: products of float16 and bfloat16 matrices by a
+// Emulates the GPU instructions of hotset/kernels/warpgroup.cu: products of float16 and bfloat16 matrices by a
 // warpgroup. A product is computed when it begins.
 #include "warpgroup_on_cpu.h"
 

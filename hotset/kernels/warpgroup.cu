@@ -1,7 +1,7 @@
-// GPU instructions of Hopper that C++ does not express and that only the kernel for many heads uses: products of a
-// warpgroup's tensor cores, registers that pass from one warpgroup to another, and copies from shared memory.
+// GPU instructions of Hopper that C++ does not express and that the attention of prompts and that of many heads use: products
+// of a warpgroup's tensor cores, registers that pass from one warpgroup to another, and copies from and to shared memory.
 #pragma once
-#include "instructions.cu"
+#include "matrix_units.cu"
 
 namespace {
 
@@ -187,5 +187,14 @@ __device__ __forceinline__ void end_stores() {
     asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 #endif
+
+// Returns where the 16 bytes at column 16 * chunk of a row are in a block of a matrix, in the layout of `description_of`.
+__device__ __forceinline__ int place_in_block(int row, int chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// Arrives once for the warp, after its threads have reached this place.
+__device__ __forceinline__ void arrive_as_warp(u64 *barrier, int lane) {
+    __syncwarp();
+    if (lane == 0) arrive(barrier);
+}
 
 }  // namespace

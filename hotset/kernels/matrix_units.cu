@@ -1,7 +1,7 @@
-// GPU instructions that C++ does not express and that the kernels of sparse_attention use: asynchronous copies, tensor
-// cores, and 8- and 16-bit numbers.
+// GPU instructions that C++ does not express and that attention uses: asynchronous copies, tensor cores, and 8- and 16-bit
+// numbers.
 #pragma once
-#include "../hopper.cu"
+#include "hopper.cu"
 
 namespace {
 
