@@ -122,13 +122,15 @@ struct BoxCopy {
     const unsigned char *from;
     int64_t row_bytes, rows;
     unsigned long long *barrier;
+    unsigned polls;  // how often it will be found not to have ended
 };
 enum { MAX_BOX_COPIES = 256, BOX_BYTES = 128 };  // of a row
 static BoxCopy box_copies[MAX_BOX_COPIES];
 static unsigned box_copy_count;
 static void end_some_box_copy() {
-    if (box_copy_count == 0 || draw(4)) return;
+    if (box_copy_count == 0) return;
     BoxCopy &copy = box_copies[draw(box_copy_count)];
+    if (copy.polls-- > 0) return;
     for (int64_t row = 0; row < copy.rows; ++row) {
         for (int chunk = 0; chunk < 8; ++chunk) {
             memcpy(copy.to + row * BOX_BYTES + (chunk ^ row % 8) * 16, copy.from + row * copy.row_bytes + chunk * 16, 16);
@@ -156,7 +158,8 @@ static inline void begin_box(void *to, const void *map, int column, int row, int
     if (box_copy_count == MAX_BOX_COPIES) fail("too many copies in flight");
     memset(there, 0xFF, rows * BOX_BYTES);
     const unsigned char *from = reinterpret_cast<const unsigned char *>(given[0]) + page * given[1] + row * given[2];
-    box_copies[box_copy_count++] = BoxCopy{there, from + 2 * column, given[2], rows, barrier};
+    const unsigned polls = draw(draw(8) ? 256 : 1 << 13);  // some copies take much longer than others
+    box_copies[box_copy_count++] = BoxCopy{there, from + 2 * column, given[2], rows, barrier, polls};
 }
 static inline void wait_for_round(unsigned long long *barrier, unsigned round) {
     emulated::Barrier &state = emulated::state_of(barrier);

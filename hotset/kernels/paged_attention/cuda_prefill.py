@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-@lru_cache(maxsize=1024)  # one per layer of an engine
+@cache  # captured graphs read it, so it is never freed
 def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the description of a bfloat16 tensor [pages, rows, values] that copies to shared memory refer to.
 
