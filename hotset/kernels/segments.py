@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -38,10 +39,9 @@ class Segments:
         """Whether every segment has exactly one token."""
         return len(self.counts) == self.positions.shape[0]
 
-    @property
-    def leading_single_tokens(self) -> int:
-        """The number of segments before the first one that does not have exactly one token."""
-        return next((n for n, count in enumerate(self.counts) if count != 1), len(self.counts))
+    def tokens_before_longer(self, most: int) -> int:
+        """Returns the number of tokens before the first segment that has more than `most` tokens."""
+        return sum(takewhile(lambda count: count <= most, self.counts))
 
     def __iter__(self) -> Iterator[SegmentSpan]:
         first = 0

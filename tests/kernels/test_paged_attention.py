@@ -1,6 +1,7 @@
 """Compares paged attention in Triton with the reference: odd page sizes, splits, groups of heads, padded queries."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
+from hotset.kernels import paged_attention as op
 from hotset.kernels.paged_attention import paged_attention
 
 needs_interpreter = pytest.mark.interpreted
@@ -29,6 +31,15 @@ def test_kernel_equals_the_reference(
     batch = Batch([1, 33, 100, 64], heads, kv_heads, dim, page_rows, torch.float32)
     got = torch.empty(batch.q.shape)
     impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale, got)
+    torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
+
+
+@needs_interpreter
+def test_drafts_are_decoded_like_queries_of_several_requests() -> None:
+    impl = triton_impl("paged_attention")
+    batch = Batch([70, 5, 33], 4, 2, 16, 16, torch.float32, [8, 2, 5])
+    got = torch.empty(batch.q.shape)
+    impl.decode(batch.q, batch.context(CPU), batch.positions, 2, batch.scale, got)
     torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
 
 
@@ -66,6 +77,29 @@ def test_contexts_are_split_if_the_batch_is_small() -> None:
     impl = triton_impl("paged_attention")
     assert impl._num_splits(8, 131_072, 132) == impl.MAX_SPLITS and impl._num_splits(128, 131_072, 132) > 1
     assert impl._num_splits(100_000, 131_072, 132) == 1 and impl._num_splits(8, 100, 132) == 1
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("counts", "decoded"), [([1, 8, 3, 9, 2], 12), ([9, 1, 1], 0), ([1, 1, 4], 7), ([40, 1], 0)], ids=str
+)
+def test_the_few_tokens_of_leading_requests_are_decoded_and_the_others_computed_as_prompts(
+    counts: list[int], decoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, prompts = triton_impl("paged_attention"), triton_impl("paged_attention", "triton_prefill")
+    passed: list[int] = []
+
+    def decode_and_count(q: Tensor, *others: Any) -> None:
+        passed.append(len(q))
+        decode.decode(q, *others)
+
+    monkeypatch.setattr(op, "has_fast_path", lambda q: True)
+    monkeypatch.setattr(op, "kernels_of", lambda name: SimpleNamespace(decode=decode_and_count))
+    monkeypatch.setattr(op, "_prefill_kernels", lambda q, context: prompts)
+    batch = Batch([30 + count for count in counts], 4, 2, 16, 16, torch.float32, counts)
+    got = paged_attention(batch.q, batch.context(CPU), batch.segments(CPU), 2, batch.scale)
+    torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
+    assert passed == [decoded]
 
 
 @pytest.mark.gpu
@@ -134,6 +168,7 @@ def test_heads_that_a_gpu_cannot_decode_are_refused(heads: int, kv_heads: int, d
         (torch.bfloat16, [9000], [9000], 32, 8, 128, 64),
         (torch.bfloat16, [9000, 5, 4097], [1000, 5, 4096], 32, 8, 128, 64),
         (torch.bfloat16, [700, 3000, 1, 65, 2000, 129, 40], [1, 1, 1, 64, 300, 2, 40], 32, 8, 128, 64),
+        (torch.bfloat16, [700, 3000, 50, 900, 9, 400], [4, 8, 1, 9, 8, 300], 32, 8, 128, 64),
         (torch.bfloat16, [77, 1000, 1], [77, 500, 1], 16, 1, 80, 48),
         (torch.bfloat16, [513, 20, 2000], [100, 20, 1000], 4, 4, 256, 32),
         (torch.float32, [5, 300, 1025], [5, 299, 700], 9, 3, 64, 64),

@@ -1,8 +1,9 @@
 """paged_attention: full causal attention with grouped heads, over contexts found through page tables.
 
 On a GPU, in bfloat16 and float32, kernels read only the page table, seats and positions on the device. A step in which
-every segment has one query can therefore be captured in a graph. A padding query (seat EMPTY) gets zeros. All other
-calls use the reference, which reads `PagedRows.runs`.
+every segment has one query can therefore be captured in a graph. A padding query (seat EMPTY) gets zeros. Decoding is in
+Triton; prompts have a kernel for Hopper, and one in Triton. All other calls use the reference, which reads
+`PagedRows.runs`.
 """
 
 from dataclasses import replace
@@ -19,6 +20,7 @@ from hotset.kernels.segments import Segments
 
 MAX_FAST_DIM = 256
 MAX_FAST_GROUP = 64  # heads that share a KV head
+MAX_DECODED = 8  # tokens of a request, drafts included, that are computed one by one, each reading the whole context
 
 
 def paged_attention(
@@ -43,14 +45,14 @@ def paged_attention(
         raise ConfigError(f"heads of {head_dim} values: a GPU supports multiples of 8 up to {MAX_FAST_DIM}")
     if heads // kv_heads > MAX_FAST_GROUP:
         raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU supports up to {MAX_FAST_GROUP}")
-    # Decoding requests precede prompts in a step. A prompt's tile would have only one token of such a request.
-    single = segments.leading_single_tokens
+    # Decoding requests precede prompts in a step. A prompt's tile would have only a few tokens of such a request.
+    short = segments.tokens_before_longer(MAX_DECODED)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     positions, seat_of = segments.positions, context.seat_of
-    decoding, prompts = (replace(context, seat_of=part) for part in (seat_of[:single], seat_of[single:]))
-    kernels_of("paged_attention").decode(q[:single], decoding, positions[:single], kv_heads, scale, out[:single])
+    decoding, prompts = (replace(context, seat_of=part) for part in (seat_of[:short], seat_of[short:]))
+    kernels_of("paged_attention").decode(q[:short], decoding, positions[:short], kv_heads, scale, out[:short])
     _prefill_kernels(q, context).prefill(
-        q[single:], prompts, positions[single:], segments.segment_of[single:], kv_heads, scale, out[single:]
+        q[short:], prompts, positions[short:], segments.segment_of[short:], kv_heads, scale, out[short:]
     )
     return out
 

@@ -32,7 +32,7 @@ _MIN_LSE = tl.constexpr(-1e30)  # replaces -inf, which must not be subtracted fr
 
 
 def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scale: float, out: Tensor) -> None:
-    """Writes the attention of every query to `out`. Each query is a segment of its own."""
+    """Writes the attention of every query to `out`. Queries may have the same seat."""
     queries, heads, dim = q.shape
     if queries == 0:
         return
