@@ -4,8 +4,6 @@ The tests need no GPU. They are skipped if there is neither `nvcc` nor cuda-core
 """
 
 import importlib.util
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from matrix import slow_if
+from nvcc import NVCC, compile_with_nvcc
 from torch import Tensor
 
 from hotset.kernels import cuda_source
@@ -25,7 +24,6 @@ from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
 from hotset.kernels.swap_in import RowCopies, SeatTables
 from hotset.kernels.swap_in import cuda_impl as swap_in_cuda
 
-NVCC = shutil.which("nvcc")
 HAS_CUDA_CORE = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 pytestmark = pytest.mark.skipif(NVCC is None and not HAS_CUDA_CORE, reason="neither nvcc nor cuda-core")
 
@@ -140,14 +138,7 @@ def spilled_bytes(recorder: Recorder, folder: Path) -> int:
     if NVCC is None:
         assert len(cuda_source.compile_source(recorder.source, recorder.constants, "sm_90").code) > 0
         return 0
-    macros = [f"-D{name}={value}" for name, value in recorder.constants.items()]
-    options = ["-arch=sm_90", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
-    command = [NVCC, *options, *macros, str(recorder.source), "-o", str(folder / "kernel.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "spill stores" in line]
-    assert lines, done.stderr
-    return sum(int(line.split("bytes stack frame, ")[1].split()[0]) for line in lines)
+    return compile_with_nvcc(recorder.source, recorder.constants, folder, arch="90").spilled_bytes
 
 
 # The sizes of these cases lie between those of other cases, or their kernel is a part of another one.

@@ -3,12 +3,8 @@
 test_index_topk.py tests it on a GPU.
 """
 
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +12,10 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from hopper_on_cpu import emulated_scoring
 from index_topk_cases import SCALE, Case, Inputs, make_inputs, reference_scores, with_padding
 from matrix import slow_if
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
 from torch import Tensor
 
 from hotset.base.errors import InternalError
@@ -26,26 +24,11 @@ from hotset.kernels.index_topk import cuda_score
 from hotset.kernels.index_topk.cuda_score import BlockShape
 from hotset.kernels.index_topk.scores import Scores
 
-HEADER = Path(__file__).with_name("warpgroup_on_cpu.h")
-NVCC = shutil.which("nvcc")
 NAN = float("nan")
 CPU = torch.device("cpu")
 
-_folder = tempfile.TemporaryDirectory(prefix="index-score-on-cpu-")
 
-
-@cache
-def with_warpgroups(source: Path) -> Path:
-    joined = Path(_folder.name) / f"{source.stem}.cpp"
-    joined.write_text(f'#include "{HEADER}"\n#include "{source}"\n')
-    return joined
-
-
-def emulated(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
-    return cuda_on_cpu.kernel(with_warpgroups(source), name, **constants)
-
-
-def run(inputs: Inputs, shape: BlockShape, k: int = 0, blocks: int = 2, kernel: Any = emulated) -> Scores:
+def run(inputs: Inputs, shape: BlockShape, k: int = 0, blocks: int = 2, kernel: Any = emulated_scoring) -> Scores:
     context = -(-max(inputs.segments.lengths, default=512) // 64) * 64
     with (
         mock.patch.object(cuda_source, "kernel", kernel),
@@ -145,7 +128,7 @@ def test_the_first_tiles_of_every_block_are_prefetched(name: str) -> None:
     kernels: list[cuda_on_cpu.EmulatedKernel] = []
 
     def recorded(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
-        kernels.append(emulated(source, name, **constants))
+        kernels.append(emulated_scoring(source, name, **constants))
         return kernels[-1]
 
     def counters() -> tuple[int, int]:
@@ -187,7 +170,7 @@ class LateInputs:
         of_right = self.memory.data_ptr() + self.right.nbytes
 
         def kernel(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
-            kernels.append(emulated(source, name, **constants))
+            kernels.append(emulated_scoring(source, name, **constants))
             kernels[0].write_late(self.memory, self.right)
             kernels[0].set_range("unreadable", of_right, self.memory.data_ptr() + self.memory.nbytes)
             kernels[0].set_range("prefetchable", keys.data_ptr(), keys.data_ptr() + -(-(last + 1) // 16) * 16)
@@ -273,7 +256,7 @@ def test_stages_that_exceed_shared_memory_are_refused() -> None:
         run(inputs, BlockShape(26, 2))
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("groups", slow_if({str(n): n for n in cuda_score.TUNED}, {"3", "4"}))
 def test_kernel_compiles_for_sm_90a_and_a_block_fits(groups: str, tmp_path: Path) -> None:
     inputs = make_inputs(Case((1,), (70,), heads=32 * int(groups)), seed=4, device=CPU)
@@ -283,11 +266,7 @@ def test_kernel_compiles_for_sm_90a_and_a_block_fits(groups: str, tmp_path: Path
         arguments = (inputs.keys.seat_of, inputs.segments.positions, 4096, 0, SCALE)
         cuda_score.score(inputs.q, inputs.weights, inputs.keys, *arguments)
     (source, _), constants = recorder.call_args
-    macros = [f"-D{name}={value}" for name, value in constants.items()]
-    options = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings"]
-    command = [str(NVCC), *options, "-cubin", *macros, str(source), "-o", str(tmp_path / "kernel.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert " 0 bytes stack frame, 0 bytes spill stores" in done.stderr, done.stderr
-    registers = int(done.stderr.split(" registers")[0].split()[-1])
-    assert shape.threads * -(-registers // 8) * 8 <= 64 << 10, f"{registers} registers"
+    compiled = compile_with_nvcc(source, constants, tmp_path)
+    assert compiled.stack_bytes == compiled.spilled_bytes == 0
+    registers = compiled.registers
+    assert shape.threads * -(-registers // 8) * 8 <= REGISTERS_OF_SM, f"{registers} registers"

@@ -3,8 +3,6 @@
 test_index_topk.py tests it on a GPU.
 """
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from index_topk_cases import NAN, check_selection, draw_scores
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
 
 from hotset.kernels import cuda_source
 from hotset.kernels.index_topk import cuda_select
@@ -21,7 +20,6 @@ from hotset.kernels.index_topk.cuda_select import BlockShape
 from hotset.kernels.index_topk.scores import Scores
 
 CPU = torch.device("cpu")
-NVCC = shutil.which("nvcc")
 CONTEXT = 8192
 SMALL = BlockShape(threads=64, bins=128)  # with one block, a thread has 128 of 8192 scores: 4 words
 KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "NaN and infinities", "few finite"]
@@ -113,16 +111,11 @@ def recorded(queries: int, context: int, limit: int | None = None) -> mock.Mock:
     return recorder
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("queries", [1, 132])
 def test_kernel_compiles_for_sm_90a_and_a_block_fits(queries: int, tmp_path: Path) -> None:
     recorder = recorded(queries, 131_072)
     (source, _), constants = recorder.call_args
-    macros = [f"-D{name}={value}" for name, value in constants.items()]
-    options = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings"]
-    command = [str(NVCC), *options, "-cubin", *macros, str(source), "-o", str(tmp_path / "kernel.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert " 0 bytes spill stores" in done.stderr
-    registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
-    assert constants["THREADS"] * registers <= 1 << 16
+    compiled = compile_with_nvcc(source, constants, tmp_path)
+    assert compiled.spilled_bytes == 0
+    assert constants["THREADS"] * compiled.registers <= REGISTERS_OF_SM

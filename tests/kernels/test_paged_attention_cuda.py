@@ -10,8 +10,9 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
-from attention_on_cpu import NVCC, compile_for_sm_90, emulated
+from hopper_on_cpu import emulated_attention
 from matrix import slow_if
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
 from paged_attention_batch import CPU, Batch, error
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from hotset.kernels import cuda_source
 from hotset.kernels.paged_attention import cuda_prefill
 
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
-REGISTERS_OF_SM = 64 << 10
 DIM = 128
 
 
@@ -31,7 +31,7 @@ def emulated_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...],
 def prefill(batch: Batch) -> Tensor:
     out = torch.full(batch.q.shape, float("nan"), dtype=torch.bfloat16)
     with (
-        mock.patch.object(cuda_source, "kernel", emulated),
+        mock.patch.object(cuda_source, "kernel", emulated_attention),
         mock.patch.object(cuda_prefill, "_tensor_map", emulated_map),
     ):
         cuda_prefill.prefill(
@@ -114,10 +114,10 @@ def test_other_sizes_and_gpus_have_the_triton_kernel(
         assert cuda_prefill.supports(batch.q, batch.context(CPU)) == served
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@needs_nvcc
 def test_the_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     constants = {"PAGE_ROWS": 64, "BOX_ROWS": 64, "SHARED_BYTES": cuda_prefill.SHARED_BYTES}
-    compiled = compile_for_sm_90(cuda_prefill.SOURCE, constants, tmp_path)
+    compiled = compile_with_nvcc(cuda_prefill.SOURCE, constants, tmp_path)
     assert compiled.spilled_bytes == 0 and not compiled.serialized
     assert cuda_prefill.THREADS * compiled.registers <= REGISTERS_OF_SM
     assert cuda_prefill.SHARED_BYTES <= 227 << 10

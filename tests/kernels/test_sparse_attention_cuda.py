@@ -10,8 +10,9 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
-from attention_on_cpu import NVCC, compile_for_sm_90, emulated
+from hopper_on_cpu import emulated_attention
 from matrix import slow_if
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
 from sparse_attention_cases import Case, Inputs, make_inputs
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import HOPPER, LaunchConfig
 
 SHARED_OF_SM = 228 << 10  # bytes; each block occupies 1 KiB more than it requests
-REGISTERS_OF_SM = 64 << 10
 
 
 def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
@@ -29,7 +29,7 @@ def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
     out = torch.full((*shape[::2], 512), float("nan"), dtype=torch.bfloat16)
     partial, lse = torch.full((*shape, 512), float("nan")), torch.full(shape, float("nan"))
     tensors = (inputs.q, inputs.pool.view(torch.uint8), inputs.row_ids, partial if launch.splits > 1 else out, lse)
-    with mock.patch.object(cuda_source, "kernel", emulated):
+    with mock.patch.object(cuda_source, "kernel", emulated_attention):
         cuda_impl.attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
         if launch.splits > 1:
             written = ~partial.isnan().all(-1)
@@ -113,7 +113,7 @@ def test_the_merge_does_not_hide_nan() -> None:
     partial, lse = torch.randn(2, 20, 16, 512), torch.randn(2, 20, 16)
     lse[0, 17, 3] = float("nan")
     out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
-    with mock.patch.object(cuda_source, "kernel", emulated):
+    with mock.patch.object(cuda_source, "kernel", emulated_attention):
         cuda_impl.merge(case.shape, launch, partial, lse, out)
     assert bool(out[0, 3].isnan().all()) and int(out.isnan().sum()) == 512
 
@@ -139,7 +139,7 @@ def test_queries_that_are_not_aligned_are_copied_first(launch: LaunchConfig) -> 
     inputs.check(run(replace(inputs, q=misaligned), launch))
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
@@ -151,7 +151,7 @@ def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
     with mock.patch.object(cuda_source, "kernel", recorder):
         cuda_impl.attend(inputs.case.shape, launch, (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q), 1.0)
     (source, _), constants = recorder.call_args
-    compiled = compile_for_sm_90(source, constants, tmp_path)
+    compiled = compile_with_nvcc(source, constants, tmp_path)
     assert compiled.spilled_bytes <= 64, f"{compiled.spilled_bytes} B of registers spilled"
     assert not compiled.serialized, "the compiler waits for every single product"
     registers = compiled.registers
@@ -161,7 +161,7 @@ def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
     assert launch.programs_per_sm * shared_bytes <= SHARED_OF_SM
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@needs_nvcc
 def test_merge_compiles_for_sm_90(tmp_path: Path) -> None:
-    compiled = compile_for_sm_90(cuda_impl.MERGE, {"THREADS": 128, "AT_ONCE": 16}, tmp_path)
+    compiled = compile_with_nvcc(cuda_impl.MERGE, {"THREADS": 128, "AT_ONCE": 16}, tmp_path)
     assert compiled.spilled_bytes == 0

@@ -1,8 +1,8 @@
 """paged_attention: full causal attention with grouped heads, over contexts found through page tables.
 
 On a GPU, in bfloat16 and float32, kernels read only the page table, seats and positions on the device. A step in which
-every segment has one query can therefore be captured in a graph. A padding query (seat EMPTY) gets zeros. Decoding is in
-Triton; prompts have a kernel for Hopper, and one in Triton. All other calls use the reference, which reads
+every segment has one query can therefore be captured in a graph. A padding query (seat EMPTY) gets zeros. Decoding is
+in Triton; prompts have a kernel for Hopper, and one in Triton. All other calls use the reference, which reads
 `PagedRows.runs`.
 """
 
