@@ -21,6 +21,7 @@ __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_gro
 template <int left> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
+
 // Loads four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. Of each matrix,
 // it receives the values of row n / 4 in columns 2 * (n % 4) and 2 * (n % 4) + 1.
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], const void *at) {
