@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = {*range(1, 49), *range(50, 59), 61, 62, 63, 66, 67, 71, 72, 73, 74, *range(79, 95)}
+DEFECTS = {*range(1, 49), *range(50, 59), 61, 62, 63, 66, 67, 71, 72, 73, 74, *range(79, 96)}
 
 
 def load_script() -> ModuleType:
