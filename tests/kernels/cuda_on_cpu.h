@@ -85,6 +85,7 @@ static int4 *shared_of_block[CLUSTER];  // shared memory of the blocks that are 
 static void *kernel;
 static int64_t arguments[MAX_ARGUMENTS];
 static uint64_t random_state;
+static unsigned clusters_begun;  // in all launches
 static unsigned char poison = 0xAB;  // the value of every unwritten byte of shared memory
 
 static void wait(State state) {
@@ -244,6 +245,7 @@ extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int sha
     for (int n = 0; n < clusters && !failure; ++n) {
         memset(shared_memory, poison, sizeof shared_memory);
         memset(votes, 0, sizeof votes);
+        ++clusters_begun;
         for (int i = 0; i < CLUSTER; ++i) memset(shared_of_block[i], poison, shared_bytes);
         for (int i = 0; i < CLUSTER * threads; ++i) {
             Fibre &fibre = fibres[i];

@@ -66,6 +66,13 @@ enum { MAX_PREFETCHED = 32 };
 static Tile prefetched[MAX_PREFETCHED], copied[MAX_PREFETCHED];
 static unsigned copy_count;
 
+static void forget_earlier_blocks() {
+    static unsigned block;
+    if (block == clusters_begun) return;
+    block = clusters_begun, copy_count = 0;
+    memset(prefetched, 0, sizeof prefetched), memset(copied, 0, sizeof copied);
+}
+
 }  // namespace emulated
 
 extern "C" {
@@ -82,13 +89,12 @@ static inline void prefetch_to_l2(const void *at, unsigned bytes) {
     const int64_t from = reinterpret_cast<int64_t>(at);
     if (from % 16 || bytes % 16) fail("a prefetched tile is misaligned");
     if (prefetchable[1] && (from < prefetchable[0] || from + bytes > prefetchable[1])) fail("a prefetch outside the keys");
+    forget_earlier_blocks();
     prefetched[threadIdx.x % 32] = Tile{at, bytes};
     compare_tile(threadIdx.x % 32);
     ++tiles_prefetched;
 }
 static inline void prepare_barrier(unsigned long long *barrier, unsigned arrivals) {
-    memset(emulated::prefetched, 0, sizeof emulated::prefetched), memset(emulated::copied, 0, sizeof emulated::copied);
-    emulated::copy_count = 0;
     const unsigned n = emulated::barrier_count++ % 128;
     emulated::barriers[n] = emulated::Barrier{arrivals};
     *barrier = n + 1;
@@ -110,6 +116,7 @@ static inline void begin_copy(void *to, const void *from, unsigned bytes, unsign
         fail("a bulk copy is misaligned");
     }
     if (state.to) fail("a copy began before the previous one of its barrier was waited for");
+    forget_earlier_blocks();
     if (copy_count < MAX_PREFETCHED) copied[copy_count] = Tile{from, bytes}, compare_tile(copy_count++);
     state.to = to, state.from = from, state.bytes = bytes;
     state.polls = draw(draw(8) ? 256 : 1 << 15);  // some copies take much longer than others
