@@ -1,5 +1,5 @@
 // Emulates the GPU instructions of hotset/kernels/warpgroup.cu: products of float16 and bfloat16 matrices by a
-// warpgroup. A product is computed when it begins.
+// warpgroup, and copies of results.
 #include "warpgroup_on_cpu.h"
 
 typedef unsigned long long u64;
@@ -43,51 +43,62 @@ template <int rows = 64> static inline unsigned long long description_of(const v
     return reinterpret_cast<unsigned long long>(at);
 }
 namespace emulated {
-// The blocks of `b` have `rows` rows, and `scores` has a column for each of them.
-template <bool half, int rows> static void add_columns(float *scores, u64 a, u64 b, int step, bool first) {
+static u64 described(const void *matrix) { return reinterpret_cast<u64>(matrix); }
+// The blocks of the second matrix have `rows` rows, and the result has a column for each of them.
+template <bool half, int rows> static void compute_columns(const Product &product) {
     for (unsigned n = 0; n < rows / 2; ++n) {
-        float sum = first ? 0 : scores[n];
-        for (unsigned k = 16 * step; k < 16u * step + 16; ++k) {
-            sum += element<half>(a, row_of(n), k) * element<half, rows>(b, column_of(n), k);
+        float sum = product.first ? 0 : product.sums[n];
+        for (unsigned k = 16 * product.step; k < 16u * product.step + 16; ++k) {
+            sum += element<half>(described(product.left), row_of(n), k) *
+                   element<half, rows>(described(product.matrix), column_of(n), k);
         }
-        scores[n] = sum;
+        product.sums[n] = sum;
     }
 }
-template <bool half, int rows, int count>
-static void add_rows(float (&sums)[count], const unsigned (&a)[4], u64 b, int step) {
-    memcpy(words[current], a, sizeof a);
-    wait(WARP);
-    const unsigned quad = current / 4 * 4;
+template <bool half, int rows, int count> static void compute_rows(const Product &product) {
     for (unsigned n = 0; n < count; ++n) {
         for (unsigned k = 0; k < 16; ++k) {
-            const unsigned word = words[quad + k % 8 / 2][n / 2 % 2 + k / 8 * 2] >> k % 2 * 16;
-            sums[n] += number<half>(static_cast<uint16_t>(word)) * element<half, rows>(b, 16 * step + k, column_of(n));
+            const float left = product.left ? element<half>(described(product.left), row_of(n), 16 * product.step + k)
+                                            : product.rows[n / 2 % 2][k];
+            product.sums[n] +=
+                left * element<half, rows>(described(product.matrix), 16 * product.step + k, column_of(n));
+        }
+    }
+}
+template <bool half, int rows> static void begin_columns(float *scores, u64 a, u64 b, int step, bool first) {
+    begin(Product{compute_columns<half, rows>, scores, reinterpret_cast<const void *>(b), step, first,
+                  reinterpret_cast<const void *>(a)});
+}
+template <bool half, int rows, int count>
+static void begin_rows(float *sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3, u64 b, int step) {
+    Product product = {compute_rows<half, rows, count>, sums, reinterpret_cast<const void *>(b), step};
+    exchange_rows(a0, a1, a2, a3);
+    for (unsigned k = 0; k < 16; ++k) {
+        for (unsigned row = 0; row < 2; ++row) {
+            const unsigned word = words[current / 4 * 4 + k % 8 / 2][row + k / 8 * 2];
+            product.rows[row][k] = number<half>(static_cast<uint16_t>(word >> k % 2 * 16));
         }
     }
     wait(WARP);
+    begin(product);
 }
 }  // namespace emulated
 template <bool half> static inline void multiply_columns(float (&scores)[32], u64 a, u64 b, int step, bool first) {
-    emulated::add_columns<half, 64>(scores, a, b, step, first);
+    emulated::begin_columns<half, 64>(scores, a, b, step, first);
 }
 static inline void multiply_columns(float (&scores)[64], u64 a, u64 b, int step, bool first) {
-    emulated::add_columns<false, 128>(scores, a, b, step, first);
+    emulated::begin_columns<false, 128>(scores, a, b, step, first);
 }
 template <bool half>
 static inline void multiply_rows(float (&sums)[128], unsigned a0, unsigned a1, unsigned a2, unsigned a3, u64 b, int step) {
-    emulated::add_rows<half, 64>(sums, {a0, a1, a2, a3}, b, step);
+    emulated::begin_rows<half, 64, 128>(sums, a0, a1, a2, a3, b, step);
 }
 static inline void multiply_rows(float (&sums)[64], unsigned a0, unsigned a1, unsigned a2, unsigned a3, u64 b, int step) {
-    emulated::add_rows<false, 128>(sums, {a0, a1, a2, a3}, b, step);
+    emulated::begin_rows<false, 128, 64>(sums, a0, a1, a2, a3, b, step);
 }
-template <bool half>
-static inline void multiply_rows(float (&sums)[128], unsigned long long a, unsigned long long b, int step) {
-    using namespace emulated;
-    for (unsigned n = 0; n < 128; ++n) {
-        for (unsigned k = 16 * step; k < 16u * step + 16; ++k) {
-            sums[n] += element<half>(a, row_of(n), k) * element<half>(b, k, column_of(n));
-        }
-    }
+template <bool half> static inline void multiply_rows(float (&sums)[128], u64 a, u64 b, int step) {
+    const void *const left = reinterpret_cast<const void *>(a), *const right = reinterpret_cast<const void *>(b);
+    emulated::begin(emulated::Product{emulated::compute_rows<half, 64, 128>, sums, right, step, false, left});
 }
 static inline unsigned multiply_bfloats(unsigned a, unsigned b) {
     using emulated::from_bfloat;

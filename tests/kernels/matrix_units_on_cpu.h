@@ -93,26 +93,20 @@ static inline void end_copies() {
     if (mine.group_count == emulated::Copies::MAX_GROUPS) emulated::fail("too many groups of copies in flight");
     mine.groups[mine.group_count++] = mine.count;
 }
-namespace emulated {
-// Ends the oldest groups of a thread's copies.
-static void end_groups(Copies &of, int groups) {
-    if (groups <= 0) return;
-    const int end = of.groups[groups - 1];
-    for (int n = 0; n < end; ++n) {
-        if (of.begun[n].there) {
-            memcpy(of.begun[n].to, of.begun[n].at, 16);
-        } else {
-            memset(of.begun[n].to, 0, 16);
-        }
-    }
-    memmove(of.begun, of.begun + end, (of.count - end) * sizeof *of.begun);
-    of.count -= end, of.group_count -= groups;
-    for (int n = 0; n < of.group_count; ++n) of.groups[n] = of.groups[n + groups] - end;
-}
-}  // namespace emulated
 template <int left> static inline void wait_for_copies() {
     emulated::Copies &mine = emulated::copies[emulated::current];
-    emulated::end_groups(mine, mine.group_count - left);
+    if (mine.group_count <= left) return;
+    const int over = mine.group_count - left, end = mine.groups[over - 1];
+    for (int n = 0; n < end; ++n) {
+        if (mine.begun[n].there) {
+            memcpy(mine.begun[n].to, mine.begun[n].at, 16);
+        } else {
+            memset(mine.begun[n].to, 0, 16);
+        }
+    }
+    memmove(mine.begun, mine.begun + end, (mine.count - end) * sizeof *mine.begun);
+    mine.count -= end, mine.group_count = left;
+    for (int n = 0; n < left; ++n) mine.groups[n] = mine.groups[n + over] - end;
 }
 static inline void load_matrices(unsigned (&to)[4], const void *at) {
     using namespace emulated;

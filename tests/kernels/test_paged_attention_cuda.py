@@ -110,7 +110,8 @@ def test_other_sizes_and_gpus_have_the_triton_kernel(
     dtype: torch.dtype, dim: int, page_rows: int, major: int, served: bool
 ) -> None:
     batch = Batch([3], 1, 1, dim, page_rows, dtype)
-    with mock.patch.object(cuda_prefill, "_is_hopper", lambda device: major == 9):
+    uncached = mock.patch.object(cuda_prefill, "_is_hopper", cuda_prefill._is_hopper.__wrapped__)
+    with uncached, mock.patch.object(torch.cuda, "get_device_capability", lambda device: (major, 0)):
         assert cuda_prefill.supports(batch.q, batch.context(CPU)) == served
 
 
@@ -119,5 +120,6 @@ def test_the_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     constants = {"PAGE_ROWS": 64, "BOX_ROWS": 64, "SHARED_BYTES": cuda_prefill.SHARED_BYTES}
     compiled = compile_with_nvcc(cuda_prefill.SOURCE, constants, tmp_path)
     assert compiled.spilled_bytes == 0 and not compiled.serialized
-    assert cuda_prefill.THREADS * compiled.registers <= REGISTERS_OF_SM
+    # Two warpgroups claim 232 registers per thread, and the third keeps 40. More than these do not become free.
+    assert 128 * (2 * 232 + 40) <= cuda_prefill.THREADS * compiled.registers <= REGISTERS_OF_SM
     assert cuda_prefill.SHARED_BYTES <= 227 << 10

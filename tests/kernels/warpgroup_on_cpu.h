@@ -1,6 +1,9 @@
-// Emulates the GPU instructions of index_topk's instructions.cu: bulk copies, products of e4m3 matrices by a warpgroup, and
-// conversions. A copy writes its target at a random moment while threads wait for its barrier, so that copies end in any
-// order; until then the target holds NaN.
+// Emulates GPU instructions of Hopper (hotset/kernels/hopper.cu, the bulk copies of warpgroup.cu, and index_topk's
+// instructions.cu): barriers, copies, batches of a warpgroup's products, products of e4m3 matrices, and conversions.
+//
+// What happens at an unknown time happens at a random one. A copy writes its target while threads wait for its barrier,
+// so that copies end in any order; until then the target holds NaN. The products of a
+// thread are computed when they begin or when their batch ends, which it does for the whole warpgroup.
 #include "matrix_units_on_cpu.h"
 
 #define __align__(...)
@@ -66,11 +69,77 @@ enum { MAX_PREFETCHED = 32 };
 static Tile prefetched[MAX_PREFETCHED], copied[MAX_PREFETCHED];
 static unsigned copy_count;
 
+// A product adds to `sums`, of rows in registers or of a matrix in shared memory, and another matrix there.
+struct Product {
+    void (*compute)(const Product &);
+    float *sums;
+    const void *matrix;
+    int step;
+    bool first;
+    const void *left;   // the matrix whose rows are multiplied, or null
+    float rows[2][32];  // otherwise this thread's rows
+};
+enum { WARPGROUP_THREADS = 128, MAX_BATCHES = 2 };
+struct Batch {
+    enum { MAX_PRODUCTS = 64 };
+    Product begun[MAX_PRODUCTS];
+    int count;
+    bool late;  // the products are computed when the batch ends
+};
+// The batches of a thread that have not ended; batch n is `batches[n % MAX_BATCHES]`.
+struct Batches {
+    Batch batches[MAX_BATCHES];
+    unsigned begun;
+};
+// The batches of a warpgroup. None ends before all of its threads have begun it.
+struct Warpgroup {
+    unsigned ended, polls;  // how often the next batch will be found not to have ended
+    unsigned most_polls;    // some warpgroups are much slower than others
+};
+static Batches batches_of[MAX_THREADS];
+static Warpgroup warpgroups[MAX_THREADS / WARPGROUP_THREADS];
+static Batch &open_batch() {
+    Batches &mine = batches_of[current];
+    return mine.batches[mine.begun % MAX_BATCHES];
+}
+static void begin(const Product &product) {
+    Batch &batch = open_batch();
+    if (!batch.late) return product.compute(product);
+    if (batch.count == Batch::MAX_PRODUCTS) fail("too many products in a batch");
+    batch.begun[batch.count++] = product;
+}
+static void end_next_batch(unsigned group) {
+    Warpgroup &of = warpgroups[group];
+    const unsigned first = group * WARPGROUP_THREADS, self = current, own_index = threadIdx.x;
+    for (unsigned i = first; i < first + WARPGROUP_THREADS; ++i) {
+        if (batches_of[i].begun == of.ended) return;
+    }
+    if (of.polls-- > 0) return;
+    for (unsigned i = first; i < first + WARPGROUP_THREADS; ++i) {
+        current = threadIdx.x = i;
+        const Batch &batch = batches_of[i].batches[of.ended % MAX_BATCHES];
+        for (int n = 0; n < batch.count; ++n) batch.begun[n].compute(batch.begun[n]);
+    }
+    current = self, threadIdx.x = own_index;
+    ++of.ended;
+    of.polls = draw(of.most_polls);
+}
+// After this, the registers of a warp's rows are in `words`. The caller ends with wait(WARP).
+static void exchange_rows(unsigned a0, unsigned a1, unsigned a2, unsigned a3) {
+    const unsigned mine[4] = {a0, a1, a2, a3};
+    memcpy(words[current], mine, sizeof mine);
+    wait(WARP);
+}
+
+static unsigned box_copy_count;  // copies of boxes that have not ended
+
 static void forget_earlier_blocks() {
     static unsigned block;
     if (block == clusters_begun) return;
-    block = clusters_begun, copy_count = 0;
+    block = clusters_begun, copy_count = box_copy_count = 0;
     memset(prefetched, 0, sizeof prefetched), memset(copied, 0, sizeof copied);
+    for (Batches &batches : batches_of) batches.begun = 0;
+    for (Warpgroup &of : warpgroups) of = Warpgroup{0, 0, draw(2) ? 256u : 1u << 13};
 }
 
 }  // namespace emulated
@@ -95,6 +164,7 @@ static inline void prefetch_to_l2(const void *at, unsigned bytes) {
     ++tiles_prefetched;
 }
 static inline void prepare_barrier(unsigned long long *barrier, unsigned arrivals) {
+    emulated::forget_earlier_blocks();
     const unsigned n = emulated::barrier_count++ % 128;
     emulated::barriers[n] = emulated::Barrier{arrivals};
     *barrier = n + 1;
@@ -123,7 +193,7 @@ static inline void begin_copy(void *to, const void *from, unsigned bytes, unsign
     memset(to, 0xFF, bytes);
 }
 namespace emulated {
-// Copies of boxes that have not ended. They end one by one, in any order, while threads wait for any barrier.
+// Copies of boxes end one by one, in any order, while threads wait for any barrier.
 struct BoxCopy {
     unsigned char *to;
     const unsigned char *from;
@@ -133,7 +203,6 @@ struct BoxCopy {
 };
 enum { MAX_BOX_COPIES = 256, BOX_BYTES = 128 };  // of a row
 static BoxCopy box_copies[MAX_BOX_COPIES];
-static unsigned box_copy_count;
 static void end_some_box_copy() {
     if (box_copy_count == 0) return;
     BoxCopy &copy = box_copies[draw(box_copy_count)];
@@ -203,29 +272,51 @@ static inline void wait_for_first(unsigned threads) {
 static inline void arrive_only(unsigned threads) { emulated::of_both_kinds.arrive(threads); }
 static inline void arrive_and_wait(unsigned threads) { emulated::of_both_kinds.wait(threads); }
 static inline void publish_to_tensor_cores() {}
-static inline void begin_products() {}
-static inline void end_products() {}
-template <int left> static inline void wait_for_products() {}
+static inline void begin_products() {
+    using namespace emulated;
+    forget_earlier_blocks();
+    const unsigned in_flight = batches_of[current].begun - warpgroups[current / WARPGROUP_THREADS].ended;
+    if (in_flight == MAX_BATCHES) fail("too many batches of products in flight");
+    Batch &batch = open_batch();
+    batch.count = 0, batch.late = in_flight > 0 || draw(2);
+}
+static inline void end_products() { ++emulated::batches_of[emulated::current].begun; }
+template <int left> static inline void wait_for_products() {
+    using namespace emulated;
+    const unsigned group = current / WARPGROUP_THREADS, begun = batches_of[current].begun;
+    wait_until([=] {
+        if (warpgroups[group].ended + left < begun) end_next_batch(group);
+        return warpgroups[group].ended + left >= begun;
+    });
+}
 template <int count> static inline void pin(float (&)[count]) {}
 
+namespace emulated {
+static void compute_codes(const Product &product) {
+    const unsigned char *const heads = static_cast<const unsigned char *>(product.matrix);
+    for (unsigned n = 0; n < 16; ++n) {
+        const unsigned head = n / 4 * 8 + threadIdx.x % 4 * 2 + n % 2;
+        float sum = product.first ? 0 : product.sums[n];
+        for (unsigned k = 0; k < 32; ++k) {
+            const unsigned column = 32 * product.step + k;
+            sum += product.rows[n / 2 % 2][k] * value_of(heads[head * 128 + (column / 16 ^ head % 8) * 16 + column % 16]);
+        }
+        product.sums[n] = sum;
+    }
+}
+}  // namespace emulated
 static inline void multiply(float (&sums)[16], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                             const unsigned char *heads, int part, bool first) {
     using namespace emulated;
-    unsigned (&mine)[8] = words[current];
-    mine[0] = a0, mine[1] = a1, mine[2] = a2, mine[3] = a3;
-    wait(WARP);
-    const unsigned quad = current / 4 * 4, lane = current % 32;
-    for (unsigned n = 0; n < 16; ++n) {
-        const unsigned head = n / 4 * 8 + lane % 4 * 2 + n % 2, row = n / 2 % 2;
-        float sum = first ? 0 : sums[n];
-        for (unsigned k = 0; k < 32; ++k) {
-            const unsigned key = words[quad + k % 16 / 4][row + k / 16 * 2] >> k % 4 * 8;
-            const unsigned column = 32 * part + k;
-            sum += value_of(key) * value_of(heads[head * 128 + (column / 16 ^ head % 8) * 16 + column % 16]);
+    Product product = {compute_codes, sums, heads, part, first};
+    exchange_rows(a0, a1, a2, a3);
+    for (unsigned k = 0; k < 32; ++k) {
+        for (unsigned row = 0; row < 2; ++row) {
+            product.rows[row][k] = value_of(words[current / 4 * 4 + k % 16 / 4][row + k / 16 * 2] >> k % 4 * 8);
         }
-        sums[n] = sum;
     }
     wait(WARP);
+    begin(product);
 }
 static inline unsigned e4m3_codes(float first, float second) {
     return emulated::code_of(first) | emulated::code_of(second) << 8;
