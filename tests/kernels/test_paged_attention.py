@@ -81,7 +81,7 @@ def test_contexts_are_split_if_the_batch_is_small() -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("counts", "decoded"), [([1, 8, 3, 9, 2], 12), ([9, 1, 1], 0), ([1, 1, 4], 7), ([40, 1], 0)], ids=str
+    ("counts", "decoded"), [([1, 16, 3, 17, 2], 20), ([17, 1, 1], 0), ([1, 1, 4], 7), ([40, 1], 0)], ids=str
 )
 def test_the_few_tokens_of_leading_requests_are_decoded_and_the_others_computed_as_prompts(
     counts: list[int], decoded: int, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +168,9 @@ def test_heads_that_a_gpu_cannot_decode_are_refused(heads: int, kv_heads: int, d
         (torch.bfloat16, [9000], [9000], 32, 8, 128, 64),
         (torch.bfloat16, [9000, 5, 4097], [1000, 5, 4096], 32, 8, 128, 64),
         (torch.bfloat16, [700, 3000, 1, 65, 2000, 129, 40], [1, 1, 1, 64, 300, 2, 40], 32, 8, 128, 64),
-        (torch.bfloat16, [700, 3000, 50, 900, 9, 400], [4, 8, 1, 9, 8, 300], 32, 8, 128, 64),
+        (torch.bfloat16, [700, 3000, 50, 900, 9, 400], [4, 16, 1, 17, 8, 300], 32, 8, 128, 64),
+        *((torch.bfloat16, [900, 25, 400], [700, 25, 300], 8, 2, 128, rows) for rows in (16, 24, 32, 128, 192)),
+        pytest.param(torch.bfloat16, [900, 25, 400], [700, 25, 300], 8, 2, 128, 20, id="in Triton on every GPU"),
         (torch.bfloat16, [77, 1000, 1], [77, 500, 1], 16, 1, 80, 48),
         (torch.bfloat16, [513, 20, 2000], [100, 20, 1000], 4, 4, 256, 32),
         (torch.float32, [5, 300, 1025], [5, 299, 700], 9, 3, 64, 64),

@@ -20,7 +20,7 @@ from hotset.kernels.segments import Segments
 
 MAX_FAST_DIM = 256
 MAX_FAST_GROUP = 64  # heads that share a KV head
-MAX_DECODED = 8  # tokens of a request, drafts included, that are computed one by one, each reading the whole context
+MAX_DECODED = 16  # tokens of a request, drafts included, that are computed one by one, each reading the whole context
 
 
 def paged_attention(
