@@ -69,14 +69,14 @@ enum { MAX_PREFETCHED = 32 };
 static Tile prefetched[MAX_PREFETCHED], copied[MAX_PREFETCHED];
 static unsigned copy_count;
 
-// A product adds to `sums`, of rows in registers or of a matrix in shared memory, and another matrix there.
+// Multiplies rows in registers, or a matrix in shared memory, by another matrix there, and adds the result to `sums`.
 struct Product {
     void (*compute)(const Product &);
     float *sums;
-    const void *matrix;
+    const void *matrix;  // the second
     int step;
     bool first;
-    const void *left;   // the matrix whose rows are multiplied, or null
+    const void *left;    // the first matrix, or null
     float rows[2][32];  // otherwise this thread's rows
 };
 enum { WARPGROUP_THREADS = 128, MAX_BATCHES = 2 };
@@ -98,6 +98,7 @@ struct Warpgroup {
 };
 static Batches batches_of[MAX_THREADS];
 static Warpgroup warpgroups[MAX_THREADS / WARPGROUP_THREADS];
+// Returns the batch to which this thread adds products.
 static Batch &open_batch() {
     Batches &mine = batches_of[current];
     return mine.batches[mine.begun % MAX_BATCHES];
