@@ -2,8 +2,8 @@
 // instructions.cu): barriers, copies, batches of a warpgroup's products, products of e4m3 matrices, and conversions.
 //
 // What happens at an unknown time happens at a random one. A copy writes its target while threads wait for its barrier,
-// so that copies end in any order; until then the target holds NaN. The products of a
-// thread are computed when they begin or when their batch ends, which it does for the whole warpgroup.
+// so that copies end in any order; until then the target holds NaN. The products of a thread are computed when they begin
+// or when their batch ends, which it does for the whole warpgroup at once.
 #include "matrix_units_on_cpu.h"
 
 #define __align__(...)
@@ -76,7 +76,7 @@ struct Product {
     const void *matrix;  // the second
     int step;
     bool first;
-    const void *left;    // the first matrix, or null
+    const void *left;   // the first matrix, or null
     float rows[2][32];  // otherwise this thread's rows
 };
 enum { WARPGROUP_THREADS = 128, MAX_BATCHES = 2 };
