@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import model_names
 from hotset.models.checkpoint import source as source_module
-from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.files import MAX_HEADER_BYTES, find_model, tensor_names
 from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.checkpoint.weights import open_weights
 
@@ -266,6 +266,32 @@ def test_headers_whose_tensors_overlap_or_leave_the_file_are_refused(llama_dir: 
     (llama_dir / "model.safetensors").write_bytes(content)
     message = refusal_of(lambda: open_weights(find_model(str(llama_dir)), torch.float32, "cpu"))
     assert str(llama_dir / "model.safetensors") in message and "damaged" in message
+
+
+def set_header_size(path: Path, size: int) -> None:
+    """Pads the header of a safetensors file with spaces, which the format allows."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(size.to_bytes(8, "little") + content[8:end].ljust(size) + content[end:])
+
+
+def test_a_header_is_read_up_to_the_limit_of_its_size(llama_dir: Path) -> None:
+    path = llama_dir / "model.safetensors"
+    expected = {name: tensor.clone() for name, tensor in stored_tensors(llama_dir).items()}
+    set_header_size(path, MAX_HEADER_BYTES)
+    expect_equal(load_everything(llama_dir), expected, torch.float32)
+    set_header_size(path, MAX_HEADER_BYTES + 1)
+    files = find_model(str(llama_dir))
+    for read_header in (lambda: open_weights(files, torch.float32, "cpu"), lambda: tensor_names(path)):
+        message = refusal_of(read_header)
+        assert str(path) in message and "the limit of a header is 16.0 MiB" in message
+
+
+def test_the_names_of_a_damaged_header_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for header in (b'{"a":' * 3000, b"[]", b"\xff"):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert tensor_names(path) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import CheckpointError
-from hotset.base.units import MIB
+from hotset.base.units import MIB, show_bytes
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.checkpoint.model_names import MAX_LISTED, embedded_path, model_path, models_in, unknown_model
@@ -25,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 MAX_SHARDS = 10_000  # by the names of shards without an index
 MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
+MAX_HEADER_BYTES = 16 * MIB  # of a safetensors file: 120,000 tensors; its reader needs seconds and 20 times the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,26 @@ def has_mtp_layer(files: ModelFiles, load_format: Literal["auto", "dummy"] = "au
     if files.spec.mtp is None or load_format == "dummy":
         return files.spec.mtp is not None
     name, index = f"model.layers.{files.spec.layers}.eh_proj.weight", read_weight_index(files.path)
-    return name in index if index is not None else any(name in _tensor_names(path) for path in weight_files(files.path))
+    return name in index if index is not None else any(name in tensor_names(path) for path in weight_files(files.path))
 
 
-def _tensor_names(path: Path) -> frozenset[str]:
-    """Returns the names in the header of a safetensors file, or none if it is damaged, which loading reports."""
+def header_bytes(path: Path) -> int:
+    """Returns the size of the header of a safetensors file. Raises `CheckpointError` if it exceeds the limit."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = file.read(size) if size <= MAX_INDEX_BYTES else b""
-    with suppress(ValueError):
+    if size > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} is damaged or no checkpoint: the limit of a header is {show_bytes(MAX_HEADER_BYTES)}, but this "
+            f"one has {show_bytes(size)}"
+        )
+    return size
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """Returns the names in the header of a safetensors file, or none if it is damaged, which loading reports."""
+    with path.open("rb") as file:
+        header = file.read(8 + header_bytes(path))[8:]
+    with suppress(ValueError, RecursionError):
         names = json.loads(header)
         return frozenset(names) if isinstance(names, dict) else frozenset()
     return frozenset()

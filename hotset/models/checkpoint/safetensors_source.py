@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from hotset.base.errors import CheckpointError
 from hotset.kernels.fp8 import Fp8Weight, Weight
-from hotset.models.checkpoint.files import INDEX, read_weight_index, shard_paths
+from hotset.models.checkpoint.files import INDEX, header_bytes, read_weight_index, shard_paths
 from hotset.models.checkpoint.fp8_tensors import check_scales, copy_fp8, expand, scale_shape
 from hotset.models.checkpoint.source import (
     Progress,
@@ -68,6 +68,7 @@ class SafetensorsSource:
 
     def _open(self, path: Path) -> None:
         try:
+            header_bytes(path)  # raises an error above the limit
             self._handles[path] = safe_open(path, framework="pt", device="cpu")
             self._names[path] = frozenset(self._handles[path].keys())
         except (SafetensorError, OSError) as error:
