@@ -187,7 +187,7 @@ def _read_lines(flag: str, path: Path, convert: Callable[[dict[str, Any]], Entry
             entries.append(convert(json.loads(line)))
         except KeyError as error:
             raise ConfigError(f"--{flag} {path}, line {number}: the field {error} is missing") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"--{flag} {path}, line {number}: {error}") from None
     if not entries:
         raise ConfigError(f"--{flag} {path} has no lines")

@@ -88,7 +88,7 @@ def messages(url: str, key: str | None) -> Iterator[Json]:
         if error.code == 404:
             raise ConfigError(f"{url} has no live data; it is not Hotset, or was started with --no-page") from None
         raise HotsetError(f"{url} answered with status {error.code}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HotsetError(f"cannot read {url}/live: {getattr(error, 'reason', None) or error}") from None
 
 

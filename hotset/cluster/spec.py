@@ -200,7 +200,9 @@ def load_spec(path: Path) -> ClusterSpec:
         raise ConfigError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not a text file'}"
         ) from None
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     try:
         spec = parse_spec(loaded)

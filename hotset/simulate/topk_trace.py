@@ -123,7 +123,7 @@ def _read_json(path: Path, raw: bytes) -> tuple[dict[str, Any], int]:
     body_offset = PREFIX.size + length
     try:
         values = json.loads(raw[PREFIX.size : body_offset])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected a JSON header of {length} bytes: {error}") from error
     expected = {field.name for field in fields(TraceHeader)} | {"body_bytes", "body_crc32"}
     if not isinstance(values, dict) or set(values) != expected:

@@ -125,6 +125,7 @@ def test_a_dataset_is_repeated_and_may_give_the_length_of_answers(tmp_path: Path
         ("trace", '{"input_length": 9, "output_length": 1}', "the field 'timestamp' is missing"),
         ("trace", "\n[1]", "line 2: "),
         ("trace", "nonsense", "line 1: "),
+        ("trace", "[" * 3000 + "]" * 3000, "line 1: "),
         ("trace", '{"timestamp": 0, "input_length": "x", "output_length": 1}', "line 1: invalid literal"),
         ("trace", json.dumps(trace_line(0, 513, 1, [1])), "1 hash_ids for 513 tokens; there must be one for each 512"),
         ("dataset", "{}", "line 1: the field 'prompt' is missing"),

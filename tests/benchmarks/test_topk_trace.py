@@ -108,6 +108,7 @@ def with_body(raw: bytes, body: bytes) -> bytes:
         (lambda raw: b"PK\x03\x04" + raw, "not a top-k trace: expected it to begin with b'HOTSTOPK'"),
         (lambda raw: MAGIC + struct.pack("<I", 7) + raw[12:], "version 7; expected version 1"),
         (lambda raw: raw[:40], "expected a JSON header"),
+        (lambda raw: raw[:12] + struct.pack("<I", 3000) + b"[" * 3000, "expected a JSON header"),
         (lambda raw: with_header(raw, k=None), "expected a header with exactly the fields"),
         (lambda raw: with_header(raw, colour="red"), "expected a header with exactly the fields"),
         (lambda raw: with_header(raw, steps=0), "expected steps to be an integer of at least 1, found 0"),

@@ -77,6 +77,8 @@ def test_a_mistake_is_refused_with_its_place(spec: Any, reason: str) -> None:
         ("model: {a: b: c}\n", "is not valid YAML"),
         ("model: !!python/object/apply:os.getcwd []\n", "is not valid YAML"),
         ("x: 1\n", "spec.yaml: unknown field 'x'"),
+        ("model: " + "[\n" * 3000, "is nested too deeply"),
+        ("model: 2026-99-99\n", "is not valid YAML"),
         (None, "No such file"),
     ],
 )
