@@ -30,6 +30,7 @@ class _GqaDefaults:
     kv_heads: int | None  # None: the number of attention heads
     qk_norm: bool
     has_mlp_bias: bool  # whether the architecture has the field mlp_bias
+    has_window: bool  # whether the architecture has the field sliding_window: null is none, but absent is 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,12 @@ class _DsaDefaults:
 
 
 GQA_DEFAULTS = {
-    "llama": _GqaDefaults(2048, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, has_mlp_bias=True),
-    "qwen3": _GqaDefaults(32768, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, has_mlp_bias=False),
+    "llama": _GqaDefaults(
+        2048, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, has_mlp_bias=True, has_window=False
+    ),
+    "qwen3": _GqaDefaults(
+        32768, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, has_mlp_bias=False, has_window=True
+    ),
 }
 DSA_DEFAULTS = {
     "deepseek_v32": _DsaDefaults(
@@ -119,7 +124,7 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
     if not defaults.has_mlp_bias and fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "false")
     layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
-    _refuse_windows(fields, layers)
+    _refuse_windows(fields, layers, defaults.has_window)
     bias = fields.flag("attention_bias", False)
     attention = GqaSpec(heads, kv_heads, head_dim, qkv_bias=bias, out_bias=bias, qk_norm=defaults.qk_norm)
     return ModelSpec(
@@ -141,15 +146,18 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
     )
 
 
-def _refuse_windows(fields: ConfigFields, layers: int) -> None:
+def _refuse_windows(fields: ConfigFields, layers: int, has_window: bool) -> None:
     """Raises `CheckpointError` if any layer uses a sliding window, which is not implemented."""
     if "layer_types" in fields:
         fields.layer_choices("layer_types", layers, FULL_ATTENTION)
         return
-    used = fields.flag("use_sliding_window", fields.get("model_type") == "llama")
+    used = fields.flag("use_sliding_window", not has_window)
     first_windowed = fields.count("max_window_layers", 28, low=0) if "use_sliding_window" in fields else 0
-    if used and "sliding_window" in fields and first_windowed < layers:
-        fields.refuse("sliding_window", "null (full attention in every layer)")
+    if used and first_windowed < layers:
+        if "sliding_window" in fields:
+            fields.refuse("sliding_window", "null (full attention in every layer)")
+        if has_window and not fields.is_null("sliding_window"):
+            fields.refuse("use_sliding_window", "false, or a sliding_window of null (full attention in every layer)")
 
 
 def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str) -> ModelSpec:
@@ -247,7 +255,7 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
         return None
     fields.choice("scoring_func", "sigmoid", ("sigmoid",))
     fields.choice("topk_method", "noaux_tc", ("noaux_tc",))
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts")  # the first one that is present counts
     name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
     experts = fields.count(name, 256, high=MAX_PARTS)
     groups = fields.count("n_group", defaults.groups)
@@ -321,7 +329,7 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         attention_factor=rope.optional_number("attention_factor"),
-        truncate=rope.flag("truncate", True),
+        truncate=rope.flag("truncate", not rope.is_null("truncate")),
     )
 
 
@@ -347,8 +355,7 @@ def _read_fp8(fields: ConfigFields) -> bool:
     quantisation.choice("quant_method", "", ("fp8",))
     quantisation.choice("fmt", "e4m3", ("e4m3",))
     quantisation.choice("activation_scheme", "dynamic", ("dynamic",))
-    if "scale_fmt" in quantisation:
-        quantisation.choice("scale_fmt", "", ("ue8m0",))
+    quantisation.choice("scale_fmt", "float", ("float", "ue8m0"))
     block = quantisation.get("weight_block_size")
     if quantisation.is_null("weight_block_size") or (block is not None and block != [FP8_BLOCK, FP8_BLOCK]):
         quantisation.refuse("weight_block_size", f"[{FP8_BLOCK}, {FP8_BLOCK}]")
