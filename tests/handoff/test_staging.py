@@ -1,6 +1,7 @@
 """Tests of staging: unpacked bytes are compared with heads that are written one by one; which contexts are staged;
 the sizes of pieces and buffers."""
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,26 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
             found = memory[group, row // part_rows, key_pages[page], first_byte : first_byte + KEY_BYTES]
             expected = source.keys[group][source_pages[position // 16], position % 16]
             assert (found == (expected if position >= 2 else POISON)).all(), f"key {position} of group {group} is wrong"
+
+
+def test_the_staging_memory_of_every_rank_gets_the_index_keys() -> None:
+    """Each rank of the target has staging memory and a copy of the index keys of its own."""
+    source, first, second = (ShardedMemory(ranks, 2, page_rows=8, seed=ranks) for ranks in (1, 2, 2))
+    pages = fresh_pages(source, first, rows=30)
+    source.compute(pages[0], 0, 30)
+    nbytes = 30 * packed_row_bytes(source.store, first.store)
+    packed, *rings = (StagingMemory(nbytes) for _ in range(3))
+    for ring in rings:
+        ring._bytes.fill_(POISON)
+    assert second.store.keys is not None
+    staging = tuple(ring.memory_range for ring in rings)
+    stores = packed.beside(source.store), replace(first.store, key_copies=(second.store.keys,), staging=staging)
+    pack(PackedPiece(*stores, ContextPages(tuple(pages[0]), tuple(pages[0])), 0, 30, 0))
+    for local, remote, length in piece_writes(*stores, 30, 0, 0).tolist():
+        ctypes.memmove(remote, local, length)
+    unpack(PackedPiece(*stores, ContextPages(tuple(pages[1]), tuple(pages[2])), 0, 30, 0))
+    first.check(pages[1], pages[2], 0, 30)
+    np.testing.assert_array_equal(np.stack(second.keys), np.stack(first.keys))
 
 
 def test_a_head_that_several_ranks_hold_is_packed_once() -> None:
