@@ -14,7 +14,7 @@ from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.tiers.commands import Grant
 from hotset.tiers.ledger import Ledger
-from hotset.tiers.prefix_cache import PageHasher, PrefixCache
+from hotset.tiers.prefix_cache import CacheChange, PageHasher, PagesStored, PrefixCache
 from hotset.tiers.residence import Holding, PageUse, Residence
 
 
@@ -96,7 +96,9 @@ def test_key_pages_inside_a_cached_prefix_are_shared_until_their_last_user_is_go
     assert second.pages[PageUse.KEYS][:3] == third.pages[PageUse.KEYS][:3] == keys[:3]
     ledger.park(second, 36)
     ledger.audit([second, third])
+    needed, free = ledger.pages_needed(second, Residence.RESIDENT, 37), ledger.device.free
     assert ledger.resume(second, 1, Residence.RESIDENT, 36, 37) is not None
+    assert free - ledger.device.free == needed.device, "shared key pages count as needed"
     assert second.pages[PageUse.KEYS][:3] == keys[:3]
     ledger.release(second)
     ledger.audit([third])
@@ -115,6 +117,30 @@ def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
     assert ledger.reuse(second, 1, Residence.TIERED, ledger.find_prefix(hashes_of(tokens)), len(tokens)) is not None
     assert second.pages[PageUse.KEYS][:4] == first.pages[PageUse.KEYS][:4]
     ledger.audit([first, second])
+
+
+def test_a_landing_whose_other_pages_are_free_needs_none_for_the_keys_that_it_shares() -> None:
+    ledger, tokens = make_ledger(), [*range(41)]
+    first, landing = published(ledger, 0, tokens), Holding()
+    own_pages = GEOMETRY.row_pages(41) + GEOMETRY.key_pages(41) - 3
+    assert ledger.device.allocate(ledger.device.free - own_pages) is not None
+    prefix = ledger.find_prefix(hashes_of(tokens)[:8])  # 32 tokens: three key pages are whole
+    assert ledger.reserve(landing, on_device=True, tokens=41, prefix=prefix)
+    assert landing.pages[PageUse.KEYS][:3] == first.pages[PageUse.KEYS][:3] and ledger.device.free == 0
+
+
+def test_pages_that_continue_those_of_another_request_name_the_last_one_as_their_parent() -> None:
+    """The second request began before the pages of the first were cached, so it publishes all of its own."""
+    ledger, tokens, changes = make_ledger(), [*range(32)], list[CacheChange]()
+    assert ledger.host is not None
+    ledger.host.on_change = changes.append
+    published(ledger, 0, tokens[:16])
+    published(ledger, 1, tokens)
+    hashes = tuple(hashes_of(tokens))
+    assert changes == [
+        PagesStored(hashes[:4], None, tuple(tokens[:16]), ""),
+        PagesStored(hashes[4:], hashes[3], tuple(tokens[16:]), ""),
+    ]
 
 
 def test_pages_of_a_landing_cannot_be_published() -> None:
