@@ -34,6 +34,7 @@ from hotset.evaluate.retrieval import LocalBackend
 from hotset.evaluate.tasks import make_questions
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec, MtpSpec
+from hotset.models.split import Split
 from hotset.schedule.drafts import MtpDrafter
 from hotset.schedule.plan import Plan
 
@@ -170,6 +171,31 @@ def test_ranks_and_stages_draft_what_one_process_drafts(split: str, accept: str)
         assert run_all(engine, prompts, params) == expected
     assert of_split.recorded == drafter.recorded
     assert sum(map(len, drafter.recorded.values())) > 100
+
+
+def test_a_rank_that_would_draft_other_tokens_verifies_the_drafts_of_rank_0() -> None:
+    """All sampled tokens and drafts are among four, so that many drafts are right."""
+
+    def draft_others(decoder: Decoder, split: Split) -> None:
+        logits, rank = decoder.mtp_logits, split.tp_rank
+
+        def of_rank(normed: Tensor) -> Tensor:
+            likely = logits(normed)[:, :LIKELY].roll(rank, 1)
+            return torch.nn.functional.pad(likely, (0, decoder.spec.vocab - LIKELY), value=-1e9)
+
+        decoder.mtp_logits = of_rank  # type: ignore[method-assign]
+
+    bias = dict.fromkeys(range(LIKELY), 100.0)
+    params = [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logit_bias=bias)] * 2
+    prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [6]]
+    sizes = {"device_kv_tokens": 200, "max_num_seqs": 2, "max_model_len": 56, "page_rows": 4, "tiers": "off"}
+    spec, seed = replace(SPLIT_SPECS["deepseek_v32"], mtp=MtpSpec(carries_normed=False, shares_selection=False)), 6
+    one = make_engine(Decoder(plain(spec), RandomWeights(torch.float64, seed)), plain(spec), **sizes)
+    expected = run_all(one, prompts, params)
+    split = {"tensor_parallel_size": 2, "speculate": 3}
+    with closing(split_engine(spec, seed, on_load=draft_others, **sizes, **split)) as engine:
+        assert run_all(engine, prompts, params) == expected
+        assert sum(engine.stats().drafts_accepted.values()) > 4
 
 
 def drafted_answers(name: str, params: Sequence[SamplingParams], **settings: Any) -> tuple[list[list[int]], int]:
