@@ -96,8 +96,9 @@ class DraftChoice:
         return self.costs.best_drafts(requests, shares)
 
     def record(self, verified: int, accepted: int) -> None:
-        """Records that a step verified so many drafts of one request, of which the first `accepted` were right."""
-        self._probes = 0 if verified else self._probes
+        """Records that a step verified so many drafts of one request, at least one, and that the first `accepted` were
+        right."""
+        self._probes = 0
         for place in range(verified):
             self._verified[place] += 1
             self._accepted[place] += place < accepted
