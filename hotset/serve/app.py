@@ -274,8 +274,8 @@ def _page_routes(service: Service) -> APIRouter:
     client = service.client
     live = Live(service.describe, lambda: client.failure, service.metrics)
     client.state_observers.append(live.record)
-    calculator = PlanCalculator()
-    routes.include_router(plan_routes(calculator, _model_path(service)))
+    calculator = PlanCalculator(_model_path(service))
+    routes.include_router(plan_routes(calculator))
 
     def close() -> None:
         live.feed.close()

@@ -15,7 +15,6 @@ from hotset.base.errors import EngineStopped, RequestError
 from hotset.serve.json_body import parsed
 from hotset.serve.page import page_response
 
-SERVED = "served"  # the name of the server's own model in a request
 CALCULATION_SECONDS = 60.0  # of one plan, with the start of the process
 IDLE_SECONDS = 120.0  # the process ends after this time without a request
 MAX_BYTES = 4096
@@ -24,7 +23,8 @@ MAX_BYTES = 4096
 class PlanCalculator:
     """Runs `hotset.plan.calculator` in a process of its own, from the first plan until a while after the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, served_model: str) -> None:
+        self._served_model = served_model
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._idle: threading.Timer | None = None
@@ -69,7 +69,7 @@ class PlanCalculator:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._child is None:
-            command = [sys.executable, "-m", "hotset.plan.calculator"]
+            command = [sys.executable, "-m", "hotset.plan.calculator", self._served_model]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self._child
 
@@ -82,9 +82,8 @@ class PlanCalculator:
             self._child = None
 
 
-def plan_routes(calculator: PlanCalculator, served_model: str) -> APIRouter:
-    """The page, which needs no key, and its calculation, which does. Only shipped examples and the served model can be
-    planned, so that no client reads other files of this machine."""
+def plan_routes(calculator: PlanCalculator) -> APIRouter:
+    """The page, which needs no key, and its calculation, which does."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/plan")
@@ -95,22 +94,17 @@ def plan_routes(calculator: PlanCalculator, served_model: str) -> APIRouter:
     async def calculate(request: Request) -> Response:
         body = await request.body()
         if len(body) > MAX_BYTES:
-            raise RequestError("a plan is requested by a small JSON object", code="invalid_value")
+            message = f"the body has {len(body)} bytes, and the limit for the request of a plan is {MAX_BYTES}"
+            raise RequestError(message, code="invalid_value")
         try:
             values = parsed(body)
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
             raise RequestError("the body must be a JSON object", code="invalid_value")
-        if values.get("model") == SERVED:
-            values["model"] = served_model
-        elif "/" in str(values.get("model")) or "\\" in str(values.get("model")):
-            raise RequestError("model must be one of the examples, or 'served'", code="invalid_value", param="model")
         answer = await asyncio.to_thread(calculator.calculate, values)
         if "error" in answer:
             raise RequestError(answer["error"], code="invalid_value")
-        if answer["model"] == served_model:
-            answer["model"] = SERVED
         return JSONResponse(answer)
 
     return routes

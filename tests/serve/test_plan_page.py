@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from running_server import API_KEY, RunningServer, error_of, serving
 
 from hotset.base.config import EngineConfig
 from hotset.base.units import GIB
+from hotset.plan.calculator import MAX_BYTES
 from hotset.plan.gpus import Machine, find_gpu
 from hotset.plan.model_configs import find_config
 from hotset.plan.planner import make_plan
@@ -36,6 +38,12 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def calculate(server: RunningServer, body: Any, headers: dict[str, str] = KEY) -> Any:
     return plain_http.post(f"{server.url}/plan/calculate", json=body, headers=headers, timeout=WAIT_SECONDS)
+
+
+def calculator_of(server: RunningServer) -> int:
+    """Returns the process that calculates plans."""
+    (pid,) = [pid for pid in children_of(server.process.pid) if b"hotset.plan.calculator" in command_line(pid)]
+    return pid
 
 
 def test_the_page_is_public_and_its_plans_are_those_of_the_command(server: RunningServer) -> None:
@@ -62,17 +70,30 @@ def test_the_page_is_public_and_its_plans_are_those_of_the_command(server: Runni
         ({"model": "../secret.json"}, "model must be one of the examples"),
         ({"model": "no-such-model"}, "no-such-model"),
         ({"goal": "fame"}, "--goal must be one of"),
+        ({"model": "models"}, "model must be one of the examples"),
+        ({"model": "x" * 3000}, "model has 3000 characters, and the limit is 256"),
+        ({"model": "x" * 5000}, "the limit for the request of a plan is 4096"),
+        ({"host_gib": 1e308}, "--host-gib must lie in [0, 1048576]"),
+        ({"host_gib": 10**400}, "host_gib has 1329 bits, and the limit is 64"),
         ([1], "the body must be a JSON object"),
     ],
 )
-def test_wrong_requests_are_refused_by_name(server: RunningServer, body: Any, message: str) -> None:
+def test_wrong_requests_are_refused_by_name_and_end_no_process(server: RunningServer, body: Any, message: str) -> None:
+    assert calculate(server, {}).status_code == 200
+    calculator = calculator_of(server)
     assert message in error_of(calculate(server, body), 400)["message"]
+    assert calculator_of(server) == calculator
+
+
+def test_the_process_has_a_limit_of_memory(server: RunningServer) -> None:
+    assert calculate(server, {}).status_code == 200
+    soft, hard = resource.prlimit(calculator_of(server), resource.RLIMIT_DATA)
+    assert soft == hard == MAX_BYTES
 
 
 def test_a_calculator_that_was_killed_is_started_again(server: RunningServer) -> None:
     assert calculate(server, {}).status_code == 200
-    (calculator,) = [pid for pid in children_of(server.process.pid) if b"hotset.plan.calculator" in command_line(pid)]
-    subprocess.run(["kill", "-9", str(calculator)], check=True)
+    subprocess.run(["kill", "-9", str(calculator_of(server))], check=True)
     answers = [calculate(server, {}).status_code for _ in range(2)]
     assert answers[1] == 200
 
