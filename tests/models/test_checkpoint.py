@@ -287,6 +287,26 @@ def test_a_header_is_read_up_to_the_limit_of_its_size(llama_dir: Path) -> None:
         assert str(path) in message and "the limit of a header is 16.0 MiB" in message
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float8_e4m3fn", "float16")])
+def test_without_a_dtype_in_the_config_it_is_that_of_the_weights_as_in_transformers(
+    llama_dir: Path, dtypes: tuple[str, str]
+) -> None:
+    def store(tensors: dict[str, torch.Tensor]) -> None:
+        for number, name in enumerate(sorted(tensors)):
+            tensors[name] = tensors[name].to(getattr(torch, dtypes[number > 0]))
+
+    rewrite(llama_dir, store)
+    set_config(llama_dir, dtype=None)
+    oracle = transformers.LlamaForCausalLM.from_pretrained(llama_dir)
+    assert f"torch.{find_model(str(llama_dir)).spec.dtype}" == str(oracle.dtype)
+    set_config(llama_dir, dtype="float64")
+    assert find_model(str(llama_dir)).spec.dtype == "float64"
+    for path in llama_dir.glob("*.safetensors"):
+        path.unlink()
+    set_config(llama_dir, dtype=None)
+    assert find_model(str(llama_dir)).spec.dtype == "float32", "there are no weights"
+
+
 def test_the_names_of_a_damaged_header_are_none(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     for header in (b'{"a":' * 3000, b"[]", b"\xff"):

@@ -22,6 +22,7 @@ from hotset.models.spec import ModelSpec
 FINGERPRINT_BYTES = 1 << 20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 MAX_SHARDS = 10_000  # by the names of shards without an index
 MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
@@ -72,7 +73,10 @@ def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto", *
         contained = ", ".join(str(model) for model in models_in(path)[:MAX_LISTED])
         raise CheckpointError(f"{path} holds no config.json" + (f"; it contains {contained}" if contained else ""))
     generation = read_optional_json(path / "generation_config.json")
-    spec = read_spec(read_json(config_path), generation, str(config_path), with_mtp=with_mtp)
+    config = read_json(config_path)
+    spec = read_spec(config, generation, str(config_path), with_mtp=with_mtp)
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
+        spec = replace(spec, dtype=stored_dtype(path) or spec.dtype)
     return ModelFiles(path, replace(spec, fp8_weights=spec.fp8_weights and weight_dtype == "auto"), generation)
 
 
@@ -99,12 +103,27 @@ def header_bytes(path: Path) -> int:
 
 def tensor_names(path: Path) -> frozenset[str]:
     """Returns the names in the header of a safetensors file, or none if it is damaged, which loading reports."""
+    return frozenset(_header(path))
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """Returns the dtype of the first tensor by name, in the first file, that is stored in a dtype of `STORED_DTYPES`.
+    transformers computes in it if config.json names none. Returns None if there is no such tensor, or no file."""
+    paths = weight_files(directory)
+    first = directory / SINGLE if directory / SINGLE in paths else next(iter(paths), None)
+    tensors = [] if first is None else [tensor for _, tensor in sorted(_header(first).items())]
+    dtypes = (tensor.get("dtype") for tensor in tensors if isinstance(tensor, dict))
+    return next((STORED_DTYPES[dtype] for dtype in dtypes if isinstance(dtype, str) and dtype in STORED_DTYPES), None)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Returns the header of a safetensors file, or an empty one if it is damaged, which loading reports."""
     with path.open("rb") as file:
-        header = file.read(8 + header_bytes(path))[8:]
+        text = file.read(8 + header_bytes(path))[8:]
     with suppress(ValueError, RecursionError):
-        names = json.loads(header)
-        return frozenset(names) if isinstance(names, dict) else frozenset()
-    return frozenset()
+        header = json.loads(text)
+        return header if isinstance(header, dict) else {}
+    return {}
 
 
 def find_tokenizer(files: ModelFiles, override: str | None) -> Path | None:
