@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from hotset.engine.input_processor import Choice
-from hotset.engine.outputs import Delta, Logprob, PromptLogprobs, TokenLogprobs
+from hotset.engine.outputs import AnswerLogprobs, Delta, PromptLogprobs
 from hotset.engine.text import TextAssembler
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Alternatives, LogprobColumns, TokenOutputs
@@ -40,7 +40,7 @@ class ChoiceState:
         if self._text.stopped_by is not None:
             finish_reason, stop_reason = "stop", self._text.stopped_by
         self.ended = finish_reason is not None
-        logprobs = None if alternatives is None else (_logprobs(alternatives),)
+        logprobs = None if alternatives is None else AnswerLogprobs([alternatives])
         prompt_logprobs = self._take_prompt_logprobs()
         return Delta(
             index=self.index,
@@ -129,7 +129,3 @@ class OutputProcessor:
             if choice is not None:
                 deltas.append((request_id, choice.end(reason, outputs.errors.get(request_id, ""))))
         return deltas, stopped
-
-
-def _logprobs(alternatives: Alternatives) -> TokenLogprobs:
-    return {token: Logprob(logprob, rank) for token, (logprob, rank) in alternatives.items()}

@@ -7,7 +7,7 @@ from typing import overload
 
 from hotset.base.errors import InternalError
 from hotset.handoff.agent import HandoffStats
-from hotset.schedule.plan import LogprobColumns
+from hotset.schedule.plan import Alternatives, LogprobColumns
 from hotset.schedule.request import FinishReason
 
 
@@ -20,6 +20,46 @@ class Logprob:
 
 
 TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; includes the sampled token
+
+
+class AnswerLogprobs(Sequence[TokenLogprobs]):
+    """The log-probabilities of consecutive tokens of an answer, with one entry per token.
+
+    Entries are created when they are read, because an answer can have millions of log-probabilities.
+    """
+
+    def __init__(self, entries: Iterable[Alternatives] = ()) -> None:
+        self._ends = array("q")  # where each token's part of the columns ends
+        self._ids, self._logprobs, self._ranks = array("i"), array("d"), array("i")
+        for entry in entries:
+            self._ids.extend(entry)
+            for logprob, rank in entry.values():
+                self._logprobs.append(logprob)
+                self._ranks.append(rank)
+            self._ends.append(len(self._ids))
+
+    def extend(self, other: "AnswerLogprobs") -> None:
+        self._ends.extend(len(self._ids) + end for end in other._ends)
+        self._ids.extend(other._ids)
+        self._logprobs.extend(other._logprobs)
+        self._ranks.extend(other._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        positions = range(len(self))[index]
+        return self._entry(positions) if isinstance(positions, int) else [self._entry(each) for each in positions]
+
+    def _entry(self, position: int) -> TokenLogprobs:
+        part = range(self._ends[position - 1] if position else 0, self._ends[position])
+        return {self._ids[each]: Logprob(self._logprobs[each], self._ranks[each]) for each in part}
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
@@ -77,7 +117,7 @@ class Delta:
     index: int  # which of the `n` choices
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: AnswerLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the id from `stop_token_ids`, that ended the choice
     error: str = ""  # the cause, if finish_reason is 'lost', 'no_room' or 'structure'
@@ -92,7 +132,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: AnswerLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -102,7 +142,8 @@ class CompletionOutput:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+            self.logprobs = self.logprobs or AnswerLogprobs()
+            self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs

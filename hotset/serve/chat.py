@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
@@ -101,9 +102,10 @@ class ChatFormatter:
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         return self._chunk([], usage)
 
-    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatCompletion:
-        choices = [self._choice(output) for output in outputs]
-        prompt_logprobs = self._prompt_logprobs(outputs[0])
+    def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> ChatCompletion:
+        others = iter(outputs)
+        first = next(others)
+        choices, prompt_logprobs = map(self._choice, chain([first], others)), self._prompt_logprobs(first)
         return ChatCompletion(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
@@ -214,6 +216,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         landing=body.landing or "auto",
         cache_salt=body.cache_salt,
         prefill_at=prefill_at,
+        logprobs_field="top_logprobs" if body.top_logprobs else "logprobs",
     )
     try:
         with prompt.naming_tools():

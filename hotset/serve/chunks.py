@@ -1,8 +1,9 @@
 """Responses in the form of the OpenAI completion endpoints: one object, or a stream of chunks that ends with [DONE]."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -11,7 +12,17 @@ from starlette.responses import Response
 
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.errors import error_body
-from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response, usage_of
+from hotset.serve.generation import (
+    Deltas,
+    GenerationJob,
+    PiecewiseResponse,
+    chained,
+    event_of,
+    event_pieces,
+    json_response,
+    usage_of,
+)
+from hotset.serve.json_pieces import PIECE_BYTES, json_pieces
 from hotset.serve.protocol import StreamOptions
 from hotset.serve.responses import ChunkBase, Usage
 from hotset.serve.service import Service
@@ -31,8 +42,8 @@ class ResponseFormatter(Protocol):
     def usage_chunk(self, usage: Usage) -> ChunkBase:
         """Returns the chunk that carries the usage. It is the last one, if the client asked for it."""
 
-    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
-        """Returns the whole response, for a request that is not streamed."""
+    def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> BaseModel:
+        """Returns the whole response, for a request that is not streamed. It reads `outputs` while it is written."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +60,28 @@ class ChunkResponder:
         outputs = [CompletionOutput(index) for index in range(job.choices)]
         async with aclosing(deltas):
             async for delta in deltas:
+                # The choices of one prompt share its log-probabilities, which arrive with each of them.
+                if delta.prompt_logprobs is not None:
+                    of_prompt = outputs[delta.index - delta.index % job.params.n]
+                    of_prompt.prompt_logprobs = of_prompt.prompt_logprobs or delta.prompt_logprobs
+                    delta = replace(delta, prompt_logprobs=of_prompt.prompt_logprobs)
                 outputs[delta.index].extend(delta)
         usage = usage_of(
             job.prompt_tokens,
             job.cached_tokens([output.cached_tokens for output in outputs]),
             sum(len(output.token_ids) for output in outputs),
         )
-
-        def formatted() -> Response:
+        if job.params.logprobs is None and job.params.prompt_logprobs is None:
             return json_response(self.formatter.full_response(outputs, usage))
 
-        return formatted() if job.params.prompt_logprobs is None else await self.service.in_text_thread(formatted)
+        def formatted() -> Iterator[bytes]:
+            yield from json_pieces(self.formatter.full_response(_popped(outputs), usage))
+
+        pieces = self._in_text_thread(formatted())
+        first = await anext(pieces)
+        if len(first) < PIECE_BYTES:  # the only piece
+            return Response(first, media_type="application/json")
+        return PiecewiseResponse(chained(first, pieces), deltas)
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         job = self.job
@@ -69,14 +91,14 @@ class ChunkResponder:
         include_usage = options is not None and bool(options.include_usage)
         in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)
 
-        def event_of_choice(index: int, chunk: ChunkBase) -> bytes:
+        def with_usage(index: int, chunk: ChunkBase) -> ChunkBase:
             if in_every_chunk:
                 chunk.usage = usage_of(job.prompt_tokens_of(index), cached_tokens[index], completion_tokens[index])
-            return event_of(chunk)
+            return chunk
 
-        def event_of_delta(delta: Delta) -> bytes | None:
-            chunk = self.formatter.chunk(delta)
-            return None if chunk is None else event_of_choice(delta.index, chunk)
+        def event_pieces_of(delta: Delta) -> Iterator[bytes]:
+            if (chunk := self.formatter.chunk(delta)) is not None:
+                yield from event_pieces(with_usage(delta.index, chunk))
 
         try:
             begun = False
@@ -86,14 +108,15 @@ class ChunkResponder:
                     begun = True
                     for index in range(job.choices):
                         if (chunk := self.formatter.first_chunk(index)) is not None:
-                            yield event_of_choice(index, chunk)
+                            yield event_of(with_usage(index, chunk))
                 completion_tokens[delta.index] += len(delta.token_ids)
-                if delta.prompt_logprobs is None:
-                    event = event_of_delta(delta)
-                else:
-                    event = await self.service.in_text_thread(partial(event_of_delta, delta))
-                if event is not None:
-                    yield event
+                if delta.prompt_logprobs is not None:
+                    async for piece in self._in_text_thread(event_pieces_of(delta)):
+                        yield piece
+                elif (chunk := self.formatter.chunk(delta)) is not None:
+                    yield event_of(with_usage(delta.index, chunk))
+                if delta.logprobs is not None:
+                    await asyncio.sleep(0)  # other requests come between two deltas, even if many are waiting
         except Exception as error:
             yield event_of(error_body(error))
             return
@@ -101,3 +124,14 @@ class ChunkResponder:
             usage = usage_of(job.prompt_tokens, job.cached_tokens(cached_tokens), sum(completion_tokens))
             yield event_of(self.formatter.usage_chunk(usage))
         yield DONE
+
+    async def _in_text_thread(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Yields the pieces. Each is formatted when the one before it has been sent."""
+        while piece := await self.service.in_text_thread(partial(next, pieces, b"")):
+            yield piece
+
+
+def _popped(outputs: list[CompletionOutput]) -> Iterator[CompletionOutput]:
+    """Yields the outputs, and keeps none of them."""
+    while outputs:
+        yield outputs.pop(0)

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -62,9 +62,8 @@ class CompletionFormatter:
     def usage_chunk(self, usage: Usage) -> CompletionChunk:
         return self._chunk([], usage)
 
-    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> Completion:
-        choices = [self._choice(output) for output in outputs]
-        return Completion(**self._header(), choices=choices, usage=usage)
+    def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> Completion:
+        return Completion(**self._header(), choices=map(self._choice, outputs), usage=usage)
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionChunk:
         return CompletionChunk(**self._header(), choices=choices, usage=usage)
@@ -152,6 +151,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         landing=body.landing or "auto",
         cache_salt=body.cache_salt,
         prefill_at=prefill_at,
+        prompt_logprobs_field="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
     )
     return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +17,10 @@ from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
+from hotset.engine.input_processor import ModelCard
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.http_server import unless_disconnected
+from hotset.serve.json_pieces import json_pieces
 from hotset.serve.metrics import Metrics
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.responses import PromptTokensDetails, Usage
@@ -27,9 +29,11 @@ from hotset.serve.service import Load, Service
 T = TypeVar("T")
 Deltas = AsyncGenerator[Delta, None]
 
-MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: up to 100 MiB of JSON, which takes 10 s to format
+# Log-probabilities of one request: each token counts, and so do its alternatives. Their JSON takes up to 130 MiB.
+# One prompt of the longest context with one alternative is always allowed.
+MAX_LOGPROBS_OF_REQUEST = 2_000_000
 # These characters are valid in JSON and do not end a line of an event stream, but many clients split lines at them.
-LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class GenerationJob:
     landing: LandingChoice = "auto"
     cache_salt: str | None = None
     prefill_at: str | None = None  # control address of the prefill worker; None: this worker computes the prompts
+    # The fields of the request that ask for log-probabilities, for error messages
+    logprobs_field: str = "logprobs"
+    prompt_logprobs_field: str = "prompt_logprobs"
 
     @property
     def choices(self) -> int:
@@ -53,18 +60,26 @@ class GenerationJob:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def check_size(self) -> None:
-        """Raises RequestError if the response would have too many log-probabilities of prompts."""
-        if self.params.prompt_logprobs is None:
+    def check_size(self, model: ModelCard) -> None:
+        """Raises RequestError if the response could have too many log-probabilities."""
+        params = self.params
+        if params.logprobs is None and params.prompt_logprobs is None:
             return
-        tokens = self.prompt_tokens * self.params.n
-        count = tokens * (1 + self.params.prompt_logprobs)
-        if count > MAX_PROMPT_LOGPROBS:
+        context = model.max_model_len
+        lengths = [min(len(prompt), context) for prompt in self.prompts]
+        longest_answers = [min(context - length, params.max_tokens or context) for length in lengths]
+        if params.max_tokens == 0:
+            longest_answers = []
+        of_prompts = _count(params.n * sum(lengths), params.prompt_logprobs)
+        of_answers = _count(params.n * sum(longest_answers), params.logprobs)
+        limit = max(MAX_LOGPROBS_OF_REQUEST, 2 * context)
+        if of_prompts + of_answers > limit:
+            field = self.prompt_logprobs_field if of_prompts >= of_answers else self.logprobs_field
             raise RequestError(
-                f"{tokens} tokens in prompts, each with {self.params.prompt_logprobs} alternatives, have {count} "
-                f"log-probabilities, and the limit for a response is {MAX_PROMPT_LOGPROBS}; send fewer or shorter "
-                "prompts, or request fewer alternatives",
-                param="prompt_logprobs",
+                f"{field}: the prompts have {of_prompts} log-probabilities (n times those of each token and its "
+                f"alternatives) and the answers up to {of_answers}, and the limit for a request is {limit} together; "
+                "request fewer alternatives, or lower max_tokens, n or the number of prompts",
+                param=field,
                 code="invalid_value",
             )
 
@@ -76,6 +91,10 @@ class GenerationJob:
     def prompt_tokens_of(self, index: int) -> int:
         """Returns the number of prompt tokens of one choice."""
         return len(self.prompts[index // self.params.n])
+
+
+def _count(tokens: int, alternatives: int | None) -> int:
+    return 0 if alternatives is None else tokens * (1 + alternatives)
 
 
 class Responder(Protocol):
@@ -97,7 +116,7 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
     If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
     service.check_open(job.choices)
-    job.check_size()
+    job.check_size(service.client.model)
     if service.traces is not None:
         service.traces.on_request(job.request_id, request.headers.get("traceparent"))
     waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)
@@ -115,7 +134,7 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
         except BaseException:
             await deltas.aclose()  # the client may have disconnected after the first delta
             raise
-        response = EventStream(responder.events(_chained(first, deltas)), deltas)
+        response = EventStream(responder.events(chained(first, deltas)), deltas)
     response.headers.update(headers)
     return response
 
@@ -153,28 +172,37 @@ def json_response(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
 
 
-class EventStream(Response):
-    """A stream of server-sent events. Owns `events` and their source `deltas`, and closes both on every exit path."""
+class PiecewiseResponse(Response):
+    """A body that is sent in pieces, each when the client has room for it. Owns `pieces` and their source `deltas`, and
+    closes both on every exit path."""
 
-    media_type = "text/event-stream"
+    media_type = "application/json"
+    own_headers: Mapping[str, str] = {}
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
         self.status_code = 200
         self.background = None
-        self._events = events
+        self._pieces = pieces
         self._deltas = deltas
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers(self.own_headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The sending task cannot close the generators: it may be cancelled before it has started to run.
-        async with aclosing(self._deltas), aclosing(self._events):
+        async with aclosing(self._deltas), aclosing(self._pieces):
             await unless_disconnected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(PiecewiseResponse):
+    """A stream of server-sent events."""
+
+    media_type = "text/event-stream"
+    own_headers: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def _first(deltas: Deltas) -> Delta:
@@ -192,14 +220,28 @@ def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> 
 
 def event_of(body: BaseModel, name: str | None = None) -> bytes:
     """Returns one event of a stream. Some APIs name their events."""
-    line = "" if name is None else f"event: {name}\n"
-    return f"{line}data: {body.model_dump_json().translate(LINE_ENDS)}\n\n".encode()
+    line = b"" if name is None else f"event: {name}\n".encode()
+    return line + b"data: " + _without_line_ends(body.model_dump_json().encode()) + b"\n\n"
 
 
-async def _chained(first: Delta, deltas: Deltas) -> Deltas:
+def event_pieces(body: BaseModel) -> Iterator[bytes]:
+    """Yields the bytes of `event_of(body)` in pieces."""
+    yield b"data: "
+    for piece in json_pieces(body):
+        yield _without_line_ends(piece)
+    yield b"\n\n"
+
+
+def _without_line_ends(json: bytes) -> bytes:
+    for end, escaped in LINE_ENDS.items():
+        json = json.replace(end, escaped)
+    return json
+
+
+async def chained(first: T, others: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     yield first
-    async for delta in deltas:
-        yield delta
+    async for other in others:
+        yield other
 
 
 async def _measured(deltas: Deltas, job: GenerationJob, metrics: Metrics) -> Deltas:

@@ -1,8 +1,10 @@
 """Log-probabilities in the two formats of the OpenAI API, for chat and for completions, and vLLM's for prompts."""
 
 import codecs
-from collections.abc import Iterable, Sequence
-from functools import cache
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import starmap
 
 from hotset.engine.outputs import Logprob, TokenLogprobs
 from hotset.models.tokenizer import Tokenizer
@@ -10,11 +12,11 @@ from hotset.serve.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
-    FormattedPromptLogprobs,
     PromptTokenLogprob,
     TokenLogprob,
 )
 
+CACHED_NAMES = 1 << 10  # of tokens: the same ones occur at many positions
 MIN_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
 
 
@@ -22,21 +24,21 @@ def chat_logprobs(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int
 ) -> ChatLogprobs:
     """Returns one entry per token, with the `alternatives` most likely tokens at its position."""
-    content = []
-    for token, ranked in zip(token_ids, logprobs, strict=True):
-        chosen = _entry(tokenizer, token, ranked[token])
+
+    def entry(token: int, ranked: TokenLogprobs) -> ChatTokenLogprob:
         likeliest = [(candidate, logprob) for candidate, logprob in _by_rank(ranked) if logprob.rank <= alternatives]
         top = [_entry(tokenizer, candidate, logprob) for candidate, logprob in likeliest[:alternatives]]
-        content.append(ChatTokenLogprob(**chosen.model_dump(), top_logprobs=top))
-    return ChatLogprobs(content=content)
+        return ChatTokenLogprob(**_entry(tokenizer, token, ranked[token]), top_logprobs=top)
+
+    return ChatLogprobs(content=starmap(entry, zip(token_ids, logprobs, strict=True)))
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer | None, entries: Iterable[TokenLogprobs | None], most: int
-) -> FormattedPromptLogprobs:
+) -> Iterator[dict[str, PromptTokenLogprob] | None]:
     """Yields one entry per token of a prompt: the token itself, then the `most` likeliest tokens."""
 
-    @cache  # a token occurs at many positions
+    @lru_cache(CACHED_NAMES)
     def name_of(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
 
@@ -58,7 +60,7 @@ class CompletionLogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, alternatives: int) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
-        self._name = cache(self._name_of)  # a token occurs at many positions
+        self._name = lru_cache(CACHED_NAMES)(self._name_of)
         # Tokens that are not part of the text do not advance the offset.
         self._hidden = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
         self._offset = 0
@@ -74,17 +76,21 @@ class CompletionLogprobWriter:
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
         """Returns the entries of tokens that follow those of the previous call."""
-        written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token, ranked in zip(token_ids, logprobs, strict=True):
-            written.tokens.append(self._name(token))
-            written.token_logprobs.append(None if ranked is None else _finite(ranked[token]))
-            written.top_logprobs.append(None if ranked is None else self._top(token, ranked))
-            written.text_offset.append(self._offset)
+        offsets = array("q")
+        for token in token_ids:
+            offsets.append(self._offset)
             if self._tokenizer is not None and token not in self._hidden:
                 self._offset += len(self._visible(token, self._tokenizer))
-        return written
+        return CompletionLogprobs(
+            tokens=map(self._name, token_ids),
+            token_logprobs=starmap(_own, zip(token_ids, logprobs, strict=True)),
+            top_logprobs=starmap(self._top, zip(token_ids, logprobs, strict=True)),
+            text_offset=iter(offsets),
+        )
 
-    def _top(self, token: int, ranked: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token: int, ranked: TokenLogprobs | None) -> dict[str, float] | None:
+        if ranked is None:
+            return None
         top: dict[str, float] = {}
         for candidate, logprob in _by_rank(ranked):
             if logprob.rank <= self._alternatives or candidate == token:
@@ -118,6 +124,10 @@ class CompletionLogprobWriter:
 
 def _by_rank(ranked: TokenLogprobs) -> list[tuple[int, Logprob]]:
     return sorted(ranked.items(), key=lambda item: (item[1].rank, item[0]))
+
+
+def _own(token: int, ranked: TokenLogprobs | None) -> float | None:
+    return None if ranked is None else _finite(ranked[token])
 
 
 def _finite(logprob: Logprob) -> float:

@@ -1,10 +1,17 @@
 """Response bodies: those of the OpenAI API, and those of Hotset's own endpoints."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, SkipValidation
 from typing_extensions import TypedDict
+
+T = TypeVar("T")
+
+# A list that may be long: an iterator that creates its items when they are written, so that they do not all exist at
+# once.
+LongList = SkipValidation[Iterable[T]]
 
 
 class ErrorDetail(BaseModel):
@@ -29,7 +36,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TokenLogprob(BaseModel):
+class TokenLogprob(TypedDict):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -40,21 +47,21 @@ class ChatTokenLogprob(TokenLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    content: list[ChatTokenLogprob]
+    content: LongList[ChatTokenLogprob]
 
 
 class CompletionLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]  # None for the first token of a prompt
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: LongList[str]
+    token_logprobs: LongList[float | None]  # None for the first token of a prompt
+    top_logprobs: LongList[dict[str, float] | None]
+    text_offset: LongList[int]
 
     def followed_by(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
         return CompletionLogprobs(
-            tokens=self.tokens + other.tokens,
-            token_logprobs=self.token_logprobs + other.token_logprobs,
-            top_logprobs=self.top_logprobs + other.top_logprobs,
-            text_offset=self.text_offset + other.text_offset,
+            tokens=chain(self.tokens, other.tokens),
+            token_logprobs=chain(self.token_logprobs, other.token_logprobs),
+            top_logprobs=chain(self.top_logprobs, other.top_logprobs),
+            text_offset=chain(self.text_offset, other.text_offset),
         )
 
 
@@ -66,9 +73,8 @@ class PromptTokenLogprob(TypedDict):
     decoded_token: str | None
 
 
-# For each token of the prompt: token id -> log-probability. None for the first token. A response is formatted from an
-# iterator, so that a million of these objects do not exist at the same time.
-FormattedPromptLogprobs = SkipValidation[Iterable[dict[str, PromptTokenLogprob] | None]]
+# For each token of the prompt: token id -> log-probability. None for the first token.
+FormattedPromptLogprobs = LongList[dict[str, PromptTokenLogprob] | None]
 
 
 def _omitted_if_none() -> Any:
@@ -158,7 +164,7 @@ class ChunkBase(CompletionBase):
 
 class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
+    choices: LongList[ChatChoice]
     usage: Usage
     prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
 
@@ -171,7 +177,7 @@ class ChatCompletionChunk(ChunkBase):
 
 class Completion(CompletionBase):
     object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
+    choices: LongList[CompletionChoice]
     usage: Usage
 
 

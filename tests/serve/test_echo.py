@@ -185,6 +185,6 @@ def test_truncate_prompt_tokens_keeps_the_end_of_a_prompt(http: httpx.Client) ->
 
 
 def test_too_many_log_probabilities_are_refused_with_their_number(http: httpx.Client) -> None:
-    body = {"model": "tiny-dsa", "prompt": [[1] * 8000] * 7, "max_tokens": 1, "prompt_logprobs": 20}
+    body = {"model": "tiny-dsa", "prompt": [[1] * 8000] * 12, "max_tokens": 1, "prompt_logprobs": 20}
     error = error_of(http.post(TEXT, json=body), 400)
-    assert error["param"] == "prompt_logprobs" and str(56_000 * 21) in error["message"]
+    assert error["param"] == "prompt_logprobs" and str(96_000 * 21) in error["message"]

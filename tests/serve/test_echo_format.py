@@ -134,7 +134,7 @@ def test_offsets_of_an_echoed_prompt_and_its_answer_point_at_their_tokens(kind: 
         streaming = formatter()
         chunks = [chunk for delta in deltas if (chunk := streaming.chunk(delta)) is not None]
         usage = usage_of(0, 0, 0)
-        text, logprobs = joined(formatter().full_response([output], usage).choices)
+        text, logprobs = joined(list(formatter().full_response([output], usage).choices))
         assert joined([choice for chunk in chunks for choice in chunk.choices]) == (text, logprobs)
         assert text == text_of_prompt + output.text
         assert logprobs["token_logprobs"] == [None, *[-2.0] * (len(prompt) - 1), *[-3.0] * len(answer)]
