@@ -178,7 +178,7 @@ def test_a_watcher_that_does_not_read_gets_the_whole_state_and_holds_nobody_up()
     asyncio.run(scenario())
 
 
-def test_streams_beat_end_with_the_server_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_beat_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "HEARTBEAT_SECONDS", 0.01)
 
     async def scenario() -> None:
@@ -189,15 +189,26 @@ def test_streams_beat_end_with_the_server_and_are_limited(monkeypatch: pytest.Mo
             feed.close()
             async with asyncio.timeout(20):
                 assert len([line async for line in lines]) <= 1
-        feed = Feed(dict, dict)
+
+    asyncio.run(scenario())
+
+
+def test_a_new_stream_replaces_the_one_that_has_been_open_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        feed = Feed(lambda: {"hello": {}}, dict)
         streams = [feed.watch() for _ in range(MAX_WATCHERS)]
         for stream in streams:
-            await anext(stream)
+            await next_message(stream)
         with pytest.raises(QueueFull, match=f"^{MAX_WATCHERS} pages are open"):
             feed.response()
-        await streams[0].aclose()
+        monkeypatch.setattr(feed_module, "MIN_WATCH_SECONDS", 0.0)
         assert feed.response().status_code == 200
-        for stream in streams:
+        feed.publish({"number": 1})
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(streams[0]), 20)
+        for stream in streams[1:]:
+            assert (await next_message(stream))["number"] == 1
             await stream.aclose()
+        assert not feed.watched
 
     asyncio.run(scenario())
