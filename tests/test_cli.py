@@ -203,6 +203,15 @@ def test_start_up_error_of_a_hotset_process_is_one_line_and_exit_status_1() -> N
     assert done.stderr.startswith("error: --port must lie in") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [("--version",), ("router", "--port", "0")])
+def test_output_that_cannot_be_written_is_one_line_and_exit_status_1(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "hotset", *arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
 def test_an_error_of_the_engine_follows_an_erased_bar_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged, which only the engine notices")
     command = [sys.executable, "-m", "hotset", "serve", tiny_directory(tmp_path), "--port", "0"]

@@ -1,9 +1,12 @@
 """The `hotset` command. Heavy packages are imported only by the commands that need them, so `--help` is quick."""
 
+import errno
 import json
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,6 +52,7 @@ from hotset.serve.router.config import RouterConfig
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 
 app = typer.Typer(
@@ -86,10 +90,27 @@ def main() -> None:
     """
     terminate_if_parent_dies()
     try:
-        app()
+        with _complete_output():
+            app()
     except HotsetError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(1)
+
+
+@contextmanager
+def _complete_output() -> Iterator[None]:
+    """Writes everything that the block prints. Raises HotsetError if standard output does not take it."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # it is None if the shell has closed it (`>&-`)
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left once more at its end
+        raise HotsetError(f"cannot write the output: {error.strerror}") from None
 
 
 def _show_version(requested: bool) -> None:
