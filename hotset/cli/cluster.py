@@ -1,6 +1,7 @@
 """`hotset cluster`: engines and routers on a Ray cluster."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from hotset.cluster.application import Status
 
 POLL_SECONDS = 0.5
+# Ray reads this when it is imported. Without it, Ray replaces 127.0.0.1 by the address of an interface, listens there,
+# and does not find a cluster that listens on loopback. Commands that connect to other clusters do not depend on it.
+RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 app = typer.Typer(cls=CliGroup, no_args_is_help=True, rich_markup_mode="rich")
 
@@ -43,6 +47,7 @@ Name = Annotated[str, typer.Option(help="Name of the application, as its spec gi
 )
 def cluster() -> None:
     """Run prefill engines, decode engines and routers on a Ray cluster."""
+    os.environ.update(RAY_ON_LOOPBACK)
 
 
 @app.command(
@@ -63,16 +68,25 @@ def up(
 ) -> None:
     """Start an application and wait until it serves."""
     check_packages("cluster", "serve", "cluster")
-    from hotset.cluster.application import check_cluster, connected, local_cluster, start_application
+    from hotset.cluster.application import (
+        check_cluster,
+        check_local,
+        connected,
+        local_cluster,
+        log_folder,
+        start_application,
+    )
     from hotset.cluster.spec import load_spec
 
     if local and address is not None:
         raise ConfigError("--local starts a cluster of its own; leave out --address")
     loaded = load_spec(spec)
+    if local:
+        check_local(loaded)
     api_key = with_key_of_file({"api_key": None}, api_key_file)["api_key"]
     with local_cluster(loaded.name) if local else connected(address, loaded.name) as ray_address:
         if local:
-            print_note(f"started a Ray cluster at {ray_address}, for --address of the other commands")
+            print_note(f"started a Ray cluster at {ray_address}; its logs are in {log_folder()}")
         check_cluster(loaded)
         with _Signals() as signals:
             start_application(loaded, api_key)

@@ -14,10 +14,13 @@ import ray.cloudpickle
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hotset.base.address import Address, ControlPort, is_loopback
 from hotset.base.config import environment_defaults
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, transfer_interface
 from hotset.cluster import probe
 from hotset.cluster.controller import CONTROLLER, MAX_CALLS, Controller, namespace_of, state_key
+from hotset.cluster.folders import make_folder
 from hotset.cluster.placement import Node, check_fit
 from hotset.cluster.spec import ENGINE_ROLES, ClusterSpec, EngineRole, Role
 from hotset.engine.model_checks import check_model
@@ -60,10 +63,15 @@ def connected(address: str | None, name: str) -> Iterator[str]:
 
 @contextmanager
 def local_cluster(name: str) -> Iterator[str]:
-    """Starts a Ray cluster of one node on this machine, which ends with the block, and yields its address."""
+    """Starts a Ray cluster of one node on this machine, which ends with the block, and yields its address.
+
+    It listens on loopback only, for which `hotset.cli.cluster` sets a variable before Ray is imported. Its folder, with
+    its logs, stays until the next such cluster starts.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         address="local",
+        _temp_dir=str(make_folder()),
         namespace=namespace_of(name),
         include_dashboard=False,
         object_store_memory=LOCAL_OBJECT_STORE_BYTES,
@@ -72,9 +80,15 @@ def local_cluster(name: str) -> Iterator[str]:
         _system_config={"worker_niceness": 0},  # Ray's default is 15: other programs would come first
     )
     try:
+        check_listeners("the driver of Ray", interfaces=(LOOPBACK_INTERFACE,))
         yield str(ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
+
+
+def log_folder() -> str:
+    """Returns the folder with the logs of all processes on this node."""
+    return f"{ray.get_runtime_context().get_temp_dir()}/session_latest/logs"
 
 
 def _check_reachable(address: str) -> None:
@@ -95,6 +109,24 @@ def cluster_nodes() -> list[Node]:
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
     ]
+
+
+def check_local(spec: ClusterSpec) -> None:
+    """Raises ConfigError if the spec names an address or an interface beyond loopback, to which --local confines."""
+    host = spec.routers.host
+    settings = [spec.engine_settings(role) for role in ENGINE_ROLES]
+    interface = settings[0].get("transfer_interface")  # the same for all engines
+    is_public = any(each.get("kv_events_public") for each in settings)
+    for name, value, is_local in (
+        ("routers.host", host, host is None or is_loopback(host)),
+        ("flags.transfer-interface", interface, interface in (None, LOOPBACK_INTERFACE)),
+        ("flags.kv-events-public", "true", not is_public),
+    ):
+        if not is_local:
+            raise ConfigError(
+                f"{name} is {value}, but --local listens on loopback only; leave it out, or start Ray with `ray start "
+                "--head` and leave out --local"
+            )
 
 
 def check_cluster(spec: ClusterSpec) -> None:
@@ -152,8 +184,11 @@ def _result_of(reference: Any, label: str) -> Any:
 
 def _check_engine(spec: ClusterSpec, role: EngineRole) -> str | None:
     """Runs on a node. Returns why an engine of the role cannot start there, or None."""
+    address = Address(ray.util.get_node_ip_address(), 0)
+    interface = spec.engine_settings(role).get("transfer_interface")
     try:
         check_model(spec.engine_config(role))
+        transfer_interface(ControlPort(address, address), interface, secret="every application has one")
     except StartupError as error:
         return str(error)
     return None

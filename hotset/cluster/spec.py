@@ -74,10 +74,10 @@ class Engines(SpecPart):
 
 
 class Routers(SpecPart):
-    """The routers. All of them listen at `host` and `port` of different nodes; port 0 is any free port."""
+    """The routers. All of them listen at the same `port` of different nodes; port 0 is any free port."""
 
     count: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    host: str = "0.0.0.0"
+    host: str | None = None  # default: the address by which Ray knows the node
     port: int = Field(default=8000, ge=0, le=65535)
     flags: Flags = {}
     resources: Resources = Resources()
@@ -157,7 +157,7 @@ class ClusterSpec(SpecPart):
         """The settings of `hotset router`, except its workers and secrets."""
         return {
             **{name.replace("-", "_"): value for name, value in self.routers.flags.items()},
-            "host": self.routers.host,
+            **({} if self.routers.host is None else {"host": self.routers.host}),
             "port": self.routers.port,
             "drain_seconds": self.drain_seconds,
         }

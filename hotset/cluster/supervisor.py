@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ import aiohttp
 import ray
 from ray.experimental import internal_kv
 
-from hotset.base.address import WILDCARD_HOSTS, is_loopback
+from hotset.base.address import WILDCARD_HOSTS
 from hotset.base.child_process import ChildProcess
 from hotset.base.errors import ConfigError, HeadLost, StartupError
-from hotset.base.listeners import interface_addresses
 from hotset.base.processes import find_stopped
 from hotset.base.settings import flag_words
+from hotset.cluster.folders import make_folder
 from hotset.cluster.probe import probe_node
 from hotset.cluster.scaling import Load
 from hotset.cluster.spec import ClusterSpec, Restart, Role
@@ -105,7 +104,7 @@ class Supervisor:
         try:
             await self._check_versions()
             if self._launch.role == "router":
-                self._folder = Path(tempfile.mkdtemp(prefix=f"hotset-{self._launch.name}-"))
+                self._folder = make_folder()
                 self._write_workers(self._launch.workers)
             arguments, self._host = self._arguments()
             self._print(f"starts: hotset {' '.join(arguments)}")
@@ -163,11 +162,9 @@ class Supervisor:
         spec, role = self._launch.spec, self._launch.role
         host = ray.util.get_node_ip_address()
         if role == "router":
-            settings = {**spec.router_settings(), "workers_file": f"{self._folder}/{WORKERS_FILE}"}
-            return ["router", *_flags(settings)], host if spec.routers.host in WILDCARD_HOSTS else spec.routers.host
+            settings = {"host": host, **spec.router_settings(), "workers_file": f"{self._folder}/{WORKERS_FILE}"}
+            return ["router", *_flags(settings)], host if settings["host"] in WILDCARD_HOSTS else settings["host"]
         settings = {**spec.engine_settings(role), "host": host, "port": 0, "control": f"{host}:0"}
-        if not is_loopback(host):
-            settings.setdefault("transfer_interface", _interface_of(host))
         return ["serve", spec.model, *_flags(settings)], host
 
     def _write_workers(self, workers: Mapping[str, Sequence[str]]) -> None:
@@ -313,18 +310,6 @@ class Supervisor:
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in flag_words(name, value)]
-
-
-def _interface_of(host: str) -> str:
-    """Returns the network interface that has this address. Raises ConfigError if there is none."""
-    found = interface_addresses()
-    name = next((name for name, hosts in found.items() if host in hosts), None)
-    if name is None:
-        raise ConfigError(
-            f"no network interface has the address {host} of this node; give flags.transfer-interface in the spec, one "
-            f"of {', '.join(found)}"
-        )
-    return name
 
 
 def _load_of(state: Mapping[str, Any]) -> Load:

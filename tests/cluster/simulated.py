@@ -13,6 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hotset.base.errors import StartupError
+from hotset.base.listeners import interface_addresses
 from hotset.cluster import application
 from hotset.cluster.spec import ClusterSpec, parse_spec
 
@@ -28,7 +29,9 @@ RAY_CONFIG = {
 }
 # Ray announces a change of a default that does not concern us.
 RAY_WARNINGS = ("ignore:Tip. In future versions of Ray:FutureWarning",)
-SIZES = {"device": "cpu", "device-kv-tokens": 1024, "host-kv-tokens": 2048}
+NODE_ADDRESS = ray.util.get_node_ip_address()  # of all simulated nodes
+INTERFACE = next(name for name, hosts in interface_addresses().items() if NODE_ADDRESS in hosts)
+SIZES = {"device": "cpu", "device-kv-tokens": 1024, "host-kv-tokens": 2048, "transfer-interface": INTERFACE}
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from harness import tiny_directory
+from listening import listening
 from ports import reserved_port
-from processes import children_of, wait_until_ended
+from processes import command_line, descendants_of, is_running, wait_until_ended
 from simulated import (
+    INTERFACE,
     RAY_WARNINGS,
     SimulatedCluster,
     complete,
@@ -27,8 +30,11 @@ from simulated import (
 )
 
 from hotset import __version__
+from hotset.base.address import is_loopback
 from hotset.base.errors import ConfigError
 from hotset.cluster import application
+from hotset.cluster.folders import make_folder
+from hotset.cluster.spec import parse_spec
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in RAY_WARNINGS]
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,11 +106,16 @@ def test_a_cluster_that_does_not_suit_the_spec_is_refused_before_anything_starts
     model = tiny_directory(tmp_path)
     dummy = {"load-format": "dummy"}
     one_cpu = {"resources": {"cpus": 1}}
+    beyond_loopback = parse_spec(
+        {"model": model, "flags": {**dummy, "device": "cpu"}, "decode": one_cpu, "prefill": one_cpu}
+    )
     for spec, reason in (
         (spec_of(model, flags={**dummy, "device": "cuda"}), "one prefill engine needs .* 1 GPUs on one node"),
         (spec_of(model, flags=dummy, decode={**one_cpu, "count": 9}), "the nodes do not have room for"),
         (spec_of(model, flags=dummy, decode={"split": {"tensor": 3}}), "decode engines cannot run on node .* 3"),
         (spec_of("/nowhere/model"), "prefill engines cannot run on node .*/nowhere/model"),
+        (spec_of(model, flags={**dummy, "transfer-interface": "eth9"}), "cannot run on node .* no interface 'eth9'"),
+        (beyond_loopback, "cannot run on node .* so --transfer-interface must name the interface"),
     ):
         with pytest.raises(ConfigError, match=reason):
             cluster.up(spec)
@@ -139,7 +150,12 @@ def test_a_cluster_that_does_not_suit_the_spec_is_refused_before_anything_starts
 @pytest.mark.timeout(600)
 def test_every_command_of_the_documentation_works(cluster: SimulatedCluster, tmp_path: Path) -> None:
     laptop = tmp_path / "laptop.yaml"
-    laptop.write_text(LAPTOP.read_text().replace("port: 8000", "port: 0").replace("models/demo-dsa", model_directory()))
+    laptop.write_text(
+        LAPTOP.read_text()
+        .replace("port: 8000", "port: 0")
+        .replace("models/demo-dsa", model_directory())
+        .replace("device: cpu", f"device: cpu\n  transfer-interface: {INTERFACE}")
+    )
     at = ("--address", cluster.address)
     started = hotset("up", str(laptop), *at)
     assert started.returncode == 0, started
@@ -166,17 +182,70 @@ def test_every_command_of_the_documentation_works(cluster: SimulatedCluster, tmp
     assert "no application 'hotset' runs" in refused("status", *at)
 
 
+@contextmanager
+def local_cluster(folder: Path) -> Iterator["tuple[subprocess.Popen[str], set[int]]"]:
+    """Runs the example of the documentation with --local until the end of the block. Yields its process, and all
+    processes that it has started."""
+    laptop = folder / "laptop.yaml"
+    laptop.write_text(LAPTOP.read_text().replace("port: 8000", "port: 0").replace("  host: 127.0.0.1\n", ""))
+    command = [sys.executable, "-m", "hotset", "cluster", "up", str(laptop), "--local"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = re.search(r"at (http://127.0.0.1:\d+)", process.stdout.readline())
+            assert url is not None and complete(url[1], [5, 6, 7]).status_code == 200
+            yield process, descendants_of(process.pid)
+        finally:
+            process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_local_cluster_ends_with_its_command(tmp_path: Path) -> None:
-    laptop = tmp_path / "laptop.yaml"
-    laptop.write_text(LAPTOP.read_text().replace("port: 8000", "port: 0").replace("models/demo-dsa", model_directory()))
-    command = [sys.executable, "-m", "hotset", "cluster", "up", str(laptop), "--local"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = re.search(r"at (http://127.0.0.1:\d+)", process.stdout.readline())
-        assert url is not None and complete(url[1], [5, 6, 7]).status_code == 200
-        children = children_of(process.pid)
+def test_a_local_cluster_listens_on_loopback_and_ends_with_its_command(tmp_path: Path) -> None:
+    with local_cluster(tmp_path) as (process, started):
+        found = listening([process.pid, *started])
+        commands = b"".join(command_line(listener.pid) for listener in found)
+        processes = (b"gcs_server", b"raylet", b"DashboardAgent", b"Supervisor", b"router", b"serve", b"spawn_main")
+        assert all(name in commands for name in processes), "this test has missed a process"
+        assert [listener for listener in found if not is_loopback(listener.host)] == []
+        status = hotset("status", "--json")  # it finds the cluster
+        assert status.returncode == 0, status.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
-    wait_until_ended(children)
+    wait_until_ended(started)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_of_a_local_cluster_survives_when_its_command_is_killed(tmp_path: Path) -> None:
+    with local_cluster(tmp_path) as (process, started):
+        process.kill()
+        wait_for(lambda: not any(map(is_running, started)), "the end of all processes")  # two agents take 60 s
+        assert process.stderr is not None
+        folder = re.search(r"its logs are in (\S+)/session_latest/logs", process.stderr.read())
+    assert folder is not None and Path(folder[1]).is_dir()
+    make_folder().rmdir()  # as the next cluster does
+    assert not Path(folder[1]).exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"routers": {"host": "0.0.0.0"}}, "routers.host is 0.0.0.0, but --local listens on loopback only"),
+        ({"flags": {"transfer-interface": "eth0"}}, "flags.transfer-interface is eth0, but --local"),
+        ({"flags": {"kv-events": "tcp://0.0.0.0:5557", "kv-events-public": True}}, "flags.kv-events-public is true"),
+        (
+            {"decode": {"flags": {"kv-events": "tcp://*:5557", "kv-events-public": True}}},
+            "flags.kv-events-public is true",
+        ),
+    ],
+)
+def test_a_local_cluster_refuses_to_listen_beyond_loopback(spec: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        application.check_local(parse_spec({"model": "m", **spec}))
+
+
+def test_a_local_cluster_accepts_loopback() -> None:
+    local = {"routers": {"host": "127.0.0.1"}, "flags": {"transfer-interface": "lo"}}
+    for spec in ({}, local):
+        application.check_local(parse_spec({"model": "m", **spec}))

@@ -1,0 +1,36 @@
+"""Temporary folders of processes that may be killed: whoever makes the next one removes those that nobody uses."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "hotset-ray-"  # short, because a path of a Unix socket has at most 107 characters, and Ray has some in there
+
+
+def make_folder() -> Path:
+    """Makes a temporary folder that belongs to this process, and removes the folders of processes that have ended.
+
+    A lock, which the system releases when the process ends, shows that a folder is in use.
+    """
+    parent = Path(tempfile.gettempdir())
+    for unused in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it is in use, or belongs to another user
+            os.close(_lock(unused))
+            shutil.rmtree(unused, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    _lock(new)  # stays open as long as this process; only then does the folder get the name that others look for
+    return new.rename(parent / new.name.removeprefix("."))
+
+
+def _lock(folder: Path) -> int:
+    """Returns the descriptor of a folder that is now locked. Raises OSError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
