@@ -144,7 +144,7 @@ def test_a_large_answer_is_sent_in_pieces_that_a_thread_formats_and_choices_shar
     service = Service(cast(EngineClient, SimpleNamespace()), ServeConfig())
 
     async def deltas() -> AsyncGenerator[Delta, None]:
-        for index in (1, 0):
+        for index in range(n):
             logprobs = AnswerLogprobs([{5: (-0.5, 1)}])
             yield Delta(index, "a", (5,), logprobs, "length", prompt_logprobs=scored[index])
 
