@@ -17,6 +17,13 @@ def resume_if_parent_dies() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
+def kill_if_parent_dies(parent: int) -> None:
+    """Makes Linux kill this process when `parent` dies, which must be its parent, or now if it has died."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def terminate_if_parent_dies() -> None:
     """Makes this process receive SIGTERM when the process that is named in PARENT_VARIABLE dies, also if this one is
     stopped then. Does nothing without that variable.

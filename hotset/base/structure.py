@@ -17,6 +17,10 @@ def invalid_structure(message: str) -> RequestError:
     return RequestError(message, code="invalid_structure")
 
 
+def needs_tokenizer() -> RequestError:
+    return invalid_structure("structured output needs a tokenizer, and this model has none")
+
+
 def structure_failed(reason: str) -> RequestError:
     """Returns the error of an answer that cannot be continued as its structure demands."""
     return RequestError(f"the answer cannot be completed: {reason}", code="structure_failed")
@@ -68,6 +72,11 @@ class Structure:
                 raise invalid_structure("a JSON schema must be an object")
         elif self.kind == "choice":
             _ = self.choices
+
+    @property
+    def name(self) -> str:
+        """The kind in words, for messages."""
+        return self.kind.replace("_", " ")
 
     @property
     def choices(self) -> list[str]:

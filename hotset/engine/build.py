@@ -24,7 +24,7 @@ from hotset.base.units import show_bytes
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel, captures_graphs, max_decoded
 from hotset.engine.draft_costs import measure_draft_costs
-from hotset.engine.frontend import grammar_compiler
+from hotset.engine.frontend import structure_processes
 from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_dtype, use_device
@@ -181,7 +181,7 @@ def in_process_executor(
         budget.max_model_len,
         vocab,
         graphs=graphs,
-        compiler=grammar_compiler(config, vocab),
+        structures=structure_processes(config, vocab),
         mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
         draws_drafts=config.accept == "distribution",
         max_verified=max_decoded(config),

@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.base.status_line import ShowProgress, ignore_progress
-from hotset.base.structure import Structure, invalid_structure, structure_failed
+from hotset.base.structure import structure_failed
 from hotset.engine.frontend import Frontend, load_frontend
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.output_processor import OutputProcessor
@@ -37,7 +36,6 @@ from hotset.engine.process import (
 from hotset.engine.progress import POLL_SECONDS, EngineWatch, Progress
 
 LOGGER = logging.getLogger("hotset.engine")
-COMPILE_SECONDS = 10.0  # time limit of the check of a structure
 T = TypeVar("T")
 Inbox = asyncio.Queue[Delta | EngineStopped]
 
@@ -70,8 +68,7 @@ class EngineClient:
         self._pipe = process.pipe
         self._input_processor = InputProcessor(self.model, config.seed)
         self._outputs = OutputProcessor(front.tokenizer)
-        self._compiler = front.compiler(card.vocab)
-        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="hotset-grammar")
+        self.structure_checks = front.structure_checks(card.vocab)
         self._inboxes: dict[str, Inbox] = {}
         self._unstarted: set[str] = set()  # choices that have no token yet
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
@@ -159,6 +156,8 @@ class EngineClient:
         `landing` selects where KV from a prefill worker lands: on the host, on the device, or on either ('auto').
         Only requests with the same `cache_salt` reuse each other's prefixes.
 
+        The caller has checked the structure of the answer (`structure_checks`).
+
         Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
         not arrive, NoRoomLeft if pages in quarantine leave too little memory for the request, and EngineStopped if the
         engine is already draining, or stops or dies before the request has ended. Closing the iterator aborts the
@@ -171,8 +170,6 @@ class EngineClient:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         choices = self._input_processor.accept(request_id, prompt, params, tiers, prefill_at, landing, cache_salt)
-        if params.structure is not None:
-            await self._check_structure(params.structure)
         inbox: Inbox = asyncio.Queue()
         ids = [choice.request_id for choice in choices]
         self._inboxes.update(dict.fromkeys(ids, inbox))
@@ -196,17 +193,6 @@ class EngineClient:
                 yield delta
         finally:
             self._abandon(ids)
-
-    async def _check_structure(self, structure: Structure) -> None:
-        """Compiles a structure in another thread. Raises RequestError if that fails or takes too long."""
-        check = asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._compiler.check, structure)
-        try:
-            # A thread cannot be stopped. The limits of the compiler end its work, and others wait for it meanwhile.
-            await asyncio.wait_for(asyncio.shield(check), COMPILE_SECONDS)
-        except TimeoutError:
-            raise invalid_structure(
-                f"compiling the structure took more than {COMPILE_SECONDS:g} s; simplify it"
-            ) from None
 
     async def stats(self) -> EngineStats:
         """Returns the engine's statistics after its current step, which can take long.

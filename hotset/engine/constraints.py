@@ -2,26 +2,31 @@
 
 The mask of a token depends on the token before it, which may still be computed when the next step is submitted. A step
 is therefore submitted in two parts: the forward pass, which takes the token from device memory, and sampling. In
-between, `masks` waits for the newest tokens of constrained seats, while the device computes the forward pass. The next
-forward pass needs the tokens of all seats, so the other seats of the step lose nothing; steps without constrained seats
-do not wait.
+between, the newest tokens of constrained seats are sent to the processes that follow their answers
+(`grammar/following.py`), and `masks` waits for the masks of these seats, while the device computes the forward pass.
+Steps without constrained seats do not wait.
+
+No structure delays a step by more than STEP_SECONDS. A mask that is not there by then is *late*: the step samples
+nothing for this seat, and the scheduler schedules the same token again (`Scheduler.commit`). Plans in flight that
+already contain the token after it are void for this seat.
 """
 
+import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from hotset.base.errors import RequestError
-from hotset.base.sampling import PromptSpec
-from hotset.base.structure import Structure
-from hotset.grammar.compiler import GrammarCompiler
-from hotset.grammar.matcher import Bits, Matcher, StructureFailed
+from hotset.grammar.following import FollowedAnswer, Masks, StructureProcesses
 from hotset.kernels.device_copies import list_to_device, to_device
 from hotset.models.sampler import TokenMasks
-from hotset.schedule.plan import NO_DRAFT
+from hotset.schedule.plan import NO_DRAFT, AssignSeat, Plan
+
+STEP_SECONDS = 0.010  # that a step waits for masks, while other requests wait for the step
+ALONE_SECONDS = 0.1  # the same if all requests of the step wait for masks
+MAX_KEPT = 8  # answers that are followed although they have no seat
 
 
 class TokenSource(Protocol):
@@ -49,151 +54,164 @@ class _Sampled:
 
 
 @dataclass(slots=True)
-class _Seat:
-    structure: Structure
-    matcher: Future[Matcher]
-    newest: "_Sampled | None" = None  # the sampled tokens that the matcher has not accepted yet
+class _Constrained:
+    """A request whose answer has a structure."""
+
+    answer: FollowedAnswer
+    position: int  # of the next token whose mask is not asked for yet, or that is not sampled
+    newest: _Sampled | None = None  # the sampled tokens that were not sent yet
+    drafts: Sequence[int] | None = None  # after the next token; None: its mask is not asked for
+    is_late: bool = False  # a mask was late: steps do not wait for this answer any more
     failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """The sampled tokens of one seat: the one with this index, and one more for each of the drafts."""
+
+    segment: int
+    seat: int
+    index: int  # among the sampled tokens of the plan
+    position: int  # of the first of the tokens in its context
+    drafts: Sequence[int]
+
+    @property
+    def indices(self) -> range:
+        return range(self.index, self.index + 1 + len(self.drafts))
+
+
+@dataclass(frozen=True, slots=True)
 class SeatMasks:
-    """The masks of the constrained seats of a step, and why some of its answers cannot be continued."""
+    """The masks of the constrained seats of a step, why some of its answers cannot be continued, and which segments
+    sample nothing because their masks are late."""
 
     masks: TokenMasks | None = None
-    failures: Mapping[int, str] = field(default_factory=dict)  # by index among the sampled seats
+    failures: Mapping[int, str] = field(default_factory=dict)  # by index among the sampled tokens
+    late: Sequence[Run] = ()
 
 
 UNCONSTRAINED = SeatMasks()
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The sampled tokens of one seat: the one with this index, and one more for each of the drafts."""
-
-    seat: int
-    index: int
-    drafts: Sequence[int]
-
-
-def _runs(seats: Sequence[int], followed: Sequence[int]) -> Iterator[_Run]:
-    firsts = [index for index, draft in enumerate(followed) if draft == NO_DRAFT]
-    for first, last in zip(firsts, (*firsts[1:], len(followed)), strict=True):
-        yield _Run(seats[first], first, followed[first + 1 : last])
-
-
 class Constraints:
     """The structures of running requests, by seat. Only one thread may use it."""
 
-    def __init__(self, compiler: GrammarCompiler | None, device: torch.device) -> None:
-        """`compiler` is None in workers that do not sample."""
-        self._compiler, self._device = compiler, device
-        self._seats: dict[int, _Seat] = {}
-        self._thread: ThreadPoolExecutor | None = None  # compiles while the prompt is computed
+    def __init__(self, processes: StructureProcesses | None, device: torch.device) -> None:
+        """`processes` is None in workers that do not sample. Owns it."""
+        self._processes, self._device = processes, device
+        self._seats: dict[int, _Constrained] = {}
+        self._requests: OrderedDict[str, _Constrained] = OrderedDict()  # also those without a seat
 
     def warm_up(self) -> None:
-        """Prepares the compiler, so that the first structure does not delay a step."""
-        if self._compiler is not None:
-            self._compiler.warm_up()
+        """Prepares the processes in the background, so that the first structure need not wait for them."""
+        if self._processes is not None:
+            self._processes.warm_up()
 
-    def assign(self, seat: int, prompt: PromptSpec, answer: Sequence[int]) -> None:
-        """Gives a seat the structure of a request, if it has one, with the answer so far."""
-        self._seats.pop(seat, None)
-        structure, compiler = prompt.params.structure, self._compiler
-        if structure is None or compiler is None:
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def assign(self, command: AssignSeat) -> None:
+        """Gives a seat the structure of a request, if it has one. A request that was parked is followed on."""
+        self._seats.pop(command.seat, None)
+        structure = command.prompt.params.structure
+        if structure is None or self._processes is None:
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotset-grammar")
-        matcher = self._thread.submit(_matcher_after, compiler, structure, prompt.stop_ids, answer)
-        self._seats[seat] = _Seat(structure, matcher)
+        position = len(command.prompt) + len(command.answer)
+        constrained = self._requests.pop(command.request_id, None)
+        if constrained is not None:
+            unsent = 0 if constrained.newest is None else len(list(constrained.newest))
+            if constrained.failure is not None or constrained.position + unsent != position:
+                constrained.answer.close()
+                constrained = None
+        if constrained is None:
+            answer = self._processes.follow(structure, command.prompt.stop_ids, command.answer)
+            constrained = _Constrained(answer, position)
+            self._ask(constrained, (), ())
+        self._seats[command.seat] = self._requests[command.request_id] = constrained
+        if len(self._requests) > len(self._seats) + MAX_KEPT:
+            self._forget_oldest()
 
-    def masks(self, seats: Sequence[int], followed: Sequence[int]) -> SeatMasks:
-        """Returns the masks for the next tokens of these seats. Waits for the newest tokens of constrained seats.
+    def runs(self, plan: Plan) -> list[Run]:
+        """Returns the runs of a plan that sample tokens with structures."""
+        if not self._seats:
+            return []
+        runs, index = [], 0
+        for segment in dict.fromkeys(plan.sampled):
+            drafts, seat = tuple(plan.drafts.get(segment, ())), plan.seats[segment]
+            if seat in self._seats:
+                position = plan.starts[segment] + plan.counts[segment] - len(drafts)
+                runs.append(Run(segment, seat, index, position, drafts))
+            index += 1 + len(drafts)
+        return runs
 
-        `followed[i]` is the draft before token i, or NO_DRAFT if a final token is before it.
-        """
-        constrained = [run for run in _runs(seats, followed) if run.seat in self._seats] if self._seats else []
-        if not constrained:
+    def request(self, runs: Sequence[Run]) -> None:
+        """Asks for the masks of these runs. Waits for the newest tokens of their seats, but not for masks."""
+        for run in runs:
+            constrained = self._seats[run.seat]
+            tokens = list(constrained.newest or ())
+            constrained.newest = None
+            constrained.position += len(tokens)
+            is_void = run.position != constrained.position
+            if tokens or (not is_void and constrained.drafts != run.drafts):
+                self._ask(constrained, tokens, () if is_void else run.drafts)
+
+    def masks(self, runs: Sequence[Run], *, alone: bool) -> SeatMasks:
+        """Returns the masks of these runs, which were asked for. `alone`: nothing else is sampled in this step."""
+        if not runs:
             return UNCONSTRAINED
+        deadline = time.monotonic() + (ALONE_SECONDS if alone else STEP_SECONDS)
         failures: dict[int, str] = {}
-        matchers: list[tuple[_Run, Matcher]] = []
-        for run in constrained:
-            matcher = self._advanced(self._seats[run.seat])
-            if matcher is None:
-                failures[run.index] = self._seats[run.seat].failure or ""
+        late: list[Run] = []
+        found: list[tuple[Run, Masks]] = []
+        for run in runs:
+            constrained = self._seats[run.seat]
+            if constrained.failure is not None:
+                failures[run.index] = constrained.failure
+            elif run.position != constrained.position:
+                late.append(run)  # the mask of an earlier token was late, so the logits have no meaning
+            elif (masks := constrained.answer.masks(self._patience(constrained, deadline, alone))) is None:
+                constrained.is_late = True
+                late.append(run)
             else:
-                matchers.append((run, matcher))
-        if not matchers:
-            return SeatMasks(None, failures)
-        indices = [run.index + number for run, _ in matchers for number in range(1 + len(run.drafts))]
-        bits = matchers[0][1].masks.empty(len(indices))
+                found.append((run, masks))
+        bits = torch.full((sum(len(run.indices) for run, _ in found), self._words), -1, dtype=torch.int32)
         row = 0
-        for run, matcher in matchers:
-            of_run = bits[row : row + 1 + len(run.drafts)]
-            failures |= self._fill(self._seats[run.seat], matcher, run, of_run)
-            row += len(of_run)
-        requests = list_to_device(indices, torch.int64, self._device)
-        return SeatMasks(TokenMasks(requests, to_device(torch.from_numpy(bits), self._device)), failures)
+        for run, masks in found:
+            bits[row : row + len(masks.bits)] = torch.from_numpy(masks.bits)
+            if masks.failure:
+                failures[run.index + len(masks.bits)] = masks.failure
+            if not len(masks.bits):
+                self._seats[run.seat].failure = masks.failure
+            row += len(run.indices)
+        if not found:
+            return SeatMasks(None, failures, late)
+        requests = list_to_device([index for run, _ in found for index in run.indices], torch.int64, self._device)
+        return SeatMasks(TokenMasks(requests, to_device(bits, self._device)), failures, late)
 
-    def record(self, seats: Sequence[int], followed: Sequence[int], step: TokenSource) -> None:
-        """Records that `step` samples the next token of `seats[i]` as its i-th token."""
-        for run in _runs(seats, followed) if self._seats else ():
-            if (seat := self._seats.get(run.seat)) is not None:
-                seat.newest = _Sampled(step, run.index, run.drafts)
+    def record(self, runs: Sequence[Run], late: Sequence[Run], step: TokenSource) -> None:
+        """Records that `step` samples the tokens of these runs, except the late ones."""
+        for run in runs:
+            if run not in late:
+                constrained = self._seats[run.seat]
+                constrained.newest, constrained.drafts = _Sampled(step, run.index, run.drafts), None
 
-    def _fill(self, seat: _Seat, matcher: Matcher, run: _Run, bits: Bits) -> dict[int, str]:
-        """Writes the masks of a seat's next token and of those after its drafts. Leaves the matcher as it was.
+    @staticmethod
+    def _ask(constrained: _Constrained, tokens: Sequence[int], drafts: Sequence[int]) -> None:
+        constrained.answer.request(tokens, drafts)
+        constrained.drafts = drafts
 
-        No mask is needed after a draft that does not fit: it is rejected, and so are all after it. Returns why the
-        answer cannot be continued, by the index of the token.
-        """
-        failures: dict[int, str] = {}
-        bits[:] = -1
-        accepted = 0
-        try:
-            for number, draft in enumerate((*run.drafts, NO_DRAFT)):
-                matcher.fill(bits, number)
-                if draft == NO_DRAFT or not matcher.masks.allows(bits[number], draft):
-                    break
-                matcher.accept(draft)
-                accepted += 1
-        except StructureFailed as error:
-            bits[accepted] = -1
-            failures[run.index + accepted] = str(error)
-            if accepted == 0:
-                self._fail(seat, str(error))
-                return failures
-        try:
-            matcher.rollback(accepted)
-        except StructureFailed as error:
-            self._fail(seat, str(error))  # the next step reports it
-        return failures
+    @staticmethod
+    def _patience(constrained: _Constrained, deadline: float, alone: bool) -> float:
+        return 0.0 if constrained.is_late and not alone else deadline - time.monotonic()
 
-    def _advanced(self, seat: _Seat) -> Matcher | None:
-        """Returns the matcher of a seat after its newest token. Returns None if the answer cannot be continued."""
-        if seat.failure is not None:
-            return None
-        try:
-            matcher = seat.matcher.result()
-            for token in seat.newest or ():
-                matcher.accept(token)
-            seat.newest = None
-            return matcher
-        except (RequestError, StructureFailed) as error:
-            self._fail(seat, str(error))
-            return None
+    @property
+    def _words(self) -> int:
+        assert self._processes is not None, "a seat has a structure"
+        return self._processes.words
 
-    def _fail(self, seat: _Seat, reason: str) -> str:
-        seat.failure = reason
-        if self._compiler is not None:
-            self._compiler.forget(seat.structure)
-        return reason
-
-
-def _matcher_after(
-    compiler: GrammarCompiler, structure: Structure, stop_ids: frozenset[int], answer: Sequence[int]
-) -> Matcher:
-    matcher = compiler.matcher(structure, stop_ids)
-    for token in answer:
-        matcher.accept(token)
-    return matcher
+    def _forget_oldest(self) -> None:
+        """Stops following the request without a seat that lost its seat first."""
+        seated = {id(constrained) for constrained in self._seats.values()}
+        oldest = next(key for key, constrained in self._requests.items() if id(constrained) not in seated)
+        self._requests.pop(oldest).answer.close()

@@ -9,7 +9,8 @@ from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import CheckpointError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import ModelCard
-from hotset.grammar.compiler import GrammarCompiler
+from hotset.grammar.check import StructureChecks
+from hotset.grammar.following import StructureProcesses
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import ChatSettings, Tokenizer, read_tokenizer_json
 
@@ -26,9 +27,11 @@ class Frontend:
     tokenizer: Tokenizer | None
     defaults: dict[str, Any]  # sampling parameters recommended by the model's authors
 
-    def compiler(self, vocab: int) -> GrammarCompiler:
-        """Returns a compiler for structures, which builds its tables on first use."""
-        return GrammarCompiler(lambda: None if self.tokenizer is None else self.tokenizer.to_json(), vocab)
+    def structure_checks(self, vocab: int) -> StructureChecks | None:
+        """Returns the checks of structures, which run in processes of the tokenizer. None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return StructureChecks(self.tokenizer.jobs, self.tokenizer.to_json, vocab)
 
     def card(self, engine_card: ModelCard) -> ModelCard:
         """Returns the engine's card, with the end-of-turn tokens of the chat template added to `eos_ids`."""
@@ -51,9 +54,9 @@ def load_frontend(config: EngineConfig) -> Frontend:
     return Frontend(Tokenizer.load(files, config.tokenizer, chat), defaults)
 
 
-def grammar_compiler(config: EngineConfig, vocab: int) -> GrammarCompiler:
-    """Returns the compiler of an engine. It reads the tokenizer when the first answer has a structure."""
-    return GrammarCompiler(lambda: read_tokenizer_json(find_model(config.model), config.tokenizer), vocab)
+def structure_processes(config: EngineConfig, vocab: int) -> StructureProcesses:
+    """Returns the processes of an engine that follow answers. They start, and read the tokenizer, when needed."""
+    return StructureProcesses(lambda: read_tokenizer_json(find_model(config.model), config.tokenizer), vocab)
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Sequence[int]:

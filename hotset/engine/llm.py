@@ -13,6 +13,7 @@ from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.base.settings import check_setting_names
 from hotset.base.status_line import StatusLine, ignore_progress
+from hotset.base.structure import needs_tokenizer
 from hotset.engine.build import build_engine
 from hotset.engine.frontend import Prompt, cache_salt_of, load_frontend, token_ids_of
 from hotset.engine.input_processor import Choice, InputProcessor
@@ -49,7 +50,7 @@ class LLM:
         self.defaults: dict[str, Any] = front.defaults
         self._input_processor = InputProcessor(self.card, config.seed)
         self._outputs = OutputProcessor(front.tokenizer)
-        self._compiler = front.compiler(self.card.vocab)
+        self._structure_checks = front.structure_checks(self.card.vocab)
         self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that were not yielded yet
         self._numbers = itertools.count()
 
@@ -182,7 +183,9 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         if params.structure is not None:
-            self._compiler.check(params.structure)
+            if self._structure_checks is None:
+                raise needs_tokenizer()
+            self._structure_checks.check(params.structure)
         return self._input_processor.accept(
             f"llm-{next(self._numbers)}", token_ids, params, tiers, cache_salt=cache_salt_of(prompt)
         )

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotset.engine.constraints import Constraints, SeatMasks
+from hotset.engine.constraints import Constraints, Run, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
 from hotset.engine.mtp_drafts import DraftedTokens, MtpDrafts, MtpModel, rows_of
 from hotset.engine.mtp_graphs import MtpGraphs
 from hotset.engine.sampled_segments import SampledSegments
-from hotset.grammar.compiler import GrammarCompiler
+from hotset.grammar.following import StructureProcesses
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.memory.resident import ResidentView
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -44,11 +44,13 @@ class SubmittedStep:
         sampled: SamplerOutput | None = None,
         prompts: "PromptLogprobsCopy | None" = None,
         failures: Mapping[int, str] | None = None,
+        late: frozenset[int] = frozenset(),
     ) -> None:
         self.number = number
         self._sampled = sampled
         self._prompts = prompts
         self._failures = failures or {}
+        self._late = late
         self.drafts: DraftedTokens | None = None
         if sampled is not None:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
@@ -77,9 +79,9 @@ class SubmittedStep:
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
         if self.drafts is None:
-            return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures)
+            return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, late=self._late)
         drafted = self.drafts.accepted(), self.drafts.drafts()
-        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, *drafted)
+        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, *drafted, self._late)
 
 
 class PromptLogprobsCopy:
@@ -132,7 +134,8 @@ class Runner:
         collectives: Collectives = SINGLE_RANK,
         barrier: Callable[[], None] = lambda: None,
         before_capture: Callable[[int], None] = lambda size: None,
-        compiler: GrammarCompiler | None = None,
+        structures: StructureProcesses | None = None,
+        steps_alone: bool = True,
         mtp_drafts: int = 0,
         draws_drafts: bool = False,
         max_verified: int = 0,
@@ -141,8 +144,9 @@ class Runner:
         `before_capture(size)` is called before a step of `size` tokens is captured.
 
         `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
-        `barrier` waits for the other workers that write to the same host store. `compiler` compiles the structures of
-        answers; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens:
+        `barrier` waits for the other workers that write to the same host store. `structures` follows the answers that
+        have a structure; a worker that does not sample needs none. `steps_alone`: no other replica or pipeline stage
+        waits for the steps of this one. The model's MTP layer drafts up to `mtp_drafts` tokens:
         the most probable ones or, if `draws_drafts`, drawn ones, which are verified by rejection sampling.
         Decoding requests have at most `max_verified` tokens in a step, or one for each seat.
         """
@@ -153,7 +157,8 @@ class Runner:
         self._collectives, self._barrier = collectives, barrier
         self._vocab, self._max_verified, self._draws_drafts = vocab, max_verified, draws_drafts
         self._sampler = Sampler(seats, vocab, self._device)
-        self._constraints = Constraints(compiler, self._device)
+        self._constraints = Constraints(structures, self._device)
+        self._steps_alone = steps_alone
         self._mtp: MtpDrafts | None = None
         if mtp_drafts:
             assert isinstance(model, MtpModel), "the model cannot draft"
@@ -190,6 +195,10 @@ class Runner:
             self._graphs.capture_all(progress)
         if self._mtp_graphs is not None:
             self._mtp_graphs.capture_all(progress)
+
+    def close(self) -> None:
+        """Ends the processes that follow answers. Idempotent."""
+        self._constraints.close()
 
     @torch.inference_mode()
     def write_sampled(self, tokens: Sequence[SampledToken]) -> None:
@@ -237,12 +246,15 @@ class Runner:
         segments = None
         if mtp is not None and plan.sampled and (plan.num_drafts or plan.drafts or plan.unverified):
             segments = SampledSegments(plan, mtp.seat_drafts)
+        runs = self._constraints.runs(plan)
+        if self._device.type == "cpu":
+            self._constraints.request(runs)  # the newest tokens are known: masks are computed beside the forward pass
         sampled_logits = self._forward(plan, segments) if graph is None else self._replay(graph, plan)
         if mtp is None or sampled_logits is None:
             self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
             return SubmittedStep(plan.number)
-        step = self._sampled_step(plan, sampled_logits, segments)
+        step = self._sampled_step(plan, sampled_logits, segments, runs)
         if mtp is not None:
             step.drafts = self._draft(mtp, plan, graph, sampled_logits, segments, step)
         return step
@@ -281,7 +293,7 @@ class Runner:
         return DraftedTokens(segments.segments, plan.drafts, columns)
 
     def _sampled_step(
-        self, plan: Plan, sampled_logits: SampledLogits, segments: SampledSegments | None
+        self, plan: Plan, sampled_logits: SampledLogits, segments: SampledSegments | None, runs: Sequence[Run]
     ) -> SubmittedStep:
         """Samples from the logits of a step, and stores the tokens."""
         computed = sampled_logits.prompt_logprobs
@@ -291,13 +303,17 @@ class Runner:
         all_decode = len(plan.sampled) == len(plan.seats) and not plan.drafts
         seats = plan.seats if all_decode else [plan.seats[index] for index in plan.sampled]
         next_positions, followed = sampled_logits.positions + 1, plan.followed
-        allowed = self._constraints.masks(seats, followed)
+        if self._device.type != "cpu":
+            self._constraints.request(runs)  # waits for the step before, while the device computes this one
+        alone = self._steps_alone and len(runs) == len(plan.seats)
+        allowed = self._constraints.masks(runs, alone=alone)
         drafts = None if segments is None or not plan.drafts else segments.followed
         drawn = None if segments is None else segments.drawn_drafts
         sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed, drafts, drawn)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
-        step = SubmittedStep(plan.number, sampled, prompts, allowed.failures)
-        self._constraints.record(seats, followed, step)
+        late = frozenset(run.segment for run in allowed.late)
+        step = SubmittedStep(plan.number, sampled, prompts, allowed.failures, late)
+        self._constraints.record(runs, allowed.late, step)
         return step
 
     @torch.inference_mode()
@@ -335,7 +351,8 @@ class Runner:
         if self._collectives.rank > 0:
             token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
             return SamplerOutput(self._collectives.broadcast(token_ids), None)
-        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts, drawn)
+        late = [index for run in allowed.late for index in run.indices]
+        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts, drawn, uncounted=late)
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _view(self, plan: Plan, segments: SampledSegments | None) -> ResidentView:
@@ -388,7 +405,7 @@ class Runner:
         if self._collectives.rank == 0 or self._draws_drafts:  # every rank draws the same drafts
             self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
         if self._collectives.rank == 0:
-            self._constraints.assign(seat, prompt, command.answer)
+            self._constraints.assign(command)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
         """Returns the index, among the step's tokens, of the last token of each sampled segment, and of the drafts

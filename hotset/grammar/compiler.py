@@ -1,20 +1,16 @@
-"""Compiles structures for one vocabulary, and keeps the compiled grammars that were used last."""
+"""Compiles structures for one vocabulary."""
 
-import contextlib
 import importlib.util
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import tokenizers
 
-from hotset.base.errors import CheckpointError, RequestError
-from hotset.base.structure import Structure, invalid_structure
+from hotset.base.errors import RequestError
+from hotset.base.structure import Structure, invalid_structure, needs_tokenizer
 from hotset.grammar.matcher import MaskShape, Matcher, StructureFailed
 from hotset.grammar.source import library_grammar
 
-MAX_COMPILED = 64  # grammars that are kept; one has some 10 kB, and at most LIMITS["max_lexer_states"] kB
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,  # for one mask: about 10 ms
@@ -27,66 +23,50 @@ END_TOKEN = "<|end of the structure|>"
 INSTALL = "structured output needs the package llguidance: pip install 'llguidance>=1.9'"
 
 
+class CompiledGrammar:
+    """A structure for one vocabulary. Its matchers share a lexer, which can reach the limit of its states."""
+
+    def __init__(self, state: Any, masks: MaskShape) -> None:
+        self._state, self._masks = state, masks
+
+    def matcher(self, stop_ids: frozenset[int]) -> Matcher:
+        """Returns a matcher at the beginning of an answer."""
+        return Matcher(self._state.deep_copy(), self._masks, stop_ids)
+
+
 class GrammarCompiler:
-    """Makes matchers. Thread-safe. The library's tables for the vocabulary are built when the first is needed."""
+    """Compiles structures. The library's tables for the vocabulary are built when the first is compiled."""
 
     def __init__(self, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
         """`tokenizer_json` returns a tokenizer in the format of tokenizer.json, or None if the model has none. `vocab`
         is the number of logits."""
         self._tokenizer_json, self._vocab = tokenizer_json, vocab
-        self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._masks = MaskShape(vocab, vocab, 0)
         self._special_tokens: frozenset[str] = frozenset()
-        self._compiled: OrderedDict[Structure, Any] = OrderedDict()  # the structure used last is at the end
 
-    def matcher(self, structure: Structure, stop_ids: frozenset[int]) -> Matcher:
-        """Returns a matcher at the beginning of an answer. The first of a structure can take a second.
+    def build_tables(self) -> None:
+        """Builds the tables for the vocabulary, which can take a second. Raises RequestError if the package or a
+        tokenizer is missing."""
+        self._library_tokenizer()
 
-        Raises RequestError if the structure cannot be compiled, is too complex, or allows no answer.
-        """
-        with self._lock:
-            compiled = self._compiled.get(structure)
-            if compiled is None:
-                compiled = self._compile(structure)
-                self._compiled[structure] = compiled
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(structure)
-            return Matcher(compiled.deep_copy(), self._masks, stop_ids)
-
-    def warm_up(self) -> None:
-        """Builds the tables for the vocabulary, which can take a second, if the package and a tokenizer are there.
-
-        A model that a program built itself has no files, and so no tokenizer.
-        """
-        with self._lock, contextlib.suppress(RequestError, CheckpointError):
-            self._library_tokenizer()
-
-    def check(self, structure: Structure) -> None:
-        """Compiles a structure. Raises like `matcher`."""
-        self.matcher(structure, frozenset())
-
-    def forget(self, structure: Structure) -> None:
-        """Drops a compiled grammar. All its matchers share one lexer, which can reach the limit of its states."""
-        with self._lock:
-            self._compiled.pop(structure, None)
-
-    def _compile(self, structure: Structure) -> Any:
+    def compile(self, structure: Structure) -> CompiledGrammar:
+        """Compiles a structure. Raises RequestError if that is not possible, if it is too complex, or if it allows no
+        answer."""
         tokenizer = self._library_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        compiled = LLMatcher(tokenizer, library_grammar(structure, self._special_tokens), log_level=0, limits=limits)
-        name = structure.kind.replace("_", " ")
-        if compiled.is_error():
-            raise invalid_structure(f"the {name} cannot be compiled: {_one_line(compiled.get_error())}")
+        state = LLMatcher(tokenizer, library_grammar(structure, self._special_tokens), log_level=0, limits=limits)
+        if state.is_error():
+            raise invalid_structure(f"the {structure.name} cannot be compiled: {_one_line(state.get_error())}")
+        compiled = CompiledGrammar(state, self._masks)
         try:
-            first = Matcher(compiled.deep_copy(), self._masks, frozenset())
+            first = compiled.matcher(frozenset())
             first.fill(self._masks.empty(1), 0)
             first.check_forced()
         except StructureFailed as error:
-            raise invalid_structure(f"the {name} matches no answer: {error}") from None
+            raise invalid_structure(f"the {structure.name} matches no answer: {error}") from None
         return compiled
 
     def _library_tokenizer(self) -> Any:
@@ -97,7 +77,7 @@ class GrammarCompiler:
 
             tokenizer_json = self._tokenizer_json()
             if tokenizer_json is None:
-                raise invalid_structure("structured output needs a tokenizer, and this model has none")
+                raise needs_tokenizer()
             # Requests have their own stop tokens. The library gets an end token that is never sampled.
             extended = tokenizers.Tokenizer.from_str(tokenizer_json)
             extended.add_special_tokens([END_TOKEN])

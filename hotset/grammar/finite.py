@@ -1,10 +1,14 @@
 """Finds parts of a JSON schema that no finite value satisfies, like a list whose elements must have a next element.
 
-The grammar of such a part is legal, but an answer that enters it never ends.
+The grammar of such a part is legal, but an answer that enters it never ends. The check takes linear time: each part is
+a node of a graph that has a finite value once all nodes that it needs have one, or once one of several alternatives
+has.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,76 +18,95 @@ Path = tuple[str, ...]  # of a part of the schema: names of members and indices
 SCHEMAS_BY_NAME = ("properties", "patternProperties")
 SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 SINGLE_SCHEMAS = ("additionalProperties", "items")
+INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def check_finite(schema: Any) -> None:
     """Raises RequestError with the path of a part that an answer can enter and never complete."""
-    parts = _Parts(schema)
-    finite: set[Path] = set()
-    pending = list(parts.schemas)
-    while pending:
-        path = pending.pop()
-        if path not in finite and parts.has_finite_value(path, finite):
-            finite.add(path)
-            pending += parts.users[path]
-    endless = next((path for path in parts.schemas if path not in finite), None)
+    graph = _Graph(schema)
+    graph.find_finite()
+    endless = next((node for node in graph.parts.values() if not node.finite), None)
     if endless is not None:
-        pointer = "".join(f"/{name}" for name in parts.cycle(endless, finite))
+        pointer = "".join(f"/{name}" for name in _cycle(endless))
         raise invalid_structure(
             f"no finite value satisfies the JSON schema at #{pointer}: it requires a value of its own kind within "
             "itself; make a property on the way optional or nullable"
         )
 
 
-class _Parts:
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A part of the schema, or several nodes of which a part needs all or one."""
+
+    path: Path | None = None  # None: not a part
+    needs: "list[_Node]" = field(default_factory=list)
+    users: "list[_Node]" = field(default_factory=list)  # the nodes that need this one, as often as they do
+    missing: int = 0  # how many of `needs` must still turn out to be finite
+
+    @property
+    def finite(self) -> bool:
+        return self.missing <= 0
+
+    def need(self, nodes: "Iterable[_Node]", *, one: bool = False) -> "_Node":
+        """Adds nodes of which this one needs all or, if `one`, the first that is finite. Returns this node."""
+        for node in nodes:
+            self.needs.append(node)
+            node.users.append(self)
+        self.missing = 1 if one else len(self.needs)
+        return self
+
+
+class _Graph:
     """The parts of a schema that an answer can enter: the whole, and what it contains or refers to."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self.schemas: dict[Path, Any] = {}
-        self.users: defaultdict[Path, list[Path]] = defaultdict(list)  # the parts that depend on a part
+        self.parts: dict[Path, _Node] = {}
+        self._nodes: list[_Node] = []
+        schemas: list[tuple[_Node, Any]] = []
         pending: list[Path] = [()]
         while pending:
             path = pending.pop()
-            if path in self.schemas:
+            if path in self.parts:
                 continue
-            self.schemas[path] = schema = _at(root, path)
-            for inner in _inner_paths(path, schema):
-                self.users[inner].append(path)
-                pending.append(inner)
+            schema = _at(root, path)
+            self.parts[path] = self._new(path)
+            schemas.append((self.parts[path], schema))
+            pending += _inner_paths(path, schema)
+        for node, schema in schemas:
+            if isinstance(schema, Mapping) and "enum" not in schema and "const" not in schema:
+                node.need(self._needs(node, schema))
 
-    def has_finite_value(self, path: Path, finite: set[Path]) -> bool:
-        """Returns whether a part has a finite value if those in `finite` have one, as far as recursion decides it."""
-        return not self._missing(path, finite)
+    def find_finite(self) -> None:
+        """Counts down `missing` of all nodes, from those that need nothing."""
+        finite = deque(node for node in self._nodes if node.finite)
+        while finite:
+            for user in finite.popleft().users:
+                user.missing -= 1
+                if user.missing == 0:
+                    finite.append(user)
 
-    def cycle(self, path: Path, finite: set[Path]) -> Path:
-        """Returns the part that leads back to one before it, beginning with `path`, which has no finite value."""
-        seen = {path}
-        while (needed := self._missing(path, finite)[0]) not in seen:
-            seen.add(needed)
-            path = needed
-        return path
+    def _new(self, path: Path | None = None) -> _Node:
+        self._nodes.append(_Node(path))
+        return self._nodes[-1]
 
-    def _missing(self, path: Path, finite: set[Path]) -> list[Path]:
-        """Returns parts that a value of this part needs and that have no finite value. Empty: it has a finite value."""
-        schema = self.schemas[path]
-        if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
-            return []
-        needed = [*_references(schema), *((*path, "allOf", str(at)) for at in range(len(_list(schema, "allOf"))))]
-        missing = [inner for inner in needed if inner not in finite]
+    def _needs(self, node: _Node, schema: Mapping[str, Any]) -> Iterator[_Node]:
+        """Yields the nodes that must be finite for the schema of a part to have a finite value."""
+        assert node.path is not None, "it is a part"
+        path = node.path
+        yield from (self.parts[inner] for inner in _references(schema))
+        yield from (self.parts[inner] for inner in _elements(path, schema, "allOf"))
         for name in ("anyOf", "oneOf"):
-            alternatives = [(*path, name, str(at)) for at in range(len(_list(schema, name)))]
-            if alternatives and not any(inner in finite for inner in alternatives):
-                missing += alternatives
+            if alternatives := [self.parts[inner] for inner in _elements(path, schema, name)]:
+                yield self._new().need(alternatives, one=True)
         types = schema.get("type")
-        containers = {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set()
-        if containers and containers <= {"object", "array"}:
-            lacking = [self._missing_of(kind, path, schema, finite) for kind in sorted(containers, reverse=True)]
-            missing += [] if not all(lacking) else lacking[0]
-        return missing
+        kinds = {types} if isinstance(types, str) else {kind for kind in _list(schema, "type") if isinstance(kind, str)}
+        if kinds and kinds <= {"object", "array"}:
+            alternatives = [self._new().need(self._contents(kind, path, schema)) for kind in sorted(kinds)[::-1]]
+            yield self._new().need(alternatives, one=True)
 
-    def _missing_of(self, kind: str, path: Path, schema: Mapping[str, Any], finite: set[Path]) -> list[Path]:
-        """Returns the required members of an object, or the required elements of a list, without finite values."""
+    def _contents(self, kind: str, path: Path, schema: Mapping[str, Any]) -> list[_Node]:
+        """Returns the nodes of the required members of an object, or of the required elements of a list."""
         if kind == "object":
             properties = schema.get("properties", {})
             names = [name for name in _list(schema, "required") if isinstance(name, str)]
@@ -95,10 +118,21 @@ class _Parts:
             count = count if isinstance(count, int) else 0
             needed = [(*path, "prefixItems", str(at)) for at in range(min(count, given))]
             needed += [(*path, "items")] if count > given else []
-        return [inner for inner in needed if inner in self.schemas and inner not in finite]
+        return [self.parts[inner] for inner in needed if inner in self.parts]
 
 
-def _inner_paths(path: Path, schema: Any) -> Iterable[Path]:
+def _cycle(node: _Node) -> Path:
+    """Returns the part that leads back to one before it, beginning with a part that has no finite value."""
+    seen: set[_Node] = set()
+    newest: Path = ()
+    while node not in seen:
+        seen.add(node)
+        newest = newest if node.path is None else node.path
+        node = next(needed for needed in node.needs if not needed.finite)
+    return newest
+
+
+def _inner_paths(path: Path, schema: Any) -> Iterator[Path]:
     if not isinstance(schema, Mapping):
         return
     yield from _references(schema)
@@ -106,10 +140,14 @@ def _inner_paths(path: Path, schema: Any) -> Iterable[Path]:
         if isinstance(named := schema.get(name), Mapping):
             yield from ((*path, name, key) for key in named)
     for name in SCHEMA_LISTS:
-        yield from ((*path, name, str(at)) for at in range(len(_list(schema, name))))
+        yield from _elements(path, schema, name)
     for name in SINGLE_SCHEMAS:
         if isinstance(schema.get(name), Mapping):
             yield (*path, name)
+
+
+def _elements(path: Path, schema: Mapping[str, Any], name: str) -> Iterator[Path]:
+    return ((*path, name, str(at)) for at in range(len(_list(schema, name))))
 
 
 def _references(schema: Mapping[str, Any]) -> list[Path]:
@@ -122,13 +160,19 @@ def _references(schema: Mapping[str, Any]) -> list[Path]:
 
 
 def _at(root: Any, path: Path) -> Any:
-    """Returns the part of a schema at a path, or None if there is none."""
+    """Returns the part of a schema at a path, or None if there is none. Raises RequestError for an index that is
+    written in another way than usual: each part must have one path."""
     value = root
     for name in path:
         if isinstance(value, Mapping):
             value = value.get(name)
-        elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
-            value = value[int(name)]
+        elif isinstance(value, list) and INDEX.fullmatch(name):
+            value = value[int(name)] if int(name) < len(value) else None
+        elif isinstance(value, list) and name.isdigit():
+            raise invalid_structure(
+                f"a $ref in the JSON schema has the index {name[:16]!r}; write indices in the digits 0 to 9, without "
+                "leading zeros"
+            )
         else:
             return None
     return value

@@ -25,11 +25,12 @@ JSON_OPTIONS: Any = {
 }
 MAX_GAP = 16  # characters of white space between `Structure.after` and the structure
 ANY_OBJECT = {"type": "object"}
-GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-EMBEDDED_SCHEMA = re.compile(r"%json\s*(?=\{)")
+GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++\s*+::=", re.MULTILINE)  # never backtracks, so that it takes linear time
+EMBEDDED_SCHEMA = re.compile(r"%json\s*+(?=\{)")
 MAX_COST = 2_000_000  # about 0.5 s (one core of a server, 2026)
 MAX_DEPTH = 100  # of nested JSON
 COST_OF_MULTIPLE = 15  # times m * log m, for an automaton that counts modulo m
+COST_OF_VALUE = 20  # of each value in a schema: objects, lists, texts and numbers
 
 
 def library_grammar(structure: Structure, special_tokens: Collection[str] = ()) -> str:
@@ -37,7 +38,10 @@ def library_grammar(structure: Structure, special_tokens: Collection[str] = ()) 
 
     Special tokens have names like <this>. In grammars they do not match their text.
     """
-    grammar = _grammar_of(structure)
+    try:
+        grammar = _grammar_of(structure)
+    except ValueError as error:  # of the library: for example a number in a schema has too many digits
+        raise invalid_structure(f"the {structure.name} cannot be read: {str(error)[:400]}") from None
     if not structure.after:
         return grammar
     answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
@@ -70,10 +74,7 @@ def _grammar_of(structure: Structure) -> str:
             return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
         case "grammar":
             syntax: Literal["gbnf", "lark"] = "gbnf" if GBNF_RULE.search(structure.value) else "lark"
-            try:
-                return str(grammar_from(syntax, _with_options(structure.value)))
-            except ValueError as error:
-                raise invalid_structure(str(error)) from None
+            return str(grammar_from(syntax, _with_options(structure.value)))
 
 
 def _without_anchors(pattern: str) -> str:
@@ -110,6 +111,7 @@ def _check_cost(schema: Any) -> float:
         value, depth = pending.pop()
         if depth > MAX_DEPTH:
             raise invalid_structure(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; make it flatter")
+        cost += COST_OF_VALUE
         if isinstance(value, Mapping):
             cost += len(value) ** 2 + _cost_of_multiple(value.get("multipleOf"))
         if isinstance(value, Mapping | list):
@@ -120,7 +122,11 @@ def _check_cost(schema: Any) -> float:
 
 
 def _cost_of_multiple(multiple: object) -> float:
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(multiple):
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+        return 0.0
+    if isinstance(multiple, int) and abs(multiple) >= MAX_COST:
+        return math.inf
+    if not math.isfinite(multiple):
         return 0.0
     digits = Decimal(repr(multiple)).as_tuple().digits
     modulus = int("".join(map(str, digits)))
@@ -129,6 +135,6 @@ def _cost_of_multiple(multiple: object) -> float:
 
 def _too_costly(cost: float) -> Exception:
     return invalid_structure(
-        f"the JSON schema is too complex: its cost is {cost:.3g}, and the limit is {MAX_COST}; use fewer properties in "
-        "one object and smaller values of multipleOf"
+        f"the JSON schema is too complex: its cost is {cost:.3g}, and the limit is {MAX_COST}; use fewer parts, fewer "
+        "properties in one object and smaller values of multipleOf"
     )

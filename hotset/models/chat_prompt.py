@@ -79,6 +79,7 @@ class ChatFormat:
         except RequestError as error:
             raise ConfigError(f"--default-chat-template-kwargs: {error}") from error
         self._renderer = TemplateRenderer(template, special_tokens, source)
+        self.jobs = self._renderer.jobs
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Returns the prompt. Raises `RequestError` if the template refuses the messages or fails on them."""

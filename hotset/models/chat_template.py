@@ -2,14 +2,12 @@
 
 Templates run as in the `transformers` library (block trimming, loop controls, `raise_exception`, `strftime_now`, a
 plain `tojson`, the `generation` tag), and in a sandbox, because they are untrusted. The sandbox limits neither time nor
-memory, so this module runs in a child process (`main`), which `template_process.TemplateRenderer` starts.
+memory, so this module runs in worker processes (`template_process.TemplateRenderer`).
 """
 
 import json
-import resource
-import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,14 +16,15 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hotset.base.units import show_bytes
-from hotset.models.template_process import MAX_CHILD_BYTES, MAX_RENDERED_CHARACTERS, START_SECONDS, json_line
+from hotset.base.errors import RequestError
+from hotset.base.fork_server import JobFailed
 
+MAX_RENDERED_CHARACTERS = 8 << 20
 MAX_REASON_CHARACTERS = 1000
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may use. Raises the exceptions of Jinja."""
+    """A compiled template with the special tokens that it may use. Raises RequestError if it does not compile."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
         extensions: list[str | type[Extension]] = ["jinja2.ext.loopcontrols", _GenerationTag]
@@ -33,58 +32,42 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._template = environment.from_string(template)
+        with _refusals():
+            self._template = environment.from_string(template)
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Renders a prompt. Raises the exceptions of the template, and OutputTooLong."""
+        """Renders a prompt. Raises the exceptions of the template, and JobFailed if the prompt is too long."""
         pieces: list[str] = []
         length = 0
         for piece in self._template.generate({**variables, **self._special_tokens, "messages": messages}):
             pieces.append(piece)
             length += len(piece)
             if length > MAX_RENDERED_CHARACTERS:
-                raise OutputTooLong
+                raise JobFailed(f"makes more than {MAX_RENDERED_CHARACTERS} characters")
         return "".join(pieces)
 
 
-class OutputTooLong(Exception):
-    """A template has rendered more than MAX_RENDERED_CHARACTERS characters."""
+def render(prepared: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Renders a prompt with the prepared template: a job of a worker process.
 
-
-def main(seconds: float) -> None:
-    """Runs in the child process: reads the template, then messages, and answers each line, until the input ends.
-
-    A rendering may take `seconds` of CPU time, so that a busy machine does not shorten it. Then the timer's signal,
-    SIGPROF, ends this process.
+    Raises RequestError with the reason of the template. The template is untrusted and runs on a user's values, so all
+    its errors are errors of the request.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_CHILD_BYTES, MAX_CHILD_BYTES))
-    _answer({})  # the imports are done
-    template: ChatTemplate | None = None
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, START_SECONDS if template is None else seconds)
-        request = json.loads(line)
-        try:
-            if template is None:
-                template = ChatTemplate(request["template"], request["special_tokens"])
-                answer: dict[str, str] = {}
-            else:
-                answer = {"text": template.render(request["messages"], request["variables"])}
-        except MemoryError:
-            answer = {"failed": f"needs more than {show_bytes(MAX_CHILD_BYTES)} of memory"}
-        except OutputTooLong:
-            answer = {"failed": f"makes more than {MAX_RENDERED_CHARACTERS} characters"}
-        except Exception as error:
-            # The template is untrusted and runs on a user's values, so all its errors are errors of the request.
-            reason = error.message if isinstance(error, TemplateError) and error.message else str(error)
-            answer = {"refused": reason[:MAX_REASON_CHARACTERS]}
-        _answer(answer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    template: ChatTemplate = prepared["template"]
+    with _refusals():
+        return template.render(messages, variables)
 
 
-def _answer(answer: Mapping[str, str]) -> None:
-    sys.stdout.buffer.write(json_line(answer))
-    sys.stdout.buffer.flush()
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, JobFailed):
+        raise
+    except Exception as error:
+        reason = error.message if isinstance(error, TemplateError) and error.message else str(error)
+        raise RequestError(reason[:MAX_REASON_CHARACTERS]) from error
 
 
 class _GenerationTag(Extension):

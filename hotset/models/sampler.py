@@ -156,6 +156,7 @@ class Sampler:
         followed: Sequence[int] = (),
         drafts: Callable[[], Tensor] | None = None,
         drawn: Callable[[], DrawnDrafts | None] | None = None,
+        uncounted: Sequence[int] = (),
     ) -> SamplerOutput:
         """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
 
@@ -170,6 +171,8 @@ class Sampler:
 
         `drawn()` returns drafts to verify by rejection sampling: each is accepted, as the token in its place, as often
         as possible without changing the distribution of tokens.
+
+        Tokens with an index in `uncounted` will be dropped, and are not counted.
         """
         batch = self._batch_of(seats)
         followed_drafts = None
@@ -183,8 +186,12 @@ class Sampler:
         if drawn is not None and not batch.greedy and (verified := drawn()) is not None:
             token_ids[verified.index] = self._verified(x, token_ids, batch, positions, verified)
         if batch.penalised is not None:
-            kept = None if followed_drafts is None else followed_drafts.kept(token_ids)[batch.penalised]
-            self._counts.add(batch.count_rows, token_ids[batch.penalised], kept)
+            kept = None if followed_drafts is None else followed_drafts.kept(token_ids)
+            if uncounted:
+                kept = torch.ones_like(token_ids, dtype=torch.bool) if kept is None else kept
+                kept[self._to_device(uncounted)] = False
+            of_penalised = None if kept is None else kept[batch.penalised]
+            self._counts.add(batch.count_rows, token_ids[batch.penalised], of_penalised)
         if not batch.logprobs:
             return SamplerOutput(token_ids, None)
         index = batch.logprob_index

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tokenizers
 
 from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
+from hotset.base.job_pool import JobPool
 from hotset.base.units import MIB
 from hotset.models.answer_parser import REASONING_MARKERS, SHOWN_MARKERS, AnswerParser, PlainParser, ThinkParser
 from hotset.models.chat_formats import built_in_template, read_template
@@ -19,6 +20,7 @@ from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json, read_text
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
+from hotset.models.template_process import MAX_TEMPLATE_BYTES
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
 from hotset.models.tokenizer_probe import may_have_patterns, why_unusable
 
@@ -72,6 +74,8 @@ class Tokenizer:
         self._byte_level = _is_byte_level(backend)
         self._prefix = _missing_bos(parts)
         self._chat_format = _chat_format(parts, chat.template_kwargs)
+        # The processes that render the chat template, and that work on other texts of clients. They start when needed.
+        self.jobs = JobPool(MAX_TEMPLATE_BYTES) if self._chat_format is None else self._chat_format.jobs
         marked = all(backend.token_to_id(marker) is not None for marker in REASONING_MARKERS)
         # Grammars must name these tokens by their ids: the library does not find them in texts.
         self.grammar_ids: Mapping[str, int] = {
@@ -182,9 +186,8 @@ class Tokenizer:
         return ThinkParser(in_reasoning=in_reasoning) if self.parses_reasoning else PlainParser()
 
     def close(self) -> None:
-        """Ends the processes that render the chat template. Idempotent."""
-        if self._chat_format is not None:
-            self._chat_format.close()
+        """Ends the processes that work on texts of clients. Idempotent."""
+        self.jobs.close()
 
     def _piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None

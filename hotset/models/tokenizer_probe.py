@@ -17,14 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hotset.models.template_process import ENVIRONMENT
+from hotset.base.fork_server import ENVIRONMENT, ONE_THREAD
 
 CPU_SECONDS = 20  # a tokenizer of 260,000 tokens takes 2 s
 WALL_SECONDS = 300  # on a machine that is busy with other work
 MEMORY_BYTES = 2 << 30
 MEMORY_PER_FILE_BYTE = 32
-# The child has one thread, because the address space of threads would count as memory.
-ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 REPEATED = ("a", "A", "0", " ", "\n", "\t", ".", "_", "'", "é", "中", "Ġ", "▁")
 SHORT, LONG = 60, 3_000  # repetitions: exponential and cubic patterns exceed a limit
@@ -35,6 +33,7 @@ def why_unusable(path: Path) -> str | None:
     """Returns why the tokenizer in `path` cannot be used, or None if it encoded all texts within the limits."""
     start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     command = [sys.executable, "-I", "-c", start, str(path), str(CPU_SECONDS)]
+    # The child has one thread, because the address space of threads would count as memory.
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
     try:
         done = subprocess.run(

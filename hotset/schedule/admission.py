@@ -222,7 +222,7 @@ class Admission:
         if commands is None:
             raise InternalError("pages were free a moment ago")
         answer = tuple(request.tokens[len(request.prompt) :])
-        self._next_plan.commands += [AssignSeat(seat, request.prompt, answer), *commands]
+        self._next_plan.commands += [AssignSeat(seat, request.prompt, answer, request.request_id), *commands]
         if request.prefilled and length:
             self.on_kv_ready(request)
         else:

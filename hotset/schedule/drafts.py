@@ -1,7 +1,7 @@
 """Speculative decoding: which tokens are drafted for a request, and how many of them a plan verifies."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from hotset.base.errors import InternalError
@@ -206,11 +206,20 @@ class Speculation:
         """Takes what a step drafted for the tokens after the newest one of a request."""
         self._drafter.receive(request.request_id, request.tokens, drafts)
 
-    def reject(self, plan: Plan, requests: Sequence[Request], kept: Sequence[int], counters: Counters) -> None:
+    def reject(
+        self,
+        plan: Plan,
+        requests: Sequence[Request],
+        kept: Sequence[int],
+        late: Collection[int],
+        counters: Counters,
+    ) -> None:
         """Takes back the rows of a plan's rejected drafts. `requests` are those of its segments, and `kept` are the
-        indices of the sampled tokens that are kept."""
+        indices of the sampled tokens that are kept. Nothing was sampled of the segments that are `late`."""
         num_kept = Counter(plan.sampled[index] for index in kept) if plan.drafts else {}
         for segment, drafts in plan.drafts.items():
+            if segment in late:
+                continue  # the scheduler takes them back with the token before them
             accepted, request = num_kept[segment] - 1, requests[segment]
             request.drafts_in_flight -= len(drafts)
             request.num_scheduled -= len(drafts) - accepted

@@ -51,6 +51,7 @@ class AssignSeat:
     seat: int
     prompt: PromptSpec
     answer: tuple[int, ...]  # the answer so far; empty for a new request
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Plan:
         return [token for segment in segments for token in (NO_DRAFT, *self.drafts.get(segment, ()))]
 
     def kept(self, result: "StepResult") -> Sequence[int]:
-        """Returns the indices of the sampled tokens that continue their requests.
+        """Returns the indices of the sampled tokens that continue their requests. Those of late segments do not.
 
         A draft is accepted if it equals the token that was sampled in its place. The tokens that follow accepted
         drafts are kept, and so is the one that follows the final token of a segment. If the worker has found which
@@ -177,14 +178,17 @@ class Plan:
         """
         token_ids = result.token_ids
         if not self.drafts:
-            return range(len(token_ids))
+            if not result.late:
+                return range(len(token_ids))
+            return [index for index, segment in enumerate(self.sampled) if segment not in result.late]
         kept: list[int] = []
         first = 0  # of the next segment's tokens
         for segment in dict.fromkeys(self.sampled):
             drafts = self.drafts.get(segment, ())
             wrong = (place for place, draft in enumerate(drafts) if draft != token_ids[first + place])
             accepted = result.accepted[segment] if segment in result.accepted else next(wrong, len(drafts))
-            kept += range(first, first + 1 + accepted)
+            if segment not in result.late:
+                kept += range(first, first + 1 + accepted)
             first += 1 + len(drafts)
         return kept
 
@@ -263,6 +267,8 @@ class StepResult:
     accepted: Mapping[int, int] = field(default_factory=dict)  # by segment: drafts that were right, if the worker knows
     # By segment: tokens that may follow its newest one
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # Segments of which nothing was sampled, because the masks of their structures were late
+    late: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

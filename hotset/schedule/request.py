@@ -80,6 +80,7 @@ class Request:
         "steady_since",
         "tiers",
         "tokens",
+        "void_before",
         "waits_for",
         "waits_for_page",
     )
@@ -131,6 +132,8 @@ class Request:
         self.steady_since = NEVER  # number of the first plan that schedules it together with all steady requests
         self.plan_numbers = PlanNumbers()  # of its scheduler
         self.drafts_in_flight = 0  # that plans in flight verify
+        # Plans before this one have no tokens for the request any more: the mask of an earlier token was late
+        self.void_before = 0
         self.num_drafted = 0  # the newest plan drafts at most so many tokens, which the worker keeps for the next plan
         # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
         self.num_prompt_logprobs = 0

@@ -321,7 +321,9 @@ class Scheduler:
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         kept = plan.kept(result)
         if self._speculation is not None:
-            self._speculation.reject(plan, requests, kept, self.counters)
+            self._speculation.reject(plan, requests, kept, result.late, self.counters)
+        for segment in result.late:
+            self._schedule_again(requests[segment], plan)
         segments: Sequence[int] = range(len(requests))
         if in_flight.steady:
             not_steady = self._steady.commit(plan, requests, in_flight.steady, result, outputs)
@@ -332,7 +334,7 @@ class Scheduler:
         for segment in segments:
             request, computed = requests[segment], plan.starts[segment] + plan.counts[segment]
             request.settled_in_flight -= 1
-            if computed >= request.publish_at:
+            if computed >= request.publish_at and plan.number >= request.void_before:
                 self._prefixes.publish(request, min(computed, request.num_scheduled))
         for prompt_range, columns in zip(plan.prompt_ranges, result.prompt_logprobs, strict=True):
             request = requests[prompt_range.segment]
@@ -340,7 +342,7 @@ class Scheduler:
                 outputs.prompt_logprobs.append((request.request_id, columns))
         for index in kept:
             request, token = requests[plan.sampled[index]], result.token_ids[index]
-            if request.phase in (Phase.ENDING, Phase.FINISHED):
+            if request.phase in (Phase.ENDING, Phase.FINISHED) or plan.number < request.void_before:
                 continue  # the request ended while this plan was in flight, or with an earlier token of this plan
             alternatives, failure = result.alternatives.get(index), result.failures.get(index)
             if request.for_peer:
@@ -355,7 +357,7 @@ class Scheduler:
             outputs.add(request.request_id, token, alternatives)
             self._append_token(request, token)
         for segment, drafts in result.drafts.items():
-            if self._speculation is not None and requests[segment].phase is Phase.DECODE:
+            if self._speculation is not None and requests[segment].phase is Phase.DECODE and segment not in result.late:
                 self._speculation.receive(requests[segment], drafts)
         for segment in segments:
             if requests[segment].phase is Phase.ENDING and requests[segment].in_flight == 0:
@@ -413,6 +415,24 @@ class Scheduler:
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
             why = f"{pages} pages are in quarantine, because lost prefill workers could still write to them"
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
+
+    def _schedule_again(self, request: Request, plan: Plan) -> None:
+        """Takes back what is scheduled of a request from its newest token on, because a mask of its structure was late.
+
+        Its logits are computed again, in the next plan. Plans in flight that contain later tokens are void for it. The
+        rows of a tiered request may not be computed again by a step that begins before an earlier one did, so the
+        request is parked.
+        """
+        if request.phase in (Phase.ENDING, Phase.FINISHED) or plan.number < request.void_before:
+            return
+        request.settle()
+        request.num_scheduled = len(request.tokens) - 1
+        request.settled_unsampled = request.drafts_in_flight = 0
+        request.void_before = self._next_plan.number
+        if request.holding.residence is Residence.TIERED and request not in self._preemptor.pending:
+            self._preemptor.change_residence(request, Residence.PARKED)
+        if request.phase is Phase.PREFILL and not request.for_peer:
+            self._admission.on_kv_ready(request)
 
     def _append_token(self, request: Request, token: int) -> None:
         request.settled_unsampled -= 1

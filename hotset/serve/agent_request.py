@@ -15,6 +15,7 @@ from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import RequestError
 from hotset.base.structure import Structure
 from hotset.serve.conversation import AnswerReader, Conversation, encode_conversation
+from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import GenerationJob, Responder, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.protocol import CacheSalt, RequestBody, SamplingFields
@@ -100,7 +101,8 @@ async def answer(
     params = replace(params, stop=turn.stop or params.stop, structure=turn.structure)
     service.check_open()
     prefill_at = service.prefill_at(request.headers)
-    prompt = await unless_disconnected(request.receive, encode_conversation(service, turn.conversation))
+    encoding = encode_conversation(service, client_of(request), turn.conversation)
+    prompt = await unless_disconnected(request.receive, encoding)
     if turn.stops_at_context and turn.max_tokens is not None:
         room = max(1, service.client.model.max_model_len - len(prompt.token_ids))
         params = replace(params, max_tokens=min(turn.max_tokens, room))

@@ -23,6 +23,7 @@ from hotset.serve.completions import completion
 from hotset.serve.conversation import encode_conversation
 from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
+from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
 from hotset.serve.live import Live
@@ -166,9 +167,9 @@ def _completion_routes(service: Service) -> APIRouter:
         return await create_message(request, service, body)
 
     @routes.post("/v1/messages/count_tokens", responses=_full(TokenCount) | messages_errors)
-    async def message_tokens(body: CountTokensRequest) -> Response:
+    async def message_tokens(request: Request, body: CountTokensRequest) -> Response:
         """Counts the tokens of the prompt that the same request to /v1/messages would have."""
-        return await count_tokens(service, body)
+        return await count_tokens(request, service, body)
 
     @routes.post("/v1/completions", responses=_full_or_stream(Completion, CompletionChunk) | errors)
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
@@ -201,13 +202,13 @@ def _model_routes(service: Service) -> APIRouter:
     errors = _errors(400, 401, 403, 404, 408, 413, 500)
 
     @routes.post("/tokenize", responses=_full(TokenizeResponse) | errors)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Returns the token ids of a prompt, or of a conversation with the chat template applied."""
         service.check_model(body.model)
         limit = service.max_text_tokens
         if body.messages:
             conversation = conversation_of(body.messages, body)
-            tokens = (await encode_conversation(service, conversation, limit)).token_ids
+            tokens = (await encode_conversation(service, client_of(request), conversation, limit)).token_ids
         else:
             tokens = await service.encode(body.prompt or "", limit, add_special=body.add_special_tokens is not False)
         max_model_len = service.client.model.max_model_len

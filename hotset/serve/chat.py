@@ -24,6 +24,7 @@ from hotset.serve.conversation import (
     encode_conversation,
     thinking_kwargs,
 )
+from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import chat_logprobs, prompt_logprobs
@@ -191,9 +192,8 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prefill_at = service.prefill_at(request.headers)
-    encoding = encode_conversation(
-        service, conversation_of(body.messages, body, body.parallel_tool_calls), service.max_untruncated(body)
-    )
+    conversation = conversation_of(body.messages, body, body.parallel_tool_calls)
+    encoding = encode_conversation(service, client_of(request), conversation, service.max_untruncated(body))
     prompt = await unless_disconnected(request.receive, encoding)
     token_ids = service.truncated(prompt.token_ids, body, max_tokens or 1)
     formatter = ChatFormatter(

@@ -30,7 +30,7 @@ from hotset.serve.tools.calls import (
     ToolUse,
     without_broken_calls,
 )
-from hotset.serve.tools.formats import ToolFormat, format_for, takes_tools
+from hotset.serve.tools.formats import ToolFormat, format_for, structure_in_process, takes_tools
 from hotset.serve.tools.parsing import CallParser
 from hotset.serve.tools.plain_template import plain_messages
 
@@ -189,17 +189,18 @@ def thinking_kwargs(effort: str) -> dict[str, Any]:
 
 
 async def encode_conversation(
-    service: Service, conversation: Conversation, max_tokens: int | None = None
+    service: Service, client: str, conversation: Conversation, max_tokens: int | None = None
 ) -> ConversationPrompt:
-    """Returns the prompt of a conversation. Raises RequestError if the chat template fails, and ContextLengthExceeded
-    for a long prompt with more than `max_tokens` tokens; the default is the model's context length."""
+    """Returns the prompt of a conversation that `client` sent. Raises RequestError if the chat template fails, and
+    ContextLengthExceeded for a long prompt with more than `max_tokens` tokens; the default is the model's context
+    length."""
     tokenizer, options, use = service.tokenizer, conversation.options, conversation.tool_use
     messages: Sequence[Message] = conversation.messages
     tool_format = _tool_format(service, tokenizer, use)
     if use.tools and not takes_tools(tokenizer.chat_template or ""):
         messages = plain_messages(messages, use.offered)
     options = replace(options, tools=tuple(tool.for_template() for tool in use.offered))
-    text = await service.in_template_thread(lambda: tokenizer.render_chat(messages, options))
+    text = await service.templates.run(client, lambda: tokenizer.render_chat(messages, options))
     try:
         ids = await service.encode(text, max_tokens, add_special=conversation.add_special_tokens)
     except ContextLengthExceeded as error:
@@ -216,13 +217,16 @@ async def encode_conversation(
         token_ids=ids,
         new_reader=new_reader,
         begins_in_reasoning=in_reasoning and tokenizer.parses_reasoning,
-        structure=_structure(tool_format, use, tokenizer) if tool_format and use.must_call else None,
+        structure=await _structure(service, client, tool_format, use) if tool_format and use.must_call else None,
     )
 
 
-def _structure(tool_format: ToolFormat, use: ToolUse, tokenizer: Tokenizer) -> Structure:
+async def _structure(service: Service, client: str, tool_format: ToolFormat, use: ToolUse) -> Structure:
+    tokenizer = service.tokenizer
     try:
-        return tool_format.structure(use, tokenizer.grammar_ids)
+        return await service.structures.run(
+            client, lambda: structure_in_process(tokenizer.jobs, tool_format, use, tokenizer.grammar_ids)
+        )
     except RequestError as error:
         error.param = "tools"  # the structure is too large, or a parameter has an unusable name
         raise

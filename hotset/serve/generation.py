@@ -19,6 +19,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.outputs import CompletionOutput, Delta
+from hotset.serve.fair_queue import client_of
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.json_pieces import json_pieces
 from hotset.serve.metrics import Metrics
@@ -117,6 +118,8 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
     """
     service.check_open(job.choices)
     job.check_size(service.client.model)
+    check = service.check_structure(client_of(request), job.params.structure)
+    await unless_disconnected(request.receive, check)
     if service.traces is not None:
         service.traces.on_request(job.request_id, request.headers.get("traceparent"))
     waiting = _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load)

@@ -20,13 +20,15 @@ from hotset.base.errors import (
     UnknownModel,
     WrongRole,
 )
+from hotset.base.job_pool import MAX_WORKERS
 from hotset.base.sampling import SamplingParams
 from hotset.base.serve_config import ServeConfig
+from hotset.base.structure import Structure, needs_tokenizer
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard, check_token_ids
 from hotset.engine.outputs import EngineStats
-from hotset.models.template_process import PROCESSES
 from hotset.models.tokenizer import Tokenizer
+from hotset.serve.fair_queue import FairQueue
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
 from hotset.serve.protocol import SamplingFields
@@ -54,6 +56,7 @@ REPORTED_STATS = (
     "tokens_prefilled",
 )
 TEXT_THREADS = 2
+JOBS_AT_ONCE = MAX_WORKERS // 2
 MAX_TEXT_TOKENS = 1 << 18  # what /tokenize returns and /detokenize accepts, unless the model's context is longer
 
 T = TypeVar("T")
@@ -124,9 +127,10 @@ class Service:
     traces: Traces | None = None  # None without a collector
     started: int = field(default_factory=lambda: int(time.time()))
     # Long texts and bodies are handled in few threads, so that many of them need memory for a few at a time. Templates
-    # have threads of their own, because a slow template must not delay requests without one.
+    # and structures have threads of their own, which wait for processes: a slow one must not delay other requests.
     text_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hotset-text"))
-    template_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(PROCESSES, "hotset-template"))
+    templates: FairQueue = field(default_factory=lambda: FairQueue("rendering of templates", JOBS_AT_ONCE))
+    structures: FairQueue = field(default_factory=lambda: FairQueue("checks of structures", JOBS_AT_ONCE))
 
     @property
     def model_name(self) -> str:
@@ -290,9 +294,15 @@ class Service:
             lambda: [tokenizer.decode(prompt, skip_special=skip_special) for prompt in prompts]
         )
 
-    async def in_template_thread(self, work: Callable[[], T]) -> T:
-        """Renders a chat template."""
-        return await self._run(self.template_threads, work)
+    async def check_structure(self, client: str, structure: Structure | None) -> None:
+        """Raises RequestError if a structure that `client` demands cannot be compiled within limits."""
+        if structure is None:
+            return
+        checks = self.client.structure_checks
+        if checks is None:
+            raise needs_tokenizer()
+        if not checks.has_passed(structure):
+            await self.structures.run(client, lambda: checks.check(structure))
 
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Does work that takes too long for the event loop."""

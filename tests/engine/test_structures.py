@@ -1,5 +1,6 @@
 """Answers with a structure: the same tokens on every engine, whatever else runs, and only tokens that fit."""
 
+import contextlib
 import json
 import random
 from collections.abc import Sequence
@@ -28,15 +29,15 @@ from hotset import LLM
 from hotset.base.errors import RequestError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.structure import Structure
-from hotset.engine.constraints import Constraints
-from hotset.grammar.compiler import GrammarCompiler
+from hotset.engine import constraints as constraints_module
+from hotset.engine.constraints import Constraints, SeatMasks
+from hotset.grammar.following import StructureProcesses
 from hotset.models.decoder import Decoder
-from hotset.schedule.plan import NO_DRAFT
+from hotset.schedule.plan import AssignSeat, Plan
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 VOCAB = 61
 CPU = torch.device("cpu")
-BOTH = [NO_DRAFT, NO_DRAFT]  # two sampled tokens that follow final tokens
 ROOMY = {"device_kv_tokens": 2000, "page_rows": 8, "max_num_seqs": 8, "max_model_len": 96, "tiers": "off"}
 
 
@@ -181,23 +182,43 @@ class LateToken:
         return self.token
 
 
-def test_a_mask_waits_for_the_previous_token_of_its_own_seat_only() -> None:
+def plan_of(number: int, seats: Sequence[int], position: int) -> Plan:
+    """Returns a plan that computes and samples one token of each seat."""
+    ones = [1] * len(seats)
+    return Plan(number, (), seats, [position - 1] * len(seats), ones, range(len(seats)))
+
+
+def masks_of(constraints: Constraints, plan: Plan) -> SeatMasks:
+    runs = constraints.runs(plan)
+    constraints.request(runs)
+    return constraints.masks(runs, alone=False)
+
+
+def allowed_by(masks: SeatMasks) -> list[int]:
+    assert masks.masks is not None
+    words = masks.masks.bits[0].tolist()
+    return [token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1]
+
+
+def test_a_mask_waits_for_the_previous_token_of_its_own_seat_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints_module, "STEP_SECONDS", 60.0)
     tokenizer = small_tokenizer()
-    constraints = Constraints(GrammarCompiler(tokenizer.to_str, VOCAB), CPU)
+    constraints = Constraints(StructureProcesses(tokenizer.to_str, VOCAB), CPU)
     prompt = PromptSpec((1,), SamplingParams(seed=0, structure=Structure("choice", '["ab", "12"]')), frozenset({END}))
-    constraints.assign(0, PromptSpec((1,), SamplingParams(seed=0)), ())
-    constraints.assign(1, prompt, ())
-    constraints.masks([0, 1], BOTH)
-    step = LateToken(tokenizer.token_to_id("a"))
-    constraints.record([0, 1], BOTH, step)
-    assert constraints.masks([0], BOTH[:1]).masks is None and step.asked == 0
-    masks = constraints.masks([0, 1], BOTH).masks
-    assert masks is not None and step.asked == 1
-    words = masks.bits[0].tolist()
-    assert masks.requests.tolist() == [1]
-    assert [token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1] == [tokenizer.token_to_id("b")]
-    constraints.assign(1, PromptSpec((1,), SamplingParams(seed=0)), ())
-    assert constraints.masks([0, 1], BOTH).masks is None
+    free = PromptSpec((1,), SamplingParams(seed=0))
+    with contextlib.closing(constraints):
+        constraints.assign(AssignSeat(0, free, (), "free"))
+        constraints.assign(AssignSeat(1, prompt, (), "constrained"))
+        first = plan_of(0, [0, 1], 1)
+        assert masks_of(constraints, first).masks is not None
+        step = LateToken(tokenizer.token_to_id("a"))
+        constraints.record(constraints.runs(first), (), step)
+        assert masks_of(constraints, plan_of(1, [0], 2)).masks is None and step.asked == 0
+        masks = masks_of(constraints, plan_of(1, [0, 1], 2))
+        assert masks.masks is not None and step.asked == 1 and masks.masks.requests.tolist() == [1]
+        assert allowed_by(masks) == [tokenizer.token_to_id("b")]
+        constraints.assign(AssignSeat(1, free, (), "free too"))
+        assert masks_of(constraints, plan_of(2, [0, 1], 3)).masks is None
 
 
 @pytest.fixture(scope="module")

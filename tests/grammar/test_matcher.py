@@ -66,7 +66,7 @@ def walk(matcher: Matcher, choose: Callable[[list[int]], int], most: int = 3000)
 @given(seed=st.integers(0, 1 << 30))
 @settings(max_examples=15, deadline=None)
 def test_random_answers_satisfy_their_structure(structure: Structure, seed: int) -> None:
-    text = walk(grammars().matcher(structure, STOPS), random.Random(seed).choice)
+    text = walk(grammars().compile(structure).matcher(STOPS), random.Random(seed).choice)
     assert satisfies(structure, text)
 
 
@@ -75,7 +75,7 @@ def test_random_answers_satisfy_their_structure(structure: Structure, seed: int)
 def test_random_answers_satisfy_random_schemas(seed: int) -> None:
     rng = random.Random(seed)
     structure, tokens = of_schema(SchemaGenerator(rng).schema()), list[int]()
-    matcher = byte_grammars().matcher(structure, STOPS)
+    matcher = byte_grammars().compile(structure).matcher(STOPS)
     bits = matcher.masks.empty(1)
     while not tokens or tokens[-1] != END:
         matcher.fill(bits, 0)
@@ -91,7 +91,7 @@ def test_the_mask_of_a_choice_has_exactly_the_tokens_that_begin_or_continue_one(
     pending = [""]
     while pending:
         text = pending.pop()
-        matcher = grammars().matcher(Structure("choice", json.dumps(choices)), STOPS)
+        matcher = grammars().compile(Structure("choice", json.dumps(choices))).matcher(STOPS)
         for letter in text:
             matcher.accept(TOKENIZER.token_to_id(letter))
         begins = [t for t in range(61) if t != END and any(c.startswith(text + token_text(t)) for c in choices)]
@@ -103,7 +103,7 @@ def test_the_mask_of_a_choice_has_exactly_the_tokens_that_begin_or_continue_one(
 @settings(max_examples=20, deadline=None)
 def test_a_rollback_restores_the_masks_of_earlier_tokens(seed: int, taken_back: int) -> None:
     rng = random.Random(seed)
-    matcher = grammars().matcher(rng.choice(SMALL_STRUCTURES), STOPS)
+    matcher = grammars().compile(rng.choice(SMALL_STRUCTURES)).matcher(STOPS)
     masks, tokens = [], []
     for _ in range(12):
         masks.append(allowed(matcher))
@@ -116,14 +116,14 @@ def test_a_rollback_restores_the_masks_of_earlier_tokens(seed: int, taken_back: 
 
 
 def test_a_token_that_does_not_fit_is_refused() -> None:
-    matcher = grammars().matcher(Structure("regex", "[0-9]+"), STOPS)
+    matcher = grammars().compile(Structure("regex", "[0-9]+")).matcher(STOPS)
     with pytest.raises(StructureFailed, match="fits it"):
         matcher.accept(TOKENIZER.token_to_id("c"))
 
 
 def test_a_stop_token_that_is_text_is_allowed_only_at_the_end() -> None:
     stop = TOKENIZER.token_to_id("12")
-    matcher = grammars().matcher(Structure("regex", "a[12]*"), frozenset({stop}))
+    matcher = grammars().compile(Structure("regex", "a[12]*")).matcher(frozenset({stop}))
     assert stop not in allowed(matcher)
     matcher.accept(TOKENIZER.token_to_id("a"))
     assert stop in allowed(matcher)
@@ -133,7 +133,7 @@ def test_a_stop_token_that_is_text_is_allowed_only_at_the_end() -> None:
 
 @pytest.mark.parametrize("after", ["abc", "<end>"])  # as text, and as a special token
 def test_a_structure_can_begin_after_a_marker(after: str) -> None:
-    matcher = grammars().matcher(Structure("regex", "[0-9]{2}", after), frozenset({9}))
+    matcher = grammars().compile(Structure("regex", "[0-9]{2}", after)).matcher(frozenset({9}))
     for piece in ["d", "true", *(["a", "b", "c"] if after == "abc" else ["<end>"]), "Ċ", "1"]:
         token = TOKENIZER.token_to_id(piece)
         assert token in allowed(matcher) and not matcher.may_end, piece
@@ -160,7 +160,7 @@ def test_a_structure_can_begin_after_a_marker(after: str) -> None:
 )
 def test_a_structure_that_cannot_be_compiled_is_refused_with_the_reason(structure: Structure, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
-        grammars().check(structure)
+        grammars().compile(structure)
     assert caught.value.code == "invalid_structure"
 
 
@@ -183,30 +183,15 @@ for _ in range(150):
 )  # fmt: skip
 def test_a_grammar_bomb_is_refused(bomb: Structure, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        grammars().check(bomb)
+        grammars().compile(bomb)
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_answer_only() -> None:
     bomb = Structure("regex", "((a{1,1000}){1,1000}){1,1000}")
-    matcher = grammars().matcher(bomb, STOPS)
+    matcher = grammars().compile(bomb).matcher(STOPS)
     with pytest.raises(StructureFailed, match="too complex"):
         walk(matcher, lambda tokens: tokens[0] if tokens[0] != END else tokens[1])
-    assert allowed(grammars().matcher(Structure("choice", '["12"]'), STOPS))
-
-
-def test_only_the_grammars_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_COMPILED", 2)
-    compiled: list[Structure] = []
-    compiler = GrammarCompiler(TOKENIZER.to_str, VOCAB)
-    compile_one = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda structure: (compiled.append(structure), compile_one(structure))[1])
-    first, second, third = (Structure("regex", pattern) for pattern in ("a", "b", "c"))
-    for structure in (first, second, first, third, first, second):
-        compiler.matcher(structure, STOPS)
-    assert compiled == [first, second, third, second]
-    compiler.forget(second)
-    compiler.matcher(second, STOPS)
-    assert compiled[-1] == second and len(compiled) == 5
+    assert allowed(grammars().compile(Structure("choice", '["12"]')).matcher(STOPS))
 
 
 def test_without_the_package_a_structure_is_refused_with_the_command_that_installs_it(
@@ -214,11 +199,10 @@ def test_without_the_package_a_structure_is_refused_with_the_command_that_instal
 ) -> None:
     monkeypatch.setattr(compiler_module.importlib.util, "find_spec", lambda name: None)
     compiler = GrammarCompiler(TOKENIZER.to_str, VOCAB)
-    compiler.warm_up()  # an engine starts without the package
     with pytest.raises(RequestError, match="pip install 'llguidance"):
-        compiler.check(SMALL_STRUCTURES[0])
+        compiler.compile(SMALL_STRUCTURES[0])
 
 
 def test_a_model_without_a_tokenizer_has_no_structures() -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        GrammarCompiler(lambda: None, VOCAB).check(SMALL_STRUCTURES[0])
+        GrammarCompiler(lambda: None, VOCAB).compile(SMALL_STRUCTURES[0])

@@ -1,4 +1,4 @@
-"""A chat template that never ends, or that grows without end, fails alone: the next rendering works, no child stays."""
+"""A chat template that never ends, or that grows without end, fails alone: the next one works, and no process stays."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from processes import children_of, is_running, state_of
 
+from hotset.base import fork_server
 from hotset.base.errors import CheckpointError, EngineStopped, RequestError
 from hotset.models import template_process
 from hotset.models.template_process import TemplateRenderer
@@ -43,6 +44,19 @@ def rendering(template: str = TRAPS, seconds: float = 30.0) -> Iterator[Template
         yield renderer
 
 
+def worker_of(renderer: TemplateRenderer) -> int:
+    """Returns the process id of the worker that renders next."""
+    renderer.render(user("hello"))
+    (worker,) = children_of(server_of(renderer))
+    return worker
+
+
+def server_of(renderer: TemplateRenderer) -> int:
+    pid = renderer.jobs.server.pid
+    assert pid is not None
+    return pid
+
+
 def wait_until(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + WAIT_SECONDS
     while not (holds := condition()) and time.monotonic() < deadline:
@@ -51,36 +65,45 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 
 def test_a_template_that_never_ends_is_killed_and_the_next_messages_are_rendered() -> None:
-    before = children_of(os.getpid())
-    with rendering(seconds=1.5) as renderer:
-        (child,) = children_of(os.getpid()) - before
-        with pytest.raises(RequestError, match=r"did not finish within 1\.5 s of CPU time") as failure:
+    with rendering(seconds=0.5) as renderer:
+        worker = worker_of(renderer)
+        with pytest.raises(RequestError, match=r"did not finish within 0\.5 s of CPU time") as failure:
             renderer.render(user("loop"))
         assert (failure.value.code, failure.value.param) == ("chat_template_failed", "messages")
-        assert not is_running(child) and children_of(os.getpid()) <= before, "the child must be killed"
+        assert not is_running(worker) and not children_of(server_of(renderer)), "the worker must be killed"
         assert renderer.render(user("hello")) == "hello!"
 
 
 def test_a_rendering_may_wait_for_a_busy_machine_longer_than_its_limit_of_cpu_time() -> None:
-    before = children_of(os.getpid())
     with rendering(seconds=0.2) as renderer, ThreadPoolExecutor(1) as threads:
-        (child,) = children_of(os.getpid()) - before
-        os.kill(child, signal.SIGSTOP)
+        worker = worker_of(renderer)
+        os.kill(worker, signal.SIGSTOP)
         prompt = threads.submit(renderer.render, user("hello"))
-        time.sleep(1.0)  # if it took no longer than the limit, the test would pass in any case
-        os.kill(child, signal.SIGCONT)
+        time.sleep(0.5)  # if it took no longer than the limit, the test would pass in any case
+        os.kill(worker, signal.SIGCONT)
         assert prompt.result(WAIT_SECONDS) == "hello!"
 
 
-def test_a_child_that_does_not_run_at_all_is_killed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "WAIT_FACTOR", 1)
-    before = children_of(os.getpid())
+def test_a_worker_that_does_not_run_at_all_is_killed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as threads, rendering(seconds=0.2) as renderer:
-        (child,) = children_of(os.getpid()) - before
-        os.kill(child, signal.SIGSTOP)
+        worker = worker_of(renderer)
+        monkeypatch.setattr(template_process, "WAIT_FACTOR", 1)
+        os.kill(worker, signal.SIGSTOP)
         with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
             threads.submit(renderer.render, user("hello")).result(WAIT_SECONDS)
-        assert not is_running(child)
+        assert not is_running(worker)
+
+
+def test_a_stopped_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rendering() as renderer:
+        server = server_of(renderer)
+        os.kill(server, signal.SIGSTOP)
+        monkeypatch.setattr(fork_server, "START_SECONDS", 0.2)
+        with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
+            renderer.render(user("hello"))
+        assert not is_running(server)
+        monkeypatch.undo()
+        assert renderer.render(user("hello")) == "hello!"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +124,7 @@ def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
     def loop() -> None:
         try:
             renderer.render(user("loop"))
-        except RequestError as error:
+        except EngineStopped as error:
             failures.append(str(error))
 
     with rendering(seconds=600.0) as renderer:
@@ -112,24 +135,25 @@ def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
         assert looping.is_alive()
         renderer.close()
         looping.join(WAIT_SECONDS)
-        assert "ended its process (SIGKILL)" in failures[0], "closing must end a rendering in progress"
+        assert "it was closed" in failures[0], "closing must end a rendering in progress"
 
 
-def test_after_a_child_has_died_a_new_one_renders() -> None:
-    before = children_of(os.getpid())
+@pytest.mark.parametrize("process", [worker_of, server_of])
+def test_after_a_process_has_died_a_new_one_renders(process: Callable[[TemplateRenderer], int]) -> None:
     with rendering() as renderer:
-        (child,) = children_of(os.getpid()) - before
-        os.kill(child, signal.SIGKILL)
-        assert wait_until(lambda: not is_running(child))
+        worker, victim = worker_of(renderer), process(renderer)
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until(lambda: not is_running(victim) and not is_running(worker))
         assert renderer.render(user("hello")) == "hello!"
 
 
-def test_closing_ends_the_children_and_refuses_later_messages() -> None:
+def test_closing_ends_all_processes_and_refuses_later_messages() -> None:
     before = children_of(os.getpid())
     with rendering() as renderer:
-        assert len(children_of(os.getpid()) - before) == 1
+        worker = worker_of(renderer)
+        assert children_of(os.getpid()) - before == {server_of(renderer)}
         renderer.close()
-        assert children_of(os.getpid()) <= before
+        assert children_of(os.getpid()) <= before and wait_until(lambda: not is_running(worker))
         with pytest.raises(EngineStopped):
             renderer.render(user("hello"))
     assert children_of(os.getpid()) <= before, "nothing may be started after the close"
@@ -148,33 +172,33 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("hello", 30.0), ("loop", 0.5)])
-def test_no_child_outlives_a_parent_that_is_killed(kind: str, seconds: float) -> None:
+@pytest.mark.parametrize(("kind", "seconds"), [("hello", 30.0), ("loop", 600.0)])
+def test_no_process_outlives_a_parent_that_is_killed(kind: str, seconds: float) -> None:
     command = [sys.executable, "-c", ORPHANING, TRAPS, kind, str(seconds)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
-        (child,) = children_of(parent.pid)
+        (server,) = children_of(parent.pid)
         parent.stdin.write("\n")
         parent.stdin.flush()
         if kind == "hello":
             assert parent.stdout.readline() == "rendered\n"
         else:
-            assert wait_until(lambda: state_of(child) in ("R", "Z", None))
+            assert wait_until(lambda: any(state_of(worker) == "R" for worker in children_of(server)))
+        processes = {server, *children_of(server)}
         parent.kill()
     try:
-        assert wait_until(lambda: not is_running(child))
+        assert len(processes) == 2 and wait_until(lambda: not any(map(is_running, processes)))
     finally:
-        if is_running(child):
-            os.kill(child, signal.SIGKILL)
+        for process in filter(is_running, processes):
+            os.kill(process, signal.SIGKILL)
 
 
-def test_a_child_does_not_see_the_secrets_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_of_a_template_sees_the_secrets_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_API_KEY", "open-sesame")
-    before = children_of(os.getpid())
-    with rendering():
-        (child,) = children_of(os.getpid()) - before
-        assert b"open-sesame" not in Path(f"/proc/{child}/environ").read_bytes()
+    with rendering() as renderer:
+        for process in (server_of(renderer), worker_of(renderer)):
+            assert b"open-sesame" not in Path(f"/proc/{process}/environ").read_bytes()
 
 
 def test_a_template_that_does_not_compile_is_refused_at_startup() -> None:

@@ -12,6 +12,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import Delta
+from hotset.grammar.check import StructureChecks
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import ChatSettings, Tokenizer
 from hotset.schedule.plan import TokenOutputs
@@ -42,6 +43,7 @@ class ScriptedClient:
         self.state_observers: list[Any] = []
         (end,) = tokenizer.encode("<end>", add_special=False)
         self.model = ModelCard("scripted", "llama", 4096, 512, (end,), True, 4096, "cpu", "float32")
+        self.structure_checks = StructureChecks(tokenizer.jobs, tokenizer.to_json, 512)
         self.answers: list[list[int]] = []  # the tokens of each choice
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []

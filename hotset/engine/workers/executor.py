@@ -169,4 +169,5 @@ class InProcessExecutor:
         return 0 if host is None else host.pinned_bytes
 
     def close(self) -> None:
+        self.runner.close()
         self.memory.close()

@@ -27,7 +27,7 @@ from hotset.base.parent_death import resume_if_parent_dies
 from hotset.base.processes import this_process
 from hotset.base.units import MIB
 from hotset.engine.decode_graphs import StepGraph, captures_graphs, max_decoded
-from hotset.engine.frontend import grammar_compiler
+from hotset.engine.frontend import structure_processes
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
@@ -333,7 +333,8 @@ class Worker:
             collectives=world.collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
             barrier=world.collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
             before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
-            compiler=grammar_compiler(config, stage.vocab) if self._reports_samples else None,
+            structures=structure_processes(config, stage.vocab) if self._reports_samples else None,
+            steps_alone=init.rank.split.dp_size == 1 and init.rank.stages == 1,
             mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
             draws_drafts=config.accept == "distribution",
             max_verified=max_decoded(config),
@@ -366,6 +367,7 @@ class Worker:
     def close(self) -> None:
         self._submitted.put(None)
         self._reporter.join()
+        self._runner.close()
         self._memory.close()
 
     def _serve_transfers(self, command: ServeTransfers) -> None:

@@ -20,6 +20,7 @@ from hotset.serve.conversation import (
     encode_conversation,
     events_of,
 )
+from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response
 from hotset.serve.messages_api.answer import (
     BlockDelta,
@@ -66,10 +67,10 @@ async def create_message(request: Request, service: Service, body: MessagesReque
         return await answer(request, service, body, turn, new_responder)
 
 
-async def count_tokens(service: Service, body: CountTokensRequest) -> Response:
+async def count_tokens(request: Request, service: Service, body: CountTokensRequest) -> Response:
     """Counts the tokens of the prompt that a request with these fields would have."""
     service.check_model(body.model)
-    prompt = await encode_conversation(service, body.conversation(), service.max_text_tokens)
+    prompt = await encode_conversation(service, client_of(request), body.conversation(), service.max_text_tokens)
     return json_response(TokenCount(input_tokens=len(prompt.token_ids)))
 
 

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from hotset.base.fork_server import JobFailed, Prepared
+from hotset.base.job_pool import JobPool
 from hotset.base.structure import Structure
-from hotset.serve.tools.calls import ToolSpec, ToolUse
+from hotset.serve.tools.calls import ToolSpec, ToolUse, invalid_tool
 from hotset.serve.tools.grammars import (
     DEEPSEEK_CALLS,
     GLM_CALLS,
@@ -19,6 +22,7 @@ from hotset.serve.tools.json_calls import PYTHON_TAG, read_llama_calls, read_qwe
 from hotset.serve.tools.markup_calls import DSML, Tools, deepseek_reader, glm_reader, qwen_coder_reader
 from hotset.serve.tools.parsing import CallParser, CallReader, new_call_id
 
+WRITE_SECONDS = 2.0  # of CPU time, for the grammar of calls of a request
 ParserMaker = Callable[[Sequence[ToolSpec], Callable[[], str]], CallParser]
 USES_TOOLS = re.compile(r"\btools\b")
 
@@ -37,7 +41,8 @@ class ToolFormat:
         return self.new_parser(tools, new_id)
 
     def structure(self, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
-        """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool."""
+        """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool. Schemas
+        of clients can take long, so servers call `structure_in_process`."""
         return calls_structure(self.write_calls, use, special_ids)
 
 
@@ -70,6 +75,27 @@ FORMATS = (
     ToolFormat("llama3", '"parameters"', _llama3_parser, llama3_calls),
 )
 DEFAULT = QWEN3  # of templates that do not show a format
+
+
+def structure_in_process(
+    jobs: JobPool, tool_format: ToolFormat, use: ToolUse, special_ids: Mapping[str, int]
+) -> Structure:
+    """Returns what `ToolFormat.structure` does, from a process with limits. Raises RequestError if it exceeds them."""
+    tools = [asdict(tool) for tool in use.callable]
+    arguments = {"name": tool_format.name, "tools": tools, "parallel": use.parallel, "special_ids": dict(special_ids)}
+    try:
+        return Structure("grammar", jobs.run("hotset.serve.tools.formats:write_calls", arguments, WRITE_SECONDS))
+    except JobFailed as failure:
+        raise invalid_tool(f"writing the grammar of calls of these tools {failure}; simplify their schemas") from None
+
+
+def write_calls(
+    prepared: Prepared, name: str, tools: Sequence[Mapping[str, Any]], parallel: bool, special_ids: Mapping[str, int]
+) -> str:
+    """Returns the grammar of calls: a job of a worker process."""
+    tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
+    use = ToolUse(tuple(ToolSpec(**tool) for tool in tools), "required", parallel)
+    return tool_format.structure(use, special_ids).value
 
 
 def format_for(chat_template: str | None, setting: str) -> ToolFormat | None:

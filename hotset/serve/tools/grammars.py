@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from hotset.base.structure import Structure
+from hotset.base.structure import MAX_STRUCTURE_CHARACTERS, Structure
 from hotset.serve.tools.calls import ToolSpec, ToolUse, invalid_tool
 from hotset.serve.tools.markup_calls import DSML, value_types
 
@@ -16,8 +16,10 @@ ANY_TEXT = "/(?s:.*)/"
 SPACE = r"/[ \n]{1,2}/"  # before the first call
 LITERALS = {"null": ("null",), "boolean": ("true", "false")}
 TEXT_LIMITS = frozenset({"pattern", "minLength", "maxLength"})
+DEFINITIONS = ("$defs", "definitions")
 DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]+")
-PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # an escape, a class, or a sign
+# An escape, a class, or a sign. It never backtracks, so that a pattern takes linear time. A class may have no end.
+PATTERN_TOKEN = re.compile(r"\\.|\[\^?+\]?+(?:\\.|[^\]\\])*+(?:\]|\Z)|[()|]", re.DOTALL)
 UNSAFE_IN_MARKUP = re.compile(r'[<>"\n]')
 
 
@@ -29,6 +31,7 @@ class GrammarWriter:
         self._ids = special_ids
         self._specials = re.compile("|".join(map(re.escape, special_ids)) or r"(?!)")
         self._rules: dict[str, str] = {}  # definition -> name
+        self._characters = 0  # of all rules
 
     def literal(self, text: str) -> str:
         """Returns the expression for a text, in which special tokens stand for themselves."""
@@ -75,7 +78,16 @@ class GrammarWriter:
         return Structure("grammar", "\n".join([f"start: {start}", *lines]))
 
     def _named(self, prefix: str, definition: str) -> str:
-        return self._rules.setdefault(definition, f"{prefix}_{len(self._rules)}")
+        """Returns the name of a rule. Raises RequestError as soon as the grammar is too long."""
+        if definition not in self._rules:
+            self._characters += len(definition)
+            if self._characters > MAX_STRUCTURE_CHARACTERS:
+                raise invalid_tool(
+                    f"the grammar of calls of these tools has more than {MAX_STRUCTURE_CHARACTERS} characters; send "
+                    "fewer tools, or schemas with fewer parameters and definitions"
+                )
+            self._rules[definition] = f"{prefix}_{len(self._rules)}"
+        return self._rules[definition]
 
 
 CallWriter = Callable[[GrammarWriter, Sequence[ToolSpec], bool], str]
@@ -129,18 +141,18 @@ class MarkupGrammar:
         calls = [
             _joined(
                 writer.literal(self.begin.format(name=tool.name)),
-                *(self._argument(writer, tool, key) for key in _keys(tool)),
+                *(self._argument(writer, tool, key) for key in tool.argument_names()),
                 f"{writer.literal(self.newline)}?"
                 if self.newline
                 else "",  # a call without arguments has an empty line
                 writer.literal(self.end),
             )
-            for tool in tools
+            for tool in map(_Arguments, tools)
         ]
         repeated = _repeated(writer, calls, writer.literal(self.separator), parallel)
         return _joined(writer.literal(self.before), repeated, writer.literal(self.after))
 
-    def _argument(self, writer: GrammarWriter, tool: ToolSpec, key: str) -> str:
+    def _argument(self, writer: GrammarWriter, tool: "_Arguments", key: str) -> str:
         """Returns the expression for one argument, which may be absent unless it is required."""
         text_begin, json_begin = self.text_argument.format(key=key), self.json_argument.format(key=key)
         described = tool.schema["properties"].get(key, {})
@@ -161,12 +173,12 @@ class MarkupGrammar:
                 _joined(writer.literal(text_begin if form.is_text else json_begin), form.expression) for form in forms
             )
         )
-        return argument if key in tool.schema.get("required", ()) else f"{argument}?"
+        return argument if key in tool.required else f"{argument}?"
 
-    def _values(self, writer: GrammarWriter, tool: ToolSpec, schema: Any, visited: set[str]) -> "list[ValueForm]":
+    def _values(self, writer: GrammarWriter, tool: "_Arguments", schema: Any, visited: set[str]) -> "list[ValueForm]":
         """Returns the forms that a value can have, each with the end of the argument. Definitions in `visited` add
         none: their forms are already there."""
-        schema = _resolved(tool.schema, schema, visited)
+        schema = tool.resolved(schema, visited)
         if schema is None:
             return []
         end = self.value_newline + self.value_closer + self.newline
@@ -192,12 +204,14 @@ class MarkupGrammar:
             forms.append(self._json(writer, tool, others))
         return forms
 
-    def _json(self, writer: GrammarWriter, tool: ToolSpec, schema: Mapping[str, Any]) -> "ValueForm":
-        definitions = {name: tool.schema[name] for name in tool.schema if name in ("$defs", "definitions")}
+    def _json(self, writer: GrammarWriter, tool: "_Arguments", schema: Mapping[str, Any]) -> "ValueForm":
+        definitions: dict[str, Any] = {}
+        if '"$ref"' in json.dumps(schema):
+            definitions = {name: tool.schema[name] for name in DEFINITIONS if name in tool.schema}
         end = self.value_newline + self.value_closer + self.newline
         return ValueForm(_joined(writer.json({**schema, **definitions}), writer.literal(end)), is_json=True)
 
-    def _text(self, writer: GrammarWriter, tool: ToolSpec, schema: Mapping[str, Any]) -> "ValueForm":
+    def _text(self, writer: GrammarWriter, tool: "_Arguments", schema: Mapping[str, Any]) -> "ValueForm":
         if not schema.keys() & TEXT_LIMITS:
             free = _joined(writer.until(self.value_closer), writer.literal(self.newline))
             return ValueForm(free, is_text=True, is_free_text=True)
@@ -254,47 +268,53 @@ QWEN_CODER_CALLS = MarkupGrammar(
 )
 
 
-def _keys(tool: ToolSpec) -> list[str]:
-    """Returns the names of the arguments, also of those that are required and not described. Raises RequestError if
-    markup cannot contain one."""
-    _check_references(tool)
-    keys = list(dict.fromkeys([*tool.schema["properties"], *tool.schema.get("required", ())]))
-    unsafe = next((key for key in keys if UNSAFE_IN_MARKUP.search(key)), None)
-    if unsafe is not None:
-        raise invalid_tool(
-            f"the parameter {unsafe[:128]!r} of the tool {tool.name} must not contain <, >, quotes or newlines"
-        )
-    return keys
+class _Arguments:
+    """The arguments of one tool, as its schema describes them."""
 
+    def __init__(self, tool: ToolSpec) -> None:
+        self.name, self.schema = tool.name, tool.schema
+        self.required = frozenset(self.schema.get("required", ()))
+        self._definitions = {name: each for kind in DEFINITIONS for name, each in self.schema.get(kind, {}).items()}
 
-def _resolved(root: Mapping[str, Any], schema: Any, visited: set[str]) -> Mapping[str, Any] | None:
-    """Returns a schema, or the definition that it refers to. Returns None for one that was visited, or that has no
-    values."""
-    while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
-        if path in visited:
-            return None
-        visited.add(path)
-        _, _, name = path.rpartition("/")
-        schema = {**root.get("$defs", {}), **root.get("definitions", {})}.get(name, {})
-    return schema if isinstance(schema, Mapping) else None if schema is False else {}
+    def argument_names(self) -> list[str]:
+        """Returns the names of the arguments, also of those that are required and not described. Raises RequestError if
+        markup cannot contain one."""
+        self._check_references()
+        keys = list(dict.fromkeys([*self.schema["properties"], *self.schema.get("required", ())]))
+        unsafe = next((key for key in keys if UNSAFE_IN_MARKUP.search(key)), None)
+        if unsafe is not None:
+            raise invalid_tool(
+                f"the parameter {unsafe[:128]!r} of the tool {self.name} must not contain <, >, quotes or newlines"
+            )
+        return keys
 
+    def resolved(self, schema: Any, visited: set[str]) -> Mapping[str, Any] | None:
+        """Returns a schema, or the definition that it refers to. Returns None for one that was visited, or that has no
+        values."""
+        while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
+            if path in visited:
+                return None
+            visited.add(path)
+            _, _, name = path.rpartition("/")
+            schema = self._definitions.get(name, {})
+        return schema if isinstance(schema, Mapping) else None if schema is False else {}
 
-def _check_references(tool: ToolSpec) -> None:
-    """Raises RequestError for a reference that leads elsewhere than to a definition: the schemas of the arguments are
-    compiled one by one, each with the definitions."""
-    pending: list[Any] = [tool.schema]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            path = value.get("$ref")
-            if isinstance(path, str) and not DEFINITION.fullmatch(path):
-                raise invalid_tool(
-                    f"the parameters of the tool {tool.name} refer to {path[:128]!r}; with this model, references can "
-                    "only lead to #/$defs/…"
-                )
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
+    def _check_references(self) -> None:
+        """Raises RequestError for a reference that leads elsewhere than to a definition: the schemas of the arguments
+        are compiled one by one, each with the definitions."""
+        pending: list[Any] = [self.schema]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Mapping):
+                path = value.get("$ref")
+                if isinstance(path, str) and not DEFINITION.fullmatch(path):
+                    raise invalid_tool(
+                        f"the parameters of the tool {self.name} refer to {path[:128]!r}; with this model, references "
+                        "can only lead to #/$defs/…"
+                    )
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
 
 
 def whole_pattern(pattern: str) -> str:

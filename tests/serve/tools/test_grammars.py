@@ -63,7 +63,7 @@ def allows(
     """Returns whether the grammar allows exactly this answer, token by token."""
     structure = BY_NAME[name].structure(use or ToolUse((WEATHER, NOW), choice, parallel), ids_of(kind))
     end = TOKENIZERS[kind].token_to_id("<end>")
-    matcher = COMPILERS[kind].matcher(structure, frozenset({end}))
+    matcher = COMPILERS[kind].compile(structure).matcher(frozenset({end}))
     try:
         for token in TOKENIZERS[kind].encode(text, add_special_tokens=False).ids:
             matcher.accept(token)
@@ -198,9 +198,9 @@ def test_references_that_markup_cannot_follow_are_refused(name: str) -> None:
     chain: dict[str, Any] = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
     endless = structure({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**chain, "d40": {"$ref": "#/$defs/d0"}}})
     with pytest.raises(RequestError, match="no finite value"):
-        COMPILERS["special"].matcher(endless, frozenset())
+        COMPILERS["special"].compile(endless)
     finite = structure({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**chain, "d40": {"type": "string"}}})
-    COMPILERS["special"].matcher(finite, frozenset())
+    COMPILERS["special"].compile(finite)
 
 
 @every_format
@@ -209,7 +209,7 @@ def test_a_schema_with_odd_properties_can_be_compiled(name: str) -> None:
     odd |= {"nested": {"type": "object", "properties": {"x": {"type": "number"}}}, "all": {"allOf": [{"type": "null"}]}}
     tool = ToolSpec("odd-1.0", parameters={"properties": odd, "required": ["undescribed"]})
     structure = BY_NAME[name].structure(ToolUse((tool,), "required"), ids_of("special"))
-    COMPILERS["special"].matcher(structure, frozenset())
+    COMPILERS["special"].compile(structure)
 
 
 def test_grammars_are_small_enough_for_many_tools() -> None:

@@ -1,0 +1,58 @@
+"""Checks structures before their requests are admitted: each is compiled as a trial, in a process with limits."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from hotset.base.fork_server import JobFailed
+from hotset.base.job_pool import JobPool
+from hotset.base.structure import Structure, invalid_structure
+from hotset.grammar.jobs import prepare_compiler, structure_json
+
+CHECK_SECONDS = 2.0  # of CPU time
+MAX_KNOWN = 1024  # structures that passed and need no other trial
+
+
+class StructureChecks:
+    """Checks structures for one vocabulary. Thread-safe; the first check builds the tables of the vocabulary."""
+
+    def __init__(self, jobs: JobPool, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
+        self._jobs, self._tokenizer_json, self._vocab = jobs, tokenizer_json, vocab
+        self._lock = threading.Lock()
+        self._is_prepared = False
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # the structure that was demanded last is at the end
+
+    def has_passed(self, structure: Structure) -> bool:
+        """Returns whether `check` would return at once."""
+        key = _key(structure)
+        with self._lock:
+            if key not in self._known:
+                return False
+            self._known.move_to_end(key)
+            return True
+
+    def check(self, structure: Structure) -> None:
+        """Raises RequestError if a structure cannot be compiled, takes too long or too much memory, or allows no
+        answer."""
+        if self.has_passed(structure):
+            return
+        try:
+            self._prepare()
+            self._jobs.run("hotset.grammar.jobs:check", {"structure": structure_json(structure)}, CHECK_SECONDS)
+        except JobFailed as failure:
+            raise invalid_structure(f"compiling the {structure.name} {failure}; simplify it") from None
+        with self._lock:
+            self._known[_key(structure)] = None
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _prepare(self) -> None:
+        with self._lock:
+            if not self._is_prepared:
+                prepare_compiler(self._jobs, self._tokenizer_json(), self._vocab)
+                self._is_prepared = True
+
+
+def _key(structure: Structure) -> bytes:
+    return hashlib.sha256(repr(structure).encode()).digest()
