@@ -93,17 +93,20 @@ class ForkServer:
                 self._running()
                 request = {"fork": memory_bytes, "niceness": niceness}
                 pid = int(self._exchange(request, START_SECONDS, (theirs.fileno(), *fds)))
+                process = self._process
+                assert process is not None, "it has answered"
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        return Worker(self, pid, ours)
+        return Worker(self, process, pid, ours)
 
-    def end(self, pid: int) -> int | None:
-        """Kills a worker of this server. Returns its exit code, negative for a signal, or None if it is unknown."""
+    def end(self, process: "subprocess.Popen[bytes]", pid: int) -> int | None:
+        """Kills a worker that `process` has forked. Returns its exit code, negative for a signal, or None if it is
+        unknown: if that process has been replaced, its workers have ended with it, and others may have their ids."""
         with self._lock, contextlib.suppress(JobFailed):
-            if self._control is not None:
+            if process is self._process:
                 return int(self._exchange({"end": pid}, END_SECONDS))
         return None
 
@@ -182,9 +185,12 @@ class ForkServer:
 class Worker:
     """One worker process. Only one thread at a time uses it, except for `end`."""
 
-    def __init__(self, server: ForkServer, pid: int, connection: socket.socket) -> None:
+    def __init__(
+        self, server: ForkServer, process: "subprocess.Popen[bytes]", pid: int, connection: socket.socket
+    ) -> None:
+        """`process` is the server process that has forked this one."""
         self.pid = pid
-        self._server, self._connection = server, connection
+        self._server, self._process, self._connection = server, process, connection
         self.grown_bytes = 0  # how much more memory it has used than when it was forked
         self._ended = False
         weakref.finalize(self, connection.close)
@@ -237,7 +243,7 @@ class Worker:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
         self._connection.close()
-        return self._server.end(self.pid)
+        return self._server.end(self._process, self.pid)
 
 
 def _value_of(answer: Mapping[str, Any]) -> Any:

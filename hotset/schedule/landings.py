@@ -105,10 +105,13 @@ class Announcements:
     def announce_rows(self, request: Request, *, whole: bool = False) -> None:
         """Announces rows that will be on the host once the next plan has been executed.
 
-        These are the scheduled rows of full pages or, if `whole`, all scheduled rows.
+        These are the scheduled rows of full pages or, if `whole`, all scheduled rows. The last row of a prompt with a
+        structure may be computed again if the mask of the first token is late, so it is announced only with `whole`.
         """
-        page_rows = self._geometry.page_rows
-        last = request.num_scheduled if whole else request.num_scheduled - request.num_scheduled % page_rows
+        page_rows, rows = self._geometry.page_rows, request.num_scheduled
+        if request.prompt.params.structure is not None:
+            rows = min(rows, len(request.prompt) - 1)
+        last = request.num_scheduled if whole else rows - rows % page_rows
         if last > request.num_announced:
             holding, num_pages = request.holding, self._geometry.row_pages(last)
             on_device = None

@@ -431,7 +431,7 @@ class Scheduler:
         request.void_before = self._next_plan.number
         if request.holding.residence is Residence.TIERED and request not in self._preemptor.pending:
             self._preemptor.change_residence(request, Residence.PARKED)
-        if request.phase is Phase.PREFILL and not request.for_peer:
+        if request.phase is Phase.PREFILL and request.num_scheduled and not request.for_peer:
             self._admission.on_kv_ready(request)
 
     def _append_token(self, request: Request, token: int) -> None:

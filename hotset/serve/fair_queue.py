@@ -62,6 +62,8 @@ class FairQueue:
 
     def _release(self, client: str) -> None:
         self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]  # clients send any keys, and as many as they like
         self._admit()
 
     def _admit(self) -> None:

@@ -1,0 +1,150 @@
+"""A mask that is late changes no token: its seat is left out of the step, and the token is computed again."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine.handoff_pair import Prompts, decoder_of, pair
+from engine.test_invariance import MODELS
+from engine.test_speculation import LOOKUP, impose_drafts
+from engine.test_structures import ROOMY, answers_of_one_process, requests
+from engine.threaded import closing, split_engine
+from harness import RandomWeights, make_engine, run_all
+from models.split_workers import SPECS
+from processes import children_of
+from structures import tokenizer_directory
+
+from hotset.base.sampling import SamplingParams
+from hotset.base.structure import Structure
+from hotset.engine import constraints
+from hotset.grammar.following import FollowedAnswer, Masks
+from hotset.models.decoder import Decoder
+from hotset.schedule.request import Request
+from hotset.schedule.scheduler import Scheduler
+from hotset.tiers.residence import Residence
+
+TIGHT: dict[str, Any] = {"device_kv_tokens": 60, "page_rows": 3, "max_num_seqs": 5, "max_model_len": 56}
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tokenizer_directory(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[Residence]:
+    """Makes two masks of five late, whatever the speed of the machine. Returns the residences of requests whose tokens
+    were scheduled again."""
+    rng, found, again = random.Random(5), FollowedAnswer.masks, Scheduler._schedule_again
+    residences: list[Residence] = []
+
+    def masks(answer: FollowedAnswer, timeout: float) -> Masks | None:
+        return None if rng.random() < 0.4 else found(answer, 60.0)
+
+    def schedule_again(scheduler: Scheduler, request: Request, *arguments: Any) -> None:
+        residences.append(request.holding.residence)
+        again(scheduler, request, *arguments)
+
+    monkeypatch.setattr(FollowedAnswer, "masks", masks)
+    monkeypatch.setattr(Scheduler, "_schedule_again", schedule_again)
+    return residences
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers", "plans"),
+    [("dsa", "auto", 1), ("dsa", "auto", 3), ("dsa", "always", 2), ("gqa", "off", 3), ("shared", "always", 3)],
+)
+def test_tokens_do_not_depend_on_late_masks(
+    name: str, tiers: str, plans: int, model_directory: str, late: list[Residence]
+) -> None:
+    spec, model = MODELS[name]
+    settings = TIGHT | ({} if tiers == "off" else {"host_kv_tokens": 260, "hot_slots": 9})
+    engine = make_engine(model, spec, model=model_directory, tiers=tiers, plans_in_flight=plans, **settings)
+    prompts, params = requests()
+    together = run_all(engine, prompts, params, arrive_at=[number // 2 for number in range(len(prompts))])
+    residences = set(late)
+    assert Residence.RESIDENT in residences or Residence.TIERED in residences
+    assert tiers != "always" or Residence.TIERED in residences
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+        assert together == answers_of_one_process(name, model_directory)
+    engine.close()
+
+
+PUNCTUAL = FollowedAnswer.masks
+
+
+def test_drafts_are_taken_back_with_the_token_before_them(model_directory: str, late: list[Residence]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+        expected = answers_of_one_process("dsa", model_directory)
+    spec, model = MODELS["dsa"]
+    engine = make_engine(model, spec, model=model_directory, **ROOMY | LOOKUP | {"speculate": 3})
+    prompts, params = requests()
+    impose_drafts(engine, prompts, expected, spec.vocab)
+    assert run_all(engine, prompts, params) == expected and late
+    assert 0 < sum(engine.stats().drafts_accepted.values()) < sum(engine.stats().drafts_verified.values())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "split",
+    [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}],
+    ids=str,
+)
+def test_late_masks_of_split_engines(split: dict[str, int], model_directory: str, late: list[Residence]) -> None:
+    spec = SPECS["deepseek_v32"]
+    decoder = Decoder(spec, RandomWeights(torch.float64, 5))
+    prompts, params = requests(4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+        expected = run_all(make_engine(decoder, spec, model=model_directory, **ROOMY), prompts, params)
+    with closing(split_engine(spec, 5, **ROOMY | split | {"model": model_directory})) as engine:
+        assert run_all(engine, prompts, params) == expected
+    assert late
+
+
+def test_late_masks_of_a_handoff(model_directory: str, late: list[Residence]) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, structure=Structure("regex", "[a-f0-9]{12}"))
+    prompts = Prompts((1, 16, 17, 40)).token_ids(decoder_of("dsa"))
+    sizes = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
+    decoder = decoder_of("dsa")
+    engine = make_engine(decoder, decoder.spec, model=model_directory, max_num_seqs=4, **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+        expected = run_all(engine, prompts, [params] * len(prompts))
+    engine.close()
+    with pair("dsa", "loopback", (16, 16), model=model_directory, **sizes) as workers:
+        assert workers.answers(prompts, params, "auto") == [answer.token_ids for answer in expected]
+    assert late
+
+
+@pytest.fixture
+def killing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Kills all processes that follow answers before one mask of ten is asked for."""
+    rng, killed = random.Random(3), list[int]()
+    request = FollowedAnswer.request
+
+    def request_after_kills(answer: FollowedAnswer, *arguments: Any) -> None:
+        if rng.random() < 0.1:
+            for server in children_of(os.getpid()):
+                for worker in children_of(server):
+                    os.kill(worker, signal.SIGKILL)
+                    killed.append(worker)
+        request(answer, *arguments)
+
+    monkeypatch.setattr(FollowedAnswer, "request", request_after_kills)
+    monkeypatch.setattr(constraints, "STEP_SECONDS", 60.0)
+    yield killed
+
+
+def test_tokens_do_not_depend_on_the_deaths_of_processes(model_directory: str, killing: list[int]) -> None:
+    spec, model = MODELS["gqa"]
+    engine = make_engine(model, spec, model=model_directory, **ROOMY)
+    assert run_all(engine, *requests()) == answers_of_one_process("gqa", model_directory)
+    assert killing
+    engine.close()
