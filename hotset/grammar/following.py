@@ -242,6 +242,7 @@ class _Process:
 
     def _exchange(self, batch: Sequence[_Command], closed: Sequence[int]) -> None:
         if self._worker is None or not self._worker.alive:
+            self._end_worker()  # if it has died, its server must still wait for it
             self._worker = self._owner.fork(self._fd)
         worker, commands = self._worker, []
         for command in batch:

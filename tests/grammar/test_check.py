@@ -1,0 +1,65 @@
+"""Structures are compiled as a trial before their requests are admitted, in a process with limits."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from structures import of_schema, small_tokenizer
+
+from hotset.base.errors import RequestError
+from hotset.base.job_pool import JobPool
+from hotset.base.structure import Structure
+from hotset.base.units import MIB
+from hotset.grammar import check
+from hotset.grammar.check import StructureChecks
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[JobPool]:
+    with closing(JobPool(256 * MIB)) as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def checks(jobs: JobPool) -> StructureChecks:
+    return StructureChecks(jobs, small_tokenizer().to_str, VOCAB)
+
+
+def test_only_the_structures_that_passed_and_were_demanded_last_are_known(
+    checks: StructureChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "MAX_KNOWN", 2)
+    first, second, third = (Structure("regex", pattern) for pattern in "abc")
+    for structure in (first, second, first, third):  # the second was demanded longest ago
+        checks.check(structure)
+    assert [checks.has_passed(structure) for structure in (first, second, third)] == [True, False, True]
+
+
+def test_a_structure_that_is_refused_is_not_known_afterwards(checks: StructureChecks) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="cannot be compiled"):
+            checks.check(Structure("regex", "("))
+    assert not checks.has_passed(Structure("regex", "("))
+
+
+def test_a_structure_that_takes_too_long_is_refused_and_the_next_one_is_checked(
+    checks: StructureChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = Structure("regex", "a"), of_schema({"allOf": [{"pattern": f"a{{{n},}}b"} for n in range(100)]})
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "CHECK_SECONDS", 0.05)  # it takes minutes
+        with pytest.raises(
+            RequestError, match=r"compiling the json schema did not finish within 0\.05 s of CPU"
+        ) as refused:
+            checks.check(long)
+    assert refused.value.code == "invalid_structure"
+    checks.check(short)
+    assert (checks.has_passed(long), checks.has_passed(short)) == (False, True)
+
+
+@pytest.mark.parametrize("index", ["00", "01", "²", "٠"])
+def test_a_reference_names_each_part_in_one_way(checks: StructureChecks, index: str) -> None:
+    with pytest.raises(RequestError, match=f"has the index '{index}'; write indices in the digits 0 to 9"):
+        checks.check(of_schema({"$ref": f"#/allOf/{index}", "allOf": [{"type": "null"}, {"type": "null"}]}))
