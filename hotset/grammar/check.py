@@ -19,7 +19,8 @@ class StructureChecks:
 
     def __init__(self, jobs: JobPool, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
         self._jobs, self._tokenizer_json, self._vocab = jobs, tokenizer_json, vocab
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held only for moments: the event loop takes it
+        self._preparing = threading.Lock()
         self._is_prepared = False
         self._known: OrderedDict[bytes, None] = OrderedDict()  # the structure that was demanded last is at the end
 
@@ -48,7 +49,7 @@ class StructureChecks:
                 self._known.popitem(last=False)
 
     def _prepare(self) -> None:
-        with self._lock:
+        with self._preparing:
             if not self._is_prepared:
                 prepare_compiler(self._jobs, self._tokenizer_json(), self._vocab)
                 self._is_prepared = True
