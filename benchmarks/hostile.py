@@ -1,0 +1,400 @@
+"""Sends hostile structures to a server, and measures what other clients notice.
+
+    OMP_NUM_THREADS=1 python benchmarks/hostile.py --json hostile.json
+    OMP_NUM_THREADS=1 python benchmarks/hostile.py -- --disaggregate 1P1D
+    OMP_NUM_THREADS=1 python benchmarks/hostile.py -- --disaggregate 1P2D
+
+The script starts `hotset serve MODEL` with the flags after `--`. It reads two streams without structures and asks for
+/health again and again: first alone, then while the hostile structures are sent, --at-once at a time. They are nested,
+repeated, aliased, enormous, ambiguous or recursive: schemas, grammars, regular expressions, choices and tools that must
+be called, made from --seed. Then SIGTERM ends the server in the middle of a stream.
+
+Columns (times in ms):
+  health, longest    the longest time until /health has answered
+  gap, longest       the longest time between two tokens of a stream
+  gap, median        the median of these times
+  memory             of all processes of the server, shared pages divided among them (PSS), in MiB
+
+Bars: /health takes at most 200 ms longer than without them; the longest gap at most doubles; no answer is a 5xx; every
+stream has the tokens that it has alone; no process of an engine or router is replaced; the memory returns (at most
+64 MiB more than before, --settle seconds after the last answer); SIGTERM ends the server within its drain time.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from report import Bar, make_parser, report
+
+ROOT = Path(__file__).resolve().parents[1]
+DRAIN_SECONDS = 20
+MAX_TOOL_PARTS = 60  # tools are also in the prompt, and what long prompts cost other streams is not measured here
+STREAM_TOKENS = 400
+Json = dict[str, Any]
+Rng = random.Random
+
+
+def schema_request(schema: Any) -> Json:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def outputs_request(**outputs: Any) -> Json:
+    return {"structured_outputs": outputs}
+
+
+def tools_request(parameters: Json, count: int = 1) -> Json:
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": parameters}} for n in range(count)]
+    return {"tools": tools, "tool_choice": "required"}
+
+
+def nested(rng: Rng) -> Json:
+    schema: Json = {"type": "string"}
+    for _ in range(rng.randrange(20, 400)):
+        kind = rng.randrange(3)
+        if kind == 0:
+            schema = {"type": "array", "items": schema}
+        elif kind == 1:
+            schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        else:
+            schema = {rng.choice(["anyOf", "allOf"]): [schema, {"type": "null"}]}
+    return schema_request(schema)
+
+
+def repeated(rng: Rng) -> Json:
+    inner = rng.choice([{}, {"type": "string"}, {"enum": [1, 2]}, {"$ref": "#/allOf/0"}])
+    return schema_request({rng.choice(["allOf", "anyOf", "oneOf"]): [inner] * rng.randrange(2000, 20_000)})
+
+
+def aliased(rng: Rng) -> Json:
+    spell = rng.choice([lambda n: "0" * n, lambda n: "%30" * n, lambda n: "²" * n, lambda n: "~0" * n])
+    return schema_request({"allOf": [{}, *({"$ref": f"#/allOf/{spell(n)}0"} for n in range(rng.randrange(20, 200)))]})
+
+
+def enormous_numbers(rng: Rng) -> Json:
+    bound = rng.choice([10 ** rng.randrange(20, 400), -(10 ** rng.randrange(20, 400)), 1.5e308, 10**18 + 7])
+    name = rng.choice(["multipleOf", "minimum", "maximum", "minLength", "maxItems", "minItems", "maxLength"])
+    return schema_request({"type": rng.choice(["integer", "number", "string", "array"]), name: bound})
+
+
+def enormous_objects(rng: Rng) -> Json:
+    names = [f"p{n}" for n in range(rng.randrange(500, 6000))]
+    schema: Json = {"type": "object", "required": names}
+    if rng.random() < 0.5:
+        schema["properties"] = {name: rng.choice([{}, {"type": "integer", "multipleOf": 7}]) for name in names}
+    return schema_request(schema)
+
+
+def chained(rng: Rng) -> Json:
+    size = rng.randrange(50, 2000)
+    defs = {
+        f"d{n}": {rng.choice(["allOf", "anyOf"]): [{"$ref": f"#/$defs/d{(n * 7 + k) % size}"} for k in (1, 2)]}
+        for n in range(size)
+    }
+    return schema_request({"$defs": defs, "$ref": "#/$defs/d0"})
+
+
+def patterns(rng: Rng) -> Json:
+    made = [
+        "[" * rng.randrange(1000, 16_000),
+        "(" * rng.randrange(1000, 16_000),
+        "(a|" * 2000 + "b" + ")" * 2000,
+        rf"(.*a.{{{rng.randrange(5, 20)}}}b.*)|(.*c.{{13}}d)",
+        rf"((a|b|ab){{1,{rng.randrange(10, 1000)}}}){{1,{rng.randrange(10, 1000)}}}",
+        r"(?=a)b",
+        "\\" * rng.randrange(1000, 16_001),
+    ]
+    pattern = rng.choice(made)
+    return rng.choice([outputs_request(regex=pattern), schema_request({"type": "string", "pattern": pattern})])
+
+
+def ambiguous(rng: Rng) -> Json:
+    letters = rng.sample("abcdefgh ", 3)
+    rules = [f'"{letter}" s "{letter}"' for letter in letters] + ["s s", "s s s"][: rng.randrange(1, 3)]
+    return outputs_request(grammar="start: s\ns: " + " | ".join([*rules, *(f'"{letter}"' for letter in letters), ""]))
+
+
+def many_rules(rng: Rng) -> Json:
+    size, step = rng.randrange(100, 900), rng.randrange(2, 50)
+    rules = (f"r{n}: /[a-z ]*{n}?[a-z]*/ r{(n * step + 1) % size} | /[0-9a-z]+/ |" for n in range(size))
+    return outputs_request(grammar="start: " + " | ".join(f"r{n}" for n in range(size)) + "\n" + "\n".join(rules))
+
+
+def lexemes(rng: Rng) -> Json:
+    terminals = [f"/.*{letter}.{{{rng.randrange(3, 30)}}}{letter}.*/" for letter in "abcdefghij"]
+    return outputs_request(grammar=f"start: (A|B)*\nA: {rng.choice([' | ', ' & ']).join(terminals)}\nB: ~/.*x.*/")
+
+
+def blank_grammar(rng: Rng) -> Json:
+    blanks = rng.choice(["\n", " \n", "\t\n", "a\n"]) * rng.randrange(4000, 16_000)
+    return outputs_request(grammar=blanks + rng.choice(['start: "a"', 'root ::= "a"', "%json {}"]))
+
+
+def recursive(rng: Rng) -> Json:
+    if rng.random() < 0.5:
+        return outputs_request(grammar=rng.choice(['start: "a" start', "start: start start | ", "start: start"]))
+    return schema_request({"type": "array", "items": {"$ref": "#"}, "minItems": rng.randrange(0, 3)})
+
+
+def choices(rng: Rng) -> Json:
+    return outputs_request(choice=[f"{rng.getrandbits(900):x}" for _ in range(rng.randrange(500, 1100))])
+
+
+def tool_patterns(rng: Rng) -> Json:
+    pattern = rng.choice(["[", "(", "\\", "[^]", "a|"]) * rng.randrange(100, MAX_TOOL_PARTS * 30)
+    return tools_request({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}})
+
+
+def tool_chains(rng: Rng) -> Json:
+    size = rng.randrange(10, MAX_TOOL_PARTS)
+    defs = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(size)} | {f"d{size}": {"type": "integer"}}
+    return tools_request(
+        {"type": "object", "properties": {f"p{n}": {"$ref": "#/$defs/d0"} for n in range(size)}, "$defs": defs}
+    )
+
+
+def tool_definitions(rng: Rng) -> Json:
+    size = rng.randrange(10, MAX_TOOL_PARTS // 3)
+    defs = {f"d{n}": {"type": "object", "properties": {"x": {"type": "string"}}} for n in range(size)}
+    properties = {f"p{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n}"}} for n in range(size)}
+    return tools_request({"type": "object", "properties": properties, "$defs": defs}, rng.randrange(1, 4))
+
+
+MAKERS: Sequence[Callable[[Rng], Json]] = (
+    nested,
+    repeated,
+    aliased,
+    enormous_numbers,
+    enormous_objects,
+    chained,
+    patterns,
+    ambiguous,
+    many_rules,
+    lexemes,
+    blank_grammar,
+    recursive,
+    choices,
+    tool_patterns,
+    tool_chains,
+    tool_definitions,
+)
+
+
+def hostile_requests(seed: int, count: int) -> Iterator[Json]:
+    """Yields bodies for /v1/chat/completions, without the model. All kinds come in turn."""
+    rng = Rng(seed)
+    for number in range(count):
+        body = MAKERS[number % len(MAKERS)](rng)
+        # The structure must not end the answer at once, so that it is followed for a while.
+        yield {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 40,
+            "temperature": 1.0,
+            "seed": number,
+        } | body
+
+
+@dataclass
+class Noticed:
+    """What other clients notice in one phase."""
+
+    health: list[float] = field(default_factory=list)  # seconds
+    gaps: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of complete streams
+    statuses: Counter[int] = field(default_factory=Counter)
+    slowest: float = 0.0  # seconds until a hostile request was answered
+
+
+class Server:
+    """A `hotset serve` process."""
+
+    def __init__(self, model: str, flags: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "hotset", "serve", model, "--port", "0", "--max-queue", "1000", *flags]
+        command += ["--drain-seconds", str(DRAIN_SECONDS)] if "--drain-seconds" not in flags else []
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        ready = self.process.stdout.readline()
+        found = re.search(r"http://\S+", ready)
+        assert found is not None, f"the server did not start: {ready!r}"
+        self.url = found[0].rstrip("/")
+
+    def memory(self) -> float:
+        """Returns the memory of all processes in MiB."""
+        return sum(map(_pss, self.pids()))
+
+    def pids(self) -> list[int]:
+        pending, found = [self.process.pid], []
+        while pending:
+            found.append(pending.pop())
+            for task in Path(f"/proc/{found[-1]}/task").glob("*/children"):
+                pending += map(int, task.read_text().split())
+        return found
+
+    def engines(self) -> list[int]:
+        """Returns the processes that run Python with torch: engines and the processes that own them."""
+        return sorted(pid for pid in self.pids() if "fork_server" not in _command_of(pid))
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return "fork_server"  # it has ended
+
+
+def _pss(pid: int) -> float:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) / 1024 if found else 0.0
+
+
+async def read_streams(client: httpx.AsyncClient, number: int, noticed: Noticed, ended: asyncio.Event) -> None:
+    """Reads one stream after the other until `ended`."""
+    body = {"prompt": f"{number} Once upon a time", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
+    while not ended.is_set():
+        text, last = "", None
+        async with client.stream("POST", "/v1/completions", json=body | {"temperature": 1.0, "seed": number}) as lines:
+            async for line in lines.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now = time.monotonic()
+                if last is not None:
+                    noticed.gaps.append(now - last)
+                last = now
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if ended.is_set():
+                    return
+        noticed.texts.append(text)
+
+
+async def ask_for_health(client: httpx.AsyncClient, noticed: Noticed, ended: asyncio.Event) -> None:
+    while not ended.is_set():
+        began = time.monotonic()
+        response = await client.get("/health")
+        assert response.status_code == 200, response.text
+        noticed.health.append(time.monotonic() - began)
+        await asyncio.sleep(0.05)
+
+
+async def attack(client: httpx.AsyncClient, bodies: Sequence[Json], at_once: int, noticed: Noticed) -> None:
+    """Sends all bodies, `at_once` at a time."""
+    waiting = iter(bodies)
+
+    async def sender() -> None:
+        for body in waiting:
+            began = time.monotonic()
+            response = await client.post("/v1/chat/completions", json=body, timeout=300)
+            noticed.statuses[response.status_code] += 1
+            noticed.slowest = max(noticed.slowest, time.monotonic() - began)
+            if response.status_code >= 500:
+                print(response.status_code, response.text[:300], json.dumps(body)[:300], file=sys.stderr)
+
+    await asyncio.gather(*(sender() for _ in range(at_once)))
+
+
+async def observed(url: str, work: Callable[[httpx.AsyncClient, Noticed], Any]) -> Noticed:
+    """Returns what two streams and /health notice while `work` runs."""
+    noticed, ended = Noticed(), asyncio.Event()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, verify=False, limits=limits) as client:
+        others = [asyncio.create_task(read_streams(client, number, noticed, ended)) for number in range(2)]
+        others.append(asyncio.create_task(ask_for_health(client, noticed, ended)))
+        await work(client, noticed)
+        ended.set()
+        await asyncio.gather(*others)
+    return noticed
+
+
+def drained(server: Server) -> float:
+    """Sends SIGTERM in the middle of streams and of hostile requests. Returns the seconds until the server has ended."""
+
+    async def work(client: httpx.AsyncClient, noticed: Noticed) -> None:
+        bodies = [body | {"stream": True} for body in hostile_requests(99, 16)]
+        requests = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+        await asyncio.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    began = time.monotonic()
+    with contextlib.suppress(httpx.HTTPError, TimeoutError, AssertionError):  # the server ends its connections
+        asyncio.run(asyncio.wait_for(observed(server.url, work), DRAIN_SECONDS + 30))
+    server.process.wait(DRAIN_SECONDS + 30)
+    return time.monotonic() - began
+
+
+def row_of(name: str, noticed: Noticed, memory: float) -> Json:
+    return {
+        "phase": name,
+        "health, longest": max(noticed.health) * 1e3,
+        "gap, median": statistics.median(noticed.gaps) * 1e3,
+        "gap, longest": max(noticed.gaps) * 1e3,
+        "memory": memory,
+        "answers": ", ".join(f"{count} x {status}" for status, count in sorted(noticed.statuses.items())),
+    }
+
+
+def main() -> None:
+    own, flags = sys.argv[1:], list[str]()
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default=str(ROOT / "models" / "demo-dsa"))
+    parser.add_argument("--count", type=int, default=200, help="hostile requests")
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--alone", type=float, default=15.0, help="seconds without hostile requests")
+    parser.add_argument("--settle", type=float, default=40.0, help="seconds until the memory must have returned")
+    args = parser.parse_args(own)
+    server = Server(args.model, flags)
+    try:
+        asyncio.run(observed(server.url, lambda client, _: client.post(  # builds what is built once
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+            | schema_request({"type": "integer"}))))  # fmt: skip
+        alone = asyncio.run(observed(server.url, lambda client, noticed: asyncio.sleep(args.alone)))
+        before, engines = server.memory(), server.engines()
+        bodies = list(hostile_requests(args.seed, args.count))
+        under = asyncio.run(observed(server.url, lambda client, noticed: attack(client, bodies, args.at_once, noticed)))
+        during = server.memory()
+        time.sleep(args.settle)
+        after, engines_after = server.memory(), server.engines()
+        rows = [row_of("alone", alone, before), row_of("hostile", under, during)]
+        rows.append(dict.fromkeys(rows[0], "") | {"phase": "afterwards", "memory": after})
+        wrong = [text for text in under.texts if text not in alone.texts]
+        seconds = drained(server)
+    finally:
+        if server.process.poll() is None:
+            for pid in server.pids():
+                os.kill(pid, signal.SIGKILL)
+    bars = [
+        Bar("longest /health, ms more than alone", (max(under.health) - max(alone.health)) * 1e3, 200),
+        Bar("longest gap, times that alone", max(under.gaps) / max(alone.gaps), 2),
+        Bar("answers with a 5xx", sum(count for status, count in under.statuses.items() if status >= 500), 0),
+        Bar("streams with other tokens", len(wrong), 0),
+        Bar("processes of engines replaced", len(set(engines) ^ set(engines_after)), 0),
+        Bar("MiB more than before", after - before, 64),
+        Bar("seconds until SIGTERM has ended the server", seconds, DRAIN_SECONDS + 5),
+    ]
+    print(f"slowest hostile answer: {under.slowest:.1f} s; whole streams: {len(alone.texts)}, {len(under.texts)}")
+    report("Hostile structures", rows, None)
+    report("Bars", [bar.row() for bar in bars], args.json)
+    sys.exit(not all(bar.met for bar in bars))
+
+
+if __name__ == "__main__":
+    main()
