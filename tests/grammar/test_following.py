@@ -114,5 +114,5 @@ def test_only_the_processes_used_last_are_kept_without_an_answer(
         for answer in idle:
             answer.close()
         with closing(opened(processes, Structure("regex", "ae?"))):
-            wait_until_ended(map(pid_of, idle[:2]))
+            wait_until_ended([pid_of(answer) for answer in idle[:2]])
         assert [state_of(pid_of(answer)) for answer in (used, idle[2])] == ["S", "S"]
