@@ -219,12 +219,13 @@ class Noticed:
 
 
 class Server:
-    """A `hotset serve` process."""
+    """A `hotset serve` process. Its log goes to the file `log`, if one is given."""
 
-    def __init__(self, model: str, flags: Sequence[str]) -> None:
+    def __init__(self, model: str, flags: Sequence[str], log: Path | None = None) -> None:
         command = [sys.executable, "-m", "hotset", "serve", model, "--port", "0", "--max-queue", "1000", *flags]
         command += ["--drain-seconds", str(DRAIN_SECONDS)] if "--drain-seconds" not in flags else []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        stderr = subprocess.DEVNULL if log is None else log.open("w")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         assert self.process.stdout is not None
         ready = self.process.stdout.readline()
         found = re.search(r"http://\S+", ready)

@@ -25,6 +25,8 @@ from hotset.models.sampler import TokenMasks
 from hotset.schedule.plan import NO_DRAFT, AssignSeat, Plan
 
 STEP_SECONDS = 0.010  # that a step waits for masks, while other requests wait for the step
+LATE_SECONDS = 0.002  # the same for answers with a late mask, and for the next masks of such an answer
+LATE_MASKS = 16  # so many, until all are in time
 ALONE_SECONDS = 0.1  # the same if all requests of the step wait for masks
 MAX_KEPT = 8  # answers that are followed although they have no seat
 
@@ -61,7 +63,7 @@ class _Constrained:
     position: int  # of the next token whose mask is not asked for yet, or that is not sampled
     newest: _Sampled | None = None  # the sampled tokens that were not sent yet
     drafts: Sequence[int] | None = None  # after the next token; None: its mask is not asked for
-    is_late: bool = False  # a mask was late: steps do not wait for this answer any more
+    distrust: int = 0  # a mask was late: steps wait for the next so many masks for a shorter time
     failure: str | None = None
 
 
@@ -160,7 +162,7 @@ class Constraints:
         """Returns the masks of these runs, which were asked for. `alone`: nothing else is sampled in this step."""
         if not runs:
             return UNCONSTRAINED
-        deadline = time.monotonic() + (ALONE_SECONDS if alone else STEP_SECONDS)
+        began = time.monotonic()
         failures: dict[int, str] = {}
         late: list[Run] = []
         found: list[tuple[Run, Masks]] = []
@@ -170,10 +172,11 @@ class Constraints:
                 failures[run.index] = constrained.failure
             elif run.position != constrained.position:
                 late.append(run)  # the mask of an earlier token was late, so the logits have no meaning
-            elif (masks := constrained.answer.masks(self._patience(constrained, deadline, alone))) is None:
-                constrained.is_late = True
+            elif (masks := constrained.answer.masks(began + _patience(constrained, alone) - time.monotonic())) is None:
+                constrained.distrust = LATE_MASKS
                 late.append(run)
             else:
+                constrained.distrust = max(0, constrained.distrust - 1)
                 found.append((run, masks))
         bits = torch.full((sum(len(run.indices) for run, _ in found), self._words), -1, dtype=torch.int32)
         row = 0
@@ -201,10 +204,6 @@ class Constraints:
         constrained.answer.request(tokens, drafts)
         constrained.drafts = drafts
 
-    @staticmethod
-    def _patience(constrained: _Constrained, deadline: float, alone: bool) -> float:
-        return 0.0 if constrained.is_late and not alone else deadline - time.monotonic()
-
     @property
     def _words(self) -> int:
         assert self._processes is not None, "a seat has a structure"
@@ -215,3 +214,10 @@ class Constraints:
         seated = {id(constrained) for constrained in self._seats.values()}
         oldest = next(key for key, constrained in self._requests.items() if id(constrained) not in seated)
         self._requests.pop(oldest).answer.close()
+
+
+def _patience(constrained: _Constrained, alone: bool) -> float:
+    """Returns for how many seconds a step waits for the masks of an answer."""
+    if alone:
+        return ALONE_SECONDS
+    return LATE_SECONDS if constrained.distrust else STEP_SECONDS

@@ -224,7 +224,7 @@ class _Process:
     def _execute(self, batch: Sequence[_Command], closed: Sequence[int] = ()) -> None:
         """Executes commands, together or, if the process ends, each of them alone."""
         try:
-            if batch or (closed and self._worker is not None):
+            if batch or (closed and self._worker is not None and self._worker.alive):
                 self._exchange(batch, closed)
         except JobFailed as failure:
             LOGGER.info("the process of a %s %s", self._structure.name, failure)
