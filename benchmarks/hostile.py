@@ -323,7 +323,7 @@ async def observed(url: str, work: Callable[[httpx.AsyncClient, Noticed], Any]) 
 
 
 def drained(server: Server) -> float:
-    """Sends SIGTERM in the middle of streams and of hostile requests. Returns the seconds until the server has ended."""
+    """Sends SIGTERM in the middle of streams and hostile requests. Returns the seconds until the server has ended."""
 
     async def work(client: httpx.AsyncClient, noticed: Noticed) -> None:
         bodies = [body | {"stream": True} for body in hostile_requests(99, 16)]

@@ -33,7 +33,8 @@ STRUCTURES: Sequence[Callable[[], Json]] = (
     lambda: outputs_request(grammar='start: "a" b\nb: "b" | "c" b'),
     lambda: outputs_request(grammar='root ::= "a" | "b" root'),
 )
-SAMPLING: Mapping[str, Callable[[Rng], Any]] = {
+Fields = dict[str, Callable[[Rng], Any]]  # each makes the value of a field
+SAMPLING: Fields = {
     "temperature": lambda rng: rng.choice([0, 0.5, 1, 2.0]),
     "top_p": lambda rng: rng.choice([0.1, 0.9, 1]),
     "top_k": lambda rng: rng.choice([-1, 0, 1, 40]),
@@ -45,7 +46,7 @@ SAMPLING: Mapping[str, Callable[[Rng], Any]] = {
     "model": lambda rng: rng.choice(["demo-dsa", str(ROOT / "models" / "demo-dsa")]),
     "stream": lambda rng: True,
 }  # of all endpoints that generate
-OPENAI: Mapping[str, Callable[[Rng], Any]] = {
+OPENAI: Fields = {
     "repetition_penalty": lambda rng: rng.choice([0.5, 1, 1.3]),
     "presence_penalty": lambda rng: rng.uniform(-2, 2),
     "frequency_penalty": lambda rng: rng.uniform(-2, 2),
@@ -65,7 +66,7 @@ OPENAI: Mapping[str, Callable[[Rng], Any]] = {
 }
 
 
-CHAT: Mapping[str, Callable[[Rng], Any]] = {
+CHAT: Fields = {
     "add_generation_prompt": lambda rng: True,
     "chat_template_kwargs": lambda rng: {"enable_thinking": rng.random() < 0.5},
     "reasoning_effort": lambda rng: rng.choice(["none", "high"]),
@@ -77,7 +78,7 @@ TOOL_TURN: Sequence[Json] = (
 )
 
 
-def some(rng: Rng, fields: Mapping[str, Callable[[Rng], Any]]) -> Json:
+def some(rng: Rng, fields: Fields) -> Json:
     """Returns some of `fields`."""
     return {name: make(rng) for name, make in fields.items() if rng.random() < (0.4 if name == "stream" else 0.15)}
 
@@ -93,7 +94,7 @@ def structure(rng: Rng) -> Json:
 
 def conversation(rng: Rng) -> list[Json]:
     """Returns messages that both OpenAI's and Anthropic's endpoints accept."""
-    turns = [{"role": role, "content": text(rng)} for role in ("user", "assistant") * rng.randrange(3)]
+    turns: list[Json] = [{"role": role, "content": text(rng)} for role in ("user", "assistant") * rng.randrange(3)]
     parts = [{"type": "text", "text": text(rng)} for _ in range(rng.randrange(1, 4))]
     return [*turns, {"role": "user", "content": rng.choice([text(rng), parts])}]
 
@@ -105,12 +106,12 @@ def tool_names(rng: Rng) -> list[str]:
 def completion(rng: Rng) -> Json:
     ids = [rng.randrange(3, 4096) for _ in range(rng.randrange(1, 20))]
     body = {"prompt": rng.choice([text(rng), [text(rng), "a"], ids, [ids, [5]]]), "max_tokens": rng.randrange(1, 9)}
-    own = {"echo": lambda rng: True, "logprobs": lambda rng: rng.randrange(5)}
+    own: Fields = {"echo": lambda rng: True, "logprobs": lambda rng: rng.randrange(5)}
     return body | some(rng, SAMPLING | OPENAI | own) | (structure(rng) if rng.random() < 0.2 else {})
 
 
 def chat(rng: Rng) -> Json:
-    turns = [*rng.choice([[], [], TOOL_TURN]), *conversation(rng)]
+    turns: list[Json] = [*rng.choice([[], [], TOOL_TURN]), *conversation(rng)]
     body = {"messages": turns, rng.choice(LENGTHS[:2]): rng.randrange(1, 9)} | some(rng, SAMPLING | OPENAI | CHAT)
     kind = rng.randrange(5)
     if kind == 0:
@@ -133,18 +134,19 @@ def hostile(rng: Rng) -> Json:
 
 
 def response(rng: Rng) -> Json:
-    items = [{"type": "message", **message} for message in conversation(rng)]
+    items: list[Json] = [{"type": "message", **message} for message in conversation(rng)]
     call = {"type": "function_call", "call_id": "c", "name": "tool_0", "arguments": "{}"}
     calls = [call, {"type": "function_call_output", "call_id": "c", "output": text(rng)}]
     body = {"input": rng.choice([text(rng), items, items + calls]), "max_output_tokens": rng.randrange(1, 9)}
-    own = {
+    own: Fields = {
         "instructions": text,
         "text": lambda rng: {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
         "reasoning": lambda rng: {"effort": rng.choice(["none", "high"])},
         "metadata": lambda rng: {"a": "b"},
     }
     if rng.random() < 0.2:
-        names, kinds = tool_names(rng), [{"parameters": SCHEMA, "type": "function"}, {"type": "custom"}]
+        names = tool_names(rng)
+        kinds: list[Json] = [{"parameters": SCHEMA, "type": "function"}, {"type": "custom"}]
         own["tools"] = lambda rng: [{"name": name} | rng.choice(kinds) for name in names]
         own["tool_choice"] = lambda rng: rng.choice(["auto", "none", "required"])
         return body | some(rng, SAMPLING) | {name: own[name](rng) for name in ("tools", "tool_choice")}
@@ -153,7 +155,7 @@ def response(rng: Rng) -> Json:
 
 def message(rng: Rng) -> Json:
     body = {"messages": conversation(rng), "max_tokens": rng.randrange(1, 9)}
-    own = {
+    own: Fields = {
         "system": text,
         "stop_sequences": lambda rng: ["the", "\n"],
         "thinking": lambda rng: {"type": "enabled", "budget_tokens": 1024},
@@ -161,7 +163,7 @@ def message(rng: Rng) -> Json:
     }
     if rng.random() < 0.2:
         names = tool_names(rng)
-        kinds = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": names[0]}, {"type": "none"}]
+        kinds: list[Json] = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": names[0]}, {"type": "none"}]
         body["tools"] = [{"name": name, "input_schema": SCHEMA} for name in names]
         return body | {"tool_choice": rng.choice(kinds)} | some(rng, SAMPLING)
     return body | some(rng, SAMPLING | own)
@@ -172,7 +174,8 @@ def counted(rng: Rng) -> Json:
 
 
 def tokenized(rng: Rng) -> Json:
-    return rng.choice([{"prompt": text(rng)}, {"messages": conversation(rng)}]) | {"model": SAMPLING["model"](rng)}
+    source: Json = rng.choice([{"prompt": text(rng)}, {"messages": conversation(rng)}])
+    return source | {"model": SAMPLING["model"](rng)}
 
 
 def detokenized(rng: Rng) -> Json:
@@ -189,7 +192,7 @@ PATHS = (
     *("/", "/plan", "/docs", "/docs/start.js", "/nowhere"),
 )
 # By method and path: how many of 100 requests it gets, and what makes a body.
-ENDPOINTS: Mapping[tuple[str, str], tuple[float, Callable[[Rng], Json] | None]] = {
+ENDPOINTS: dict[tuple[str, str], tuple[int, Callable[[Rng], Json] | None]] = {
     ("POST", "/v1/chat/completions"): (24, chat),
     ("POST", "/v1/completions"): (22, completion),
     ("POST", "/v1/responses"): (12, response),
@@ -200,7 +203,8 @@ ENDPOINTS: Mapping[tuple[str, str], tuple[float, Callable[[Rng], Json] | None]] 
     ("POST", "/plan/calculate"): (2, plan),
     ("GET", "/v1/models/{model_id}"): (2, None),
     ("GET", "/live"): (1, None),
-} | {("GET", path): (1, None) for path in PATHS}
+    **{("GET", path): (1, None) for path in PATHS},
+}
 HEADERS = (
     {"content-type": "text/plain"},
     {"content-type": "application/x-www-form-urlencoded", "origin": "http://elsewhere.example"},
