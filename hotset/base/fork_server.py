@@ -156,24 +156,20 @@ class ForkServer:
             self.check_open()
 
     def _exchange(self, request: Mapping[str, Any], seconds: float, fds: Sequence[int] = ()) -> Any:
-        assert self._control is not None
+        process, control = self._process, self._control
+        assert process is not None and control is not None, "it runs"
         deadline = time.monotonic() + seconds
         try:
-            _send(self._control, request, deadline, fds)
-            answer = _receive(self._control, deadline)
-        except (OSError, ValueError) as error:
-            answer = None
-            late = isinstance(error, TimeoutError)
-        else:
-            late = False
-        if answer is None:
-            process = self._process
-            assert process is not None
-            code = None if late else process.wait(END_SECONDS)
+            _send(control, request, deadline, fds)
+            answer = _receive(control, deadline)
+        except TimeoutError:
             self._drop()
-            if late or code is None:
-                raise JobFailed(f"did not answer within {seconds:g} s")
-            raise JobFailed(_end_of(code, request.get("cpu_seconds", 0.0)))
+            raise JobFailed(f"did not answer within {seconds:g} s") from None
+        except (OSError, ValueError):
+            answer = None
+        if answer is None:
+            self._drop()
+            raise JobFailed(_end_of(process.returncode, request.get("cpu_seconds", 0.0)))
         return _value_of(answer)
 
     def _drop(self) -> None:

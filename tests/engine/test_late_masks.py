@@ -4,6 +4,8 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +23,15 @@ from structures import tokenizer_directory
 from hotset.base.sampling import SamplingParams
 from hotset.base.structure import Structure
 from hotset.engine import constraints
+from hotset.engine.core import Engine
+from hotset.engine.input_processor import InputProcessor
 from hotset.grammar.following import FollowedAnswer, Masks
 from hotset.models.decoder import Decoder
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.residence import Residence
 
+FOUND = FollowedAnswer.masks
 TIGHT: dict[str, Any] = {"device_kv_tokens": 60, "page_rows": 3, "max_num_seqs": 5, "max_model_len": 56}
 
 
@@ -39,11 +44,11 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def late(monkeypatch: pytest.MonkeyPatch) -> list[Residence]:
     """Makes two masks of five late, whatever the speed of the machine. Returns the residences of requests whose tokens
     were scheduled again."""
-    rng, found, again = random.Random(5), FollowedAnswer.masks, Scheduler._schedule_again
+    rng, again = random.Random(5), Scheduler._schedule_again
     residences: list[Residence] = []
 
     def masks(answer: FollowedAnswer, timeout: float) -> Masks | None:
-        return None if rng.random() < 0.4 else found(answer, 60.0)
+        return None if rng.random() < 0.4 else FOUND(answer, 60.0)
 
     def schedule_again(scheduler: Scheduler, request: Request, *arguments: Any) -> None:
         residences.append(request.holding.residence)
@@ -52,6 +57,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[Residence]:
     monkeypatch.setattr(FollowedAnswer, "masks", masks)
     monkeypatch.setattr(Scheduler, "_schedule_again", schedule_again)
     return residences
+
+
+@contextmanager
+def punctual() -> Iterator[None]:
+    """Waits for every mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: FOUND(answer, 60.0))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -69,18 +82,13 @@ def test_tokens_do_not_depend_on_late_masks(
     residences = set(late)
     assert Residence.RESIDENT in residences or Residence.TIERED in residences
     assert tiers != "always" or Residence.TIERED in residences
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+    with punctual():
         assert together == answers_of_one_process(name, model_directory)
     engine.close()
 
 
-PUNCTUAL = FollowedAnswer.masks
-
-
 def test_drafts_are_taken_back_with_the_token_before_them(model_directory: str, late: list[Residence]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+    with punctual():
         expected = answers_of_one_process("dsa", model_directory)
     spec, model = MODELS["dsa"]
     engine = make_engine(model, spec, model=model_directory, **ROOMY | LOOKUP | {"speculate": 3})
@@ -100,8 +108,7 @@ def test_late_masks_of_split_engines(split: dict[str, int], model_directory: str
     spec = SPECS["deepseek_v32"]
     decoder = Decoder(spec, RandomWeights(torch.float64, 5))
     prompts, params = requests(4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+    with punctual():
         expected = run_all(make_engine(decoder, spec, model=model_directory, **ROOMY), prompts, params)
     with closing(split_engine(spec, 5, **ROOMY | split | {"model": model_directory})) as engine:
         assert run_all(engine, prompts, params) == expected
@@ -114,13 +121,17 @@ def test_late_masks_of_a_handoff(model_directory: str, late: list[Residence]) ->
     sizes = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
     decoder = decoder_of("dsa")
     engine = make_engine(decoder, decoder.spec, model=model_directory, max_num_seqs=4, **sizes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: PUNCTUAL(answer, 60.0))
+    with punctual():
         expected = run_all(engine, prompts, [params] * len(prompts))
     engine.close()
     with pair("dsa", "loopback", (16, 16), model=model_directory, **sizes) as workers:
         assert workers.answers(prompts, params, "auto") == [answer.token_ids for answer in expected]
     assert late
+
+
+def workers() -> set[int]:
+    """Returns the processes that follow answers."""
+    return {worker for server in children_of(os.getpid()) for worker in children_of(server)}
 
 
 @pytest.fixture
@@ -131,10 +142,9 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def request_after_kills(answer: FollowedAnswer, *arguments: Any) -> None:
         if rng.random() < 0.1:
-            for server in children_of(os.getpid()):
-                for worker in children_of(server):
-                    os.kill(worker, signal.SIGKILL)
-                    killed.append(worker)
+            for worker in workers():
+                os.kill(worker, signal.SIGKILL)
+                killed.append(worker)
         request(answer, *arguments)
 
     monkeypatch.setattr(FollowedAnswer, "request", request_after_kills)
@@ -148,3 +158,29 @@ def test_tokens_do_not_depend_on_the_deaths_of_processes(model_directory: str, k
     assert run_all(engine, *requests()) == answers_of_one_process("gqa", model_directory)
     assert killing
     engine.close()
+
+
+def test_a_process_that_is_stopped_delays_no_other_request(model_directory: str) -> None:
+    spec, model = MODELS["gqa"]
+    engine = make_engine(model, spec, model=model_directory, **ROOMY)
+    structure = Structure("regex", "[0-9]{9}")
+    add(engine, "first", SamplingParams(max_tokens=20, structure=structure))
+    ended, others = set[str](), workers()
+    while "first" not in ended:
+        ended |= engine.step().finished.keys()
+    (worker,) = workers() - others
+    os.kill(worker, signal.SIGSTOP)
+    add(engine, "constrained", SamplingParams(max_tokens=20, structure=structure))
+    add(engine, "free", SamplingParams(max_tokens=20, ignore_eos=True))
+    while "free" not in ended:
+        ended |= engine.step().finished.keys()
+    assert "constrained" not in ended
+    os.kill(worker, signal.SIGCONT)
+    while "constrained" not in ended:
+        ended |= engine.step().finished.keys()
+    engine.close()
+
+
+def add(engine: Engine, request_id: str, params: SamplingParams) -> None:
+    (choice,) = InputProcessor(engine.card, seed=0).accept(request_id, [1, 2, 3], params)
+    engine.add(replace(choice, request_id=request_id))
