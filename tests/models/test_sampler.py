@@ -370,6 +370,17 @@ def test_the_callers_logits_are_not_modified() -> None:
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("uncounted", [(), (0,), (1,), (0, 1)])
+def test_a_token_that_will_be_dropped_is_not_counted_for_penalties(uncounted: tuple[int, ...]) -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.5)
+    sampler = seated([Request(params, [0], 1)] * 2, 4)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
+    positions = torch.tensor([1, 1])
+    assert sampler.sample(logits, (0, 1), positions, uncounted=uncounted).token_ids.tolist() == [3, 3]
+    second = sampler.sample(logits, (0, 1), positions + 1).token_ids.tolist()
+    assert second == [3 if seat in uncounted else 2 for seat in (0, 1)]
+
+
 def test_only_penalised_requests_hold_counts_and_release_is_idempotent() -> None:
     sampler = Sampler(4, 10, CPU)
     plain, penalised = (
