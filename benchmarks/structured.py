@@ -6,8 +6,8 @@
 
 The first command measures CPU times of the engine's thread, per decode step of the embedded model at batch 8, of which
 all answers are JSON by a schema, or none is: "masks" is the time to send the previous tokens to the process that
-follows the answers and to upload the masks (other cores compute them meanwhile), "apply" the time to apply them to the logits, and "share" both together relative to the rest of the
-step. Bar: the median share is at most 3 %.
+follows the answers and to upload the masks (other cores compute them meanwhile), "apply" the time to apply them to the
+logits, and "share" both together relative to the rest of the step. Bar: the median share is at most 3 %.
 
 With --one-in, one answer of a batch is JSON by the schema, or none is, in turn. The times are those between two steps
 by the clock. Bar: the median with the constrained answer is at most 1.03x the median without.

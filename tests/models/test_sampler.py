@@ -372,7 +372,7 @@ def test_the_callers_logits_are_not_modified() -> None:
 
 @pytest.mark.parametrize("uncounted", [(), (0,), (1,), (0, 1)])
 def test_a_token_that_will_be_dropped_is_not_counted_for_penalties(uncounted: tuple[int, ...]) -> None:
-    params = SamplingParams(temperature=0.0, frequency_penalty=1.5)
+    params = SamplingParams(temperature=0.0, seed=0, frequency_penalty=1.5)
     sampler = seated([Request(params, [0], 1)] * 2, 4)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
     positions = torch.tensor([1, 1])
