@@ -155,7 +155,8 @@ def _readable(part_type: Any) -> Any:
     """Rejects the content parts that a text model cannot read, by the name of their type."""
     if isinstance(part_type, str) and part_type not in TEXT_PARTS:
         message = "is '{given}', but the model reads text only; send parts of type 'text'"
-        raise PydanticCustomError("part_type", message, {"given": part_type[:MAX_SHOWN_CHARACTERS]})
+        given = part_type[:MAX_SHOWN_CHARACTERS].encode(errors="backslashreplace").decode()  # no lone surrogates
+        raise PydanticCustomError("part_type", message, {"given": given})
     return part_type
 
 

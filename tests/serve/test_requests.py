@@ -362,6 +362,7 @@ def test_answers_and_chunks_have_the_same_fingerprint(http: httpx.Client) -> Non
         (TEXT, r'{"model": "tiny", "prompt": "a", "\ud800": 1}'),
         (TEXT, r'{"model": "tiny", "prompt": "a", "logit_bias": {"\ud800": 1}}'),
         (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}'),
+        (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "\ud800", "text": "a"}]}]}'),
         ("/tokenize", r'{"prompt": "\ud800"}'),
     ],
 )
