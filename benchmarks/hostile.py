@@ -5,7 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/hostile.py -- --disaggregate 1P2D
 
 The script starts `hotset serve MODEL` with the flags after `--`. It reads two streams without structures and asks for
-/health again and again: first alone, then while the hostile structures are sent, --at-once at a time. They are nested,
+/health again and again: alone, then while the same requests without their structures are sent, --at-once at a time
+("harmless"), and then with the structures. They are nested,
 repeated, aliased, enormous, ambiguous or recursive: schemas, grammars, regular expressions, choices and tools that must
 be called, made from --seed. Then SIGTERM ends the server in the middle of a stream.
 
@@ -44,8 +45,8 @@ from report import Bar, make_parser, report
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAIN_SECONDS = 20
-MAX_TOOL_PARTS = 60  # tools are also in the prompt, and what long prompts cost other streams is not measured here
-STREAM_TOKENS = 400
+MAX_TOOL_PARTS = 30  # tools are also in the prompt, and what long prompts cost other streams is not measured here
+STREAM_TOKENS = 100
 Json = dict[str, Any]
 Rng = random.Random
 
@@ -201,12 +202,14 @@ def hostile_requests(seed: int, count: int) -> Iterator[Json]:
     for number in range(count):
         body = MAKERS[number % len(MAKERS)](rng)
         # The structure must not end the answer at once, so that it is followed for a while.
-        yield {
-            "messages": [{"role": "user", "content": "a"}],
-            "max_tokens": 40,
-            "temperature": 1.0,
-            "seed": number,
-        } | body
+        common = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24, "temperature": 1.0}
+        yield common | {"seed": number} | body
+
+
+def harmless(body: Json) -> Json:
+    """Returns a request with the same prompt and without the structure."""
+    kept = {name: value for name, value in body.items() if name not in ("response_format", "structured_outputs")}
+    return kept | ({"tool_choice": "auto"} if "tools" in body else {})
 
 
 @dataclass
@@ -367,23 +370,26 @@ def main() -> None:
     server = Server(args.model, flags)
     try:
         alone = asyncio.run(observed(server.url, lambda client, noticed: asyncio.sleep(args.alone)))
-        before, engines = server.memory(), server.engines()
         bodies = list(hostile_requests(args.seed, args.count))
+        tame = [harmless(body) for body in bodies]
+        beside = asyncio.run(observed(server.url, lambda client, noticed: attack(client, tame, args.at_once, noticed)))
+        before, engines = server.memory(), server.engines()
         under = asyncio.run(observed(server.url, lambda client, noticed: attack(client, bodies, args.at_once, noticed)))
         during = server.memory()
         time.sleep(args.settle)
         after, engines_after = server.memory(), server.engines()
-        rows = [row_of("alone", alone, before), row_of("hostile", under, during)]
+        rows = [row_of("alone", alone, 0), row_of("harmless", beside, before), row_of("hostile", under, during)]
         rows.append(dict.fromkeys(rows[0], "") | {"phase": "afterwards", "memory": after})
-        wrong = [text for text in under.texts if text not in alone.texts]
+        known = {*alone.texts, *beside.texts}
+        wrong = [text for text in under.texts if text not in known]
         seconds = drained(server)
     finally:
         if server.process.poll() is None:
             for pid in server.pids():
                 os.kill(pid, signal.SIGKILL)
     bars = [
-        Bar("longest /health, ms more than alone", (max(under.health) - max(alone.health)) * 1e3, 200),
-        Bar("longest gap, times that alone", max(under.gaps) / max(alone.gaps), 2),
+        Bar("longest /health, ms more than without", (max(under.health) - max(beside.health)) * 1e3, 200),
+        Bar("longest gap, times that without", max(under.gaps) / max(beside.gaps), 2),
         Bar("answers with a 5xx", sum(count for status, count in under.statuses.items() if status >= 500), 0),
         *([] if torch.cuda.is_available() else [Bar("streams with other tokens", len(wrong), 0)]),
         Bar("processes of engines replaced", len(set(engines) ^ set(engines_after)), 0),

@@ -363,6 +363,11 @@ def test_answers_and_chunks_have_the_same_fingerprint(http: httpx.Client) -> Non
         (TEXT, r'{"model": "tiny", "prompt": "a", "logit_bias": {"\ud800": 1}}'),
         (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}'),
         (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "\ud800", "text": "a"}]}]}'),
+        (
+            CHAT,
+            r'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "\ud800", "function": {}}]}',
+        ),
+        (CHAT, r'{"messages": [{"role": "user", "content": "a"}], "tools": [], "tool_choice": {"type": "\ud800"}}'),
         ("/tokenize", r'{"prompt": "\ud800"}'),
     ],
 )

@@ -33,7 +33,8 @@ class ToolModel(BaseModel):
 def _is_function(kind: Any) -> Any:
     if isinstance(kind, str) and kind != "function":
         message = "is '{given}', but only tools of type 'function' are supported"
-        raise PydanticCustomError("tool_type", message, {"given": kind[:MAX_SHOWN_CHARACTERS]})
+        given = kind[:MAX_SHOWN_CHARACTERS].encode(errors="backslashreplace").decode()  # without lone surrogates
+        raise PydanticCustomError("tool_type", message, {"given": given})
     return kind
 
 
