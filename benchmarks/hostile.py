@@ -170,7 +170,7 @@ def tool_chains(rng: Rng) -> Json:
 
 
 def tool_definitions(rng: Rng) -> Json:
-    size = rng.randrange(10, MAX_TOOL_PARTS // 3)
+    size = rng.randrange(4, MAX_TOOL_PARTS // 3)
     defs = {f"d{n}": {"type": "object", "properties": {"x": {"type": "string"}}} for n in range(size)}
     properties = {f"p{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n}"}} for n in range(size)}
     return tools_request({"type": "object", "properties": properties, "$defs": defs}, rng.randrange(1, 4))
