@@ -14,7 +14,7 @@ import numpy as np
 
 from hotset.base.fork_server import ForkServer, Prepared
 from hotset.base.job_pool import JobPool
-from hotset.base.structure import Structure
+from hotset.base.structure import Structure, needs_tokenizer
 from hotset.base.units import MIB
 from hotset.grammar.compiler import CompiledGrammar, GrammarCompiler
 from hotset.grammar.matcher import Bits, Matcher, StructureFailed
@@ -31,6 +31,8 @@ Json = dict[str, Any]
 
 def prepare_compiler(server: ForkServer | JobPool, tokenizer_json: str | None, vocab: int) -> None:
     """Builds the tables of a vocabulary, which later workers share. Raises RequestError if there is no tokenizer."""
+    if tokenizer_json is None:
+        raise needs_tokenizer()
     arguments = {"tokenizer_json": tokenizer_json, "vocab": vocab}
     server.prepare(
         "compiler", "hotset.grammar.jobs:compiler", arguments, cpu_seconds=TABLE_SECONDS, memory_bytes=TABLE_BYTES

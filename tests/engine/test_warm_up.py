@@ -139,9 +139,9 @@ def test_the_largest_step_with_drafts_runs_on_a_few_pages(computed: list[int], m
     sampled: list[int] = []
     sample = Sampler.sample
 
-    def recording(self: Sampler, logits: Any, *arguments: Any) -> Any:
+    def recording(self: Sampler, logits: Any, *arguments: Any, **named: Any) -> Any:
         sampled.append(len(logits))
-        return sample(self, logits, *arguments)
+        return sample(self, logits, *arguments, **named)
 
     monkeypatch.setattr(Sampler, "sample", recording)
     loader = ModelLoader(config, CPU)

@@ -282,9 +282,9 @@ def test_a_header_is_read_up_to_the_limit_of_its_size(llama_dir: Path) -> None:
     expect_equal(load_everything(llama_dir), expected, torch.float32)
     set_header_size(path, MAX_HEADER_BYTES + 1)
     files = find_model(str(llama_dir))
-    for read_header in (lambda: open_weights(files, torch.float32, "cpu"), lambda: tensor_names(path)):
-        message = refusal_of(read_header)
-        assert str(path) in message and "the limit of a header is 16.0 MiB" in message
+    message = refusal_of(lambda: open_weights(files, torch.float32, "cpu"))
+    assert str(path) in message and "the limit of a header is 16.0 MiB" in message
+    assert not tensor_names(path)  # loading reports it
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float8_e4m3fn", "float16")])

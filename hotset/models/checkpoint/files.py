@@ -118,10 +118,8 @@ def stored_dtype(directory: Path) -> str | None:
 
 def _header(path: Path) -> dict[str, Any]:
     """Returns the header of a safetensors file, or an empty one if it is damaged, which loading reports."""
-    with path.open("rb") as file:
-        text = file.read(8 + header_bytes(path))[8:]
-    with suppress(ValueError, RecursionError):
-        header = json.loads(text)
+    with suppress(ValueError, RecursionError, CheckpointError), path.open("rb") as file:
+        header = json.loads(file.read(8 + header_bytes(path))[8:])
         return header if isinstance(header, dict) else {}
     return {}
 
