@@ -1,4 +1,4 @@
-"""Temporary folders of processes that may be killed: whoever makes the next one removes those that nobody uses."""
+"""Temporary folders of processes that may be killed. Making a folder removes those of processes that have ended."""
 
 import fcntl
 import os

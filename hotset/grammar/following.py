@@ -66,7 +66,7 @@ class StructureProcesses:
         self._server = ForkServer()
         self._preparing = threading.Lock()
         self._is_prepared = False
-        self._compiling = threading.Semaphore(MAX_COMPILING)
+        self.compiling = threading.Semaphore(MAX_COMPILING)
         self._processes: OrderedDict[Structure, _Process] = OrderedDict()  # the one that was used last is at the end
 
     @property
@@ -98,11 +98,6 @@ class StructureProcesses:
         """Starts a process. Raises JobFailed, RequestError without a tokenizer, and EngineStopped after `close`."""
         self._prepare()
         return self._server.fork(ANSWER_BYTES, NICENESS, (fd,))
-
-    @contextlib.contextmanager
-    def compiling(self) -> Any:
-        with self._compiling:
-            yield
 
     def _warm_up(self) -> None:
         with contextlib.suppress(RequestError, CheckpointError, JobFailed, EngineStopped):
@@ -236,7 +231,7 @@ class _Process:
                     command.result.set_result(Masks(self._shared[:0].copy(), reason))
                 else:
                     self._execute([command])
-        except (RequestError, CheckpointError, EngineStopped) as error:
+        except (RequestError, CheckpointError, EngineStopped, OSError) as error:  # OSError: too many open files
             for command in batch:
                 command.result.set_result(Masks(self._shared[:0].copy(), str(error)))
 
@@ -257,7 +252,7 @@ class _Process:
         num_tokens = sum(len(command.get("tokens", ())) for command in commands)
         seconds = COMPILE_SECONDS + COMMAND_SECONDS * (len(commands) + num_tokens / TOKENS_PER_COMMAND)
         arguments = {"structure": structure_json(self._structure), "commands": commands}
-        with contextlib.nullcontext() if self._compiled_in is worker else self._owner.compiling():
+        with contextlib.nullcontext() if self._compiled_in is worker else self._owner.compiling:
             replies = worker.run("hotset.grammar.jobs:follow", arguments, seconds, WAIT_FACTOR * seconds)
         self._compiled_in = worker
         row = 0

@@ -71,7 +71,7 @@ class FairQueue:
         while (free := self._slots - self._running.total()) > 0:
             for client in [client for client, turns in self._waiting.items() if all(turn.done() for turn in turns)]:
                 del self._waiting[client]
-            # With one thread left, a client that has all the others waits.
+            # The last free thread is not given to a client whose jobs run in all other threads.
             ready = [client for client in self._waiting if free > 1 or self._running[client] < max(1, self._slots - 1)]
             if not ready:
                 return
