@@ -18,7 +18,7 @@ from typing import Any
 from report import Bar, make_parser, report
 
 from hotset import LLM, SamplingParams
-from hotset.evaluate.tasks import TASKS, filler, make_questions
+from hotset.lab.evaluate.tasks import TASKS, filler, make_questions
 
 MODEL = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
 TEXT_TOKENS, CONTINUED_TOKENS = 256, 64

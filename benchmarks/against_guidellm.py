@@ -41,8 +41,8 @@ from typing import Any
 from aiohttp import web
 from report import Bar, make_parser, report
 
-from hotset.bench.benchmark import Benchmark
-from hotset.bench.config import BenchConfig
+from hotset.lab.bench.benchmark import Benchmark
+from hotset.lab.bench.config import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "models" / "demo-dsa")

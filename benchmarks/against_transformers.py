@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, cache_utils
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.llm import LLM
-from hotset.evaluate.tasks import make_questions
+from hotset.lab.evaluate.tasks import make_questions
 
 DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
 ROUNDS = 2

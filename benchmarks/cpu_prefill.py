@@ -22,11 +22,11 @@ from report import make_parser, report
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.llm import LLM
-from hotset.evaluate.tasks import TASKS, make_questions
 from hotset.kernels.index_topk import cpu_impl as index_cpu
 from hotset.kernels.index_topk import reference as index_reference
 from hotset.kernels.sparse_attention import cpu_impl as attention_cpu
 from hotset.kernels.sparse_attention import reference as attention_reference
+from hotset.lab.evaluate.tasks import TASKS, make_questions
 
 DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
 CHUNK = 1024

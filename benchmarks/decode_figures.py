@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hotset.base.config import EngineConfig
 from hotset.engine.model_checks import hot_slots
+from hotset.lab.plan.costs import RankCosts, StepTime
+from hotset.lab.plan.gpus import H200
+from hotset.lab.plan.model_configs import EXAMPLES
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import Split
-from hotset.plan.costs import RankCosts, StepTime
-from hotset.plan.gpus import H200
-from hotset.plan.model_configs import EXAMPLES
 
 FIGURES = Path(__file__).with_suffix(".json")
 

@@ -2,7 +2,7 @@
 
     python benchmarks/few_requests.py --json few_requests.json
 
-dsa-50b (hotset/plan/configs) with random weights, fp8 rows and keys, tiers off, contexts of 32k tokens that are not
+dsa-50b (hotset/lab/plan/configs) with random weights, fp8 rows and keys, tiers off, contexts of 32k tokens that are not
 computed and whose selections are synthetic, as in serving.py. The tables:
 
   Steps     the time of a step over that of the bytes that it reads, at the speed of a copy

@@ -1,7 +1,7 @@
 """Measures what the first requests after start-up pay: their time against the tenth, and kernels compiled meanwhile.
 
     python benchmarks/first_request.py --json first_request.json
-    python benchmarks/first_request.py --config hotset/plan/configs/dsa-50b.json --seconds 400
+    python benchmarks/first_request.py --config hotset/lab/plan/configs/dsa-50b.json --seconds 400
 
 One engine is started. For each length of prompt, in random order, ten requests run one after the other; the next length
 begins with its own first request. Then all seats are used at once, with log-probabilities and penalties. Bars (required

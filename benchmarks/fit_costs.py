@@ -2,9 +2,9 @@
 
     python benchmarks/fit_costs.py
 
-The steps are those of benchmarks/decode_figures.json. Weights are read at the speed of a copy; the other five terms get
-the coefficients with the least squared relative error. `Coefficients` in hotset/plan/costs.py holds the result. Needs
-no GPU. Bar: every predicted step is within 15 % of the measured one.
+The steps are those of benchmarks/decode_figures.json. Weights are read at the speed of a copy; the other five terms
+get the coefficients with the least squared relative error. `Coefficients` in hotset/lab/plan/costs.py holds the
+result. Needs no GPU. Bar: every predicted step is within 15 % of the measured one.
 """
 
 import sys
@@ -13,8 +13,8 @@ import numpy as np
 from decode_figures import read_figures
 from report import Bar, make_parser, report
 
+from hotset.lab.plan.costs import COEFFICIENTS
 from hotset.models.spec import MlaSpec
-from hotset.plan.costs import COEFFICIENTS
 
 NAMES = ("layer_us", "keys", "attention", "swap_first", "swap_shared")
 

@@ -61,7 +61,7 @@ from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.workers.executor import Step
-from hotset.handoff.agent import HandoffStats
+from hotset.fleet.handoff.agent import HandoffStats
 from hotset.schedule.plan import RowsWritten
 
 Table = list[dict[str, Any]]

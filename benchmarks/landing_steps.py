@@ -44,16 +44,23 @@ from hotset.engine.stores import (
     regions,
 )
 from hotset.engine.workers.executor import HostShard
-from hotset.handoff.agent import open_channel
-from hotset.handoff.deliveries import Sources
-from hotset.handoff.messages import ContextPages, FirstTokenSampled, Hello, ModelIdentity, RowsComputed, StartPrefill
-from hotset.handoff.packing import EngineCopies
-from hotset.handoff.prefill_agent import PrefillAgent
-from hotset.handoff.sender import Sender
+from hotset.fleet.handoff.agent import open_channel
+from hotset.fleet.handoff.deliveries import Sources
+from hotset.fleet.handoff.messages import (
+    ContextPages,
+    FirstTokenSampled,
+    Hello,
+    ModelIdentity,
+    RowsComputed,
+    StartPrefill,
+)
+from hotset.fleet.handoff.packing import EngineCopies
+from hotset.fleet.handoff.prefill_agent import PrefillAgent
+from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.workers import WorkerTransfers
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
-from hotset.transfer.engines import open_transfer
-from hotset.transfer.workers import WorkerTransfers
 
 BAR = 1.05
 LANDING_TOKENS = 4096

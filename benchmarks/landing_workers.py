@@ -27,12 +27,12 @@ from hotset.engine.stores import (
     regions,
 )
 from hotset.engine.workers.executor import HostShard
-from hotset.handoff.agent import HandoffAgent, open_channel
-from hotset.handoff.decode_agent import DecodeAgent
-from hotset.handoff.deliveries import Sources
-from hotset.handoff.layout import plan_writes, whole_rows
-from hotset.handoff.links import Endpoints
-from hotset.handoff.messages import (
+from hotset.fleet.handoff.agent import HandoffAgent, open_channel
+from hotset.fleet.handoff.decode_agent import DecodeAgent
+from hotset.fleet.handoff.deliveries import Sources
+from hotset.fleet.handoff.layout import plan_writes, whole_rows
+from hotset.fleet.handoff.links import Endpoints
+from hotset.fleet.handoff.messages import (
     Fetch,
     FetchFailed,
     FirstTokenSampled,
@@ -45,21 +45,21 @@ from hotset.handoff.messages import (
     StartPrefill,
     Store,
 )
-from hotset.handoff.packing import EngineCopies, StagingMemory
-from hotset.handoff.prefill_agent import PrefillAgent
-from hotset.handoff.receiver import Receiver
-from hotset.handoff.routes import PROBE_BYTES
-from hotset.handoff.sender import Sender
-from hotset.handoff.staging import ReceiverStaging
+from hotset.fleet.handoff.packing import EngineCopies, StagingMemory
+from hotset.fleet.handoff.prefill_agent import PrefillAgent
+from hotset.fleet.handoff.receiver import Receiver
+from hotset.fleet.handoff.routes import PROBE_BYTES
+from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.staging import ReceiverStaging
+from hotset.fleet.transfer.api import MemoryKind, Region, Writes, WriteState
+from hotset.fleet.transfer.engines import DEADLINE_S, LANES
+from hotset.fleet.transfer.lanes import Backend, Lanes
+from hotset.fleet.transfer.mooncake_backend import MooncakeBackend
+from hotset.fleet.transfer.nixl_backend import NixlBackend
+from hotset.fleet.transfer.regions import Regions, decode_description, split_writes
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
-from hotset.transfer.api import MemoryKind, Region, Writes, WriteState
-from hotset.transfer.engines import DEADLINE_S, LANES
-from hotset.transfer.lanes import Backend, Lanes
-from hotset.transfer.mooncake_backend import MooncakeBackend
-from hotset.transfer.nixl_backend import NixlBackend
-from hotset.transfer.regions import Regions, decode_description, split_writes
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU, the device is ordinary memory
 HOST = "127.0.0.1"

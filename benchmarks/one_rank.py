@@ -2,8 +2,8 @@
 
     python benchmarks/one_rank.py --model deepseek-v3.2 --json one_rank.json --markdown one_rank.md
 
-Weights are random numbers in fp8 with the published shapes (hotset/plan/configs). Rows and index keys are fp8. The rank
-is one of eight that divide the experts and compute their own requests (dp8), or one of eight that divide heads,
+Weights are random numbers in fp8 with the published shapes (hotset/lab/plan/configs). Rows and index keys are fp8. The
+rank is one of eight that divide the experts and compute their own requests (dp8), or one of eight that divide heads,
 columns, experts and vocabulary (tp8). The other seven are simulated: collectives move their bytes within this GPU, and
 the experts receive as many tokens as eight ranks would send.
 
@@ -380,7 +380,7 @@ def release_memory() -> None:
 def make_options() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--markdown", type=Path, help="also write the results as Markdown tables to this file")
-    parser.add_argument("--model", default="deepseek-v3.2", help="a configuration in hotset/plan/configs")
+    parser.add_argument("--model", default="deepseek-v3.2", help="a configuration in hotset/lab/plan/configs")
     parser.add_argument("--split", choices=tuple(SPLITS), default="dp8", help="how eight ranks divide the model")
     parser.add_argument("--context", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
     parser.add_argument("--tiers", nargs="+", choices=("off", "auto"), default=["off", "auto"], help="modes of tiers")

@@ -27,12 +27,12 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import kv_budget
+from hotset.lab.plan.products import prefill_products
 from hotset.models import layers
 from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import Split
-from hotset.plan.products import prefill_products
 
 Row = dict[str, Any]
 

@@ -30,9 +30,9 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.plan.capacity import Capacity, plan_capacity
-from hotset.plan.gpus import H200, Machine
-from hotset.plan.model_configs import EXAMPLES, find_config
+from hotset.lab.plan.capacity import Capacity, plan_capacity
+from hotset.lab.plan.gpus import H200, Machine
+from hotset.lab.plan.model_configs import EXAMPLES, find_config
 from hotset.schedule.request import Phase, Request
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo-dsa"

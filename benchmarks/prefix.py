@@ -20,8 +20,8 @@ With a model directory (default: the demo model, on a CPU), three measurements:
 On a CPU, one thread computes, and times are its CPU time, which other load on the machine disturbs less than wall time.
 The whole run takes about 35 minutes of CPU time, --quick a few seconds.
 
-With the name of a configuration in hotset/plan/configs (dsa-50b), whose weights are random, a prefix of 32k tokens that
-is only on the host:
+With the name of a configuration in hotset/lab/plan/configs (dsa-50b), whose weights are random, a prefix of 32k tokens
+that is only on the host:
 
   computed    the prompt is computed in chunks
   resident    the prefix is copied into device pages; then the rest of the prompt is computed
@@ -296,7 +296,7 @@ def start_large_model(options: argparse.Namespace, clock: Clock, results: Result
 def make_options() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--markdown", type=Path, help="also write the results as Markdown tables to this file")
-    parser.add_argument("--model", default=DEMO, help="model directory, or a configuration in hotset/plan/configs")
+    parser.add_argument("--model", default=DEMO, help="model directory, or a configuration in hotset/lab/plan/configs")
     parser.add_argument("--device", default="cpu", help="'cpu', 'cuda' or 'cuda:N'")
     parser.add_argument("--quick", action="store_true", help="few and short conversations")
     parser.add_argument("--conversations", type=int, help=f"number of conversations; default: {Sizes().conversations}")

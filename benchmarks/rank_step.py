@@ -3,11 +3,11 @@
     nvidia-cuda-mps-control -d
     python benchmarks/rank_step.py --json rank_step.json
 
-The model has the shapes of a configuration in hotset/plan/configs, random weights, fewer layers, and fewer experts. All
-requests decode together in an engine with two workers, and whole steps are timed in the controller. When the engine is
-closed, each worker replays the graph of its last step again and again, with the same input. The replays of both workers
-run at the same time, because the graphs contain their collectives. What a step takes longer is everything else: plans,
-messages, sampling and reports.
+The model has the shapes of a configuration in hotset/lab/plan/configs, random weights, fewer layers, and fewer experts.
+All requests decode together in an engine with two workers, and whole steps are timed in the controller. When the
+engine is closed, each worker replays the graph of its last step again and again, with the same input. The replays of
+both workers run at the same time, because the graphs contain their collectives. What a step takes longer is everything
+else: plans, messages, sampling and reports.
 
 Bar (required result): the difference is at most 3 % of the step.
 """
@@ -124,7 +124,7 @@ def measure(model: str, folder: str, requests: int, context: int, steps: int) ->
 
 def main_of_benchmark() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", default="deepseek-v3.2", help="a configuration in hotset/plan/configs")
+    parser.add_argument("--model", default="deepseek-v3.2", help="a configuration in hotset/lab/plan/configs")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model")
     parser.add_argument("--experts", type=int, default=64, help="routed experts of each layer")
     parser.add_argument("--requests", type=int, default=16, help="requests that decode together; a captured size")

@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py --json serving.json --png serving.png
 
-The models dsa-50b and dsa-50b-dense (hotset/plan/configs) have random weights. The dense feed-forward layers of
+The models dsa-50b and dsa-50b-dense (hotset/lab/plan/configs) have random weights. The dense feed-forward layers of
 dsa-50b-dense have as many bytes as all experts of dsa-50b together. Like one GPU of a group that divides the experts,
 this model reads all of its weights at every step. Rows and index keys are fp8. Prompts are not computed: random rows
 and index keys are stored instead. With random weights, the selections of an indexer would have no locality. The indexer
@@ -332,7 +332,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--png", type=Path, help="also draw the results to this file")
     parser.add_argument(
-        "--models", nargs="+", default=["dsa-50b", "dsa-50b-dense"], help="configurations in hotset/plan/configs"
+        "--models", nargs="+", default=["dsa-50b", "dsa-50b-dense"], help="configurations in hotset/lab/plan/configs"
     )
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
     parser.add_argument(

@@ -2,11 +2,11 @@
 
     python benchmarks/serving_demo.py --json serving_demo.json --png serving_demo.png
 
-Weights, indexer and prompts (retrieval questions of hotset/evaluate/tasks.py) are real, and prompts are computed. Both
-modes have the same device memory, which holds 8 of the longest contexts. For each concurrency, new requests are added.
-When all of them decode, 8 warm-up steps follow, and then at least 128 tokens of each request are timed. Decoding is
-greedy and continues past the end of the answers. Rows and index keys are stored in the dtype of the model: bfloat16 on
-a GPU, where decode steps are CUDA graphs, and float32 on a CPU, on one core.
+Weights, indexer and prompts (retrieval questions of hotset/lab/evaluate/tasks.py) are real, and prompts are computed.
+Both modes have the same device memory, which holds 8 of the longest contexts. For each concurrency, new requests are
+added. When all of them decode, 8 warm-up steps follow, and then at least 128 tokens of each request are timed. Decoding
+is greedy and continues past the end of the answers. Rows and index keys are stored in the dtype of the model: bfloat16
+on a GPU, where decode steps are CUDA graphs, and float32 on a CPU, on one core.
 
     p50, p99    time between two tokens of one request, over all requests
     tiered      requests that were tiered when the measurement ended
@@ -44,7 +44,7 @@ from hotset.engine.loading import choose_device, choose_dtype
 from hotset.engine.model_checks import kv_storage
 from hotset.engine.outputs import EngineStats
 from hotset.engine.sizing import KvBudget, kv_budget
-from hotset.evaluate.tasks import TASKS, make_questions
+from hotset.lab.evaluate.tasks import TASKS, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder

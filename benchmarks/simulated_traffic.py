@@ -18,12 +18,12 @@ from report import make_parser, report
 
 from hotset.base.config import EngineConfig
 from hotset.base.units import GIB
-from hotset.bench.workload import TraceEntry, read_trace
-from hotset.plan.gpus import H200, Machine
-from hotset.plan.model_configs import find_config
-from hotset.simulate.prompts import arrivals
-from hotset.simulate.step_clock import SimulatedClock
-from hotset.simulate.traffic import TrafficResult, planned_costs, planned_split, run_traffic, simulated_engine
+from hotset.lab.bench.workload import TraceEntry, read_trace
+from hotset.lab.plan.gpus import H200, Machine
+from hotset.lab.plan.model_configs import find_config
+from hotset.lab.simulate.prompts import arrivals
+from hotset.lab.simulate.step_clock import SimulatedClock
+from hotset.lab.simulate.traffic import TrafficResult, planned_costs, planned_split, run_traffic, simulated_engine
 
 MODEL = "glm-5.2"
 MACHINE = Machine(2048 * GIB, H200, 8)

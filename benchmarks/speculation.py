@@ -47,8 +47,8 @@ from hotset.engine.loading import ModelLoader, choose_device
 from hotset.engine.sampled_segments import SegmentTable
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.warm_up import PARAMS, admit, run_first_steps
-from hotset.evaluate.tasks import make_questions
 from hotset.kernels import EMPTY
+from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Plan

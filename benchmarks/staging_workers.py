@@ -17,12 +17,12 @@ from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_pro
 from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
-from hotset.handoff.agent import HandoffAgent, open_channel
-from hotset.handoff.decode_agent import DecodeAgent
-from hotset.handoff.deliveries import Sources
-from hotset.handoff.layout import head_shards
-from hotset.handoff.links import Endpoints
-from hotset.handoff.messages import (
+from hotset.fleet.handoff.agent import HandoffAgent, open_channel
+from hotset.fleet.handoff.decode_agent import DecodeAgent
+from hotset.fleet.handoff.deliveries import Sources
+from hotset.fleet.handoff.layout import head_shards
+from hotset.fleet.handoff.links import Endpoints
+from hotset.fleet.handoff.messages import (
     Fetch,
     FetchFailed,
     FirstTokenSampled,
@@ -35,14 +35,14 @@ from hotset.handoff.messages import (
     StartPrefill,
     Store,
 )
-from hotset.handoff.packing import EngineCopies, StagingMemory
-from hotset.handoff.prefill_agent import PrefillAgent
-from hotset.handoff.receiver import Receiver
-from hotset.handoff.sender import Sender
-from hotset.handoff.staging import ReceiverStaging
-from hotset.transfer.api import MemoryKind, Region
-from hotset.transfer.engines import LANES
-from hotset.transfer.lanes import Lanes
+from hotset.fleet.handoff.packing import EngineCopies, StagingMemory
+from hotset.fleet.handoff.prefill_agent import PrefillAgent
+from hotset.fleet.handoff.receiver import Receiver
+from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.staging import ReceiverStaging
+from hotset.fleet.transfer.api import MemoryKind, Region
+from hotset.fleet.transfer.engines import LANES
+from hotset.fleet.transfer.lanes import Lanes
 
 HEADS, HEAD_BYTES = 8, 128 * 2  # bf16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES

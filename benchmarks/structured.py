@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/structured.py --json structured.json
     python benchmarks/structured.py --one-in 32 --model models/demo-dsa          (GPU)
-    python benchmarks/structured.py --one-in 32 --config hotset/plan/configs/dsa-50b.json          (GPU)
+    python benchmarks/structured.py --one-in 32 --config hotset/lab/plan/configs/dsa-50b.json          (GPU)
 
 The first command measures CPU times of the engine's thread, per decode step of the embedded model at batch 8, of which
 all answers are JSON by a schema, or none is: "masks" is the time to send the previous tokens to the process that

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from report import make_parser, report
 
 from hotset.base.errors import HotsetError
-from hotset.simulate.hot_buffer import HotBuffer
-from hotset.simulate.policies import lru
-from hotset.simulate.topk_trace import TopkTrace, read_trace
+from hotset.lab.simulate.hot_buffer import HotBuffer
+from hotset.lab.simulate.policies import lru
+from hotset.lab.simulate.topk_trace import TopkTrace, read_trace
 
 SIZES = (1, 2, 4, 8)  # hot slots, in multiples of top-k
 WARM_UP_STEPS = 32

@@ -2,8 +2,8 @@
 
     python benchmarks/write_latency.py --json write_latency.json
 
-A lane is a thread of the transfer layer, and every peer belongs to one lane (hotset/transfer/lanes.py). Both peers are
-separate processes. The column "the other peer" is one of
+A lane is a thread of the transfer layer, and every peer belongs to one lane (hotset/fleet/transfer/lanes.py). Both
+peers are separate processes. The column "the other peer" is one of
   alone    nothing is written to the other peer
   busy     large lists of writes are sent to the other peer without a pause
   stopped  lists are sent as with "busy", but the other peer's process is stopped (SIGSTOP), so writes that need its CPU
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from report import make_parser, report
 
-from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
-from hotset.transfer.engines import open_transfer
+from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
+from hotset.fleet.transfer.engines import open_transfer
 
 NBYTES = 64 << 20
 SMALL_BYTES = 16 << 10

@@ -21,8 +21,17 @@ from enum import Enum
 import numpy as np
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import DeviceEvent, MemoryKind, Meter, Region, Throughput, Writes, WriteState, WriteTicket
-from hotset.transfer.regions import Description, Regions, decode_description, merge_registered
+from hotset.fleet.transfer.api import (
+    DeviceEvent,
+    MemoryKind,
+    Meter,
+    Region,
+    Throughput,
+    Writes,
+    WriteState,
+    WriteTicket,
+)
+from hotset.fleet.transfer.regions import Description, Regions, decode_description, merge_registered
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from hotset.cli.flags import BASICS, PANELS, SERVER_ONLY_SETTINGS, config_values
 from hotset.cli.machine import Gpu, MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
 from hotset.engine import sizing
-from hotset.serve.router.config import RouterConfig
+from hotset.fleet.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE_WITHOUT_FASTAPI = """
@@ -122,7 +122,7 @@ def test_the_api_key_is_read_from_a_file(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configs: list[Any] = []
-    monkeypatch.setattr("hotset.serve.router.server.run", lambda config, listener: configs.append(config) or 0)
+    monkeypatch.setattr("hotset.fleet.router.server.run", lambda config, listener: configs.append(config) or 0)
     monkeypatch.setattr(
         "hotset.serve.server.run", lambda engine, config, process, listener: configs.append(config) or 0
     )

@@ -19,24 +19,28 @@ FLOORS = {
     "grammar": 2,
     "kernels": 2,
     "memory": 3,
-    "transfer": 3,
+    "fleet/transfer": 3,
     "tiers": 4,
     "models": 4,
     "schedule": 5,
-    "handoff": 5,
-    "kv_events": 5,
+    "fleet/handoff": 5,
+    "fleet/kv_events": 5,
     "engine": 6,
-    "bench": 7,
-    "evaluate": 7,
+    "lab/bench": 7,
+    "lab/evaluate": 7,
     "serve": 7,
     "__init__": 7,
-    "plan": 8,
-    "simulate": 9,
-    "cluster": 10,
+    "fleet": 7,
+    "lab": 7,
+    "fleet/router": 8,
+    "lab/plan": 8,
+    "lab/simulate": 9,
+    "fleet/cluster": 10,
     "cli": 11,
     "__main__": 12,
 }
-NO_TORCH = ("base", "bench", "cluster", "grammar", "kv_events", "schedule", "serve")
+GROUPS = ("fleet", "lab")  # folders of folders
+NO_TORCH = ("base", "lab/bench", "fleet/cluster", "fleet/kv_events", "fleet/router", "grammar", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
@@ -44,8 +48,8 @@ OPTIONAL = [
 ]
 # Modules that require an optional package. Other modules import them inside the functions that use them.
 REQUIRES_OPTIONAL = re.compile(
-    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|cuda)_\w+|hotset\.handoff\.(codec|channel)"
-    r"|hotset\.kv_events\.(wire|event_log|publisher|subscriber)|hotset\.engine\.workers\.(sockets|ray_\w+)"
+    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|cuda)_\w+|hotset\.fleet\.handoff\.(codec|channel)"
+    r"|hotset\.fleet\.kv_events\.(wire|event_log|publisher|subscriber)|hotset\.engine\.workers\.(sockets|ray_\w+)"
 )
 
 IMPORT_EACH = """
@@ -107,7 +111,9 @@ class Tree:
 
 
 def folder_of(module: str) -> str:
-    return [*module.split("."), "__init__"][1]
+    """Returns the folder of a module, below `hotset`. Those of `fleet` and `lab` are named `fleet/router`."""
+    parts = [*module.split("."), "__init__"][1:]
+    return "/".join(parts[: 2 if parts[0] in GROUPS and len(parts) > 2 else 1])
 
 
 def broken_floors(tree: Tree) -> list[str]:
@@ -174,8 +180,8 @@ def test_base_and_schedule_import_without_torch(hotset_tree: Tree) -> None:
 
 def test_server_router_and_command_line_import_without_torch(hotset_tree: Tree) -> None:
     """Without torch, server and router start a few seconds earlier and need a quarter of the memory."""
-    modules = ["hotset.serve.server", "hotset.serve.router.server", "hotset.engine.client"]
-    assert failed_import(ROOT, [*modules, *modules_of(hotset_tree, "cli", "bench")], ["torch"]) == ""
+    modules = ["hotset.serve.server", "hotset.fleet.router.server", "hotset.engine.client"]
+    assert failed_import(ROOT, [*modules, *modules_of(hotset_tree, "cli", "lab/bench")], ["torch"]) == ""
 
 
 def test_the_checks_of_a_model_import_without_torch_and_numpy() -> None:
@@ -199,7 +205,7 @@ def make_tree(root: Path, **files: str) -> Tree:
     [
         ({"models__a": "from hotset.schedule.b import x", "schedule__b": ""}, "models must not import hotset.schedule"),
         ({"models__a": "from hotset import serve", "serve__b": ""}, "models must not import hotset.serve"),
-        ({"memory__a": "import hotset.transfer.b", "transfer__b": ""}, "memory must not import hotset.transfer.b"),
+        ({"memory__a": "import hotset.tiers.b", "tiers__b": ""}, "memory must not import hotset.tiers.b"),
         ({"base__a": "def f():\n    from ..engine import b", "engine__b": ""}, "base must not import hotset.engine.b"),
         ({"tiers__a": "from hotset import LLM"}, "tiers must not import hotset"),
         ({"schedule__a": "if True:\n    import torch.nn as nn"}, "schedule must not import torch"),

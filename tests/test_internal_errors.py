@@ -14,8 +14,8 @@ from pathlib import Path
 from hotset.base.errors import InternalError
 from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.codec import Codec
-from hotset.handoff.layout import plan_writes
+from hotset.fleet.handoff.codec import Codec
+from hotset.fleet.handoff.layout import plan_writes
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import StepResult

@@ -1,4 +1,4 @@
-"""Makes `hotset/evaluate/filler.txt.gz`: the running text in which evaluation hides its records.
+"""Makes `hotset/lab/evaluate/filler.txt.gz`: the running text in which evaluation hides its records.
 
     apt-get download python3.11-doc && dpkg -x python3.11-doc_*.deb FOLDER && python training/make_filler.py FOLDER
 

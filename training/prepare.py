@@ -4,9 +4,9 @@
     python training/prepare.py FOLDER_WITH_THE_DEBS
 
 The packages are not installed. The script writes tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy
-(uint16 tokens of running text) to training/build. It also writes hotset/evaluate/words.txt, the word list that training
-and evaluation share. Each of these words is one token. With `--tokenizer models/demo-dsa/tokenizer.json`, it uses that
-tokenizer and writes no word list: for training an MTP layer of the model that has it.
+(uint16 tokens of running text) to training/build. It also writes hotset/lab/evaluate/words.txt, the word list that
+training and evaluation share. Each of these words is one token. With `--tokenizer models/demo-dsa/tokenizer.json`, it
+uses that tokenizer and writes no word list: for training an MTP layer of the model that has it.
 """
 
 import argparse

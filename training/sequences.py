@@ -75,7 +75,7 @@ class Lexicon:
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), words)
 
     def held_out(self, key: Key) -> bool:
-        """Returns whether only evaluation uses the key. `hotset/evaluate/tasks.py` has the same rule."""
+        """Returns whether only evaluation uses the key. `hotset/lab/evaluate/tasks.py` has the same rule."""
         return (self._number_of[key[0]] * 7919 + self._number_of[key[1]]) % HELD_OUT_EVERY == 0
 
     def number(self, number: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Configuration of the HTTP server. The fields of `ServeConfig` are command-line flags."""
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 from hotset.base.errors import ConfigError
 from hotset.base.settings import check_settings, setting
@@ -19,6 +19,24 @@ RECEIVE_TIMEOUT_HELP = (
 OTLP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 PAGE_HELP = "Serve the live page at / and its data at /live, which `hotset top` shows too."
 SEND_TIMEOUT_HELP = "Time for a client that reads nothing of its response, in seconds; then the connection is closed."
+
+
+class ConnectionSettings(Protocol):
+    """The settings of connections, which the configurations of servers and routers have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def max_connections(self) -> int: ...
+
+    @property
+    def max_concurrency(self) -> int: ...
+
+    @property
+    def receive_timeout_seconds(self) -> float: ...
+
+    @property
+    def send_timeout_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

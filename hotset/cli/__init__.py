@@ -47,7 +47,7 @@ from hotset.cli.terminal import (
     typed_lines,
 )
 from hotset.cli.top import add_top
-from hotset.serve.router.config import RouterConfig
+from hotset.fleet.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
@@ -257,7 +257,7 @@ def router(
     config = RouterConfig(**config_values(RouterConfig, {**values, **urls, **allowed}))
     check_packages("router", "serve")
     with bound_socket(config.host, config.port) as listener:
-        from hotset.serve.router.server import run
+        from hotset.fleet.router.server import run
 
         raise typer.Exit(run(config, listener))
 

@@ -11,14 +11,14 @@ from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.logs import log_to_stderr
 from hotset.base.status_line import StatusLine, TaskProgress
-from hotset.bench.config import BenchConfig
 from hotset.cli.flags import ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
+from hotset.lab.bench.config import BenchConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hotset.bench.benchmark import BenchReport
-    from hotset.bench.runner import Tally
+    from hotset.lab.bench.benchmark import BenchReport
+    from hotset.lab.bench.runner import Tally
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 PLOT_SUFFIXES = (".svg", ".html")
@@ -86,7 +86,7 @@ def bench(
     import asyncio  # would delay the answers of all other commands
 
     try:
-        from hotset.bench import plot, tables
+        from hotset.lab.bench import plot, tables
     except ModuleNotFoundError as error:
         if error.name not in ("aiohttp", "yarl"):
             raise
@@ -114,9 +114,9 @@ async def _run(url: str, config: BenchConfig, console: "Console") -> "BenchRepor
     """Runs the benchmark. Ctrl-C during a measurement ends it with what was measured, a second one ends the program."""
     import asyncio
 
-    from hotset.bench.benchmark import Benchmark
-    from hotset.bench.results import summarize
-    from hotset.bench.tables import print_load
+    from hotset.lab.bench.benchmark import Benchmark
+    from hotset.lab.bench.results import summarize
+    from hotset.lab.bench.tables import print_load
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from hotset.cli.packages import check_packages
 from hotset.cli.terminal import print_note
 
 if TYPE_CHECKING:
-    from hotset.cluster.application import Status
+    from hotset.fleet.cluster.application import Status
 
 POLL_SECONDS = 0.5
 # Ray reads this when it is imported. Without it, Ray replaces 127.0.0.1 by the address of an interface, listens there,
@@ -68,7 +68,7 @@ def up(
 ) -> None:
     """Start an application and wait until it serves."""
     check_packages("cluster", "serve", "cluster")
-    from hotset.cluster.application import (
+    from hotset.fleet.cluster.application import (
         check_cluster,
         check_local,
         connected,
@@ -76,7 +76,7 @@ def up(
         log_folder,
         start_application,
     )
-    from hotset.cluster.spec import load_spec
+    from hotset.fleet.cluster.spec import load_spec
 
     if local and address is not None:
         raise ConfigError("--local starts a cluster of its own; leave out --address")
@@ -128,7 +128,7 @@ def scale(
 ) -> None:
     """Change the number of engines or routers."""
     with _connected(address, name) as call:
-        from hotset.cluster.application import check_scale
+        from hotset.fleet.cluster.application import check_scale
 
         wanted = _parse_counts(counts)
         check_scale(call("spec"), {**call("status")["counts"], **wanted})
@@ -150,7 +150,7 @@ def drain(
 ) -> None:
     """Move all processes away from a node, for example before it is shut down."""
     with _connected(address, name) as call:
-        from hotset.cluster.application import find_node
+        from hotset.fleet.cluster.application import find_node
 
         found = find_node(node)
         if undo:
@@ -168,7 +168,7 @@ def down(
 ) -> None:
     """End an application: routers first, then decode engines, then prefill engines."""
     with _connected(address, name):
-        from hotset.cluster.application import end_application
+        from hotset.fleet.cluster.application import end_application
 
         with StatusLine("Ending the application") as line:
             end_application(now=now, report=lambda found: line.show(_progress(found)))
@@ -199,14 +199,14 @@ class _Signals:
 def _connected(address: str | None, name: str) -> Iterator[Any]:
     """Connects to Ray. Yields the function that calls a method of the controller."""
     check_packages("cluster", "serve", "cluster")
-    from hotset.cluster.application import call_controller, connected
+    from hotset.fleet.cluster.application import call_controller, connected
 
     with connected(address, name):
         yield call_controller
 
 
 def _parse_counts(words: Sequence[str]) -> dict[Any, int]:
-    from hotset.cluster.spec import MAX_PROCESSES, Role
+    from hotset.fleet.cluster.spec import MAX_PROCESSES, Role
 
     roles = get_args(Role)
     counts: dict[Any, int] = {}
@@ -224,7 +224,7 @@ def _parse_counts(words: Sequence[str]) -> dict[Any, int]:
 
 def _wait_until_complete(seconds: float, signals: _Signals | None) -> None:
     """Waits until all processes are ready, and prints how to reach them. Prints the failures on the way."""
-    from hotset.cluster.application import call_controller, is_complete, router_urls
+    from hotset.fleet.cluster.application import call_controller, is_complete, router_urls
 
     deadline = time.monotonic() + seconds
     shown: set[str] = set()
@@ -256,7 +256,7 @@ def _serve_until(signals: _Signals) -> None:
 
 def _end(signals: _Signals) -> None:
     """Ends the application of a local cluster. After a second signal, requests do not finish."""
-    from hotset.cluster.application import call_controller, end_application
+    from hotset.fleet.cluster.application import call_controller, end_application
 
     print_note("stopping in order: routers, decode engines, prefill engines; press Ctrl-C again to stop at once")
     hurried = False

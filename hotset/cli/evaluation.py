@@ -16,10 +16,10 @@ from hotset.base.settings import flag_name
 from hotset.base.status_line import StatusLine, TaskProgress
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
 from hotset.cli.local_engine import open_llm
-from hotset.evaluate.tasks import MIN_LENGTH, TASKS
+from hotset.lab.evaluate.tasks import MIN_LENGTH, TASKS
 
 if TYPE_CHECKING:
-    from hotset.evaluate.retrieval import Backend, EvaluationPlan, EvaluationReport
+    from hotset.lab.evaluate.retrieval import Backend, EvaluationPlan, EvaluationReport
 
 app = typer.Typer(cls=CliGroup, no_args_is_help=True, help="Measure how well a model answers.")
 
@@ -59,7 +59,7 @@ def retrieval(
     **values: Any,
 ) -> None:
     """Ask for facts hidden in long texts, and count the answers that match (white space at the ends aside)."""
-    from hotset.evaluate.retrieval import EvaluationPlan
+    from hotset.lab.evaluate.retrieval import EvaluationPlan
 
     plan = EvaluationPlan(_task_names(tasks), _token_counts(lengths), questions, seed)
     if questions < 1:
@@ -93,7 +93,7 @@ def _token_counts(text: str) -> list[int]:
 
 @contextmanager
 def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) -> "Iterator[Backend]":
-    from hotset.evaluate.retrieval import LocalBackend, ServerBackend
+    from hotset.lab.evaluate.retrieval import LocalBackend, ServerBackend
 
     if url is not None:
         ignored = [
@@ -113,7 +113,7 @@ def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) 
 
 
 def _evaluate(backend: "Backend", plan: "EvaluationPlan") -> "EvaluationReport":
-    from hotset.evaluate.retrieval import evaluate
+    from hotset.lab.evaluate.retrieval import evaluate
 
     title, total = f"Asking {backend.name}", plan.questions * len(plan.lengths)
     asked = 0
@@ -131,7 +131,7 @@ def _print_table(report: "EvaluationReport") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hotset.evaluate.retrieval import bucket_names
+    from hotset.lab.evaluate.retrieval import bucket_names
 
     table = Table(title=f"Retrieval accuracy of {report.model} by depth (0 is the oldest text)")
     table.add_column("task")

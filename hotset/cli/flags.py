@@ -15,8 +15,8 @@ from hotset.base.config import CHAT_SETTINGS, EVENT_SETTINGS, HANDOFF_SETTINGS, 
 from hotset.base.errors import ConfigError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name, nearest
-from hotset.bench.config import BenchConfig
-from hotset.serve.router.config import RouterConfig
+from hotset.fleet.router.config import RouterConfig
+from hotset.lab.bench.config import BenchConfig
 
 ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig] | type[BenchConfig]
 Panels = Mapping[str, tuple[str, ...]]

@@ -11,7 +11,7 @@ from hotset.base.errors import ConfigError
 from hotset.cli.flags import CliCommand, config_values, with_flags
 
 if TYPE_CHECKING:
-    from hotset.plan.gpus import Machine
+    from hotset.lab.plan.gpus import Machine
 
 # The settings of the engine on which memory and speed depend. `hotset plan` predicts both with and without tiers.
 PLANNED_SETTINGS = (
@@ -105,9 +105,9 @@ def plan(
     **values: Any,
 ) -> None:
     """Predict requests at once and tokens per second of a model on a machine, before buying or starting it."""
-    from hotset.plan.model_configs import find_config
-    from hotset.plan.planner import GOALS, make_plan
-    from hotset.plan.plot import check_plot_file, picture, write_picture
+    from hotset.lab.plan.model_configs import find_config
+    from hotset.lab.plan.planner import GOALS, make_plan
+    from hotset.lab.plan.plot import check_plot_file, picture, write_picture
 
     if goal not in GOALS:
         raise ConfigError(f"--goal must be one of {', '.join(GOALS)}, got {goal!r}")
@@ -124,7 +124,7 @@ def plan(
     else:
         from rich.console import Console
 
-        from hotset.plan.tables import print_plan
+        from hotset.lab.plan.tables import print_plan
 
         print_plan(Console(), made)
     if made.best is None:
@@ -145,8 +145,8 @@ def find_machine(
 
     from hotset.base.host_memory import host_memory
     from hotset.base.units import GIB
-    from hotset.plan.gpus import Machine, find_gpu
-    from hotset.plan.this_machine import this_machine as inspect_machine
+    from hotset.lab.plan.gpus import Machine, find_gpu
+    from hotset.lab.plan.this_machine import this_machine as inspect_machine
 
     if host_gib is not None and not 0 < host_gib < float("inf"):
         raise ConfigError(f"--host-gib must be a finite number above 0, got {host_gib}")

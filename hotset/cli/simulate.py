@@ -76,9 +76,9 @@ def record(
     """Record which rows a sparse-attention model selects, for `hotset simulate`."""
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the directory {out.absolute().parent} does not exist")
-    from hotset.simulate.recorder import RecordConfig
-    from hotset.simulate.recorder import record as record_trace
-    from hotset.simulate.topk_trace import write_trace
+    from hotset.lab.simulate.recorder import RecordConfig
+    from hotset.lab.simulate.recorder import record as record_trace
+    from hotset.lab.simulate.topk_trace import write_trace
 
     config = RecordConfig(requests, steps, shortest, longest, temperature, seed)
     command = {"command": shlex.join(["hotset", *sys.argv[1:]])}
@@ -149,7 +149,7 @@ def simulate(
     **values: Any,
 ) -> None:
     """Replay selections against other hot buffers, or run requests through the scheduler in simulated time."""
-    from hotset.plan.plot import check_plot_file, write_picture
+    from hotset.lab.plan.plot import check_plot_file, write_picture
 
     if plot is not None:
         check_plot_file(plot)
@@ -165,12 +165,12 @@ def simulate(
     for flag, value in (("--trace-speed", trace_speed), ("--scale-lengths", scale_lengths), ("--step-ms", step_ms)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} must be a finite number above 0, got {value}")
-    from hotset.bench.workload import read_trace
-    from hotset.plan.model_configs import find_config
-    from hotset.simulate.prompts import arrivals
-    from hotset.simulate.step_clock import FixedCosts, SimulatedClock, StepCost
-    from hotset.simulate.traffic import planned_costs, planned_split, run_traffic, simulated_engine
-    from hotset.simulate.traffic_report import picture, print_traffic
+    from hotset.lab.bench.workload import read_trace
+    from hotset.lab.plan.model_configs import find_config
+    from hotset.lab.simulate.prompts import arrivals
+    from hotset.lab.simulate.step_clock import FixedCosts, SimulatedClock, StepCost
+    from hotset.lab.simulate.traffic import planned_costs, planned_split, run_traffic, simulated_engine
+    from hotset.lab.simulate.traffic_report import picture, print_traffic
 
     machine = find_machine(gpu, gpus, host_gib, this_machine, gpu_gib, gpu_tb_per_s, bus_gb_per_s)
     if machine.gpu is None and step_ms is None:
@@ -209,10 +209,10 @@ def _holds_requests(trace: Path) -> bool:
 def _replay_selections(
     trace: Path, policy: list[str] | None, slots: str | None, plot: Path | None, as_json: bool
 ) -> None:
-    from hotset.plan.plot import write_picture
-    from hotset.simulate.hit_rates import compare, picture, print_rates, to_json
-    from hotset.simulate.policies import POLICIES, find_policy
-    from hotset.simulate.topk_trace import read_trace
+    from hotset.lab.plan.plot import write_picture
+    from hotset.lab.simulate.hit_rates import compare, picture, print_rates, to_json
+    from hotset.lab.simulate.policies import POLICIES, find_policy
+    from hotset.lab.simulate.topk_trace import read_trace
 
     policies = {name: find_policy(name) for name in policy or POLICIES}
     read = read_trace(trace)

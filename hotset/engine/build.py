@@ -37,7 +37,9 @@ from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.launcher import Launcher, LocalLauncher
 from hotset.engine.workers.placement import WorkerDevice, place_workers
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.handoff.messages import ModelIdentity
+from hotset.fleet.handoff.messages import ModelIdentity
+from hotset.fleet.transfer.api import Transfer
+from hotset.fleet.transfer.engines import LANES, TransferSettings
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
@@ -50,11 +52,9 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
-from hotset.transfer.api import Transfer
-from hotset.transfer.engines import LANES, TransferSettings
 
 if TYPE_CHECKING:
-    from hotset.kv_events.publisher import KvEventPublisher
+    from hotset.fleet.kv_events.publisher import KvEventPublisher
 
 LOGGER = logging.getLogger("hotset.engine")
 WARM_UP_PAGES = 16  # pages of the KV memory on which steps are measured
@@ -362,7 +362,7 @@ def _open_publishers(config: EngineConfig, replicas: Sequence[Replica]) -> "list
     if not config.events_endpoints:
         return []
     try:
-        from hotset.kv_events.publisher import KvEventPublisher
+        from hotset.fleet.kv_events.publisher import KvEventPublisher
     except ModuleNotFoundError as error:
         raise MissingDependency(f"--kv-events needs {error.name}: pip install 'hotset[serve]'") from error
     publishers = []

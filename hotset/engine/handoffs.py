@@ -35,28 +35,28 @@ from hotset.engine.stores import (
     regions,
 )
 from hotset.engine.workers.executor import Executor, Step, TransferWorker
-from hotset.handoff import messages as msg
-from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
-from hotset.handoff.decode_agent import DecodeAgent
-from hotset.handoff.deliveries import Sources
-from hotset.handoff.links import Endpoints
-from hotset.handoff.messages import HandoffKey, Hello
-from hotset.handoff.packing import EngineCopies
-from hotset.handoff.prefill_agent import PrefillAgent
-from hotset.handoff.receiver import Receiver
-from hotset.handoff.routes import show_routes
-from hotset.handoff.sender import Sender
-from hotset.handoff.staging import ReceiverStaging, check_staging
+from hotset.fleet.handoff import messages as msg
+from hotset.fleet.handoff.agent import HandoffAgent, HandoffStats, open_channel
+from hotset.fleet.handoff.decode_agent import DecodeAgent
+from hotset.fleet.handoff.deliveries import Sources
+from hotset.fleet.handoff.links import Endpoints
+from hotset.fleet.handoff.messages import HandoffKey, Hello
+from hotset.fleet.handoff.packing import EngineCopies
+from hotset.fleet.handoff.prefill_agent import PrefillAgent
+from hotset.fleet.handoff.receiver import Receiver
+from hotset.fleet.handoff.routes import show_routes
+from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.staging import ReceiverStaging, check_staging
+from hotset.fleet.transfer.api import DeviceEvent, MemoryKind, Transfer
+from hotset.fleet.transfer.engines import DEADLINE_S, TransferSettings
+from hotset.fleet.transfer.workers import RemoteTransfer, WorkerTransfers, engine_address
 from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
-from hotset.transfer.api import DeviceEvent, MemoryKind, Transfer
-from hotset.transfer.engines import DEADLINE_S, TransferSettings
-from hotset.transfer.workers import RemoteTransfer, WorkerTransfers, engine_address
 
 if TYPE_CHECKING:
-    from hotset.handoff.channel import Channel
+    from hotset.fleet.handoff.channel import Channel
 
 LOGGER = logging.getLogger("hotset.engine")
 

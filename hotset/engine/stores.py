@@ -9,15 +9,15 @@ from torch import Tensor
 from hotset.base.paged_span import PagedSpan
 from hotset.engine.workers.executor import HostShard, TransferWorker
 from hotset.engine.workers.messages import Spans
-from hotset.handoff.layout import head_shards, whole_rows
-from hotset.handoff.messages import MemoryRange, Route, Store, StoreName
-from hotset.handoff.packing import CPU, StagingMemory
-from hotset.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
+from hotset.fleet.handoff.layout import head_shards, whole_rows
+from hotset.fleet.handoff.messages import MemoryRange, Route, Store, StoreName
+from hotset.fleet.handoff.packing import CPU, StagingMemory
+from hotset.fleet.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
+from hotset.fleet.transfer.api import MemoryKind, Region
+from hotset.fleet.transfer.workers import engine_address
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.tiers.ledger import LandingPolicy
-from hotset.transfer.api import MemoryKind, Region
-from hotset.transfer.workers import engine_address
 
 DEVICE = "device"  # the name of the device pool as a store
 KEYS_ON_DEVICE = ", keys on device"  # end of the name of a host store whose index keys are in the device pool

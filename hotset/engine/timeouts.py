@@ -1,8 +1,8 @@
 """Time limits of hung engines and of stopping an engine. The CLI uses this module too, so it must not import torch."""
 
-from hotset.handoff.agent import NOTIFY_SECONDS
-from hotset.handoff.agent import STOP_SECONDS as AGENT_SECONDS
-from hotset.transfer.lanes import CLOSE_S
+from hotset.fleet.handoff.agent import NOTIFY_SECONDS
+from hotset.fleet.handoff.agent import STOP_SECONDS as AGENT_SECONDS
+from hotset.fleet.transfer.lanes import CLOSE_S
 
 FIRST_STEP_SECONDS = 600.0  # additional time for the first step, which compiles kernels
 STALL_MARGIN_SECONDS = 5.0  # time between the limits for a process without beats and for one that does not advance

@@ -23,10 +23,9 @@ from uvicorn.server import ServerState
 
 from hotset.base.descriptors import descriptor_limit, free_descriptors, raise_descriptor_limit
 from hotset.base.errors import ConfigError, RequestTimeout
-from hotset.base.serve_config import MIN_CONNECTIONS, ServeConfig
+from hotset.base.serve_config import MIN_CONNECTIONS, ConnectionSettings
 from hotset.serve.access_log import ErrorLines
 from hotset.serve.errors import error_body
-from hotset.serve.router.config import RouterConfig
 
 logger = logging.getLogger("hotset.serve")
 # For uvicorn's messages about connections. It warns of every request that is not HTTP; `ErrorLines` limits these lines.
@@ -41,7 +40,7 @@ LOG_SECONDS = 60.0  # warnings about connections are logged at most this often
 RESERVED_DESCRIPTORS = 128  # kept free for everything other than connections of clients
 SPARE_CONNECTIONS = 64  # kept free for requests other than completions
 
-Config = TypeVar("Config", ServeConfig, RouterConfig)
+Config = TypeVar("Config", bound=ConnectionSettings)
 
 
 def fit_to_descriptors(config: Config, *, to_workers: bool = False) -> Config:
@@ -86,7 +85,7 @@ class ConnectionLimits:
     send_seconds: float  # for a client that reads nothing of a response that is being sent
 
     @classmethod
-    def of(cls, config: ServeConfig | RouterConfig) -> "ConnectionLimits":
+    def of(cls, config: ConnectionSettings) -> "ConnectionLimits":
         return cls(config.max_connections, config.receive_timeout_seconds, config.send_timeout_seconds)
 
     @property

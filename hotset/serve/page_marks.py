@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotset.kv_events.known_blocks import event_hash
-from hotset.tiers.prefix_cache import PageHasher
+from hotset.tiers.prefix_cache import PageHasher, event_hash
 
 PAGE_MARKS_HEADER = "x-hotset-pages"  # in a request: any value; in a response: the marks
 MAX_MARKS = 64  # of one prompt: 1.5 KB

@@ -21,7 +21,7 @@ MAX_BYTES = 4096
 
 
 class PlanCalculator:
-    """Runs `hotset.plan.calculator` in a process of its own, from the first plan until a while after the last."""
+    """Runs `hotset.lab.plan.calculator` in a process of its own, from the first plan until a while after the last."""
 
     def __init__(self, served_model: str) -> None:
         self._served_model = served_model
@@ -69,7 +69,7 @@ class PlanCalculator:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._child is None:
-            command = [sys.executable, "-m", "hotset.plan.calculator", self._served_model]
+            command = [sys.executable, "-m", "hotset.lab.plan.calculator", self._served_model]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self._child
 

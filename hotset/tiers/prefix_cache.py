@@ -24,6 +24,11 @@ EVICTED_SHARE = 64
 TOKEN_BYTES = 8  # of a token id that is hashed
 
 
+def event_hash(page_hash: bytes) -> int:
+    """Returns the hash of a page as KV events contain it: the last 64 bits."""
+    return int.from_bytes(page_hash[-8:], "big")
+
+
 class PageHasher:
     """Computes the hashes of the full pages of a context. Each depends on all tokens up to the end of its page."""
 

@@ -32,12 +32,12 @@ from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
+from hotset.lab.plan.products import prefill_products
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.spec import MlaSpec, ModelSpec
 from hotset.models.split import WHOLE_MODEL
-from hotset.plan.products import prefill_products
 
 CPU = torch.device("cpu")
 RATES = Rates(copy=1e12, fp8=1e12, bf16=1e12, fp32=1e12)

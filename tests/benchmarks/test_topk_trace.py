@@ -17,8 +17,8 @@ from topk_locality import count_misses, layer_locality, tail_start
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
-from hotset.simulate.recorder import decode, load
-from hotset.simulate.topk_trace import MAGIC, TopkTrace, TraceHeader, read_trace, write_trace
+from hotset.lab.simulate.recorder import decode, load
+from hotset.lab.simulate.topk_trace import MAGIC, TopkTrace, TraceHeader, read_trace, write_trace
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "demo-dsa"

@@ -24,7 +24,7 @@ from hotset.cli.disaggregate import router_arguments, stop_seconds, worker_argum
 from hotset.cli.flags import config_values
 from hotset.cli.roles import RoleEngine
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
-from hotset.serve.router.config import RouterConfig
+from hotset.fleet.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret that is long enough"

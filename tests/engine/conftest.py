@@ -9,7 +9,7 @@ import torch
 
 from hotset.engine import build, stores
 from hotset.engine.handoffs import unmeasured_landing_policy
-from hotset.transfer.api import MemoryKind
+from hotset.fleet.transfer.api import MemoryKind
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,17 +33,26 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_store_name
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.handoff import prefill_agent
-from hotset.handoff.layout import landing_pages
-from hotset.handoff.messages import Fetch, HandoffKey, HandoffRequest, Landed, ReleasePages, Route, RowsComputed, Store
+from hotset.fleet.handoff import prefill_agent
+from hotset.fleet.handoff.layout import landing_pages
+from hotset.fleet.handoff.messages import (
+    Fetch,
+    HandoffKey,
+    HandoffRequest,
+    Landed,
+    ReleasePages,
+    Route,
+    RowsComputed,
+    Store,
+)
+from hotset.fleet.transfer.api import MemoryKind
+from hotset.fleet.transfer.engines import TransferSettings
+from hotset.fleet.transfer.workers import process_and_address
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, KvStorage, MtpSpec
-from hotset.transfer.api import MemoryKind
-from hotset.transfer.engines import TransferSettings
-from hotset.transfer.workers import process_and_address
 
 DEADLINE_S = 200.0
 Speeds = dict[tuple[MemoryKind, MemoryKind], float]  # bytes per second between kinds of memory

@@ -21,7 +21,7 @@ from hotset.engine.decode_graphs import (
 )
 from hotset.engine.llm import LLM
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.evaluate.tasks import Question, make_questions
+from hotset.lab.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Plan, PromptRange

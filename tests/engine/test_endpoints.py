@@ -21,11 +21,11 @@ from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopEngine, _stop_requested
 from hotset.engine.sizing import kv_budget
-from hotset.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
-from hotset.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePages, RowsComputed, StartPrefill
+from hotset.fleet.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
+from hotset.fleet.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePages, RowsComputed, StartPrefill
+from hotset.fleet.transfer.api import Region
+from hotset.fleet.transfer.lanes import CLOSE_S
 from hotset.memory.host_store import HostStore
-from hotset.transfer.api import Region
-from hotset.transfer.lanes import CLOSE_S
 
 SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 16, "page_rows": 16, "device_kv_tokens": 800}
 PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)

@@ -8,7 +8,7 @@ from engine.test_decode_graphs import DEMO, answers, make_prompts
 from models.fp8_models import quantise_checkpoint, save_fp8_model
 
 from hotset import LLM, SamplingParams
-from hotset.evaluate.tasks import make_questions
+from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 

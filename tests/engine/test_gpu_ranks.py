@@ -28,7 +28,7 @@ from hotset.engine.progress import Progress
 from hotset.engine.workers import launcher as launcher_module
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.evaluate.tasks import Question, make_questions
+from hotset.lab.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer

@@ -24,9 +24,9 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import regions
-from hotset.handoff.routes import PROBE_BYTES
-from hotset.transfer.api import Region, Transfer
-from hotset.transfer.engines import TransferSettings
+from hotset.fleet.handoff.routes import PROBE_BYTES
+from hotset.fleet.transfer.api import Region, Transfer
+from hotset.fleet.transfer.engines import TransferSettings
 
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

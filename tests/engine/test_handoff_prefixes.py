@@ -21,8 +21,8 @@ from loopback import Faults, Loopback
 from hotset.base.config import LandingChoice
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import PrefillEndpoint
+from hotset.fleet.transfer.workers import WorkerTransfers
 from hotset.models.decoder import Decoder
-from hotset.transfer.workers import WorkerTransfers
 
 PAGE_ROWS, PREFILL_PAGE_ROWS = 8, 16
 SIZES = {"max_model_len": 160, "max_num_batched_tokens": 24, "device_kv_tokens": 800, "host_kv_tokens": 4096}

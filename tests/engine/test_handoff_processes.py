@@ -23,7 +23,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import EngineStats
 from hotset.engine.process import AUDIT_AFTER_IDLE_S, EngineProcess
-from hotset.handoff.timers import PeerTiming
+from hotset.fleet.handoff.timers import PeerTiming
 
 pytest.importorskip("nixl")
 

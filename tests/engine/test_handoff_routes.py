@@ -11,11 +11,11 @@ from loopback import Hub
 from hotset.base.config import EngineConfig
 from hotset.engine.handoffs import unmeasured_landing_policy
 from hotset.engine.stores import landing_policy
-from hotset.handoff import sender
-from hotset.handoff.messages import Route
-from hotset.handoff.routes import EXPENSIVE_WRITE_SECONDS
+from hotset.fleet.handoff import sender
+from hotset.fleet.handoff.messages import Route
+from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
+from hotset.fleet.transfer.api import MemoryKind
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
-from hotset.transfer.api import MemoryKind
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800}

@@ -19,11 +19,11 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.sizing import kv_budget
-from hotset.handoff import staging
+from hotset.fleet.handoff import staging
+from hotset.fleet.transfer.api import MemoryKind, Transfer
+from hotset.fleet.transfer.engines import open_transfer
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
-from hotset.transfer.api import MemoryKind, Transfer
-from hotset.transfer.engines import open_transfer
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 SEED = 5

@@ -23,8 +23,7 @@ from hotset.engine.build import _open_publishers, build_engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.model_checks import check_model
 from hotset.engine.process import AddRequests, EngineProcess, OutputsReport, StopEngine
-from hotset.kv_events.known_blocks import event_hash
-from hotset.tiers.prefix_cache import PrefixCache
+from hotset.tiers.prefix_cache import PrefixCache, event_hash
 
 ANY_PORT = "tcp://127.0.0.1:0"
 PAGE_ROWS = 4
@@ -167,7 +166,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.delitem(sys.modules, "hotset.kv_events.publisher", raising=False)
+    monkeypatch.delitem(sys.modules, "hotset.fleet.kv_events.publisher", raising=False)
     with pytest.raises(MissingDependency, match=r"--kv-events needs zmq: pip install 'hotset\[serve\]'"):
         build_engine(EngineConfig(tiny_directory(tmp_path), **SETTINGS))
 

@@ -30,8 +30,8 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.evaluate.retrieval import LocalBackend
-from hotset.evaluate.tasks import make_questions
+from hotset.lab.evaluate.retrieval import LocalBackend
+from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec, MtpSpec
 from hotset.models.split import Split

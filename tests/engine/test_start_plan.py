@@ -24,6 +24,7 @@ from hotset.engine.model_checks import check_model, model_splits
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
 from hotset.engine.start_plan import WorkerPlan, check_start, estimated_steps, usable_bytes
 from hotset.engine.step_memory import step_bytes
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.kernels.linear import packed
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
@@ -33,7 +34,6 @@ from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import WeightPlan
 from hotset.models.weight_sizes import worker_weight_bytes
-from hotset.transfer.engines import TransferSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "models" / "demo-dsa")

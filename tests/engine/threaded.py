@@ -31,13 +31,13 @@ from hotset.engine.workers.launcher import LocalLauncher
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.fleet.transfer.api import Transfer
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder, worker_kv_shape
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 from hotset.models.weight_plan import plan_weights
-from hotset.transfer.api import Transfer
-from hotset.transfer.engines import TransferSettings
 
 WAIT_S = 300.0  # only a rank that hangs takes so long, even on a busy machine
 

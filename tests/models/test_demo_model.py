@@ -9,7 +9,7 @@ from harness import CPU, make_engine, run_all
 from models.test_parity import NEAR_TIE, StableTopk
 
 from hotset.base.sampling import SamplingParams
-from hotset.evaluate.tasks import TASKS, make_questions
+from hotset.lab.evaluate.tasks import TASKS, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder

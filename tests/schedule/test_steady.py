@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulate.test_requests_in_simulated_time import VOCAB, config_of
+from lab.simulate.test_requests_in_simulated_time import VOCAB, config_of
 
 from hotset.base.host_memory import host_memory
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.plan.capacity import plan_capacity
-from hotset.plan.gpus import Machine
-from hotset.plan.model_configs import find_config
+from hotset.lab.plan.capacity import plan_capacity
+from hotset.lab.plan.gpus import Machine
+from hotset.lab.plan.model_configs import find_config
+from hotset.lab.simulate.prompts import Arrival
+from hotset.lab.simulate.step_clock import FixedCosts, SimulatedClock
+from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.schedule import steady
 from hotset.schedule.request import PlanNumbers, Request
-from hotset.simulate.prompts import Arrival
-from hotset.simulate.step_clock import FixedCosts, SimulatedClock
-from hotset.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 
 COSTS = FixedCosts(step_s=0.01, prompt_token_s=1e-4, decode_token_s=1e-3, tiered_token_s=1e-3)
 # Too few device pages make requests tiered or parked. Too few host pages make them release everything and start again.

@@ -21,13 +21,13 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import bound_socket
 from hotset.base.serve_config import ServeConfig
+from hotset.fleet.router.config import RouterConfig
+from hotset.fleet.router.server import run as run_router
 from hotset.serve import connections
 from hotset.serve.access_log import AccessLog
 from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors
 from hotset.serve.http_server import HttpServer, uvicorn_config
 from hotset.serve.middleware import BodyLimit
-from hotset.serve.router.config import RouterConfig
-from hotset.serve.router.server import run as run_router
 from hotset.serve.server import run as run_server
 
 WAIT_SECONDS = 30.0  # limit of each wait; only an overloaded machine needs that long

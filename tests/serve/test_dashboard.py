@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hotset.engine.client import ReceivedStats
 from hotset.engine.outputs import EngineStats
-from hotset.handoff.agent import HandoffStats
+from hotset.fleet.handoff.agent import HandoffStats
+from hotset.fleet.router.metrics import RouterMetrics
 from hotset.serve.metrics import Metrics
-from hotset.serve.router.metrics import RouterMetrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "hotset.json").read_text())
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

@@ -20,7 +20,7 @@ from processes import command_line, descendants_of, wait_until_ended
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import API_KEY, RunningServer, serving
 
-from hotset.kv_events.subscriber import KvEventSubscriber
+from hotset.fleet.kv_events.subscriber import KvEventSubscriber
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, parse_page_marks
 from hotset.serve.prefill_header import prefill_headers
 

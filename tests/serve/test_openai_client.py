@@ -17,8 +17,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from running_server import RunningServer, serving
 
-from hotset.bench.benchmark import Benchmark, BenchReport
-from hotset.bench.config import BenchConfig
+from hotset.lab.bench.benchmark import Benchmark, BenchReport
+from hotset.lab.bench.config import BenchConfig
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 MODEL = "demo-dsa"

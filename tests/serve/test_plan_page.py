@@ -17,10 +17,10 @@ from running_server import API_KEY, RunningServer, error_of, serving
 
 from hotset.base.config import EngineConfig
 from hotset.base.units import GIB
-from hotset.plan.calculator import MAX_BYTES
-from hotset.plan.gpus import Machine, find_gpu
-from hotset.plan.model_configs import find_config
-from hotset.plan.planner import make_plan
+from hotset.lab.plan.calculator import MAX_BYTES
+from hotset.lab.plan.gpus import Machine, find_gpu
+from hotset.lab.plan.model_configs import find_config
+from hotset.lab.plan.planner import make_plan
 from hotset.serve.page import page_response
 
 WAIT_SECONDS = 120.0
@@ -42,7 +42,7 @@ def calculate(server: RunningServer, body: Any, headers: dict[str, str] = KEY) -
 
 def calculator_of(server: RunningServer) -> int:
     """Returns the process that calculates plans."""
-    (pid,) = [pid for pid in children_of(server.process.pid) if b"hotset.plan.calculator" in command_line(pid)]
+    (pid,) = [pid for pid in children_of(server.process.pid) if b"hotset.lab.plan.calculator" in command_line(pid)]
     return pid
 
 

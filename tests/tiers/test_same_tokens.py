@@ -11,7 +11,7 @@ from harness import CPU, RandomWeights, Recorder, make_engine, run_all
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.model_checks import kv_storage
-from hotset.evaluate.tasks import make_questions
+from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder

@@ -6,7 +6,7 @@ import pytest
 
 from hotset import LLM
 from hotset.base.config import TiersMode
-from hotset.evaluate.retrieval import EvaluationPlan, LocalBackend, evaluate
+from hotset.lab.evaluate.retrieval import EvaluationPlan, LocalBackend, evaluate
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 

@@ -8,13 +8,13 @@ from hotset.base.address import Address
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers.messages import MemoryDescribed
+from hotset.fleet.transfer.api import DeviceEvent
+from hotset.fleet.transfer.engines import TransferSettings
+from hotset.fleet.transfer.workers import WorkerConnection
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, KvMemory, Traffic, TrafficCopy
-from hotset.transfer.api import DeviceEvent
-from hotset.transfer.engines import TransferSettings
-from hotset.transfer.workers import WorkerConnection
 
 Step = Sequence[Plan | None]  # one plan per replica; None for a replica that computes nothing in this step
 

@@ -13,8 +13,8 @@ from hotset.engine.workers.handle import WorkerPipe, WorkerProcess
 from hotset.engine.workers.messages import ConnectionAddress, WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.worker import main
+from hotset.fleet.transfer.workers import Messages
 from hotset.models.split import Split
-from hotset.transfer.workers import Messages
 
 T = TypeVar("T")
 

@@ -15,12 +15,12 @@ from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers.shared_memory import SharedName
-from hotset.handoff.messages import MemoryRange
+from hotset.fleet.handoff.messages import MemoryRange
+from hotset.fleet.transfer.api import MemoryKind
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
-from hotset.transfer.api import MemoryKind
-from hotset.transfer.engines import TransferSettings
 
 THIS_MACHINE = ""  # the node of workers that are child processes of the controller
 

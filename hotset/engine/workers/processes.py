@@ -49,14 +49,14 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory, SharedName
+from hotset.fleet.transfer.api import DeviceEvent
+from hotset.fleet.transfer.engines import TransferSettings
+from hotset.fleet.transfer.workers import WorkerConnection
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.memory.mapping import store_nodes
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
-from hotset.transfer.api import DeviceEvent
-from hotset.transfer.engines import TransferSettings
-from hotset.transfer.workers import WorkerConnection
 
 LOGGER = logging.getLogger("hotset.engine")
 T = TypeVar("T", bound=WorkerReport)

@@ -24,8 +24,8 @@ from hotset.engine.workers.messages import ConnectionAddress, WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.ray_actor import ActorFacts
 from hotset.engine.workers.sockets import ControllerSockets, CurveKeys, RemoteWorker, SocketAddress
+from hotset.fleet.transfer.workers import Messages
 from hotset.models.split import Split
-from hotset.transfer.workers import Messages
 
 START_SECONDS = 300.0  # time for actors to start and to import torch
 STARTING = "start the workers"

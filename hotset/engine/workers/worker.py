@@ -64,16 +64,16 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
-from hotset.handoff.messages import PackedPiece
-from hotset.handoff.packing import pack, unpack
+from hotset.fleet.handoff.messages import PackedPiece
+from hotset.fleet.handoff.packing import pack, unpack
+from hotset.fleet.transfer.api import Transfer
+from hotset.fleet.transfer.engines import TransferSettings
+from hotset.fleet.transfer.workers import serve_transfers
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.mapping import store_nodes
 from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import KvMemory, TrafficCopy
-from hotset.transfer.api import Transfer
-from hotset.transfer.engines import TransferSettings
-from hotset.transfer.workers import serve_transfers
 
 LOGGER = logging.getLogger("hotset.engine")
 ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure

@@ -1,0 +1,112 @@
+"""Routes: how fast each kind of memory of this worker reaches each kind of memory of a peer.
+
+A transfer engine moves bytes by very different ways, and does not report which. Over UCX without RDMA, for example, GPU
+memory at one end alone moves ten times slower than host memory, and GPU memory at both ends a hundred times faster. The
+prefill worker therefore measures when it connects to a decode worker, by a few short writes from and to probe memory,
+which is used for nothing else. The decode worker receives the result, and chooses where contexts land.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hotset.base.errors import TransferError
+from hotset.fleet.handoff.messages import MemoryRange, Route
+from hotset.fleet.transfer.api import Transfer, Writes, WriteState
+
+LOGGER = logging.getLogger("hotset.fleet.handoff")
+
+PROBE_BYTES = 16 << 20  # probe memory of each kind, and the size of a large probe
+SMALL_BYTES, NUM_SMALL = 4096, 256  # the small probe: this many separate writes of this size
+ROUNDS = 3  # the best round counts; the first ones may still set up connections
+ROUTE_SECONDS = 1.0  # a route is not measured for longer than about this
+POLL_SECONDS = 0.0002
+
+# Memory of a GPU is worth writing to directly if its route has at least this share of the speed of the route to host
+# memory. Contexts in host memory are loaded to the GPU later, much faster than a network. Memory of a GPU is worth
+# reading, and keeping until then, if host memory has less than this share of its speed.
+DEVICE_SHARE = 0.8
+# A write that costs more than this, beside its bytes, is avoided if an additional copy saves it.
+EXPENSIVE_WRITE_SECONDS = 30e-6
+
+Probes = Mapping[str, MemoryRange]  # by the value of MemoryKind
+
+
+def measure_routes(
+    transfer: Transfer, peer: str, local: Probes, remote: Probes, clock: Callable[[], float] = time.monotonic
+) -> tuple[Route, ...]:
+    """Measures the route from every kind of `local` probe memory to every kind of the peer's. Routes that cannot write
+    are left out. This blocks for at most a few seconds. The peer must be connected.
+
+    Raises TransferError if there are probes on both sides, and no route between them.
+    """
+    routes = []
+    for source, from_memory in local.items():
+        for target, to_memory in remote.items():
+            route = _measure(transfer, peer, source, from_memory, target, to_memory, clock)
+            if route is not None:
+                routes.append(route)
+    if local and remote and not routes:
+        raise TransferError(
+            f"none of its memory ({', '.join(remote)}) can be written from here over {transfer.name} "
+            f"({transfer.transport()}); check that --transfer-interface names a network that connects both workers, "
+            "that no firewall closes it, and that UCX_TLS, if it is set, is the same on both sides"
+        )
+    LOGGER.info("routes to %s: %s", peer, show_routes(routes) or "not measured")
+    return tuple(routes)
+
+
+def show_routes(routes: Sequence[Route]) -> str:
+    """Returns a text like `host to host 4.40 GB/s, host to device 0.38 GB/s`."""
+    return ", ".join(f"{route.source} to {route.target} {route.gb_per_s:.2f} GB/s" for route in routes)
+
+
+def find_route(routes: Sequence[Route], source: str, target: str) -> Route | None:
+    """Returns the route between these kinds of memory, or None if there is none."""
+    return next((route for route in routes if (route.source, route.target) == (source, target)), None)
+
+
+def _measure(
+    transfer: Transfer,
+    peer: str,
+    source: str,
+    from_memory: MemoryRange,
+    target: str,
+    to_memory: MemoryRange,
+    clock: Callable[[], float],
+) -> Route | None:
+    nbytes = min(from_memory.nbytes, to_memory.nbytes)
+    large = np.array([[from_memory.address, to_memory.address, nbytes]], np.int64)
+    # Every second block is written, so that the transfer engine cannot merge the writes.
+    offsets = np.arange(min(NUM_SMALL, nbytes // (2 * SMALL_BYTES)), dtype=np.int64) * 2 * SMALL_BYTES
+    sizes = np.full(len(offsets), min(SMALL_BYTES, nbytes), np.int64)
+    small = np.stack([from_memory.address + offsets, to_memory.address + offsets, sizes], axis=1)
+    until = clock() + ROUTE_SECONDS
+    seconds: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        for name, writes in (("small", small), ("large", large)):
+            taken = _time(transfer, peer, writes, until, clock)
+            if taken is None:
+                return None
+            seconds[name] = min(taken, seconds.get(name, taken))
+        if clock() >= until:
+            break
+    per_byte = seconds["large"] / nbytes
+    per_write = max(0.0, seconds["small"] / max(1, len(small)) - SMALL_BYTES * per_byte)
+    return Route(source, target, 1e-9 / max(per_byte, 1e-15), per_write)
+
+
+def _time(transfer: Transfer, peer: str, writes: Writes, until: float, clock: Callable[[], float]) -> float | None:
+    """Returns the seconds that a list of writes takes, or None if it fails or is not finished a while after `until`.
+
+    An unfinished list may still write, but only to probe memory.
+    """
+    began = clock()
+    ticket = transfer.submit(peer, writes)
+    while (state := transfer.poll(ticket)) is WriteState.PENDING:
+        if clock() >= until + ROUTE_SECONDS:
+            return None
+        time.sleep(POLL_SECONDS)
+    return max(clock() - began, 1e-9) if state is WriteState.DONE else None

@@ -1,0 +1,378 @@
+"""The transfer endpoints of all processes of an engine, behind the interface of one.
+
+A process can register only its own memory. An engine with worker processes therefore has an endpoint in each of them,
+for the memory of its GPU, beside the one of its own process, which has mapped the host stores. `WorkerTransfers`
+directs them. A worker runs `serve_transfers`, and `RemoteTransfer` stands for its endpoint in the engine's process.
+
+Addresses that leave a process are *engine addresses*: the number of the process within its engine in the upper bits,
+and the address within this process in the lower ones. Process 0 is that of the engine itself, so the addresses of an
+engine without worker processes are ordinary ones. Writes are divided by the processes at both ends.
+"""
+
+import base64
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from hotset.base.errors import EngineStopped, InternalError, TransferError
+from hotset.fleet.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
+
+log = logging.getLogger(__name__)
+
+PROCESS_SHIFT = 52  # addresses of a process are smaller than 1 << PROCESS_SHIFT
+PROCESS_MASK = (1 << PROCESS_SHIFT) - 1  # the bits of an address within its process
+MAX_PROCESSES = 1 << (63 - PROCESS_SHIFT)  # of an engine; addresses are computed in int64
+OPEN_S, CONNECT_S, CLOSE_S = 60.0, 60.0, 15.0  # limits for a worker's answer
+COPY_THREADS = 2  # of a worker
+POLL_S = 0.0005  # interval at which a worker checks its lists of writes
+WORST_FIRST = (WriteState.FAILED_UNKNOWN, WriteState.FAILED_QUIESCED, WriteState.DONE)
+
+
+def engine_address(process: int, address: int) -> int:
+    return process << PROCESS_SHIFT | address
+
+
+def process_and_address(engine_address: int) -> tuple[int, int]:
+    return engine_address >> PROCESS_SHIFT, engine_address & PROCESS_MASK
+
+
+class WorkerTransfers:
+    """Implements `Transfer` over one endpoint per process of this engine. Peers may have several processes, too."""
+
+    def __init__(self, endpoints: Sequence[Transfer]) -> None:
+        """`endpoints[n]` is that of process n."""
+        self.name = endpoints[0].name
+        self._endpoints = tuple(endpoints)
+        self._peers: dict[str, int] = {}  # the number of processes of each peer
+        self._tickets = itertools.count()
+
+    def register(self, region: Region) -> None:
+        raise InternalError("memory is registered with the endpoint of its process")
+
+    def describe(self) -> bytes:
+        return json.dumps([base64.b64encode(part.describe()).decode() for part in self._endpoints]).encode()
+
+    def connect(self, name: str, description: bytes) -> None:
+        """Connects every process of this engine with every process of the peer."""
+        self.forget(name)
+        try:
+            parts = [base64.b64decode(part, validate=True) for part in json.loads(description)]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise TransferError("the peer's description of its processes cannot be parsed") from error
+        if not 1 <= len(parts) <= MAX_PROCESSES:
+            raise TransferError(f"the peer describes {len(parts)} processes")
+        self._peers[name] = len(parts)
+
+        def connect_all(endpoint: Transfer) -> None:
+            for process, part in enumerate(parts):
+                endpoint.connect(_name(name, process), part)
+
+        with ThreadPoolExecutor(len(self._endpoints)) as threads:
+            list(threads.map(connect_all, self._endpoints))
+
+    def forget(self, name: str) -> None:
+        for process in range(self._peers.pop(name, 0)):
+            for endpoint in self._endpoints:
+                endpoint.forget(_name(name, process))
+
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
+        ends = writes[:, :2] >> PROCESS_SHIFT  # [writes, 2]: process of this engine, process of the peer
+        local_writes = writes.copy()
+        local_writes[:, :2] &= PROCESS_MASK
+        pairs = ends[:, 0] * MAX_PROCESSES + ends[:, 1]
+        lists: list[tuple[Transfer, WriteTicket]] = []
+        for pair in np.unique(pairs).tolist():
+            source, target = divmod(pair, MAX_PROCESSES)
+            endpoint = self._endpoints[min(source, len(self._endpoints) - 1)]  # a wrong address is not registered there
+            lists.append((endpoint, endpoint.submit(_name(peer, target), local_writes[pairs == pair], after)))
+        return WriteTicket(next(self._tickets), int(writes[:, 2].sum()), lists)
+
+    def poll(self, ticket: WriteTicket) -> WriteState:
+        """Returns the worst state of the lists, when all have ended."""
+        states = {endpoint.poll(part) for endpoint, part in ticket.handle}
+        if WriteState.PENDING in states:
+            return WriteState.PENDING
+        return next((state for state in WORST_FIRST if state in states), WriteState.DONE)
+
+    def transport(self) -> str:
+        return self._endpoints[0].transport()
+
+    def throughput(self) -> Throughput:
+        parts = [endpoint.throughput() for endpoint in self._endpoints]
+        return Throughput(sum(part.nbytes for part in parts), max(part.seconds for part in parts))
+
+    def close(self) -> bool:
+        with ThreadPoolExecutor(len(self._endpoints)) as threads:  # each may take seconds
+            return all(list(threads.map(lambda endpoint: endpoint.close(), self._endpoints)))
+
+
+def _name(peer: str, process: int) -> str:
+    return peer if process == 0 else f"{peer} process {process}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    number: int
+    method: str  # 'open', 'copy', or a method of an endpoint
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    number: int  # that of the call
+    result: Any
+    throughput: Throughput | None = None  # of the endpoint, with the end of a list of writes
+
+
+class Messages(Protocol):
+    """One end of a connection that carries messages. A `Connection` of `multiprocessing` is one.
+
+    Its methods raise OSError or EOFError if the process at the other end has ended.
+    """
+
+    def send(self, obj: Any) -> None: ...
+
+    def recv(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerConnection:
+    """The engine's end of a connection to a worker that runs `serve_transfers`."""
+
+    def __init__(self, connection: Messages) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()  # guards the fields below, and sending
+        self._calls: dict[int, Future[Any]] = {}  # calls that are not answered
+        self._numbers = itertools.count()
+        self._ended = False
+        threading.Thread(target=self._read, name="transfer replies", daemon=True).start()
+
+    def call(self, method: str, *arguments: Any) -> "Future[Any]":
+        """Begins a call. Its result is an exception if the worker raised one, or has ended."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._calls[number] = future
+            try:
+                if self._ended:
+                    raise OSError
+                self._connection.send(_Call(number, method, arguments))
+            except OSError:
+                del self._calls[number]
+                future.set_exception(EngineStopped("the worker has ended"))
+        return future
+
+    def close(self) -> None:
+        """Makes the worker close its endpoints and its end of the connection. Idempotent."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(None)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                reply: _Reply = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                future = self._calls.pop(reply.number)
+            if isinstance(reply.result, Exception):
+                future.set_exception(reply.result)
+            else:
+                future.set_result(reply)
+        with self._lock:
+            self._ended = True
+            unanswered = list(self._calls.values())
+            self._calls.clear()
+            self._connection.close()
+        for future in unanswered:
+            future.set_exception(EngineStopped("the worker has ended"))
+
+
+@dataclass(slots=True)
+class _RemoteList:
+    """A list of writes that a worker submits."""
+
+    peer: str
+    writes: Writes
+    after: DeviceEvent | None  # observed here, because events cannot be sent
+    deadline: float
+    ended: "Future[Any] | None" = None  # None until the list is sent to the worker
+
+
+class RemoteTransfer:
+    """Implements `Transfer` for an endpoint in a worker process, which registers its own memory."""
+
+    def __init__(self, worker: WorkerConnection, deadline_s: float) -> None:
+        """Opens the endpoint. Raises StartupError if that fails."""
+        self._worker, self._deadline_s = worker, deadline_s
+        opened: tuple[int, str, bytes] = worker.call("open").result(OPEN_S).result
+        self._number, self.name, self._description = opened
+        self._tickets = itertools.count()
+        self._throughput = Throughput(0, 0.0)
+        self._closed: bool | None = None
+
+    def register(self, region: Region) -> None:
+        raise InternalError("a worker registers its own memory")
+
+    def describe(self) -> bytes:
+        return self._description
+
+    def connect(self, name: str, description: bytes) -> None:
+        try:
+            self._worker.call("connect", self._number, name, description).result(CONNECT_S)
+        except TimeoutError:
+            raise TransferError(f"a worker has not connected to {name} within {CONNECT_S:g} s") from None
+
+    def forget(self, name: str) -> None:
+        self._worker.call("forget", self._number, name)
+
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
+        submitted = _RemoteList(peer, writes, after, time.monotonic() + self._deadline_s)
+        ticket = WriteTicket(next(self._tickets), int(writes[:, 2].sum()), submitted)
+        self.poll(ticket)  # sends the list now if it need not wait
+        return ticket
+
+    def poll(self, ticket: WriteTicket) -> WriteState:
+        waiting: _RemoteList = ticket.handle
+        if waiting.ended is None:
+            if waiting.after is not None and not waiting.after.query():
+                expired = time.monotonic() > waiting.deadline
+                return WriteState.FAILED_QUIESCED if expired else WriteState.PENDING
+            waiting.ended = self._worker.call("submit", self._number, waiting.peer, waiting.writes)
+        if not waiting.ended.done():
+            return WriteState.PENDING
+        if waiting.ended.exception() is not None:
+            return WriteState.FAILED_UNKNOWN
+        reply: _Reply = waiting.ended.result()
+        if reply.throughput is not None and reply.throughput.nbytes > self._throughput.nbytes:
+            self._throughput = reply.throughput  # lists can be polled in another order than they ended
+        state: WriteState = reply.result
+        return state
+
+    def transport(self) -> str:
+        return "another process"
+
+    def throughput(self) -> Throughput:
+        return self._throughput
+
+    def close(self) -> bool:
+        if self._closed is None:
+            try:
+                self._closed = bool(self._worker.call("close", self._number).result(CLOSE_S).result)
+            except TimeoutError:
+                self._closed = False
+            except EngineStopped:
+                self._closed = True  # the process has ended, and its memory is gone
+        return self._closed
+
+
+@dataclass(slots=True)
+class _Served:
+    """The endpoints of a worker, and the lists of writes that it has not reported."""
+
+    open: dict[int, Transfer] = field(default_factory=dict)
+    submitted: list[tuple[_Call, Transfer, WriteTicket]] = field(default_factory=list)
+
+
+def serve_transfers(
+    connection: Messages, open_endpoint: Callable[[], Transfer], copy: Callable[..., None] | None = None
+) -> None:
+    """Opens, uses and closes endpoints as the engine commands, until it closes the connection or ends.
+
+    `open_endpoint` opens an endpoint and registers the memory of this process with it. `copy` copies within this
+    memory, with the arguments of the engine's call.
+    """
+    served, numbers = _Served(), itertools.count()
+    sending = threading.Lock()
+    changed = threading.Condition()  # guards `served`
+    ended = False
+
+    def reply(call: _Call, result: Any, throughput: Throughput | None = None) -> None:
+        with sending:
+            try:
+                connection.send(_Reply(call.number, result, throughput))
+            except OSError:
+                log.debug("the engine has ended before a call was answered")
+
+    def run(call: _Call) -> None:
+        """Runs a call that may block."""
+        try:
+            match call.method:
+                case "open":
+                    opened, number = open_endpoint(), next(numbers)
+                    with changed:
+                        served.open[number] = opened
+                    reply(call, (number, opened.name, opened.describe()))
+                case "connect":
+                    number, name, description = call.arguments
+                    served.open[number].connect(name, description)
+                    reply(call, None)
+                case "close":
+                    with changed:
+                        endpoint = served.open.pop(call.arguments[0])
+                    reply(call, endpoint.close())
+                case "copy":
+                    assert copy is not None
+                    copy(*call.arguments)
+                    reply(call, None)
+        except Exception as error:
+            reply(call, error)
+
+    def poll() -> None:
+        """Reports the ends of lists."""
+        while not ended:
+            with changed:
+                changed.wait_for(lambda: served.submitted or ended, timeout=None)
+                entries, served.submitted = served.submitted, []
+            pending = []
+            for call, endpoint, ticket in entries:
+                state = endpoint.poll(ticket)
+                if state is WriteState.PENDING:
+                    pending.append((call, endpoint, ticket))
+                else:
+                    reply(call, state, endpoint.throughput())
+            with changed:
+                served.submitted += pending
+            if pending:
+                time.sleep(POLL_S)
+
+    threading.Thread(target=poll, name="transfer polls", daemon=True).start()
+    copies = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="transfer copy")
+    try:
+        while (call := connection.recv()) is not None:
+            if call.method == "forget" and (endpoint := served.open.get(call.arguments[0])) is not None:
+                endpoint.forget(call.arguments[1])
+                reply(call, None)
+            elif call.method == "submit":
+                number, peer, writes = call.arguments
+                endpoint = served.open.get(number)
+                if endpoint is None:
+                    reply(call, WriteState.FAILED_QUIESCED)
+                    continue
+                with changed:
+                    served.submitted.append((call, endpoint, endpoint.submit(peer, writes)))
+                    changed.notify()
+            elif call.method == "copy":
+                copies.submit(run, call)
+            else:
+                threading.Thread(target=run, args=(call,), name=f"transfer {call.method}", daemon=True).start()
+    except (EOFError, OSError):
+        pass  # the engine has ended
+    finally:
+        with changed:
+            ended = True
+            changed.notify()
+        copies.shutdown(cancel_futures=True)
+        for endpoint in served.open.values():
+            endpoint.close()
+        connection.close()

@@ -1,0 +1,89 @@
+"""One streamed answer: when its pieces of text arrived, and how many tokens the server counted."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hotset.lab.bench.events import EventParser
+
+MAX_ERROR_CHARACTERS = 300
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of the delta of a chat chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed. `status` is None if there was no HTTP response."""
+
+    status: int | None
+    message: str
+
+
+class StreamedAnswer:
+    """Reads the event stream of one request. Times are those that the caller passes to `feed`."""
+
+    def __init__(self) -> None:
+        self.chunk_times: list[float] = []  # one for each chunk that has text
+        self.input_tokens: int | None = None
+        self.cached_tokens: int | None = None  # those of the input that the server had in its prefix cache
+        self.failure: Failure | None = None
+        self._completion_tokens: int | None = None
+        self._finished = False  # a finish reason or the end marker has arrived
+        self._events = EventParser()
+
+    @property
+    def output_tokens(self) -> int:
+        """The server's count, or the number of chunks if the server sent no usage."""
+        return len(self.chunk_times) if self._completion_tokens is None else self._completion_tokens
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Reads bytes that arrived at time `now`."""
+        for event in self._events.feed(data):
+            if event == b"[DONE]":
+                self._finished = True
+                continue
+            try:
+                self._read_chunk(json.loads(event), now)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                self._fail(f"the server sent an event that is not a completion chunk: {_shortened(event)}")
+
+    def end(self) -> None:
+        """Is called at the end of the stream. A stream without a finish reason and end marker has failed."""
+        if not self._finished:
+            self._fail(f"the stream ended early, after {len(self.chunk_times)} chunks with text")
+
+    def _read_chunk(self, chunk: dict[str, Any], now: float) -> None:
+        if error := chunk.get("error"):
+            self._fail(error_message(error))
+        if usage := chunk.get("usage"):
+            self.input_tokens, self._completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if choice.get("text") or any(delta.get(field) for field in TEXT_FIELDS):
+                self.chunk_times.append(now)
+            if choice.get("finish_reason") is not None:
+                self._finished = True
+
+    def _fail(self, message: str) -> None:
+        self.failure = self.failure or Failure(200, message)
+
+
+def error_message(error: Any) -> str:
+    """Returns the message of an `error` object, in OpenAI's format or another one."""
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or error)[:MAX_ERROR_CHARACTERS]
+
+
+def failure_of(status: int, body: bytes) -> Failure:
+    """Describes an HTTP response that is not a stream."""
+    if status == 200:
+        return Failure(status, f"the server did not stream its answer: {_shortened(body)}")
+    try:
+        values = json.loads(body)
+        return Failure(status, error_message(values.get("error") or values.get("detail") or values))
+    except (ValueError, AttributeError):
+        return Failure(status, _shortened(body))
+
+
+def _shortened(body: bytes) -> str:
+    return " ".join(body.decode("utf-8", "replace").split())[:MAX_ERROR_CHARACTERS] or "(empty)"

@@ -1,0 +1,47 @@
+"""Draws a plan: requests at once and tokens per second by context length, with tiers off and on."""
+
+from html import escape
+from pathlib import Path
+
+from hotset.base.errors import ConfigError
+from hotset.lab.bench.svg import Line, Panel, page
+from hotset.lab.plan.planner import Plan
+from hotset.lab.plan.tables import describe
+
+BLUE, GREY = "#1f5fa8", "#8a8a8a"
+SUFFIXES = (".svg", ".html")
+
+
+def check_plot_file(path: Path) -> None:
+    """Raises ConfigError if no picture can be written to `path`."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: the directory {path.absolute().parent} does not exist")
+
+
+def write_picture(svg: str, title: str, path: Path) -> None:
+    """Writes the picture as .svg, or as an .html page that contains it."""
+    if path.suffix == ".html":
+        svg = (
+            f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><body style="margin:0">{svg}</body>\n'
+        )
+    path.write_text(svg)
+
+
+def picture(plan: Plan) -> str:
+    """Returns the picture of the best split as SVG. Without one, it has no lines."""
+    names = [f"{context // 1024}k" if context % 1024 == 0 else str(context) for context in plan.contexts]
+    panels = []
+    for title, field in (("Requests at once", "requests"), ("Tokens per second", "tokens_per_s")):
+        lines = []
+        for name, colour, decodes in (
+            ("tiers off", GREY, plan.best.tiers_off if plan.best else ()),
+            ("with tiers", BLUE, plan.best.tiers_on if plan.best else ()),
+        ):
+            values = [float(getattr(decode, field) or 0.0) for decode in decodes]
+            points = [(index + 1.0, value) for index, value in enumerate(values)]
+            lines.append(Line(points, colour, name, dots=True, labels=[f"{value:,.0f}" for value in values]))
+        panels.append(Panel(title, "context length", title.lower(), lines, x_max=len(names) + 0.5, x_names=names))
+    subtitle = f"{describe(plan.machine)} · {plan.best.name if plan.best else 'nothing fits'}"
+    return page(plan.model, subtitle, panels)

@@ -1,0 +1,176 @@
+"""Simulated time: an executor that computes nothing, and takes as long for a step as a cost model says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import NamedTuple
+
+from hotset.base.address import Address
+from hotset.engine.workers.executor import HostShard, Step, StepFuture, TransferWorker
+from hotset.fleet.transfer.api import DeviceEvent
+from hotset.fleet.transfer.engines import TransferSettings
+from hotset.lab.plan.costs import RankCosts
+from hotset.memory.device_pool import DevicePool
+from hotset.schedule.plan import Plan, StepResult
+from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
+
+FIRST_ANSWER_TOKEN = 1 << 32  # of simulated answers: prompts have no such tokens
+QUIET_PLAN = Plan(number=-1, commands=(), seats=(), starts=(), counts=(), sampled=())  # for `FastScheduler`
+QUIET_RESULT = StepResult(number=-1, token_ids=())
+
+
+class StepWork(NamedTuple):
+    """What one replica computes in one step."""
+
+    decodes: int = 0  # requests that decode one token
+    context: float = 0.0  # their mean length
+    tiered: int = 0  # those that are tiered
+    chunks: Sequence[tuple[int, int]] = ()  # first and last position of each chunk of a prompt
+    expert_share: float = 1.0  # prompt tokens of all replicas, over what they would be if each had as many as this one
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum([last - first for first, last in self.chunks])
+
+    def with_expert_share(self, expert_share: float) -> "StepWork":
+        return StepWork(self.decodes, self.context, self.tiered, self.chunks, expert_share)
+
+
+def work_of(plan: Plan, tiered: int) -> StepWork:
+    """Returns the work of a plan. `tiered` is the number of tiered requests of its replica."""
+    counts, starts = plan.counts, plan.starts
+    chunks = [(first, first + tokens) for first, tokens in zip(starts, counts, strict=True) if tokens > 1]
+    decodes = len(counts) - len(chunks)
+    length = (sum(starts) - sum(first for first, _last in chunks)) / decodes if decodes else 0.0
+    return StepWork(decodes, length, min(decodes, tiered), chunks)
+
+
+StepCost = Callable[[StepWork], Sequence[float]]  # seconds on each pipeline stage
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCosts:
+    """Costs of a machine that was measured, as `hotset simulate --step-ms` gives them."""
+
+    step_s: float
+    prompt_token_s: float = 0.0
+    decode_token_s: float = 0.0
+    tiered_token_s: float = 0.0  # in addition, for each decoding request that is tiered
+    position_s: float = 0.0  # for each pair of a computed token and 1000 tokens of its context
+
+    def __call__(self, work: StepWork) -> Sequence[float]:
+        decodes = self.decode_token_s * work.decodes + self.tiered_token_s * work.tiered
+        prompts = self.prompt_token_s * work.prompt_tokens
+        return (self.step_s + prompts + decodes + self.position_s * positions(work),)
+
+
+def positions(work: StepWork) -> float:
+    """Returns the number of pairs of a computed token and a token of its context, in thousands."""
+    of_prompts = sum((last - first) * (first + last) / 2 for first, last in work.chunks)
+    return (of_prompts + work.decodes * work.context) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCosts:
+    """Costs of GPUs, from the cost model of `hotset plan`."""
+
+    stages: Sequence[RankCosts]
+
+    def __call__(self, work: StepWork) -> Sequence[float]:
+        return [_gpu_seconds(rank, work) for rank in self.stages]
+
+
+def _gpu_seconds(rank: RankCosts, work: StepWork) -> float:
+    """A step with prompts reads its weights once. It takes the longer of that and the products of the prompts."""
+    rates = rank.decode_rates(max(1, work.decodes))
+    seconds = rates.whole_s
+    if work.chunks:
+        seconds = max(seconds, sum([rank.prefill_seconds(*chunk, work.expert_share) for chunk in work.chunks]))
+    return seconds + rates.seconds(work.context, work.tiered) if work.decodes else seconds
+
+
+@dataclass(slots=True)
+class SimulatedClock:
+    """The time at which an engine makes its plans, and until which each pipeline stage is busy."""
+
+    now: float = 0.0
+    busy_until: list[float] = field(default_factory=list)
+
+    def run(self, seconds: Sequence[float]) -> float:
+        """Returns when a step ends that is submitted now and takes `seconds` on each stage, one after another."""
+        self.busy_until = self.busy_until or [0.0] * len(seconds)
+        ends = self.now
+        for stage, duration in enumerate(seconds):
+            ends = max(ends, self.busy_until[stage]) + duration
+            self.busy_until[stage] = ends
+        return ends
+
+
+class SimulatedExecutor:
+    """Implements `Executor` without a model. Waiting for the results of a step moves the clock to its end."""
+
+    addresses: Sequence[Address] = ()
+
+    def __init__(self, clock: SimulatedClock, cost: StepCost, works: Callable[[Step], list[StepWork]]) -> None:
+        """`works(step)` returns the work of each replica's plan, without replicas that have none."""
+        self._clock, self._cost, self._works = clock, cost, works
+        self._tokens = count(FIRST_ANSWER_TOKEN)  # all different, so that answers share no prefix
+
+    def submit(self, step: Step) -> StepFuture:
+        works = self._works(step)
+        prompt_tokens = [work.prompt_tokens for work in works]
+        in_all = sum(prompt_tokens)
+        for index, tokens in enumerate(prompt_tokens):
+            if tokens:
+                works[index] = works[index].with_expert_share(in_all / (len(step) * tokens))
+        slowest = list(map(max, zip(*map(self._cost, works), strict=True)))
+        results = [None if plan is None else self._result(plan) for plan in step]
+        return _SimulatedStep(self._clock, self._clock.run(slowest), results)
+
+    def _result(self, plan: Plan) -> StepResult:
+        if plan is QUIET_PLAN:
+            return QUIET_RESULT
+        return StepResult(plan.number, list(islice(self._tokens, len(plan.sampled))))
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def mirrored_event(self) -> DeviceEvent | None:
+        return None
+
+    def hosts(self) -> Sequence[HostShard]:
+        return ()
+
+    @property
+    def pool(self) -> DevicePool | None:
+        return None
+
+    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
+        return ()
+
+    def traffic(self) -> Traffic:
+        return NO_TRAFFIC
+
+    def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
+        pass
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulatedStep:
+    clock: SimulatedClock
+    ends: float
+    step_results: Sequence[StepResult | None]
+
+    def results(self) -> Sequence[StepResult | None]:
+        self.clock.now = max(self.clock.now, self.ends)
+        return self.step_results

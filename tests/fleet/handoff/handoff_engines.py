@@ -1,0 +1,523 @@
+"""Fake engines for tests of the agent. They write predictable bytes instead of running a model, and check what landed.
+
+The agents and state machines around them are real. The transfer engine is one of hotset's, or `FileTransfer`.
+"""
+
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scaled_timeouts import scaled
+
+from hotset.base.errors import EngineStopped
+from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import this_process
+from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.fleet.handoff import outgoing, receiver
+from hotset.fleet.handoff.agent import HandoffAgent
+from hotset.fleet.handoff.channel import Channel
+from hotset.fleet.handoff.decode_agent import DecodeAgent
+from hotset.fleet.handoff.deliveries import Sources
+from hotset.fleet.handoff.layout import head_shards
+from hotset.fleet.handoff.links import Endpoints
+from hotset.fleet.handoff.messages import (
+    CancelFetch,
+    Fetch,
+    FetchFailed,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
+    Hello,
+    Landed,
+    ModelIdentity,
+    PeerLost,
+    PrefillFailed,
+    ProcessIdentity,
+    Quiesced,
+    ReceiverEvent,
+    ReleasePages,
+    RoutesMeasured,
+    RowsComputed,
+    StartPrefill,
+    Store,
+)
+from hotset.fleet.handoff.prefill_agent import PrefillAgent
+from hotset.fleet.handoff.receiver import Receiver
+from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.staging import ReceiverStaging
+from hotset.fleet.handoff.timers import PeerTiming
+from hotset.fleet.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
+
+if TYPE_CHECKING:
+    from hotset.fleet.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes
+
+LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
+ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
+POISON = 0xAB
+MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
+SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
+TIMEOUT_SCALE = 0.2  # default factor for the timeouts of the state machines
+WAIT_S = 60.0  # default time limit of waits, long enough for an overloaded machine
+
+THIS_PROCESS = this_process()
+
+Bytes = NDArray[np.uint8]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
+    """Waits until the condition holds, for at most `seconds`, and returns whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return condition()
+
+
+def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
+    """Returns the bytes that the fake model computes for this prompt: [units, positions, width]. Units are
+    layers or index groups."""
+    tokens = np.asarray(token_ids, np.int64)
+    prefix_sums = np.cumsum(tokens)[None, :, None]
+    unit = np.arange(units)[:, None, None]
+    return ((prefix_sums * 7 + tokens[None, :, None] * 3 + unit * 31 + np.arange(width) * 11) % 251).astype(np.uint8)
+
+
+def first_token(token_ids: Sequence[int]) -> int:
+    return sum(token_ids) % 1009
+
+
+class Memory:
+    """Rows and index keys in pages, filled with POISON at first. Rows are sharded over ranks by heads."""
+
+    def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None, ranks: int = 1) -> None:
+        self.pages, self.page_rows = pages, page_rows
+        rows_bytes = LAYERS * pages * page_rows * ROW_BYTES
+        self.buffer = np.empty(self.nbytes(pages, page_rows), np.uint8) if buffer is None else buffer
+        self.buffer[:] = POISON
+        shape = (ranks, LAYERS, pages, page_rows, ROW_BYTES // ranks)
+        self.ranks = self.buffer[:rows_bytes].reshape(shape)
+        self.keys = self.buffer[rows_bytes:].reshape(GROUPS, pages, page_rows, KEY_BYTES)
+        self._shards = head_shards([self._span(rank) for rank in self.ranks], HEADS, HEAD_BYTES)
+
+    @staticmethod
+    def nbytes(pages: int, page_rows: int) -> int:
+        return pages * page_rows * (LAYERS * ROW_BYTES + GROUPS * KEY_BYTES)
+
+    @property
+    def region(self) -> Region:
+        return Region(self.buffer.ctypes.data, self.buffer.nbytes)
+
+    @property
+    def store(self) -> Store:
+        return Store(self._shards, self._span(self.keys))
+
+    def _span(self, units: Bytes) -> PagedSpan:
+        bases = tuple((unit.ctypes.data,) for unit in units)
+        width = units.shape[-1]
+        return PagedSpan(bases, self.page_rows * width, self.page_rows, width)
+
+    def _split(self, rows: Bytes) -> list[Bytes]:
+        """Splits whole rows into the shards of the ranks."""
+        return [
+            np.concatenate([rows[..., first : first + nbytes] for first, nbytes in shard.slices], axis=-1)
+            for shard in self._shards
+        ]
+
+    def fill(self, pages: Sequence[int], token_ids: Sequence[int], first: int, last: int) -> None:
+        """Writes the rows and index keys of positions [first, last) to the pages."""
+        positions = np.arange(first, last)
+        page, row = np.asarray(pages)[positions // self.page_rows], positions % self.page_rows
+        shards = self._split(contents(token_ids, LAYERS, ROW_BYTES)[:, first:last])
+        for rank, shard in zip(self.ranks, shards, strict=True):
+            rank[:, page, row] = shard
+        self.keys[:, page, row] = contents(token_ids, GROUPS, KEY_BYTES)[:, first:last]
+
+    def holds(self, row_pages: Sequence[int], key_pages: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """Returns whether the pages contain the correct rows and index keys of this prompt."""
+        positions = np.arange(len(token_ids))
+        row, page = positions % self.page_rows, np.asarray(row_pages)[positions // self.page_rows]
+        keys = self.keys[:, np.asarray(key_pages)[positions // self.page_rows], row]
+        shards = self._split(contents(token_ids, LAYERS, ROW_BYTES))
+        rows_correct = all(
+            np.array_equal(rank[:, page, row], shard) for rank, shard in zip(self.ranks, shards, strict=True)
+        )
+        return rows_correct and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
+
+    def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
+        self.ranks[:, :, list(row_pages)] = POISON
+        self.keys[:, list(key_pages)] = POISON
+
+
+class StoppableClock:
+    """A monotonic clock that a test can stop and advance. While it is stopped, no timeout can end a phase."""
+
+    def __init__(self) -> None:
+        self._lag = 0.0
+        self._stopped_at: float | None = None
+
+    def __call__(self) -> float:
+        return (time.monotonic() if self._stopped_at is None else self._stopped_at) - self._lag
+
+    def stop(self) -> None:
+        self._stopped_at = time.monotonic()
+
+    def resume(self) -> None:
+        assert self._stopped_at is not None, "the clock was not stopped"
+        self._lag += time.monotonic() - self._stopped_at
+        self._stopped_at = None
+
+    def advance(self, seconds: float) -> None:
+        self._lag -= seconds
+
+
+def staged(store: Store, staging: "StagingMemory | None") -> Store:
+    return store if staging is None else staging.beside(store)
+
+
+class _Engine(ABC):
+    """The common part of both engines: an agent, memory, and a thread that handles the events of the agent."""
+
+    def __init__(
+        self,
+        machine: Receiver | Sender,
+        memory: Memory,
+        channel: Channel,
+        open_transfer: Callable[[], Transfer],
+        timing: PeerTiming = SHORT_TIMING,
+        model: ModelIdentity = MODEL,
+        staging: "StagingMemory | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+        process: ProcessIdentity | None = THIS_PROCESS,
+        writers: tuple[ProcessIdentity, ...] = (),
+    ) -> None:
+        self.machine, self.memory, self._staging, self._open_transfer = machine, memory, staging, open_transfer
+        is_decode, store = isinstance(machine, Receiver), {"host": staged(memory.store, staging)}
+        self.transfer: Any = Endpoints(self._open_endpoint) if is_decode else self._open_endpoint()
+        description = b"" if is_decode else self.transfer.describe()
+        hello = Hello(channel.address, model, store, self.transfer.name, description, process, writers)
+        self.address = channel.address
+        self._event_ready = threading.Event()
+        role: Any = DecodeAgent if is_decode else PrefillAgent
+        self.agent: HandoffAgent = role(
+            machine, hello, channel, self.transfer, wake=self._event_ready.set, timing=timing, clock=clock
+        )
+        self.failure: BaseException | None = None  # the exception that ended the thread
+        self._closing = self._stopped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.agent.start()
+        self._thread.start()
+
+    def _open_endpoint(self) -> Transfer:
+        transfer = self._open_transfer()
+        transfer.register(self.memory.region)
+        if self._staging is not None:
+            transfer.register(self._staging.region)
+        return transfer
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._event_ready.wait()
+                self._event_ready.clear()
+                for event in self.agent.take_events():
+                    self.handle_event(event)
+        except EngineStopped as error:
+            self.failure = None if self._closing else error
+        except BaseException as error:
+            self.failure = error
+
+    @abstractmethod
+    def handle_event(self, event: Any) -> None:
+        """Handles one event of the agent."""
+
+    def in_phases(self, *phases: str) -> bool:
+        """Returns whether the handoffs that are not closed are in exactly these phases. Without arguments:
+        whether all are closed."""
+        with self.agent._lock:
+            return sorted(phase.value for phase in self.machine.phases().values()) == sorted(phases)
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        self._closing = True
+        self.agent.close(drain_seconds)
+        self._stopped = True
+        self._event_ready.set()
+        self._thread.join(WAIT_S)
+        self.transfer.close()
+
+
+class DecodeEngine(_Engine):
+    """Fetches contexts, checks their bytes when they land, and records the events of each handoff."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        channel: Channel,
+        open_transfer: Callable[[], Transfer],
+        *,
+        scale: float = TIMEOUT_SCALE,
+        staging: "StagingMemory | None" = None,
+        **options: Any,
+    ) -> None:
+        self.free_rows = list(range(memory.pages))
+        self.free_keys = list(reversed(range(memory.pages)))
+        self.quarantined: set[HandoffKey] = set()
+        self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self.lost_peers: list[str] = []
+        self._requests: dict[HandoffKey, HandoffRequest] = {}
+        self._lock = threading.Lock()
+        self.ring = None if staging is None else ReceiverStaging({"host": staging.beside(memory.store)})
+        machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
+        super().__init__(machine, memory, channel, open_transfer, staging=staging, **options)
+
+    def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> HandoffKey:
+        """Poisons target pages, and begins a handoff from the prefill worker at address `peer`."""
+        key, count = HandoffKey(name, attempt), -(-len(token_ids) // self.memory.page_rows)
+        with self._lock:
+            rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
+            keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
+            assert len(rows) == len(keys) == count, "the test needs more pages than the memory has"
+        self.memory.poison(rows, keys)
+        request = HandoffRequest(
+            key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys)
+        )
+        self._requests[key] = request
+        self.events[key] = []
+        self.agent.put(Fetch(peer, request))
+        return key
+
+    def cancel(self, key: HandoffKey) -> None:
+        self.agent.put(CancelFetch(key))
+
+    def handle_event(self, event: ReceiverEvent) -> None:
+        if isinstance(event, RoutesMeasured):
+            return
+        if isinstance(event, PeerLost):
+            self.lost_peers.append(event.peer)
+            return
+        request = self._requests[event.key]
+        match event:
+            case Landed(key, token_id):
+                assert not self.events[key], f"{event} came after {self.events[key]}"
+                token_ids = request.prompt.token_ids
+                assert self.memory.holds(request.row_pages, request.key_pages, token_ids), (
+                    f"wrong bytes landed for {key}"
+                )
+                assert token_id == first_token(token_ids)
+                self._release(request)
+            case FetchFailed(key, quiesced):
+                assert not self.events[key], f"{event} came after {self.events[key]}"
+                if quiesced:
+                    self._release(request)
+                else:
+                    self.quarantined.add(key)
+            case Quiesced(key):
+                self.quarantined.remove(key)
+                self._release(request)
+        self.events[event.key].append(event)
+
+    def _release(self, request: HandoffRequest) -> None:
+        with self._lock:
+            self.free_rows += request.row_pages
+            self.free_keys += request.key_pages
+
+    def wait_for_outcome(self, key: HandoffKey, seconds: float = WAIT_S) -> ReceiverEvent:
+        """Waits for `Landed` or `FetchFailed` of this handoff and returns it."""
+        ended = wait_until(lambda: bool(self.events[key]) or self.failure is not None, seconds)
+        assert ended, f"{key} has not ended after {seconds:g} s"
+        assert self.failure is None, self.failure
+        return self.events[key][0]
+
+    def audit(self) -> None:
+        """Asserts that every page is either free or quarantined. There must be no open handoff."""
+        self.agent.audit()
+        assert self.failure is None, self.failure
+        for free, quarantined in (
+            (self.free_rows, [page for key in self.quarantined for page in self._requests[key].row_pages]),
+            (self.free_keys, [page for key in self.quarantined for page in self._requests[key].key_pages]),
+        ):
+            assert sorted([*free, *quarantined]) == list(range(self.memory.pages))
+
+
+class _DelayedEvent:
+    """Behaves like a GPU event. After `seconds`, it runs `action`, which writes the bytes. The event has happened when
+    `action` has run and `previous`, the preceding event of the stream, has happened."""
+
+    def __init__(self, seconds: float, action: Callable[[], None], previous: DeviceEvent | None) -> None:
+        self._action_done = False
+        self._action, self._previous = action, previous
+        threading.Timer(seconds, self._happen).start()
+
+    def _happen(self) -> None:
+        self._action()
+        self._action_done = True
+
+    def query(self) -> bool:
+        if self._previous is not None and self._previous.query():
+            self._previous = None
+        return self._action_done and self._previous is None
+
+
+@dataclass(frozen=True)
+class _GatedEvent:
+    """An event that happens when the test sets `gate`."""
+
+    gate: threading.Event
+
+    def query(self) -> bool:
+        return self.gate.is_set()
+
+
+class PrefillEngine(_Engine):
+    """Computes prompts in chunks.
+
+    `stop_before`, if not empty, is the stage before which every prompt stops: 'compute', 'second chunk' (any chunk but
+    the first) or 'sample'. `refuse`, if not empty, is the reason for which every prompt is refused. By default, a
+    chunk is computed before it is announced, and has no event. With `event_s`, it is computed `event_s` seconds later,
+    and then its event happens. With `gate`, which overrides `event_s`, it is computed before it is announced, and its
+    event happens when the test sets the gate. `report` is called with the name of each stage that a prompt reaches.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        channel: Channel,
+        open_transfer: Callable[[], Transfer],
+        *,
+        scale: float = TIMEOUT_SCALE,
+        chunk: int = 24,
+        stop_before: str = "",
+        refuse: str = "",
+        event_s: float = 0.0,
+        gate: threading.Event | None = None,
+        report: Callable[[str], None] = lambda stage: None,
+        staging: "StagingMemory | None" = None,
+        **options: Any,
+    ) -> None:
+        self._chunk, self._event_s, self._report = chunk, event_s, report
+        self.stop_before, self._refuse = stop_before, refuse
+        self._gate = gate
+        self.free = list(range(memory.pages))
+        self.held: dict[tuple[str, HandoffKey], list[int]] = {}
+        self.started: list[HandoffKey] = []  # one entry for each StartPrefill
+        self._stream: DeviceEvent | None = None  # the newest event of the simulated stream
+        sources = Sources(staged(memory.store, staging))
+        machine = Sender(sources, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale)
+        super().__init__(machine, memory, channel, open_transfer, staging=staging, **options)
+
+    def handle_event(self, event: Any) -> None:
+        match event:
+            case StartPrefill():
+                self.started.append(event.key)
+                self._compute(event)
+            case ReleasePages(peer, key):
+                self.free += self.held.pop((peer, key))
+
+    def _compute(self, start: StartPrefill) -> None:
+        peer, key, token_ids = start.peer, start.key, start.prompt.token_ids
+        count = -(-len(token_ids) // self.memory.page_rows)
+        pages, self.free = self.free[-count:], self.free[:-count]
+        assert len(pages) == count, "the test needs more pages than the memory has"
+        self.held[peer, key] = pages
+        if self._refuse:
+            self.agent.put(PrefillFailed(peer, key, False, self._refuse))
+            return
+        for first in range(0, len(token_ids), self._chunk):
+            if self._stops_before("compute" if first == 0 else "second chunk"):
+                return
+            last = min(first + self._chunk, len(token_ids))
+            after = self._submit_chunk(pages, token_ids, first, last)
+            self.agent.put(RowsComputed(peer, key, first, last, tuple(pages), after))
+        if not self._stops_before("sample"):
+            alternatives = {5: (-0.5, 1)}
+            self.agent.put(FirstTokenSampled(peer, key, first_token(token_ids), alternatives))
+
+    def _submit_chunk(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> DeviceEvent | None:
+        """Computes a chunk, now or after `event_s` seconds. Returns its event, or None if it needs none."""
+        if self._gate is not None:
+            self.memory.fill(pages, token_ids, first, last)
+            return _GatedEvent(self._gate)
+        if not self._event_s:
+            self.memory.fill(pages, token_ids, first, last)
+            return None
+        self._stream = _DelayedEvent(
+            self._event_s, lambda: self.memory.fill(pages, token_ids, first, last), self._stream
+        )
+        return self._stream
+
+    def _stops_before(self, stage: str) -> bool:
+        self._report(stage)
+        return self.stop_before == stage
+
+    def audit(self) -> None:
+        self.agent.audit()
+        assert self.failure is None, self.failure
+        held = [page for pages in self.held.values() for page in pages]
+        assert sorted([*self.free, *held]) == list(range(self.memory.pages))
+
+
+class FileTransfer:
+    """A transfer between processes of one machine that map each other's files. `submit` writes at once, but `poll`
+    returns PENDING while `may_end` is not set."""
+
+    name = "file"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._region: Region | None = None
+        self._peers: dict[str, tuple[int, Bytes]] = {}
+        self._numbers = 0
+        self._written = 0
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    @staticmethod
+    def memory(path: Path, pages: int, page_rows: int) -> Memory:
+        """Returns memory in a new file."""
+        return Memory(pages, page_rows, np.memmap(path, np.uint8, "w+", shape=(Memory.nbytes(pages, page_rows),)))
+
+    def register(self, region: Region) -> None:
+        self._region = region
+
+    def describe(self) -> bytes:
+        assert self._region is not None
+        return json.dumps([str(self._path), self._region.address]).encode()
+
+    def connect(self, name: str, description: bytes) -> None:
+        path, address = json.loads(description)
+        self._peers[name] = (address, np.memmap(path, np.uint8, "r+"))
+
+    def forget(self, name: str) -> None:
+        self._peers.pop(name, None)
+
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
+        assert after is None and self._region is not None
+        self._numbers += 1
+        if peer not in self._peers:
+            return WriteTicket(self._numbers, 0, WriteState.FAILED_QUIESCED)
+        base, target = self._peers[peer]
+        source = np.memmap(self._path, np.uint8, "r")
+        for local, remote, nbytes in writes.tolist():
+            first, target_first = local - self._region.address, remote - base
+            target[target_first : target_first + nbytes] = source[first : first + nbytes]
+            self._written += nbytes
+        return WriteTicket(self._numbers, 0, WriteState.DONE)
+
+    def poll(self, ticket: WriteTicket) -> WriteState:
+        state: WriteState = ticket.handle
+        return state if self.may_end.is_set() else WriteState.PENDING
+
+    def transport(self) -> str:
+        return "a file"
+
+    def throughput(self) -> Throughput:
+        return Throughput(self._written, 0.0)
+
+    def close(self) -> bool:
+        self._peers.clear()
+        return True

@@ -1,0 +1,138 @@
+"""Many handoffs under random faults: no landed byte is wrong, no page leaks, and every handoff ends.
+
+Each file in scripts/sabotage.d describes the defect whose number begins the file's name.
+"""
+
+from dataclasses import replace
+
+import pytest
+from faulty_world import DecodeWorker, FaultRates, World
+from loopback import Faults
+
+from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS
+from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS
+from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS
+
+STEP_S = 0.01
+NO_FAULTS = FaultRates(
+    lose=0,
+    duplicate=0,
+    delay=0,
+    abort=0,
+    not_computed=0,
+    death=0,
+    false_alarm=0,
+    writes=Faults(delay_s=(0.0, 0.03)),
+)
+FAULTY_WRITES = Faults(
+    cut=0.01, lost=0.005, silent=0.004, late=0.01, reorder=0.3, duplicate=0.1, delay_s=(0.0, 0.03), late_s=(0.1, 3.0)
+)
+SLOW_WRITES = replace(FAULTY_WRITES, delay_s=(0.0, 9.0))  # some end after the sender has reported them as hung
+ALL_FAULTS = FaultRates(writes=FAULTY_WRITES)
+
+
+def run(world: World, handoffs: int) -> None:
+    """Adds requests in bursts, with faults, until `handoffs` handoffs have begun. Then runs without faults for long
+    enough that all handoffs end."""
+    steps = 0
+    while world.counts["handoffs"] < handoffs:
+        steps += 1
+        if steps % 40 == 1:
+            for decode in world.decodes:
+                for _ in range(world.random.randint(0, 12) if decode.alive and len(decode.waiting) < 20 else 0):
+                    decode.request()
+        if world.rates.writes is FAULTY_WRITES:
+            world.hub.faults = SLOW_WRITES if steps % 500 > 470 else FAULTY_WRITES
+        world.inject_worker_faults()
+        world.step(STEP_S)
+        if steps % 100 == 0:
+            world.audit()
+        assert steps < 100_000, f"only {world.counts['handoffs']} of {handoffs} handoffs began in {steps} steps"
+    world.rates, world.hub.faults = NO_FAULTS, NO_FAULTS.writes
+    run_until_idle(world)
+
+
+def run_until_idle(world: World) -> None:
+    """Runs for 330 seconds of virtual time. This is longer than the scaled timeouts of all phases of a sender, or of a
+    receiver, together."""
+    for _ in range(3000):
+        world.step(STEP_S)
+    for _ in range(3000):
+        world.step(0.1)
+    world.audit()
+
+
+def check_idle(world: World) -> None:
+    """Asserts that all workers run, that all handoffs are closed, and that nothing has leaked. Records the seconds that
+    were spent in each phase."""
+    for worker in world.workers:
+        assert worker.alive and worker.machine.phases() == {} and worker.machine.next_deadline() == float("inf")
+        worker.record_phase_seconds()
+    for decode in world.decodes:
+        assert not decode.open and not decode.waiting and not decode.landed, "some handoffs have not ended"
+        check_pages(decode)
+    for prefill in world.prefills:
+        assert not prefill.queue and not prefill.jobs and not prefill.tickets
+        assert not prefill.machine._buffers.users, "buffers leaked"
+        assert prefill.memory.rows.allocator.held == 0, "source pages leaked"
+
+
+def check_pages(decode: DecodeWorker) -> None:
+    """Asserts that every page is free, that nothing is in quarantine, and that the ring has no lease."""
+    ring = decode.ring.ring
+    assert ring.held == 0 and not ring.waiting, "space of the ring leaked"
+    assert not decode.quarantined and not decode.retired, "quarantine did not end"
+    for memory in decode.memories:
+        assert memory.rows.allocator.held == memory.keys.allocator.held == 0, "pages leaked"
+
+
+@pytest.mark.parametrize("handoffs", [700, pytest.param(2000, marks=pytest.mark.slow)])
+def test_handoffs_under_faults_land_correctly_or_fail_and_nothing_leaks(handoffs: int) -> None:
+    world = World(seed=12, rates=ALL_FAULTS)
+    run(world, handoffs)
+    check_idle(world)
+    counts = world.counts
+    assert counts["handoffs"] >= handoffs and counts["landed"] > handoffs / 2
+    assert world.longest_s < 30, f"a handoff took {world.longest_s:.0f} s"
+    assert counts["staged"] > handoffs / 4 and counts["direct"] > handoffs / 10, counts
+    assert counts["landed after a prefix"] > handoffs / 20, counts
+    for fault in (
+        "failed",
+        "failed, not quiesced",
+        "quiesced later",
+        "cut off",
+        "deaths",
+        "false alarms",
+        "waits for pages",
+        "lost messages",
+    ):
+        assert counts[fault] >= 5, f"{fault}: only {counts[fault]}; the run does not test this case"
+    for name, timeouts in (("Receiver", RECEIVER_TIMEOUTS), ("Sender", SENDER_TIMEOUTS), ("Piece", PIECE_TIMEOUTS)):
+        for phase in timeouts:
+            assert world.phase_seconds[f"{name}.{phase.name}"] > 0, f"no {name} was ever in {phase}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_faults_every_handoff_lands(seed: int) -> None:
+    world = World(seed, NO_FAULTS)
+    run(world, 100)
+    check_idle(world)
+    assert world.counts["landed"] == world.counts["handoffs"] >= 100
+
+
+def test_every_handoff_lands_although_messages_are_lost_duplicated_and_delayed() -> None:
+    """Defect 11: a lost message is retransmitted."""
+    world = World(4, replace(NO_FAULTS, lose=0.15, duplicate=0.15, delay=0.03))
+    run(world, 200)
+    check_idle(world)
+    assert world.counts["lost messages"] > 200
+    assert world.counts["landed"] == world.counts["handoffs"] >= 200
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    counts = []
+    for _ in range(2):
+        world = World(1, ALL_FAULTS)
+        run(world, 150)
+        counts.append(world.counts)
+    assert counts[0] == counts[1]

@@ -1,0 +1,338 @@
+"""Tests of planned writes and of the checks of peers. The writes are performed on poisoned memory, and the result is
+compared with a copy row by row."""
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hotset.base.paged_span import PagedSpan
+from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.fleet.handoff.layout import (
+    LayerPairs,
+    check_peers,
+    landing_pages,
+    plan_context_writes,
+    plan_writes,
+    whole_rows,
+)
+from hotset.fleet.handoff.messages import ContextPages, HandoffKey, HandoffRequest, Hello, ModelIdentity, Store
+from hotset.memory.geometry import Geometry
+
+POISON = 0xAB
+
+
+class Side:
+    """The memory of one side, filled with `byte`, or with random bytes if `byte` is None. Each part of each layer (or
+    index group) is one block. The blocks are in random order."""
+
+    def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
+        self.pages = list(pages)
+        layers, parts = len(span.bases), len(span.bases[0])
+        size = layers * parts * capacity * span.page_bytes
+        random = np.random.default_rng(layers + parts)
+        self.bytes = random.integers(0, 256, size, np.uint8) if byte is None else np.full(size, byte, np.uint8)
+        order = random.permutation(layers * parts).reshape(layers, parts)
+        self.starts = order * capacity * span.page_bytes
+        bases = (self.starts + self.bytes.ctypes.data).tolist()
+        self.span = replace(span, bases=tuple(map(tuple, bases)))
+
+    def row(self, layer: int, position: int) -> NDArray[np.uint8]:
+        """Returns a row, located by the formula of `PagedSpan`."""
+        block, row = divmod(position, self.span.part_rows)
+        first_part = layer * self.span.step // len(self.span.bases)
+        page, part = divmod(block * self.span.step + first_part, len(self.span.bases[0]))
+        start = self.starts[layer][part] + self.pages[page] * self.span.page_bytes + row * self.span.row_bytes
+        return self.bytes[start : start + self.span.row_bytes]
+
+    def with_unused_bytes_poisoned(self) -> NDArray[np.uint8]:
+        """Returns a copy of the memory in which the unused bytes of the context's pages are POISON, because writes may
+        change them."""
+        span, found = self.span, self.bytes.copy()
+        for starts in self.starts.tolist():
+            for start in starts:
+                for page in self.pages:
+                    end = start + (page + 1) * span.page_bytes
+                    found[end - span.page_bytes + span.part_rows * span.row_bytes : end] = POISON
+        return found
+
+
+def make_span(layers: int, part_rows: int, row_bytes: int, parts: int = 1, spare: int = 0, step: int = 1) -> PagedSpan:
+    return PagedSpan(((0,) * parts,) * layers, part_rows * row_bytes + spare, part_rows, row_bytes, step)
+
+
+def make_sides(
+    source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffled: bool = True
+) -> tuple[Side, Side]:
+    both = []
+    for span, byte in ((source, None), (target, POISON)):
+        count = span.pages_for(rows)
+        pages = list(range(1, count + 1))
+        if shuffled:
+            pages = (np.random.default_rng(seed).permutation(count + 3)[:count]).tolist()
+        both.append(Side(span, pages, count + 3, byte))
+    return both[0], both[1]
+
+
+def perform_writes(source: Side, target: Side, first: int, last: int, layers: LayerPairs | None = None) -> int:
+    """Performs the planned writes, asserts that each is inside the memory of both sides, and returns their number."""
+    planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, layers)
+    assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
+    for local, remote, nbytes in planned.tolist():
+        assert source.bytes.ctypes.data <= local <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
+        assert target.bytes.ctypes.data <= remote <= target.bytes.ctypes.data + target.bytes.nbytes - nbytes
+        ctypes.memmove(remote, local, nbytes)
+    return len(planned)
+
+
+def expected_memory(source: Side, target: Side, first: int, last: int, layers: LayerPairs) -> NDArray[np.uint8]:
+    """Returns the expected memory of the target: rows [first, last) copied one by one, and all other bytes POISON."""
+    actual = target.bytes
+    target.bytes = np.full_like(actual, POISON)  # `Side.row` returns views of `bytes`
+    for source_layer, target_layer in layers:
+        for position in range(first, last):
+            target.row(target_layer, position)[:] = source.row(source_layer, position)
+    expected, target.bytes = target.bytes, actual
+    return expected
+
+
+@st.composite
+def geometries(draw: st.DrawFn, row_bytes: int, layers: int) -> PagedSpan:
+    part_rows, parts = draw(st.integers(1, 9) | st.sampled_from([16, 64])), draw(st.integers(1, 4))
+    return make_span(layers, part_rows, row_bytes, parts, draw(st.sampled_from([0, 5])), draw(st.integers(1, parts)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
+    row_bytes, layers = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 5))
+    rows = data.draw(st.integers(1, 150))
+    first = data.draw(st.integers(0, rows))
+    last = data.draw(st.integers(first, rows))
+    spans = [data.draw(geometries(row_bytes, layers)) for _ in range(2)]
+    source, target = make_sides(
+        spans[0], spans[1], rows, data.draw(st.integers(0, 99)), shuffled=data.draw(st.booleans())
+    )
+    perform_writes(source, target, first, last)
+    expected = expected_memory(source, target, first, last, [(layer, layer) for layer in range(layers)])
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
+
+
+@pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 128, 300])
+def test_page_sizes_may_differ_and_chunks_may_end_at_any_row(
+    source_page_rows: int, target_page_rows: int, rows: int
+) -> None:
+    source, target = make_sides(make_span(3, source_page_rows, 12), make_span(3, target_page_rows, 12), rows, seed=rows)
+    chunk = 40
+    for first in range(0, rows, chunk):
+        perform_writes(source, target, first, min(rows, first + chunk))
+    expected = expected_memory(source, target, 0, rows, [(0, 0), (1, 1), (2, 2)])
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
+
+
+def test_index_keys_of_host_pages_are_written_to_the_parts_of_device_pages() -> None:
+    # The target has pages of 3 parts of 7 keys, with unused bytes at the end of each part, as in memory/device_pool.py.
+    source, target = make_sides(make_span(2, 16, 8), make_span(2, 7, 8, parts=3, spare=6, step=2), rows=70, seed=1)
+    perform_writes(source, target, 0, 70)
+    np.testing.assert_array_equal(
+        target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 70, [(0, 0), (1, 1)])
+    )
+
+
+def test_a_selection_of_layers_can_be_transferred() -> None:
+    source, target = make_sides(make_span(2, 16, 8), make_span(5, 64, 8), rows=70, seed=1)
+    layers = [(0, 3), (1, 4)]
+    perform_writes(source, target, 5, 70, layers)
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 5, 70, layers))
+
+
+@pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
+def test_consecutive_pages_need_one_write_for_each_layer(source_page_rows: int, target_page_rows: int) -> None:
+    source, target = make_sides(
+        make_span(4, source_page_rows, 12), make_span(4, target_page_rows, 12), 1000, seed=0, shuffled=False
+    )
+    assert perform_writes(source, target, 0, 1000) == 4
+
+
+@pytest.mark.parametrize(("target_spare", "count"), [(6, 4), (5, 4 * 16)])
+def test_writes_span_pages_if_both_sides_have_equally_many_unused_bytes(target_spare: int, count: int) -> None:
+    spans = make_span(4, 64, 12, spare=6), make_span(4, 64, 12, spare=target_spare)
+    source, target = make_sides(*spans, rows=1000, seed=0, shuffled=False)
+    assert perform_writes(source, target, 0, 1000) == count
+    layers = [(layer, layer) for layer in range(4)]
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 1000, layers))
+
+
+def test_a_write_ends_where_pages_of_either_side_are_not_consecutive() -> None:
+    source, target = make_sides(make_span(1, 4, 8), make_span(1, 4, 8), 24, seed=0, shuffled=False)
+    source.pages, target.pages = [0, 1, 2, 5, 6, 7], [0, 1, 3, 4, 5, 6]
+    assert perform_writes(source, target, 0, 24) == 3  # the pages at indices 0-1, 2 and 3-5 of the lists
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 24, [(0, 0)]))
+
+
+def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
+    """Each base may be the start of a separate registered region. A write across two regions would be refused."""
+    span = PagedSpan(((0,), (32,)), page_bytes=32, part_rows=4, row_bytes=8)  # layer 1 follows layer 0
+    parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, part_rows=2, row_bytes=8)
+    assert plan_writes(span, [0], parts, [0], 0, 4).tolist() == [
+        [0, 1000, 16],
+        [16, 1016, 16],
+        [32, 1032, 16],
+        [48, 1048, 16],
+    ]
+
+
+def test_addresses_beyond_32_bits_are_exact() -> None:
+    base, page_bytes = (1 << 46) + 8, 64 * 1152
+    source = PagedSpan(((base,), (base + (1 << 40),)), page_bytes, 64, 1152)
+    page = (1 << 33) // page_bytes
+    target = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 1152)
+    planned = plan_writes(source, [page], target, [0], 63, 64).tolist()
+    assert planned == [
+        [base + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
+        [base + (1 << 40) + page * page_bytes + 63 * 1152, (1 << 35) + 63 * 1152, 1152],
+    ]
+
+
+def test_no_writes_are_planned_for_no_rows_or_no_layers() -> None:
+    source, target = make_sides(make_span(2, 16, 8), make_span(2, 16, 8), rows=16, seed=0)
+    assert perform_writes(source, target, 7, 7) == 0 and perform_writes(source, target, 0, 16, layers=[]) == 0
+
+
+@pytest.mark.parametrize("target_page_rows", [64, 16])
+def test_a_context_of_65536_rows_is_planned_within_50_ms(target_page_rows: int) -> None:
+    source, target = make_span(61, 64, 1152), make_span(61, target_page_rows, 1152)
+    pages = [range(7, 7 + span.pages_for(65536)) for span in (source, target)]
+
+    def measure() -> float:
+        start = time.perf_counter()
+        assert len(plan_writes(source, pages[0], target, pages[1], 0, 65536)) == 61
+        return time.perf_counter() - start
+
+    assert min(measure() for _ in range(5)) < 0.05
+
+
+def test_too_few_pages_raise_an_assertion() -> None:
+    with pytest.raises(AssertionError, match="17 rows, 16 in a part, need 2 pages, not 1"):
+        plan_writes(make_span(1, 16, 8), [0], make_span(1, 64, 8), [0], 0, 17)
+
+
+MODEL = ModelIdentity(
+    "demo", layers=2, row="576 x bfloat16, 1152 bytes", key="128 x bfloat16", groups=1, weights="a1b2"
+)
+ROWS = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 1152)
+STORE = Store(whole_rows(ROWS), PagedSpan(((1 << 22,),), 64 * 256, 64, 256))
+HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
+
+
+def test_the_name_of_a_model_may_differ() -> None:
+    assert check_peers(HELLO, replace(HELLO, model=replace(MODEL, name="other"))) is None
+
+
+def test_page_sizes_of_peers_may_differ() -> None:
+    rows = replace(ROWS, part_rows=16, page_bytes=16 * 1152)
+    assert (
+        check_peers(
+            HELLO, replace(HELLO, control="127.0.0.1:2", stores={"device": Store(whole_rows(rows), STORE.keys)})
+        )
+        is None
+    )
+    assert check_peers(HELLO, replace(HELLO, stores={})) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", 3),
+        ("row", "656 bytes of fp8"),
+        ("key", None),
+        ("groups", 2),
+        ("weights", "ffff"),
+    ],
+)
+def test_peers_with_another_model_are_refused_with_both_values(field: str, value: object) -> None:
+    reason = check_peers(HELLO, replace(HELLO, model=replace(MODEL, **{field: value})))
+    assert reason is not None and f"the model's {field} differs" in reason
+    assert repr(getattr(MODEL, field)) in reason and repr(value) in reason
+
+
+def test_peers_with_another_transfer_engine_are_refused() -> None:
+    reason = check_peers(HELLO, replace(HELLO, transfer="nixl"))
+    assert reason == "the transfer engine differs: 'loopback' here, 'nixl' there"
+
+
+def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> None:
+    rows = replace(ROWS, row_bytes=656)
+    reason = check_peers(HELLO, replace(HELLO, stores={"device": Store(whole_rows(rows), STORE.keys)}))
+    assert reason is not None and "rows of 1152 bytes" in reason and "rows of 656 bytes" in reason
+
+
+@pytest.mark.parametrize(
+    ("store", "error"),
+    [
+        (Store(whole_rows(ROWS), None), "no span for them"),
+        (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "its rows have 1 layers or groups, not 2"),
+        (Store(whole_rows(replace(ROWS, part_rows=0)), STORE.keys), "0 rows of 1152 bytes do not fit"),
+        (
+            Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys),
+            "do not fit in parts of 100 bytes",
+        ),
+        (Store(whole_rows(replace(ROWS, bases=((8,), (8, 16)))), STORE.keys), "a step of 1 in pages of [1, 2] parts"),
+        (Store(whole_rows(replace(ROWS, step=2)), STORE.keys), "its rows have a step of 2"),
+        (Store(whole_rows(ROWS), replace(STORE.keys, step=0)), "index keys have a step of 0 in pages of [1] parts"),
+        (Store(whole_rows(ROWS), replace(STORE.keys, step=2)), "index keys have a step of 2 in pages of [1] parts"),
+        (Store(whole_rows(replace(ROWS, bases=((-8,), (8,)))), STORE.keys), "negative address"),
+    ],
+)
+def test_an_invalid_store_is_refused(store: Store, error: str) -> None:
+    reason = check_peers(HELLO, replace(HELLO, stores={"host": store}))
+    assert reason is not None and error in reason
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(1, 60), st.integers(0, 99)
+)
+def test_rows_from_a_page_boundary_on_are_written_only_to_the_pages_that_the_request_lists(
+    layers: int, groups: int, part_rows: int, page_rows: int, rows: int, seed: int
+) -> None:
+    """The pages of the first rows are shared by several requests. Without them in the list, no write can reach them."""
+    divisor = int(np.gcd(groups, layers))
+    keys = make_span(groups, part_rows, 3, parts=layers // divisor, step=groups // divisor)
+    target = Store(whole_rows(make_span(layers, page_rows, 5)), keys)
+    source = Store(whole_rows(make_span(layers, 4, 5)), make_span(groups, 4, 3))
+    random = np.random.default_rng(seed)
+    first = int(random.integers((rows - 1) // page_rows + 1)) * page_rows
+    row_span = target.shards[0].span
+    all_rows, all_keys = (random.permutation(span.pages_for(rows) + 3)[:-3].tolist() for span in (row_span, keys))
+    row_pages, key_pages = all_rows[row_span.pages_before(first) :], all_keys[keys.pages_before(first) :]
+    prompt = PromptSpec((1,) * rows, SamplingParams())
+    request = HandoffRequest(HandoffKey("r", 1), prompt, "host", tuple(row_pages), tuple(key_pages), first)
+    pages = landing_pages(request, target)
+    consecutive = tuple(range(source.shards[0].span.pages_for(rows)))
+    at_source, all_pages = ContextPages(consecutive, consecutive), ContextPages(tuple(all_rows), tuple(all_keys))
+    planned = plan_context_writes(source, at_source, target, pages, first, rows)
+    expected = plan_context_writes(source, at_source, target, all_pages, first, rows)
+    assert planned.tolist() == expected.tolist()
+    assert {*pages.rows} == {*row_pages} and {*pages.keys} == {*key_pages}
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 400))
+def test_both_sides_agree_on_the_first_key_page_that_is_listed(
+    layers: int, groups: int, per_block: int, token: int
+) -> None:
+    """The scheduler lists the pages, by the geometry of the device pool. The sender counts by the described store."""
+    blocks = Fraction(layers, groups)
+    geometry = Geometry(4, layers, 64, per_block, key_groups=groups, blocks_per_page=layers, max_blocks_of_group=blocks)
+    divisor = int(np.gcd(groups, layers))
+    span = make_span(groups, per_block, 3, parts=layers // divisor, step=groups // divisor)
+    assert geometry.key_pages_before(token) == span.pages_before(token)
+    assert geometry.key_pages(token + 1) - geometry.key_pages_before(token) >= 1

@@ -1,0 +1,289 @@
+"""Tests of how a decode worker cuts off prefill workers that may still write: over loopback, and over NIXL."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+
+import pytest
+from handoff_engines import MODEL, POISON, SHORT_TIMING, THIS_PROCESS, DecodeEngine, Memory, PrefillEngine, wait_until
+from handoff_world import Clock, ScriptedChannel, World, open_world, prompt
+from loopback import Fate, Hub, Loopback
+from processes import pause
+
+from hotset.base.errors import StartupError
+from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.fleet.handoff import links
+from hotset.fleet.handoff.channel import Channel
+from hotset.fleet.handoff.decode_agent import DecodeAgent
+from hotset.fleet.handoff.links import Endpoints
+from hotset.fleet.handoff.messages import (
+    ChannelEvent,
+    Fetch,
+    FetchFailed,
+    HandoffAccepted,
+    HandoffKey,
+    HandoffRequest,
+    Hello,
+    Landed,
+    Message,
+    MessageReceived,
+    PeerLost,
+    Pong,
+    Quiesced,
+    Refused,
+    StartWrites,
+    Welcome,
+)
+from hotset.fleet.handoff.receiver import Receiver
+from hotset.fleet.transfer.api import Transfer
+from hotset.fleet.transfer.engines import open_transfer
+
+PEER = "127.0.0.1:2"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with open_world() as opened:
+        yield opened
+
+
+def test_defect_23_a_live_peer_with_a_write_in_unknown_state_is_cut_off_and_its_late_bytes_do_not_arrive(
+    world: World,
+) -> None:
+    """The peer is on another machine. Its other handoffs are not affected, and it gets a new endpoint."""
+    world.hub.faults = replace(world.hub.faults, late_s=(2.0, 2.0))
+    decode, prefill = world.decode(process=None, scale=1.0), world.prefill()
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "before")), Landed)
+    world.hub.fates.append(Fate.LATE)
+    key = decode.fetch(prefill.address, prompt(60), "late")
+    end = decode.wait_for_outcome(key)
+    assert isinstance(end, FetchFailed) and end.quiesced and end.retry, end
+    decode.memory.buffer[:] = POISON
+    request = decode._requests[key]
+    keys = [decode.fetch(prefill.address, prompt(30, seed), f"after {seed}") for seed in range(3)]
+    assert all(isinstance(decode.wait_for_outcome(key), Landed) for key in keys)
+    reused = {page for key in keys for page in decode._requests[key].row_pages}
+    late = [page for page in request.row_pages if page not in reused]
+    assert late, "the test needs pages of the failed handoff that were not used again"
+    assert wait_until(lambda: world.hub.next_due() is None), "the late bytes are still on their way"
+    assert (decode.memory.ranks[:, :, late] == POISON).all(), "bytes arrived after the peer was cut off"
+    assert wait_until(lambda: len(decode.transfer) == 1)
+
+
+@pytest.mark.parametrize("writer", ["its process", "a worker"])
+def test_a_peer_on_this_machine_is_not_cut_off_while_it_lives(world: World, writer: str) -> None:
+    """It could write without its endpoint, so only its own confirmation counts."""
+    assert THIS_PROCESS is not None
+    identity = {"process": THIS_PROCESS} if writer == "its process" else {"process": None, "writers": (THIS_PROCESS,)}
+    decode, prefill = world.decode(process=THIS_PROCESS), world.prefill(**identity)
+    world.hub.fates.append(Fate.LOST)
+    key = decode.fetch(prefill.address, prompt(60), "lost")
+    end = decode.wait_for_outcome(key)
+    assert isinstance(end, FetchFailed) and not end.quiesced
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "after")), Landed)
+    assert decode.quarantined == {key} and len(decode.transfer) == 1
+
+
+def serve(pipe: Connection) -> None:
+    """Runs a prefill worker over TCP, like one on another machine. Every prompt stops before its second chunk."""
+    os.environ["UCX_TLS"] = "tcp"
+    engine = PrefillEngine(
+        Memory(64, 16),
+        Channel("127.0.0.1:0"),
+        partial(open_transfer, "nixl"),
+        stop_before="second chunk",
+        scale=10.0,
+        timing=replace(SHORT_TIMING, peer_timeout=600.0),
+    )
+    pipe.send(engine.address)
+    while (announced := pipe.recv()) is not None:
+        engine.stop_before = announced
+        pipe.send(engine.agent.stats().nbytes)
+    engine.close()
+
+
+@contextmanager
+def prefill_process() -> Iterator[tuple[str, Connection, int]]:
+    context = multiprocessing.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    process = context.Process(target=serve, args=(far_end,), daemon=True)
+    process.start()
+    far_end.close()
+    assert process.pid is not None
+    try:
+        assert pipe.poll(60), "the prefill process did not start"
+        yield pipe.recv(), pipe, process.pid
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+@pytest.mark.slow
+def test_defect_23_over_nixl_nobody_writes_through_a_closed_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill worker is suspended while rows land. The decode worker cannot observe it, closes its endpoint and uses
+    the pages again. Then the prefill worker continues, with the old keys."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with prefill_process() as (address, pipe, pid):
+        decode = DecodeEngine(
+            Memory(64, 8), Channel("127.0.0.1:0"), partial(open_transfer, "nixl"), process=None, timing=SHORT_TIMING
+        )
+        try:
+            key = decode.fetch(address, prompt(400), "r")
+            request = decode._requests[key]
+            first_page = decode.memory.ranks[:, :, request.row_pages[0]]
+            assert wait_until(lambda: bool((first_page != POISON).any())), "no row has landed"
+            pause(pid)
+            end = decode.wait_for_outcome(key)
+            assert isinstance(end, FetchFailed) and end.quiesced, "the pages are not free"
+            decode.memory.buffer[:] = POISON
+            os.kill(pid, signal.SIGCONT)
+            pipe.send("")
+            assert pipe.poll(60)
+            landed = decode.fetch(address, prompt(20), "next")
+            assert isinstance(decode.wait_for_outcome(landed), Landed), "the worker must get a new endpoint"
+            untouched = [page for page in range(64) if page not in decode._requests[landed].row_pages]
+            assert (decode.memory.ranks[:, :, untouched] == POISON).all(), "a write with the old keys has arrived"
+        finally:
+            decode.close()
+
+
+class Bench:
+    """A decode worker's agent with a scripted channel and clock, and one fetch."""
+
+    def __init__(self, endpoint: type[Loopback] = Loopback) -> None:
+        self.channel, self.clock = ScriptedChannel(), Clock()
+        self.endpoints = Endpoints(partial(endpoint, Hub()))
+        self.hello = Hello(self.channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+        self.agent = DecodeAgent(
+            Receiver(), self.hello, self.channel, self.endpoints, wake=lambda: None, clock=self.clock
+        )
+
+    def fetch(self, name: str = "r", peer: str = PEER) -> HandoffKey:
+        key = HandoffKey(name, 0)
+        self.agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
+        self.work()
+        return key
+
+    def work(self, *messages: Message, seconds: float = 0.0) -> None:
+        events: list[ChannelEvent] = [MessageReceived(PEER, message) for message in messages]
+        self.channel.incoming, self.clock.now = events, self.clock.now + seconds
+        self.agent._work()
+
+    def welcome(self, endpoint: int = 1) -> None:
+        self.work(Welcome(replace(self.hello, control=PEER), endpoint))
+
+    def start_landing(self) -> HandoffKey:
+        key = self.fetch()
+        self.welcome()
+        self.work(HandoffAccepted(key))
+        assert StartWrites(key) in self.channel.sent
+        return key
+
+    def pings(self) -> list[int]:
+        return [message.number for message in self.channel.sent if type(message).__name__ == "Ping"]
+
+    def events(self) -> list[object]:
+        return list(self.agent.take_events())
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Lets the agent work until the condition holds. Results of other threads may arrive at any time."""
+
+        def holds() -> bool:
+            self.work()
+            return condition()
+
+        assert wait_until(holds)
+
+    def wait_for_event(self) -> object:
+        events: list[object] = []
+
+        def arrived() -> bool:
+            events.extend(self.events())
+            return bool(events)
+
+        self.wait_until(arrived)
+        return events[0]
+
+    def endpoints_in_hellos(self) -> list[int]:
+        return [message.endpoint for message in self.channel.sent if isinstance(message, Hello)]
+
+
+def test_a_replayed_refusal_does_not_end_handoffs() -> None:
+    bench = Bench()
+    bench.start_landing()
+    bench.work(Refused("recorded when this worker was refused"))
+    assert bench.events() == [] and bench.agent.stats().num_open == 1
+
+
+def test_a_peer_that_has_forgotten_this_worker_says_so_in_pong_and_an_older_pong_proves_nothing() -> None:
+    bench = Bench()
+    key = bench.fetch()
+    bench.work(seconds=1.1)
+    before = bench.pings()[-1]
+    bench.welcome()
+    bench.work(HandoffAccepted(key), Pong(before, connected=False))
+    assert bench.events() == [], "the Ping was sent before the introduction"
+    bench.work(Pong(before, connected=True), seconds=1.1)
+    after = bench.pings()[-1]
+    assert after > before
+    bench.work(Pong(after, connected=False))
+    end = bench.wait_for_event()
+    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has forgotten" in end.reason
+
+
+def test_a_welcome_for_an_earlier_endpoint_is_ignored() -> None:
+    """Otherwise a handoff would begin over an endpoint that is being closed."""
+    bench = Bench()
+    bench.start_landing()
+    bench.agent._on_peer_restarted(PEER, bench.clock.now)
+    bench.fetch("s")
+    bench.wait_until(lambda: bench.endpoints_in_hellos()[-1] == 2)
+    num_sent = len(bench.channel.sent)
+    bench.welcome(endpoint=1)
+    assert not any(isinstance(message, HandoffRequest) for message in bench.channel.sent[num_sent:])
+    bench.welcome(endpoint=2)
+    assert any(isinstance(message, HandoffRequest) for message in bench.channel.sent[num_sent:])
+
+
+def test_a_fetch_fails_if_no_endpoint_can_be_opened_or_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def fail() -> Transfer:
+        raise StartupError("no file descriptor is left")
+
+    bench.fetch("first")
+    bench.endpoints._open_endpoint = fail
+    bench.fetch("second", "127.0.0.1:3")
+    end = bench.wait_for_event()
+    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "no file descriptor is left" in end.reason
+    monkeypatch.setattr(links, "MAX_LINKS", 1)
+    bench.fetch("third", "127.0.0.1:4")
+    (end,) = bench.events()
+    assert isinstance(end, FetchFailed) and end.quiesced and "transfer endpoints" in end.reason
+
+
+class StuckLoopback(Loopback):
+    """An endpoint that cannot be closed."""
+
+    def close(self) -> bool:
+        return False
+
+
+def test_pages_stay_in_quarantine_if_the_endpoint_of_their_writer_cannot_be_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(StuckLoopback)
+    key = bench.start_landing()
+    bench.agent._on_peer_lost(PEER, "silent", bench.clock.now)
+    bench.agent._next_tick = bench.clock.now  # as after every check of peers
+    bench.wait_until(lambda: "cannot be closed" in caplog.text)
+    bench.work(seconds=6.0)
+    assert bench.events() == [PeerLost(PEER, "silent"), FetchFailed(key, False, False, "silent")]
+    bench.work(seconds=100.0)
+    assert not any(isinstance(event, Quiesced) for event in bench.events())

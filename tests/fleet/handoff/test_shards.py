@@ -1,0 +1,199 @@
+"""Tests of the planned writes between stores with different shardings. The writes are performed on poisoned memory, and
+the result is compared with heads that are copied one by one."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharded_memory import HEAD_BYTES, ShardedMemory, fresh_pages
+
+from hotset.base.paged_span import PagedSpan
+from hotset.fleet.handoff.layout import (
+    check_peers,
+    count_writes,
+    first_gap,
+    head_shards,
+    overlaps,
+    plan_context_writes,
+    plan_writes,
+    row_bytes,
+    store_overlaps,
+    whole_rows,
+)
+from hotset.fleet.handoff.messages import ContextPages, Hello, ModelIdentity, Shard, Store
+
+RANKS = (1, 2, 4, 8)
+
+
+def at_source(pages: Sequence[Sequence[int]]) -> ContextPages:
+    return ContextPages(tuple(pages[0]), tuple(pages[0]))
+
+
+def at_target(pages: Sequence[Sequence[int]]) -> ContextPages:
+    return ContextPages(tuple(pages[1]), tuple(pages[2]))
+
+
+def perform_writes(
+    source: ShardedMemory, target: ShardedMemory, pages: Sequence[Sequence[int]], first: int, last: int
+) -> int:
+    """Performs the planned writes, asserts that each is inside the memory of both sides, and returns their number."""
+    planned = plan_context_writes(source.store, at_source(pages), target.store, at_target(pages), first, last)
+    for local, remote, nbytes in planned.tolist():
+        assert source.contains(local, nbytes) and target.contains(remote, nbytes)
+        ctypes.memmove(remote, local, nbytes)
+    return len(planned)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("target_ranks", RANKS)
+@pytest.mark.parametrize("source_ranks", RANKS)
+def test_every_rank_gets_its_heads(source_ranks: int, target_ranks: int, heads: int) -> None:
+    source = ShardedMemory(source_ranks, heads, page_rows=64, seed=1)
+    target = ShardedMemory(target_ranks, heads, page_rows=16)
+    pages = fresh_pages(source, target, rows=70)
+    source.compute(pages[0], 0, 70)
+    for first, last in ((0, 33), (33, 34), (34, 70)):
+        perform_writes(source, target, pages, first, last)
+    target.check(pages[1], pages[2], 0, 70)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_random_pages_rows_and_shardings_are_written_exactly(data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 8))
+    ranks = [rank for rank in RANKS if heads % rank == 0 or rank % heads == 0]
+    sides = [
+        ShardedMemory(
+            data.draw(st.sampled_from(ranks)), heads, page_rows=data.draw(st.integers(1, 20)), spare=spare, seed=seed
+        )
+        for seed, spare in enumerate(data.draw(st.tuples(st.sampled_from([0, 5]), st.sampled_from([0, 3]))))
+    ]
+    rows = data.draw(st.integers(1, 60))
+    first = data.draw(st.integers(0, rows))
+    last = data.draw(st.integers(first, rows))
+    pages = fresh_pages(*sides, rows=rows, seed=data.draw(st.integers(0, 99)))
+    sides[0].compute(pages[0], 0, rows)
+    perform_writes(*sides, pages, first, last)
+    sides[1].check(pages[1], pages[2], first, last)
+
+
+def test_a_head_that_several_ranks_hold_is_read_evenly_from_all_of_them() -> None:
+    source, target = (ShardedMemory(ranks, 2, page_rows=4).store for ranks in (4, 8))
+    assert [(overlap.source, overlap.target) for overlap in store_overlaps(source, target)] == [
+        *((0, 0), (0, 1), (1, 2), (1, 3)),
+        *((2, 4), (2, 5), (3, 6), (3, 7)),
+    ]
+
+
+def test_equal_shardings_are_written_in_whole_runs() -> None:
+    source, target = ShardedMemory(2, 4, page_rows=64), ShardedMemory(2, 4, page_rows=16)
+    pages = (range(1, 5), range(2, 18), range(3, 19))
+    planned = plan_context_writes(source.store, at_source(pages), target.store, at_target(pages), 0, 256)
+    assert len(planned) == 2 * source.layers + source.groups, (
+        "there must be one write for each pair of shard and layer, and one for each index group"
+    )
+
+
+def test_stores_of_one_shard_are_planned_like_plain_spans() -> None:
+    span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 48)
+    target = replace(span, bases=((1 << 22,), (1 << 23,)), part_rows=16, page_bytes=16 * 48)
+    stores = Store(whole_rows(span), None), Store(whole_rows(target), None)
+    planned = plan_context_writes(
+        stores[0], ContextPages((5, 3), ()), stores[1], ContextPages(tuple(range(8)), ()), 3, 100
+    )
+    np.testing.assert_array_equal(planned, plan_writes(span, (5, 3), target, range(8), 3, 100))
+
+
+def test_layers_may_begin_at_unrelated_addresses() -> None:
+    """This is the case with pipeline stages, which have separate memory. A span has a base for each layer."""
+    source, target = ShardedMemory(2, 2, page_rows=8, seed=1), ShardedMemory(1, 2, page_rows=8)
+    assert len({parts[0] % 4096 for parts in source.store.shards[0].span.bases}) == source.layers
+    pages = fresh_pages(source, target, rows=20)
+    source.compute(pages[0], 0, 20)
+    perform_writes(source, target, pages, 0, 20)
+    target.check(pages[1], pages[2], 0, 20)
+
+
+def test_shards_are_described_by_their_byte_slices_of_the_whole_row() -> None:
+    spans = [PagedSpan(((8,),), 64, 4, 16)] * 4
+    assert [shard.slices for shard in head_shards(spans, 8, 4)] == [
+        *(((0, 8), (32, 8)), ((8, 8), (40, 8)), ((16, 8), (48, 8)), ((24, 8), (56, 8)))
+    ]
+    assert [shard.slices for shard in head_shards(spans, 2, 4)] == [((0, 4), (8, 4))] * 2 + [((4, 4), (12, 4))] * 2
+    assert head_shards(spans[:1], 2, 4)[0].slices == ((0, 8), (8, 8))
+
+
+def test_slices_that_are_adjacent_on_both_sides_become_one_range() -> None:
+    (found,) = overlaps((((0, 8), (8, 8)),), (((0, 16),),))
+    assert found.byte_ranges == ((0, 0, 16),) and found.row_bytes == 16
+
+
+MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
+
+
+def hello(store: Store) -> Hello:
+    return Hello("127.0.0.1:1", MODEL, {"host": store}, "loopback", b"")
+
+
+@pytest.mark.parametrize("target_ranks", RANKS)
+@pytest.mark.parametrize("source_ranks", RANKS)
+def test_peers_with_different_shardings_are_compatible(source_ranks: int, target_ranks: int) -> None:
+    stores = [ShardedMemory(ranks, 4, page_rows=4).store for ranks in (source_ranks, target_ranks)]
+    assert check_peers(hello(stores[0]), hello(stores[1])) is None
+    assert {row_bytes(store) for store in stores} == {2 * 4 * HEAD_BYTES} and first_gap(stores[1]) is None
+
+
+def test_whole_rows_of_another_size_are_refused_with_both_values() -> None:
+    reason = check_peers(hello(ShardedMemory(2, 4, page_rows=4).store), hello(ShardedMemory(4, 8, page_rows=4).store))
+    assert reason is not None and "rows of 56 bytes" in reason and "rows of 112 bytes" in reason
+
+
+def _without_shard(store: Store, shard: int) -> Store:
+    return replace(store, shards=(*store.shards[:shard], *store.shards[shard + 1 :]))
+
+
+def _with_last_shard(store: Store, shard: Shard) -> Store:
+    return replace(store, shards=(*store.shards[:-1], shard))
+
+
+def test_a_store_with_invalid_shards_is_refused() -> None:
+    valid = ShardedMemory(4, 4, page_rows=4).store
+    last = valid.shards[-1]
+    for store, error in (
+        (_without_shard(valid, 1), "none of its 3 shards holds byte 7 of rows of 56 bytes"),
+        (_without_shard(_without_shard(_without_shard(_without_shard(valid, 0), 0), 0), 0), "it has 0 shards"),
+        (_with_last_shard(valid, replace(last, slices=())), "a shard has 0 slices"),
+        (_with_last_shard(valid, replace(last, slices=((0, 0), (1, 4)))), "or an empty slice"),
+        (
+            _with_last_shard(valid, replace(last, slices=((0, 100),))),
+            "slices of a shard have 100 bytes, but its rows only 14",
+        ),
+        (_with_last_shard(valid, replace(last, span=replace(last.span, part_rows=5))), "pages of [4, 5] rows"),
+        (
+            _with_last_shard(valid, replace(last, span=replace(last.span, bases=((8,),)))),
+            "its rows have 1 layers or groups, not 3",
+        ),
+    ):
+        reason = check_peers(hello(valid), hello(store))
+        assert reason is not None and error in reason, f"{reason!r} does not contain {error!r}"
+
+
+def test_every_copy_of_rows_and_index_keys_is_written() -> None:
+    """Ranks whose rows have no heads hold whole rows on the device, and all index keys."""
+    source = ShardedMemory(1, 1, page_rows=16, seed=1)
+    copies = [ShardedMemory(1, 1, page_rows=8) for _ in range(3)]
+    pages = fresh_pages(source, copies[0], rows=40)
+    source.compute(pages[0], 0, 40)
+    first, *further = (copy.store for copy in copies)
+    keys = tuple(store.keys for store in further if store.keys is not None)
+    target = Store(tuple(shard for copy in copies for shard in copy.store.shards), first.keys, keys)
+    planned = plan_context_writes(source.store, at_source(pages), target, at_target(pages), 0, 40)
+    assert len(planned) == count_writes(source.store, at_source(pages), target, at_target(pages), 0, 40)
+    for local, remote, nbytes in planned.tolist():
+        ctypes.memmove(remote, local, nbytes)
+    for copy in copies:
+        copy.check(pages[1], pages[2], 0, 40)

@@ -1,0 +1,110 @@
+"""The cost model against measured steps, and its parts against independent counts."""
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from hotset.lab.plan.costs import MISS_RATES, RankCosts, miss_rate
+from hotset.lab.plan.gpus import H200
+from hotset.lab.plan.model_configs import find_config
+from hotset.lab.plan.products import prefill_products
+from hotset.models.decoder import worker_kv_shape
+from hotset.models.spec import AS_COMPUTED, KvStorage
+from hotset.models.split import WHOLE_MODEL, Split
+from hotset.models.weight_sizes import embedding_bytes, routed_expert_bytes, worker_weight_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from decode_figures import Figure, read_figures
+
+FP8 = KvStorage(fp8_rows=True, fp8_keys=True)
+
+
+def costs_of(model: str, split: Split = WHOLE_MODEL, storage: KvStorage = AS_COMPUTED) -> RankCosts:
+    spec = find_config(model).spec
+    shape = worker_kv_shape(spec, torch.bfloat16, storage, split)
+    return RankCosts(spec, split, shape, H200, 2 * shape.topk, 2)
+
+
+@pytest.mark.parametrize("figure", read_figures(), ids=lambda f: f"{f.model}-{f.context}-{f.requests}")
+def test_tokens_per_second_are_within_15_percent_of_the_benchmarks(figure: Figure) -> None:
+    step = figure.predicted()
+    # The benchmark of one rank simulated the links between GPUs.
+    predicted = figure.requests / (step.seconds - step.links_s)
+    assert predicted == pytest.approx(figure.tokens_per_s, rel=0.15)
+
+
+@pytest.mark.parametrize(("model", "seconds"), [("deepseek-v3.2", 8.31), ("glm-5.2", 6.38)])
+def test_a_prompt_of_32k_takes_about_as_long_as_on_one_rank_of_eight(model: str, seconds: float) -> None:
+    costs = costs_of(model, Split(dp_size=8), FP8)
+    assert costs.prefill_seconds(0, 32768) == pytest.approx(seconds, rel=0.15)
+
+
+def test_chunks_of_a_prompt_add_up_to_the_whole_prompt() -> None:
+    for model in ("deepseek-v3.2", "qwen3-8b"):
+        spec, bounds = find_config(model).spec, (0, 1000, 2048, 5001, 9000)
+        whole = {product.name: product.flops for product in prefill_products(spec, Split(), 0, 9000)}
+        chunks = [prefill_products(spec, Split(), *pair) for pair in pairwise(bounds)]
+        for name in set(whole) - {"LM head"}:  # computed once for each chunk
+            parts = sum(product.flops for chunk in chunks for product in chunk if product.name == name)
+            assert parts == pytest.approx(whole[name]), name
+
+
+def test_selected_rows_of_a_prompt_are_counted_token_by_token() -> None:
+    spec = find_config("deepseek-v3.2").spec
+    heads, width = 128, 2 * 512 + 64
+    for first, last in ((0, 100), (1500, 3000), (4000, 4100)):
+        rows = sum(min(position + 1, 2048) for position in range(first, last))
+        products = {product.name: product.flops for product in prefill_products(spec, Split(), first, last)}
+        assert products["sparse attention"] == 2 * 61 * rows * heads * width
+
+
+def test_miss_rates_are_the_published_ones_and_fall_with_the_size_of_the_buffer() -> None:
+    for size, rate in MISS_RATES.items():
+        assert miss_rate(size) == pytest.approx(rate)
+    rates = [miss_rate(size / 10) for size in range(5, 160)]
+    assert rates == sorted(rates, reverse=True) and max(rates) <= 1
+
+
+def test_a_step_copies_the_missing_rows_of_tiered_requests_only() -> None:
+    costs = costs_of("glm-5.2", Split(dp_size=8), FP8)
+    resident, tiered = costs.decode(10, 32768), costs.decode(10, 32768, tiered=4)
+    assert (resident.swap_bytes, resident.missed_rows) == (0, 0)
+    assert tiered.missed_rows == pytest.approx(4 * 78 * 2048 * 0.134)
+    assert tiered.swap_bytes == pytest.approx(tiered.missed_rows * 656)
+    assert tiered.seconds - tiered.swap_s == pytest.approx(resident.seconds)
+    assert 0 < tiered.bus_share < 1
+
+
+def test_experts_that_no_token_uses_are_not_read() -> None:
+    spec, split = find_config("dsa-50b").spec, Split()
+    layers, experts, used, width = 40, 64, 6, 1536
+    assert routed_expert_bytes(spec, split, 2) == layers * experts * 3 * 4096 * width * 2
+    assert routed_expert_bytes(spec, Split(dp_size=8), 2) == routed_expert_bytes(spec, split, 2) // 8
+    assert embedding_bytes(spec, split, 2) == 32768 * 4096 * 2
+    read = worker_weight_bytes(spec, split, 2) - embedding_bytes(spec, split, 2)
+    step = costs_of("dsa-50b").decode(1, 1024)
+    unused = routed_expert_bytes(spec, split, 2) * (1 - used / experts)
+    assert step.weights_s == pytest.approx((read - unused) / (4.8e12 * 0.85))
+
+
+def test_tensor_parallel_ranks_take_turns_on_no_layer_but_wait_for_links() -> None:
+    one, eight = costs_of("llama-3.3-70b"), costs_of("llama-3.3-70b", Split(tp_size=8))
+    alone, split = one.decode(16, 8192), eight.decode(16, 8192)
+    assert split.weights_s == pytest.approx(alone.weights_s / 8, rel=0.01)
+    assert split.attention_s == pytest.approx(alone.attention_s / 8)
+    assert (alone.links_s, split.links_s > 0) == (0, True)
+
+
+def test_a_bus_of_half_the_speed_is_busy_for_twice_as_long() -> None:
+    spec, split = find_config("deepseek-v3.2").spec, Split(dp_size=8)
+    shape = worker_kv_shape(spec, torch.bfloat16, FP8, split)
+    fast, slow = (
+        RankCosts(spec, split, shape, replace(H200, bus_gb_per_s=speed), 4096, 2).decode(32, 32768, 32)
+        for speed in (64.0, 32.0)
+    )
+    assert slow.bus_s == pytest.approx(2 * fast.bus_s)
+    assert slow.seconds - fast.seconds == pytest.approx(fast.swap_s)

@@ -1,0 +1,305 @@
+"""Simulated traffic: against a real engine that computes the same requests on a CPU, and by its own rules."""
+
+import json
+import os
+import random
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import tiny_directory
+from lab.plan.test_admission import SPARSE
+
+from hotset.base.config import EngineConfig
+from hotset.base.host_memory import host_memory
+from hotset.engine.build import build_engine
+from hotset.engine.core import Engine
+from hotset.engine.outputs import EngineStats, RankStats
+from hotset.engine.workers.executor import Step, StepFuture
+from hotset.lab.bench.workload import read_trace
+from hotset.lab.plan.capacity import plan_capacity
+from hotset.lab.plan.costs import RankCosts
+from hotset.lab.plan.gpus import H200, Machine
+from hotset.lab.plan.model_configs import find_config
+from hotset.lab.plan.products import ROUTED, prefill_products
+from hotset.lab.simulate.prompts import Arrival, arrivals
+from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, positions, work_of
+from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
+from hotset.models.decoder import worker_kv_shape
+from hotset.models.spec import KvStorage
+from hotset.models.split import Split
+from hotset.schedule.plan import StepResult
+from hotset.tiers.residence import Residence
+
+VOCAB = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step of a real engine."""
+
+    start: float  # on the clock of the run
+    work: StepWork
+    seconds: float
+
+
+class MeasuredExecutor:
+    """Executes each step at once, and moves the clock by the CPU time of this thread. Other programs do not count."""
+
+    def __init__(self, engine: Engine, clock: SimulatedClock) -> None:
+        self._inner, self._engine, self._clock = engine.executor, engine, clock
+        self.samples: list[Sample] = []
+
+    def submit(self, step: Step) -> StepFuture:
+        (plan,) = step
+        assert plan is not None
+        work = work_of(plan, self._engine.replicas[0].scheduler.in_residence(Residence.TIERED))
+        before = time.thread_time()
+        results = self._inner.submit(step).results()
+        seconds = time.thread_time() - before
+        self.samples.append(Sample(self._clock.now, work, seconds))
+        self._clock.now += seconds
+        return Finished(results)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Finished:
+    def __init__(self, results: Sequence[StepResult | None]) -> None:
+        self._results = results
+
+    def results(self) -> Sequence[StepResult | None]:
+        return self._results
+
+
+def run_real(config: EngineConfig, requests: Sequence[Arrival]) -> tuple[TrafficResult, list[Sample]]:
+    engine, clock = build_engine(config), SimulatedClock()
+    try:
+        executor: Any = MeasuredExecutor(engine, clock)
+        engine.executor = executor
+        return run_traffic(engine, clock, requests), executor.samples
+    finally:
+        engine.close()
+
+
+def simulate(
+    config: EngineConfig, requests: Sequence[Arrival], cost: StepCost, clock: SimulatedClock | None = None
+) -> TrafficResult:
+    files, clock = find_config(config.model), clock or SimulatedClock()
+    capacity = plan_capacity(config, files, Machine(host_memory().free))
+    engine = simulated_engine(capacity, files, False, clock, cost)
+    result = run_traffic(engine, clock, requests)
+    engine.audit()
+    return result
+
+
+def fitted(samples: Sequence[Sample]) -> FixedCosts:
+    """Fits the costs of steps to measured ones, with the least squared error. All steps together take as long as they
+    were measured to take: costs below 0 are replaced by 0, which would make them longer."""
+    works = [sample.work for sample in samples]
+    terms = np.array([(1.0, work.prompt_tokens, work.decodes, work.tiered, positions(work)) for work in works])
+    measured = np.array([sample.seconds for sample in samples])
+    solution, *_ = np.linalg.lstsq(terms, measured, rcond=None)
+    costs = np.maximum(solution, 0.0)
+    return FixedCosts(*map(float, costs * measured.sum() / (terms @ costs).sum()))
+
+
+class CostsAtThatTime:
+    """Fitted costs, times how much slower than on average the machine was at that time of the real run.
+
+    Other programs on the same core slow a virtual machine down for seconds, by up to a quarter. Requests that wait
+    feel that more than tenfold, and it is no property of the scheduler.
+    """
+
+    PARTS = 32  # of the run, with as many steps each
+
+    def __init__(self, samples: Sequence[Sample], clock: SimulatedClock) -> None:
+        self._costs, self._clock = fitted(samples), clock
+        parts = np.array_split(np.arange(len(samples)), self.PARTS)
+        measured = np.array([sample.seconds for sample in samples])
+        predicted = np.array([sum(self._costs(sample.work)) for sample in samples])
+        self._starts = [samples[part[0]].start for part in parts]
+        self._slowness = [measured[part].sum() / predicted[part].sum() for part in parts]
+
+    def __call__(self, work: StepWork) -> Sequence[float]:
+        part = max(0, bisect_right(self._starts, self._clock.now) - 1)
+        return [seconds * self._slowness[part] for seconds in self._costs(work)]
+
+
+def config_of(folder: Path, **settings: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "device_kv_tokens": 4000,
+        "host_kv_tokens": 20000,
+        "max_num_seqs": 24,
+        "max_model_len": 2048,
+        "page_rows": 16,
+    }
+    return EngineConfig(
+        model=tiny_directory(folder, **SPARSE | {"max_position_embeddings": 4096}),
+        load_format="dummy",
+        device="cpu",
+        max_num_batched_tokens=256,
+        **(defaults | settings),
+    )
+
+
+def random_arrivals(count: int, rate: float, prompt: float = 200, answer: float = 12) -> list[Arrival]:
+    """Returns requests like those of a trace: a few of them long, some with a common prefix. `prompt` and `answer` are
+    mean lengths."""
+    generator, seconds, found = random.Random(0), 0.0, []
+    for _ in range(count):
+        seconds += generator.expovariate(rate)
+        length = int(min(7.5 * prompt, prompt / 10 + generator.expovariate(1 / (0.9 * prompt))))
+        prefix = [20] * generator.choice((0, 0, 32))
+        tokens = (prefix + generator.choices(range(16, VOCAB), k=length))[:length]
+        found.append(Arrival(seconds, tuple(tokens), 1 + int(generator.expovariate(1 / answer))))
+    return found
+
+
+def test_requests_wait_for_seats_and_all_of_them_end(tmp_path: Path) -> None:
+    """With one seat and a constant time per step, requests are served one after another."""
+    config = config_of(tmp_path, max_num_seqs=1, tiers="off", host_kv_tokens=None)
+    requests = [Arrival(0.0, (20,) * 10, 5), Arrival(0.1, (30,) * 10, 5), Arrival(20.0, (40,) * 300, 2)]
+    result = simulate(config, requests, FixedCosts(step_s=1.0))
+    firsts = [times.first_token for times in result.times]
+    ends = [times.ended for times in result.times]
+    assert firsts == [1.0, 6.0, 22.0]  # the last prompt takes two steps of 256 tokens
+    assert ends == [5.0, 10.0, 23.0]
+    assert (result.steps, result.max_running, result.seconds) == (13, 1, 23.0)
+    assert result.mean_running == pytest.approx(13 / 23)
+
+
+def test_a_step_takes_the_time_of_its_work(tmp_path: Path) -> None:
+    seen: list[StepWork] = []
+
+    def cost(work: StepWork) -> Sequence[float]:
+        seen.append(work)
+        return (1.0,)
+
+    config = config_of(tmp_path, prefix_cache=False)
+    simulate(config, [Arrival(0.0, tuple(range(16, 46)) * 10, 3), Arrival(0.0, (17,) * 20, 2)], cost)
+    assert sum(work.prompt_tokens for work in seen) == 320
+    assert next(work.chunks for work in seen if work.chunks) == [(0, 256)]
+    assert sum(work.decodes for work in seen) == 2 + 1  # first tokens are sampled by the prompts' steps
+    assert max(work.context for work in seen) >= 300
+
+
+def test_pipeline_stages_compute_different_steps_at_the_same_time() -> None:
+    clock = SimulatedClock()
+    assert clock.run((1.0, 2.0)) == 3.0
+    assert clock.run((1.0, 2.0)) == 5.0  # its first stage ran from 1 to 2, and its second after the step before
+    clock.now = 10.0
+    assert clock.run((1.0, 2.0)) == 13.0
+
+
+def test_experts_compute_the_prompts_of_all_replicas() -> None:
+    """A replica whose peers have no prompts computes an eighth of what it would if all had as many."""
+    spec, split = find_config("glm-5.2").spec, Split(dp_size=8)
+    shape = worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True), split)
+    costs = GpuCosts([RankCosts(spec, split, shape, H200, 4096, 2)])
+    alone, together = (costs(StepWork(chunks=[(0, 8192)], expert_share=share))[0] for share in (1 / 8, 1.0))
+    routed = next(product for product in prefill_products(spec, split, 0, 8192) if product.name == ROUTED)
+    assert together - alone == pytest.approx(7 / 8 * 2.0 * routed.flops / (1979e12 * 0.6))
+
+
+def test_memory_pressure_makes_requests_tiered_and_parked_as_in_a_real_engine(tmp_path: Path) -> None:
+    """If all steps take the same time, a simulation equals the real engine exactly."""
+    config = config_of(tmp_path, device_kv_tokens=250, host_kv_tokens=3000, max_model_len=256)
+    requests = [replace(request, prompt=request.prompt[:60], answer_tokens=60) for request in random_arrivals(5, 50.0)]
+
+    engine, clock = build_engine(config), SimulatedClock()
+
+    class Steady(MeasuredExecutor):
+        def submit(self, step: Step) -> StepFuture:
+            results = self._inner.submit(step).results()
+            self._clock.now += 0.01
+            return Finished(results)
+
+    steady: Any = Steady(engine, clock)
+    engine.executor = steady
+    real = run_traffic(engine, clock, requests)
+    engine.close()
+    simulated = simulate(config, requests, FixedCosts(step_s=0.01))
+    assert real.max_tiered > 0 and real.parks > 0
+    for field in ("requests", "steps", "max_running", "max_tiered", "parks", "demotions", "reused"):
+        assert getattr(simulated, field) == getattr(real, field), field
+    assert simulated.first_token_s == pytest.approx(real.first_token_s)
+
+
+def traced_arrivals(busy_s: float) -> list[Arrival]:
+    """Returns 200 requests that arrive 1.5 times as fast as they are served, if each takes `busy_s` of computation.
+
+    They are those of the trace in Mooncake's format that HOTSET_TRACE names, with prompts of 1/256 and answers of 1/2
+    of their lengths, or random ones. The answers are long, so that many requests are parked: a step that takes a little
+    longer can lead to a few parks more.
+    """
+    if "HOTSET_TRACE" not in os.environ:
+        return random_arrivals(200, rate=1.5 / busy_s, prompt=50, answer=180)
+    scale, path = 1 / 256, Path(os.environ["HOTSET_TRACE"])
+    entries, answers = read_trace(path, 1.0, scale)[:200], read_trace(path, 1.0, 1 / 2)[:200]
+    speed = entries[-1].offset / 200 / busy_s * 1.5
+    scaled = [
+        replace(entry, offset=entry.offset / speed, output_tokens=answer.output_tokens)
+        for entry, answer in zip(entries, answers, strict=True)
+    ]
+    return arrivals(scaled, scale, VOCAB)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_simulated_traffic_is_within_10_percent_of_a_real_run_of_200_requests(tmp_path: Path) -> None:
+    """The costs of steps are fitted to those of the real run: a busy machine is not as fast in the next minute."""
+    config = config_of(tmp_path, device_kv_tokens=500, max_model_len=768, page_rows=4)
+    _result, samples = run_real(config, traced_arrivals(1e-4)[:50])
+    requests = traced_arrivals(sum(sample.seconds for sample in samples) / 50)
+    real, samples = run_real(config, requests)
+    clock = SimulatedClock()
+    simulated = simulate(config, requests, CostsAtThatTime(samples, clock), clock)
+    for name, result in (("real", real), ("simulated", simulated)):
+        at_once = f"at once: mean {result.mean_running:.2f}, most {result.max_running}"
+        moves = f"parks: {result.parks}, demotions: {result.demotions}"
+        wait = f"to first token: {np.mean(result.first_token_s):.3f} s, waiting requests: {result.mean_waiting:.2f}"
+        print(name, at_once, moves, wait, sep="; ")
+    assert real.requests >= 195 and real.max_tiered > 0 and real.parks > 0
+    assert simulated.mean_running == pytest.approx(real.mean_running, rel=0.1)
+    assert simulated.max_running == pytest.approx(real.max_running, rel=0.1)
+    assert simulated.parks == pytest.approx(real.parks, rel=0.1, abs=1)
+    assert np.mean(simulated.first_token_s) == pytest.approx(np.mean(real.first_token_s), rel=0.1)
+    assert simulated.mean_waiting == pytest.approx(real.mean_waiting, rel=0.1)
+
+
+def test_the_ranks_of_a_data_parallel_engine_have_the_requests_and_pages_of_the_whole(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data_parallel_size=2, device_kv_tokens=500, max_model_len=768)
+    files, clock = find_config(config.model), SimulatedClock()
+    capacity = plan_capacity(config, files, Machine(host_memory().free))
+    engine = simulated_engine(capacity, files, False, clock, FixedCosts(step_s=0.01))
+    seen: list[EngineStats] = []
+    run_traffic(engine, clock, random_arrivals(12, 50.0, prompt=100), lambda done, total: seen.append(engine.stats()))
+    for stats in seen:
+        assert len(stats.ranks) == 2
+        for name in RankStats.__dataclass_fields__:
+            assert sum(getattr(rank, name) for rank in stats.ranks) == getattr(stats, name), name
+    assert any(all(rank.running for rank in stats.ranks) for stats in seen)
+
+
+def test_blocks_of_a_trace_become_equal_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 500, "input_length": 1100, "output_length": 80, "hash_ids": [1, 2, 3]},
+        {"timestamp": 1500, "input_length": 1030, "output_length": 8, "hash_ids": [1, 2, 9]},
+        {"timestamp": 2500, "input_length": 100, "output_length": 1, "hash_ids": []},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second, third = arrivals(read_trace(path, 2.0, 0.125), 0.125, VOCAB)
+    assert [len(request.prompt) for request in (first, second, third)] == [138, 129, 12]
+    assert [request.seconds for request in (first, second, third)] == [0.0, 0.5, 1.0]
+    assert [request.answer_tokens for request in (first, second, third)] == [10, 1, 1]
+    assert first.prompt[:128] == second.prompt[:128] and first.prompt[:64] != first.prompt[64:128]
+    assert all(16 <= token < VOCAB for request in (first, second, third) for token in request.prompt)
