@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all gpu-test check format setup install environment packages litellm clean
+.PHONY: help serve test test-all sabotage gpu-test check format setup install environment packages litellm clean
 
 # Tests start many processes. Without bytecode files, each of them would compile all of Hotset.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,8 +43,11 @@ serve: $(READY) ## start the server with the embedded model; ARGS="..." passes a
 test: $(COMPILED) ## run the tests (CPU); ARGS="tests/models -k rope" selects some
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(COMPILED) ## run all CPU tests, including the slow ones
+test-all: $(COMPILED) sabotage ## run all CPU tests, including the slow ones, and put known defects back
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+sabotage: $(COMPILED) ## put known defects back, one at a time, and check that the tests catch each
+	$(BIN)/python scripts/sabotage
 
 # The first collection compiles what the tests import. Without it, each worker would compile the same at the same time.
 # If it fails, the tests fail in the same way.

@@ -1,5 +1,4 @@
-"""Checks that every patch of `scripts/sabotage` applies and that the tests it names exist. The script, which runs these
-tests, takes minutes."""
+"""Checks that the patches of `scripts/sabotage` apply, and that the tests that they name exist."""
 
 import importlib.util
 import os
@@ -14,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = {*range(1, 49), *range(50, 59), 61, 62, 63, 66, 67, 71, 72, 73, 74, *range(79, 96)}
+MOST_PATCHES = 200  # `make sabotage` runs tests for each of them
 
 
 def load_script() -> ModuleType:
@@ -30,24 +29,33 @@ def load_script() -> ModuleType:
 
 
 sabotage = load_script()
-PATCHES = sabotage.load_patches()
 
 
-def test_every_defect_has_a_patch() -> None:
-    assert {patch.number for patch in PATCHES} == DEFECTS
-    assert os.access(SCRIPT, os.X_OK)
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.number} {patch.name}")
-def test_each_patch_applies_and_changes_its_files_and_its_tests_exist(patch: Any) -> None:
-    for file, text in patch.patched(ROOT).items():
-        assert text != (ROOT / file).read_text()
-        if file.endswith(".py"):
-            compile(text, file, "exec")
+def problems(patch: Any) -> list[str]:
+    """Returns why a patch cannot be tried: it does not apply, its code does not compile, or a test does not exist."""
+    found = []
+    try:
+        for file, text in patch.patched(ROOT).items():
+            if text == (ROOT / file).read_text():
+                found.append(f"{file} does not change")
+            if file.endswith(".py"):
+                compile(text, file, "exec")
+    except (sabotage.DoesNotApply, SyntaxError, FileNotFoundError) as problem:
+        found.append(str(problem))
     for test in patch.tests:
         file, name = test.split("::")
         function = name.partition("[")[0]  # without the id of a parametrised case
-        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), f"{test} does not exist"
+        path = ROOT / file
+        if not path.exists() or not re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE):
+            found.append(f"{test} does not exist")
+    return found
+
+
+def test_every_patch_applies_and_its_tests_exist() -> None:
+    patches = sabotage.load_patches()
+    assert [f"{patch.number}: {patch.name}: {problem}" for patch in patches for problem in problems(patch)] == []
+    assert len({(patch.number, patch.name) for patch in patches}) == len(patches) <= MOST_PATCHES
+    assert os.access(SCRIPT, os.X_OK)
 
 
 def test_a_patch_that_no_longer_applies_is_reported() -> None:
@@ -56,17 +64,14 @@ def test_a_patch_that_no_longer_applies_is_reported() -> None:
         change.applied("old and old")
 
 
-@pytest.mark.parametrize(
-    ("status", "output", "caught"),
-    [
-        (1, "FAILED tests/a.py::test_b[c] - assert 1\n1 failed", True),
-        (1, "FAILED tests/a.py::test_b[c d] - NameError: name 'x' is not defined\n1 failed", False),
-        (1, "ERROR tests/a.py::test_b - fixture\n1 error", False),
-        (2, "ERROR tests/a.py\n1 error during collection", False),
-        (0, "3 passed", False),
-        (None, "timed out after 120 s", False),
-        (5, "no tests ran", False),
-    ],
-)
-def test_a_defect_counts_as_caught_only_if_a_test_ran_and_failed(status: int | None, output: str, caught: bool) -> None:
-    assert sabotage.judge(status, output)[0] is caught
+def test_a_defect_counts_as_caught_only_if_a_test_ran_and_failed() -> None:
+    assert sabotage.judge(1, "FAILED tests/a.py::test_b[c] - assert 1\n1 failed")[0]
+    for status, output in (
+        (1, "FAILED tests/a.py::test_b[c d] - NameError: name 'x' is not defined\n1 failed"),
+        (1, "ERROR tests/a.py::test_b - fixture\n1 error"),
+        (2, "ERROR tests/a.py\n1 error during collection"),
+        (0, "3 passed"),
+        (None, "timed out after 120 s"),
+        (5, "no tests ran"),
+    ):
+        assert not sabotage.judge(status, output)[0], output
