@@ -117,7 +117,7 @@ class SimulatedRanks:
 
 def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DummySource:
     """Returns a source of random weights, in fp8 where the model's checkpoint has fp8."""
-    return DummySource(dtype, device, fp8=spec.fp8_weights)
+    return DummySource(dtype, device, formats=spec.weight_formats)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from hotset.models.config_fields import ConfigFields
-from hotset.models.spec import FP8_BLOCK, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, MtpSpec, RopeSpec
+from hotset.models.formats import read_weight_formats
+from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, MtpSpec, RopeSpec
 
 MAX_LAYERS = 1024
 MAX_PARTS = 1 << 16  # attention heads, or experts
@@ -143,7 +144,7 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         moe=None,
         dtype=_read_dtype(fields),
         eos_ids=_read_eos(fields, generation, defaults.eos_ids),
-        fp8_weights=_read_fp8(fields),
+        weight_formats=read_weight_formats(fields),
     )
 
 
@@ -197,7 +198,7 @@ def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         moe=_read_moe(fields, defaults, layers),
         dtype=_read_dtype(fields),
         eos_ids=_read_eos(fields, generation, (1,)),
-        fp8_weights=_read_fp8(fields),
+        weight_formats=read_weight_formats(fields),
         mtp=_read_mtp(fields, defaults),
     )
 
@@ -341,26 +342,6 @@ def _read_dtype(fields: ConfigFields) -> str:
     if plain not in DTYPES:
         fields.refuse(name, ", ".join(DTYPES))
     return plain
-
-
-def _read_fp8(fields: ConfigFields) -> bool:
-    """Returns whether the weights are stored in fp8. Raises `CheckpointError` for every other kind of quantisation.
-
-    Accepts any list of modules that are not quantised: each tensor is read in the format in which it is stored.
-    """
-    if "quantization_config" not in fields:
-        return False
-    quantisation = fields.section("quantization_config")
-    if "quant_method" not in quantisation:
-        quantisation.missing("quant_method")
-    quantisation.choice("quant_method", "", ("fp8",))
-    quantisation.choice("fmt", "e4m3", ("e4m3",))
-    quantisation.choice("activation_scheme", "dynamic", ("dynamic",))
-    quantisation.choice("scale_fmt", "float", ("float", "ue8m0"))
-    block = quantisation.get("weight_block_size")
-    if quantisation.is_null("weight_block_size") or (block is not None and block != [FP8_BLOCK, FP8_BLOCK]):
-        quantisation.refuse("weight_block_size", f"[{FP8_BLOCK}, {FP8_BLOCK}]")
-    return True
 
 
 def _read_eos(fields: ConfigFields, generation: ConfigFields, default: tuple[int, ...]) -> tuple[int, ...]:

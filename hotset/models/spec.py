@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-FP8_BLOCK = 128  # an fp8 weight has one scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ModelSpec:
     moe: MoeSpec | None
     dtype: str  # the checkpoint's dtype: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
-    fp8_weights: bool = False  # whether matrices are stored in fp8, in blocks, and stay so in memory
+    weight_formats: WeightFormats = PLAIN_WEIGHTS
     mtp: MtpSpec | None = None  # None: there is no MTP layer, or it is not loaded
 
     @property

@@ -8,9 +8,7 @@ from math import inf
 
 from hotset.base.errors import ConfigError, InternalError
 from hotset.base.units import ceil_div
-from hotset.models.spec import FP8_BLOCK, GqaSpec, MlaSpec, ModelSpec
-
-_IN_BLOCKS = f" in fp8 blocks of {FP8_BLOCK}"  # in messages
+from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def _check_size(spec: ModelSpec, size: int, flag: str, indivisible: Callable[[Mo
         below = [candidate for candidate in working if candidate < size][-1:]
         above = [candidate for candidate in working if candidate > size][:1]
         nearest = " or ".join(str(candidate) for candidate in below + above)
-        expanded = " (or --weight-dtype bfloat16)" if any(_IN_BLOCKS in count for count in counts) else ""
+        expanded = " (or --weight-dtype bfloat16)" if any(" blocks of " in count for count in counts) else ""
         raise ConfigError(
             f"{flag} {size} does not divide {' and '.join(counts)} evenly; nearest that works: {nearest}{expanded}"
         )
@@ -124,8 +122,8 @@ def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
 def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
     """Returns the counts of experts, heads and columns that `size` does not divide.
 
-    The number of KV heads is also accepted if it divides `size`. If the weights are in fp8, the columns are inputs of a
-    weight whose blocks must not be divided.
+    The number of KV heads is also accepted if it divides `size`. The columns are inputs of a weight,
+    whose format may have blocks that must not be divided.
     """
     moe, attention = spec.moe, spec.attention
     value_dim = attention.head_dim if isinstance(attention, GqaSpec) else attention.v_dim
@@ -135,9 +133,11 @@ def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
     }
     indivisible = [f"{attention.heads} attention heads"] if attention.heads % size else []
     indivisible += [f"{count} {what}" for what, count in columns.items() if count % size]
-    if spec.fp8_weights and size > 1 and not indivisible:
+    if size > 1 and not indivisible:
         columns["columns of the attention's output"] = attention.heads * value_dim
-        indivisible += [f"{count} {what}{_IN_BLOCKS}" for what, count in columns.items() if count % (size * FP8_BLOCK)]
+        format = spec.weight_formats.of("model.layers.0.self_attn.o_proj.weight")
+        unit = size * format.input_block
+        indivisible = [f"{count} {what} in {format.blocks}" for what, count in columns.items() if count % unit]
     if isinstance(attention, GqaSpec):
         kv_heads = attention.kv_heads
         if kv_heads % size and size % kv_heads:

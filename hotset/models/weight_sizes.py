@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
 from hotset.models.split import WHOLE_MODEL, Split
 
-FP8_BYTES = 1 + 4 / 128**2  # one byte per value, and one float32 scale for each block of 128 x 128 values
-
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
@@ -58,7 +56,10 @@ def embedding_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
 
 
 def _matrix_bytes(spec: ModelSpec, dtype_bytes: int) -> float:
-    return FP8_BYTES if spec.fp8_weights else dtype_bytes
+    """Returns the bytes of one value of a large matrix."""
+    whole = 128
+    name = "model.layers.0.self_attn.o_proj.weight"
+    return spec.weight_formats.matrix_bytes(name, whole, whole, dtype_bytes) / whole**2
 
 
 def _layer(spec: ModelSpec, split: Split, layer: int) -> _Counts:

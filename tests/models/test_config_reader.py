@@ -16,6 +16,8 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from hotset.base.errors import CheckpointError
 from hotset.models import config_reader
 from hotset.models.config_reader import read_spec
+from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.rope import amplitude, inverse_frequencies
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 
@@ -319,10 +321,11 @@ def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v32", "glm_moe_dsa"])
 def test_block_fp8_is_read_from_the_quantisation_of_every_family(model_type: str) -> None:
     values = dsa(model_type) if model_type in ("deepseek_v32", "glm_moe_dsa") else config(model_type)
-    assert not read(values).fp8_weights and not read(values | {"quantization_config": None}).fp8_weights
-    assert read(values | {"quantization_config": FP8}).fp8_weights
+    for plain in (values, values | {"quantization_config": None}):
+        assert read(plain).weight_formats == PLAIN_WEIGHTS
+    assert read(values | {"quantization_config": FP8}).weight_formats == FP8_CHECKPOINT
     skipped = {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}
-    assert read(values | {"quantization_config": FP8 | skipped}).fp8_weights
+    assert read(values | {"quantization_config": FP8 | skipped}).weight_formats == FP8_CHECKPOINT
 
 
 def test_a_sliding_window_that_no_layer_uses_is_accepted() -> None:

@@ -20,6 +20,8 @@ from hotset.models.checkpoint import fp8_tensors
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.source import SkippedWeights, TensorSlice, WeightSource
 from hotset.models.checkpoint.weights import open_weights
+from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 SCALE = NAME + "_scale_inv"
@@ -28,8 +30,13 @@ CPU = torch.device("cpu")
 
 def open_tensors(folder: Path, tensors: dict[str, Tensor], fp8: bool = True) -> WeightSource:
     """Writes a checkpoint with these tensors and opens it. With `fp8`, its weights stay in fp8."""
+    formats = FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS
     save_file(tensors, folder / "model.safetensors")
-    return open_weights(ModelFiles(folder, replace(SPECS["llama"], fp8_weights=fp8)), torch.float32, CPU)
+    return open_weights(
+        ModelFiles(folder, replace(SPECS["llama"], weight_formats=formats)),
+        torch.float32,
+        CPU,
+    )
 
 
 def random_fp8(rows: int, columns: int, seed: int) -> dict[str, Tensor]:
@@ -226,7 +233,7 @@ def test_a_rank_does_not_notice_nan_in_the_outputs_of_another_rank(tmp_path: Pat
 def test_progress_counts_the_bytes_of_slices(tmp_path: Path) -> None:
     save_file(random_fp8(256, 256, 1) | {"plain.weight": torch.ones(64, 8)}, tmp_path / "model.safetensors")
     reports: list[int] = []
-    files = ModelFiles(tmp_path, replace(SPECS["llama"], fp8_weights=True))
+    files = ModelFiles(tmp_path, replace(SPECS["llama"], weight_formats=FP8_CHECKPOINT))
     source = open_weights(files, torch.float32, CPU, progress=reports.append)
     source.load_weight(NAME, (256, 256), tensor_slice=TensorSlice(0, 0, 64))
     source.load("plain.weight", (64, 8), tensor_slice=TensorSlice(0, 8, 16))
@@ -263,7 +270,9 @@ DUMMY_KINDS: dict[str, Any] = {
 
 def test_made_up_weights_are_fp8_where_published_checkpoints_are(tmp_path: Path) -> None:
     for fp8 in (True, False):
-        files = ModelFiles(tmp_path, replace(SPECS["deepseek_v32"], fp8_weights=fp8))
+        files = ModelFiles(
+            tmp_path, replace(SPECS["deepseek_v32"], weight_formats=FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS)
+        )
         source = open_weights(files, torch.float32, CPU, load_format="dummy")
         found = {name: source.is_fp8(name) for name in DUMMY_KINDS}
         assert found == (DUMMY_KINDS if fp8 else dict.fromkeys(DUMMY_KINDS, False))
@@ -272,7 +281,7 @@ def test_made_up_weights_are_fp8_where_published_checkpoints_are(tmp_path: Path)
 
 
 def test_slices_of_made_up_fp8_weights_are_those_of_one_finite_random_weight(tmp_path: Path) -> None:
-    files = ModelFiles(tmp_path, replace(SPECS["deepseek_v32"], fp8_weights=True))
+    files = ModelFiles(tmp_path, replace(SPECS["deepseek_v32"], weight_formats=FP8_CHECKPOINT))
     source = open_weights(files, torch.float32, CPU, load_format="dummy", seed=4)
     whole = source.load_weight(NAME, (300, 256))
     assert isinstance(whole, Fp8Weight)

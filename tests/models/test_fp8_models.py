@@ -36,6 +36,7 @@ from hotset.models.checkpoint.source import TensorSlice, WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.split import WHOLE_MODEL, Split, check_tensor_parallel, stage_layers
 
 TOLERANCE = 1e-5  # of the root mean square of the logits
@@ -208,7 +209,7 @@ def test_data_parallel_ranks_and_stages_hold_the_stored_bits_and_compute_the_tok
 def test_weights_in_fp8_are_expanded_if_the_setting_asks_for_it(fp8_model: GetModel) -> None:
     model = fp8_model("deepseek_v32")
     files = find_model(str(model.directory), "bfloat16")
-    assert model.files.spec.fp8_weights and not files.spec.fp8_weights
+    assert model.files.spec.weight_formats.kept_formats and not files.spec.weight_formats.kept_formats
     source = RecordingSource(open_weights(files, torch.float64, CPU))
     build_stages(files.spec, source)
     stored = model.stored
@@ -342,8 +343,8 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
     for ranks in (1, 2, 4, 8):
         check_tensor_parallel(whole, ranks)
     spec = read_spec(config | {"num_hidden_layers": 5, "n_routed_experts": 16}, {}, str(path))
-    assert whole.fp8_weights and spec.fp8_weights and spec.moe is not None
-    planned = DummySource(torch.bfloat16, torch.device("meta"), fp8=True)
+    assert whole.weight_formats == spec.weight_formats == FP8_CHECKPOINT and spec.moe is not None
+    planned = DummySource(torch.bfloat16, torch.device("meta"), formats=FP8_CHECKPOINT)
     for split in (WHOLE_MODEL, Split(0, 8), Split(7, 8), Split(dp_rank=7, dp_size=8)):
         decoder = Decoder(spec, PlannedSource(planned, torch.bfloat16), split=split, collectives=Silent(split))
         weights = fp8_weights_in(decoder)

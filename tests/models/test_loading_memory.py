@@ -22,6 +22,7 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
+from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.split import WHOLE_MODEL, Split
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ class Storages:
     """A source of made-up fp8 weights that collects all of them, to write a checkpoint."""
 
     def __init__(self) -> None:
-        self._made_up = DummySource(torch.bfloat16, CPU, fp8=True)
+        self._made_up = DummySource(torch.bfloat16, CPU, formats=FP8_CHECKPOINT)
         self.tensors: dict[str, torch.Tensor] = {}
         self.skip, self.is_fp8, self.finish = self._made_up.skip, self._made_up.is_fp8, self._made_up.finish
         self.stored_bytes = self._made_up.stored_bytes

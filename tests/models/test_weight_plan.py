@@ -20,6 +20,8 @@ from hotset.models.collectives import planning_collectives
 from hotset.models.config_fields import read_json
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, MtpSpec
 from hotset.models.split import WHOLE_MODEL, Split, stage_layers
 from hotset.models.weight_plan import plan_weights
@@ -93,9 +95,9 @@ def wider(spec: ModelSpec) -> ModelSpec:
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name: str, fp8: bool) -> None:
-    spec = replace(wider(SPECS[name]), fp8_weights=fp8)
+    spec = replace(wider(SPECS[name]), weight_formats=FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS)
     for split in splits_of(spec):
-        source = DummySource(torch.bfloat16, CPU, fp8=fp8)
+        source = DummySource(torch.bfloat16, CPU, formats=spec.weight_formats)
         plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
         assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.03), f"{split}"
         decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
@@ -128,7 +130,7 @@ def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
 ) -> None:
     path = ROOT / "hotset" / "plan" / "configs" / f"{name}.json"
     spec = read_spec(read_json(path), {}, str(path))
-    source = DummySource(torch.bfloat16, CPU, fp8=spec.fp8_weights)
+    source = DummySource(torch.bfloat16, CPU, formats=spec.weight_formats)
     plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
     assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.001)
     if gigabytes is not None:

@@ -101,7 +101,7 @@ def _worker_plan(
     dtype, storage = choose_dtype(config.dtype, spec, device), kv_storage(config, spec)
     if machine.gpu is None:
         memory = DeviceMemory(machine.host_bytes, machine.host_bytes)
-        source = DummySource(dtype, device, fp8=spec.fp8_weights)
+        source = DummySource(dtype, device, formats=spec.weight_formats)
         weights = plan_weights(spec, source, storage, split, dtype, device, pack_weights=config.pack_weights)
     else:
         memory = DeviceMemory(machine.gpu.memory_bytes, machine.gpu.memory_bytes)

@@ -34,4 +34,6 @@ def find_config(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto") 
                 raise
             raise CheckpointError(f"{error}; hotset plan also knows {', '.join(example_names())}") from None
     spec = read_spec(read_json(path), {}, str(path))
-    return ModelFiles(path, replace(spec, fp8_weights=spec.fp8_weights and weight_dtype == "auto"))
+    if weight_dtype == "bfloat16":
+        spec = replace(spec, weight_formats=spec.weight_formats.expand())
+    return ModelFiles(path, spec)

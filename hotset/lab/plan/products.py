@@ -1,12 +1,12 @@
 """The matrix products that a prompt takes on one worker."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from hotset.models.formats.weight_format import ProductType
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
 from hotset.models.split import Split
 
-ProductType = Literal["fp8", "bf16", "fp32"]
 ROUTED = "routed experts"
 
 
@@ -66,7 +66,7 @@ def product_rates(spec: ModelSpec, split: Split) -> list[ProductRate]:
     router is counted for the rank's own tokens, because each token must be routed once, wherever that happens.
     """
     layers = split.layer_range(spec.layers)
-    dense: ProductType = "fp8" if spec.fp8_weights else "bf16"
+    dense = spec.weight_formats.of("model.layers.0.self_attn.o_proj.weight").product_type
     if isinstance(spec.attention, GqaSpec):
         rates = _gqa(spec, spec.attention, split, dense)
     else:

@@ -1,34 +1,35 @@
 """Random weights for a configuration without a checkpoint."""
 
 import hashlib
-import re
 
 import torch
 
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.fp8_tensors import copy_fp8, expand, scale_shape
 from hotset.models.checkpoint.source import TensorSlice, copy_to, sliced
+from hotset.models.formats.fp8_blocks import FP8_BLOCKS
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormats
 
 DUMMY_STD = 0.02
 FINITE_CODES = 254  # the codes of e4m3 that are not NaN
 FP8_RMS = 100.06  # the root mean square of all finite codes
-# The names of the matrices that published checkpoints store in fp8.
-_FP8_NAME = re.compile(r"model\.layers\.\d+\..*(?<!weights)(_proj|_proj_with_mqa|\.wq_b|\.wk)\.weight")
 
 
 class DummySource:
     """Random weights for a configuration without a checkpoint.
 
     Weights of norms are 1. The values of any other tensor depend on its name and shape, the seed and the type of
-    device, but not on the order of loading. All dtypes round the same float32 values. With `fp8`, the matrices that
-    published checkpoints store in fp8 have random codes and scales, with about the same standard deviation.
+    device, but not on the order of loading. All dtypes round the same float32 values. The matrices that are in fp8
+    according to `formats` have random codes and scales, with about the same standard deviation.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0, fp8: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str, seed: int = 0, formats: WeightFormats = PLAIN_WEIGHTS
+    ) -> None:
         self._dtype = dtype
         self._device = torch.device(device)
         self._seed = seed
-        self._fp8 = fp8
+        self._formats = formats
 
     def load(
         self,
@@ -51,7 +52,7 @@ class DummySource:
         return copy_to(out, sliced(values.mul_(DUMMY_STD), tensor_slice), self._dtype, device)
 
     def is_fp8(self, name: str) -> bool:
-        return self._fp8 and _FP8_NAME.fullmatch(name) is not None
+        return self._formats.of(name) == FP8_BLOCKS
 
     def load_weight(
         self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None

@@ -55,7 +55,7 @@ def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto", *
     """Finds the files of `model`: a directory, a `.gguf` file, the word 'embedded', or the name of a hub's model that
     was downloaded.
 
-    With `weight_dtype="bfloat16"`, the spec says that no weight stays in fp8. For `with_mtp`, see `read_spec`.
+    With `weight_dtype="bfloat16"`, the spec says that all weights are expanded. For `with_mtp`, see `read_spec`.
     Reads only configuration and metadata.
     Raises `CheckpointError` if the model does not exist, is damaged or is not supported, and `MissingDependency` if the
     embedded model is not installed.
@@ -77,7 +77,9 @@ def find_model(model: str, weight_dtype: Literal["auto", "bfloat16"] = "auto", *
     spec = read_spec(config, generation, str(config_path), with_mtp=with_mtp)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         spec = replace(spec, dtype=stored_dtype(path) or spec.dtype)
-    return ModelFiles(path, replace(spec, fp8_weights=spec.fp8_weights and weight_dtype == "auto"), generation)
+    if weight_dtype == "bfloat16":
+        spec = replace(spec, weight_formats=spec.weight_formats.expand())
+    return ModelFiles(path, spec, generation)
 
 
 def has_mtp_layer(files: ModelFiles, load_format: Literal["auto", "dummy"] = "auto") -> bool:

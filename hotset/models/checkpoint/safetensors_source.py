@@ -23,7 +23,8 @@ from hotset.models.checkpoint.source import (
     copy_finite,
     sliced,
 )
-from hotset.models.spec import FP8_BLOCK, ModelSpec
+from hotset.models.formats.fp8_blocks import FP8_BLOCK, FP8_BLOCKS
+from hotset.models.spec import ModelSpec
 
 SCALE_SUFFIX = "_scale_inv"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -108,7 +109,7 @@ class SafetensorsSource:
         return values
 
     def is_fp8(self, name: str) -> bool:
-        return self._spec.fp8_weights and name in self._file_of and self._stored_type(name) == "F8_E4M3"
+        return FP8_BLOCKS in self._spec.weight_formats.kept_formats and FP8_BLOCKS.is_stored(name, self._stored_type)
 
     def load_weight(
         self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
@@ -134,7 +135,9 @@ class SafetensorsSource:
         self._handles.clear()
         check_unused_tensors(str(self._directory), unused, self._spec)
 
-    def _stored_type(self, name: str) -> str:
+    def _stored_type(self, name: str) -> str | None:
+        if name not in self._file_of:
+            return None
         kind: str = self._handles[self._file_of[name]].get_slice(name).get_dtype()
         return kind
 

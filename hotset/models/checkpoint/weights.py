@@ -22,10 +22,10 @@ def open_weights(
 ) -> WeightSource:
     """Opens the weights of a model; the caller must call `finish()`. `seed` applies to `load_format="dummy"` only.
 
-    Matrices stay in fp8 if `files.spec.fp8_weights`. Otherwise fp8 tensors are expanded to `dtype`.
+    Matrices stay in the formats that `files.spec.weight_formats` keeps. All others are expanded to `dtype`.
     """
     if load_format == "dummy":
-        return DummySource(dtype, device, seed, fp8=files.spec.fp8_weights)
+        return DummySource(dtype, device, seed, files.spec.weight_formats)
     if files.gguf is not None:
         return GgufSource(files.gguf, files.spec, dtype, device, progress)
     return SafetensorsSource(files.path, files.spec, dtype, device, progress)

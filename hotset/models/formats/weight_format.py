@@ -1,0 +1,95 @@
+"""The facts of a format of weights, and which format each matrix of a checkpoint has. Does not import torch."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+ProductType = Literal["fp8", "bf16", "fp32"]  # what the tensor cores multiply
+
+
+class WeightFormat(ABC):
+    """A format in which checkpoints store matrices [outputs, inputs]. Its values are frozen dataclasses."""
+
+    name: ClassVar[str]  # in messages
+    product_type: ClassVar[ProductType]  # of products with a weight in this format
+    input_block: ClassVar[int] = 1  # a slice of the inputs must begin and end at multiples of this
+
+    @property
+    def blocks(self) -> str:
+        """How messages describe what a slice of the inputs must not divide."""
+        return f"{self.name} blocks of {self.input_block}"
+
+    @abstractmethod
+    def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
+        """Returns the bytes of a matrix in memory, in a model whose dtype takes `dtype_bytes` per value."""
+
+    @abstractmethod
+    def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
+        """Returns whether a checkpoint stores the matrix `name` in this format.
+
+        `stored_type` returns the type of a stored tensor as safetensors files name it, or None if there is no tensor
+        of that name.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(WeightFormat):
+    """Weights in the model's dtype."""
+
+    name = "plain"
+    product_type = "bf16"
+
+    def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
+        return outputs * inputs * dtype_bytes
+
+    def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
+        return True
+
+
+PLAIN = Plain()
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRule:
+    """The format of the matrices whose names match a regular expression."""
+
+    pattern: str
+    format: WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """The formats of a checkpoint's matrices by name, as its configuration or its publisher says.
+
+    Loading asks the files themselves for the format of a stored matrix. Where no files are read, the rules count: in
+    plans, and for made-up weights.
+    """
+
+    rules: tuple[FormatRule, ...] = ()  # the first one that matches counts; a name that none matches is plain
+    expanded: bool = False  # whether loading expands all weights to the model's dtype
+
+    @property
+    def kept_formats(self) -> tuple[WeightFormat, ...]:
+        """The formats, other than plain, in which weights stay in memory."""
+        return () if self.expanded else tuple(rule.format for rule in self.rules)
+
+    def expand(self) -> "WeightFormats":
+        """Returns the same checkpoint, whose weights are all expanded to the model's dtype at load."""
+        return replace(self, expanded=True)
+
+    def of(self, name: str) -> WeightFormat:
+        """Returns the format that the matrix `name` has in memory."""
+        if not self.expanded:
+            for rule in self.rules:
+                if re.fullmatch(rule.pattern, name):
+                    return rule.format
+        return PLAIN
+
+    def matrix_bytes(self, name: str, outputs: int, inputs: int, dtype_bytes: int) -> int:
+        """Returns the bytes of the matrix `name`, or of a slice of it, in memory."""
+        return self.of(name).matrix_bytes(outputs, inputs, dtype_bytes)
+
+
+PLAIN_WEIGHTS = WeightFormats()
