@@ -34,7 +34,7 @@ from hotset.kernels.paged_attention import paged_attention
 from hotset.kernels.rows import PagedRows, gqa_row
 from hotset.kernels.segments import make_segments
 
-CONFIG = Path(__file__).resolve().parents[1] / "hotset" / "plan" / "configs" / "qwen3-8b.json"
+CONFIG = Path(__file__).resolve().parents[1] / "hotset" / "lab" / "plan" / "configs" / "qwen3-8b.json"
 CUDA = torch.device("cuda")
 HEADS, KV_HEADS, DIM, PAGE_ROWS = 32, 8, 128, 64
 LAYERS, HIDDEN, INTERMEDIATE = 36, 4096, 12288

@@ -33,7 +33,7 @@ from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 
-CONFIGS = Path(__file__).parents[1] / "hotset" / "plan" / "configs"
+CONFIGS = Path(__file__).parents[1] / "hotset" / "lab" / "plan" / "configs"
 FP8_KV = KvStorage(fp8_rows=True, fp8_keys=True)
 PEER_TOKENS = 512  # different tokens of each peer; more tokens repeat them
 PEER_LOGITS_BELOW = 100.0  # how much lower the logits of peers are

@@ -35,7 +35,7 @@ from hotset.engine.progress import Progress
 from hotset.engine.workers import launcher
 from hotset.engine.workers.worker import Worker, main
 
-CONFIGS = Path(__file__).parents[1] / "hotset" / "plan" / "configs"
+CONFIGS = Path(__file__).parents[1] / "hotset" / "lab" / "plan" / "configs"
 RANKS = 2
 REPLAYS, ROUNDS = 10, 5
 WARM_UP_STEPS = 16

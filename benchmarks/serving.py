@@ -67,16 +67,16 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint.dummy_source import DummySource
-from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
+from hotset.models.split import TensorSlice
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 
-CONFIGS = Path(__file__).parents[1] / "hotset" / "plan" / "configs"
+CONFIGS = Path(__file__).parents[1] / "hotset" / "lab" / "plan" / "configs"
 CUDA = torch.device("cuda")  # tests replace it
 DTYPE = torch.bfloat16
 CHUNK = 16384  # prompt tokens per step

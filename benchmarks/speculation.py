@@ -55,7 +55,7 @@ from hotset.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "models" / "demo-dsa")
-DEEPSEEK = ROOT / "hotset" / "plan" / "configs" / "deepseek-v3.2.json"
+DEEPSEEK = ROOT / "hotset" / "lab" / "plan" / "configs" / "deepseek-v3.2.json"
 DRAFTS = 3
 SHARES = (0.75, 0.55, 0.35)  # of steps in which the first draft, the first two, all three are right: 1.65 on average
 EXPERTS_OF_RANK = 32

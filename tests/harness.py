@@ -23,8 +23,8 @@ from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
-from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.spec import ModelSpec
+from hotset.models.split import TensorSlice
 from hotset.schedule.plan import LogprobColumns
 
 CPU = torch.device("cpu")

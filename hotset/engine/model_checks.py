@@ -16,6 +16,7 @@ from hotset.base.host_memory import host_memory
 from hotset.base.listeners import check_free
 from hotset.base.units import show_bytes
 from hotset.kernels import MAX_POSITIONS
+from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import (
     ModelFiles,
@@ -26,7 +27,7 @@ from hotset.models.checkpoint.files import (
     shard_paths,
 )
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
-from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
+from hotset.models.split import Split
 from hotset.models.weight_sizes import worker_weight_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}

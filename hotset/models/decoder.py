@@ -8,6 +8,7 @@ from torch import Tensor
 from hotset.base.errors import InternalError
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
+from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder_layer import DecoderLayer, build_layer
@@ -17,7 +18,7 @@ from hotset.models.layers import Embedding, LmHead, Moe, ShardLoader, pack_linea
 from hotset.models.mtp import MtpLayer, MtpOutput
 from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, GqaSpec, KvStorage, MlaSpec, ModelSpec
-from hotset.models.split import WHOLE_MODEL, Split, check_data_parallel, check_tensor_parallel
+from hotset.models.split import WHOLE_MODEL, Split
 
 
 class Decoder:

@@ -17,10 +17,10 @@ from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
 from hotset.models.beside import beside
-from hotset.models.checkpoint.source import SkippedWeights, TensorSlice, WeightSource
+from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.spec import ModelSpec, MoeSpec
-from hotset.models.split import Split
+from hotset.models.split import Split, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)

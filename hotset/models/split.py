@@ -1,14 +1,13 @@
-"""The part of a model that one worker holds, and the degrees of parallelism that a model allows."""
+"""The part of a model that one worker holds, and the slices of tensors in it. This module does not import torch."""
 
-import operator
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import inf
+from typing import TYPE_CHECKING
 
-from hotset.base.errors import ConfigError, InternalError
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
-from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,176 +85,22 @@ def _shard(count: int, rank: int, size: int) -> range:
     return range(rank * shard, (rank + 1) * shard)
 
 
-def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
-    """Raises `ConfigError` if `size` tensor parallel ranks cannot divide the model evenly.
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """The entries [first, last) of a tensor along dimension `dim`: the slice that one worker holds."""
 
-    The message lists the counts that `size` does not divide, and the nearest sizes that work.
-    """
-    _check_size(spec, size, "--tensor-parallel-size", _indivisible_by_tensor_parallel)
+    dim: int
+    first: int
+    last: int
 
+    @property
+    def size(self) -> int:
+        return self.last - self.first
 
-def check_data_parallel(spec: ModelSpec, size: int) -> None:
-    """Raises `ConfigError`, with the nearest sizes that work, if `size` ranks cannot divide the experts evenly."""
-    _check_size(spec, size, "--data-parallel-size", _indivisible_experts)
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the slice of a tensor of shape `whole`."""
+        return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
 
-
-def _check_size(spec: ModelSpec, size: int, flag: str, indivisible: Callable[[ModelSpec, int], list[str]]) -> None:
-    counts = indivisible(spec, size)
-    if counts:
-        largest = max(spec.attention.heads, spec.moe.experts if spec.moe else 1)
-        working = [candidate for candidate in range(1, largest + 1) if not indivisible(spec, candidate)]
-        below = [candidate for candidate in working if candidate < size][-1:]
-        above = [candidate for candidate in working if candidate > size][:1]
-        nearest = " or ".join(str(candidate) for candidate in below + above)
-        expanded = " (or --weight-dtype bfloat16)" if any(" blocks of " in count for count in counts) else ""
-        raise ConfigError(
-            f"{flag} {size} does not divide {' and '.join(counts)} evenly; nearest that works: {nearest}{expanded}"
-        )
-
-
-def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
-    """Returns the number of experts if `size` does not divide it."""
-    experts = spec.moe.experts if spec.moe else 0
-    return [f"{experts} experts"] if experts % size else []
-
-
-def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
-    """Returns the counts of experts, heads and columns that `size` does not divide.
-
-    The number of KV heads is also accepted if it divides `size`. The columns are inputs of a weight,
-    whose format may have blocks that must not be divided.
-    """
-    moe, attention = spec.moe, spec.attention
-    value_dim = attention.head_dim if isinstance(attention, GqaSpec) else attention.v_dim
-    columns = {
-        "columns of a dense MLP": 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width,
-        "columns of the shared experts": moe.width * moe.shared if moe else 0,
-    }
-    indivisible = [f"{attention.heads} attention heads"] if attention.heads % size else []
-    indivisible += [f"{count} {what}" for what, count in columns.items() if count % size]
-    if size > 1 and not indivisible:
-        columns["columns of the attention's output"] = attention.heads * value_dim
-        format = spec.weight_formats.of("model.layers.0.self_attn.o_proj.weight")
-        unit = size * format.input_block
-        indivisible = [f"{count} {what} in {format.blocks}" for what, count in columns.items() if count % unit]
-    if isinstance(attention, GqaSpec):
-        kv_heads = attention.kv_heads
-        if kv_heads % size and size % kv_heads:
-            indivisible.append(f"{kv_heads} KV heads")
-    return _indivisible_experts(spec, size) + indivisible
-
-
-def stage_layers(spec: ModelSpec, stages: int, layer_counts: Sequence[int] | None = None) -> list[range]:
-    """Divides the layers among pipeline stages and returns the layers of each stage.
-
-    Stage i has `layer_counts[i]` layers. If `layer_counts` is None, the stages are balanced by their number of weights.
-    Layers that share one indexer are in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
-    """
-    starts = _group_starts(spec)
-    if not 1 <= stages <= len(starts):
-        groups = "" if len(starts) == spec.layers else f" in {len(starts)} groups that share an indexer"
-        raise ConfigError(
-            f"--pipeline-parallel-size {stages}: the model has {spec.layers} layers{groups}; "
-            f"from 1 to {len(starts)} stages work"
-        )
-    if layer_counts is None:
-        return _ranges(_balanced(spec, starts, stages))
-    return _ranges(_explicit(spec, starts, stages, layer_counts))
-
-
-def _group_starts(spec: ModelSpec) -> tuple[int, ...]:
-    """Returns the layers at which a stage can begin."""
-    return spec.attention.index.full_layers if isinstance(spec.attention, MlaSpec) else tuple(range(spec.layers))
-
-
-def _ranges(bounds: Sequence[int]) -> list[range]:
-    return [range(first, last) for first, last in pairwise(bounds)]
-
-
-def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
-    """Returns the bounds with the fewest weights in the heaviest stage and, among these, the least sum of squares."""
-    weights_before = [0, *accumulate(layer_weights(spec))]  # the weights of all layers before each layer
-    vocabulary_weights = spec.vocab * spec.hidden  # of the embedding, and of the LM head
-    mtp_weights = 0 if spec.mtp is None else layer_weights(spec.with_mtp_layer)[-1] + 2 * spec.hidden**2
-
-    def weights_of(stage: int, first: int, last: int) -> int:
-        vocabulary_matrices = (stage == 0) + (stage == stages - 1)
-        of_mtp = mtp_weights if stage == stages - 1 else 0
-        return weights_before[last] - weights_before[first] + vocabulary_matrices * vocabulary_weights + of_mtp
-
-    bounds = (*starts, spec.layers)
-    lightest = _cheapest(bounds, stages, weights_of, max)
-    limit = max(weights_of(stage, *layers) for stage, layers in enumerate(pairwise(lightest)))
-
-    def squared(stage: int, first: int, last: int) -> float:
-        weights = weights_of(stage, first, last)
-        return weights**2 if weights <= limit else inf
-
-    return _cheapest(bounds, stages, squared, operator.add)
-
-
-def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, layer_counts: Sequence[int]) -> list[int]:
-    """Returns the bounds that `layer_counts` requests. Raises `ConfigError` if they are not possible."""
-    flag = f"--pipeline-layers {','.join(str(count) for count in layer_counts)}"
-    if len(layer_counts) != stages:
-        raise ConfigError(f"{flag} has {len(layer_counts)} stages, but --pipeline-parallel-size is {stages}")
-    if min(layer_counts) < 1 or sum(layer_counts) != spec.layers:
-        raise ConfigError(
-            f"{flag} has {sum(layer_counts)} layers and the model has {spec.layers}: "
-            "these must be equal, and each stage needs at least one layer"
-        )
-    bounds = [0, *accumulate(layer_counts)]
-
-    def distance(stage: int, first: int, last: int) -> float:
-        return abs(last - bounds[stage + 1])
-
-    nearest = _cheapest((*starts, spec.layers), stages, distance, operator.add)
-    if nearest != bounds:
-        counts = ",".join(str(last - first) for first, last in pairwise(nearest))
-        raise ConfigError(f"{flag} would separate layers that share an indexer; nearest that works: {counts}")
-    return bounds
-
-
-def _cheapest(
-    bounds: Sequence[int],  # the layers at which a stage can begin, then the number of layers
-    stages: int,
-    cost: Callable[[int, int, int], float],  # cost(stage, first, last) of layers [first, last) as that stage
-    combine: Callable[[float, float], float],  # addition or maximum
-) -> list[int]:
-    """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages."""
-    best: dict[int, tuple[float, list[int]]] = {0: (0, [0])}  # end of a partial division -> its cost and bounds
-    for stage in range(stages):
-        extended: dict[int, tuple[float, list[int]]] = {}
-        for first, (cost_so_far, bounds_so_far) in best.items():
-            for last in bounds:
-                if last > first:
-                    total = combine(cost_so_far, cost(stage, first, last))
-                    if last not in extended or total < extended[last][0]:
-                        extended[last] = (total, [*bounds_so_far, last])
-        best = extended
-    return best[bounds[-1]][1]
-
-
-def layer_weights(spec: ModelSpec) -> list[int]:
-    """Returns the number of weights in the matrices of each layer."""
-    return [_attention_weights(spec, layer) + _mlp_weights(spec, layer) for layer in range(spec.layers)]
-
-
-def _attention_weights(spec: ModelSpec, layer: int) -> int:
-    attention, hidden = spec.attention, spec.hidden
-    if isinstance(attention, GqaSpec):
-        return hidden * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
-    index, nope = attention.index, attention.nope_dim
-    down = hidden * (attention.q_lora_rank + attention.kv_lora_rank + attention.rope_dim)
-    queries = attention.q_lora_rank * attention.heads * (nope + attention.rope_dim)
-    keys_values = attention.kv_lora_rank * attention.heads * (nope + attention.v_dim)
-    out = attention.heads * attention.v_dim * hidden
-    indexer = index.head_dim * (index.heads * attention.q_lora_rank + hidden) + index.heads * hidden
-    return down + queries + keys_values + out + (indexer if layer in index.full_layers else 0)
-
-
-def _mlp_weights(spec: ModelSpec, layer: int) -> int:
-    moe = spec.moe
-    if moe is None or layer not in moe.layers:
-        return 3 * spec.hidden * spec.mlp_width
-    return spec.hidden * (3 * moe.width * (moe.experts + moe.shared) + moe.experts)
+    def of(self, values: "Tensor") -> "Tensor":
+        """Returns a view of the slice of `values`."""
+        return values.narrow(self.dim, self.first, self.size)

@@ -377,7 +377,7 @@ FP8: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def full_size_models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """Returns directories with the configuration of DeepSeek-V3.2 in fp8, but fewer layers and experts."""
-    path = Path(DEMO).parents[1] / "hotset" / "plan" / "configs" / "deepseek-v3.2.json"
+    path = Path(DEMO).parents[1] / "hotset" / "lab" / "plan" / "configs" / "deepseek-v3.2.json"
     folder, full = tmp_path_factory.mktemp("full_size"), json.loads(path.read_text())
     fewer = {"n_routed_experts": FP8_EXPERTS, "first_k_dense_replace": 1}
     return {

@@ -162,7 +162,7 @@ def test_the_command_line_refuses_weights_that_exceed_the_host_before_torch_is_i
 
 
 def published(name: str) -> ModelFiles:
-    path = ROOT / "hotset" / "plan" / "configs" / f"{name}.json"
+    path = ROOT / "hotset" / "lab" / "plan" / "configs" / f"{name}.json"
     return ModelFiles(path, read_spec(read_json(path), {}, str(path)))
 
 

@@ -19,7 +19,7 @@ from hotset.models.dsa import dsa_kv_shape
 from hotset.models.spec import KvStorage, MlaSpec
 
 CPU = torch.device("cpu")
-CONFIGS = Path(__file__).resolve().parents[2] / "hotset" / "plan" / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "hotset" / "lab" / "plan" / "configs"
 POISON = 0xAB
 KEYS = [
     index_key_row(6, torch.bfloat16, fp8=True),  # 6 values and a scale, 12 bytes

@@ -16,8 +16,8 @@ from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import model_names
 from hotset.models.checkpoint import source as source_module
 from hotset.models.checkpoint.files import MAX_HEADER_BYTES, find_model, tensor_names
-from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.checkpoint.weights import open_weights
+from hotset.models.split import TensorSlice
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 LLAMA = {

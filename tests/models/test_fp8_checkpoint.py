@@ -18,10 +18,11 @@ from hotset.base.errors import CheckpointError, ConfigError
 from hotset.kernels.fp8 import Fp8Weight, common_block_rows
 from hotset.models.checkpoint import fp8_tensors
 from hotset.models.checkpoint.files import ModelFiles
-from hotset.models.checkpoint.source import SkippedWeights, TensorSlice, WeightSource
+from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
+from hotset.models.split import TensorSlice
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 SCALE = NAME + "_scale_inv"

@@ -29,19 +29,20 @@ from hotset.base.errors import ConfigError
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import Linear
 from hotset.memory.resident import make_batch
+from hotset.models.allowed_splits import check_tensor_parallel, stage_layers
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.planned import PlannedSource
-from hotset.models.checkpoint.source import TensorSlice, WeightSource
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
-from hotset.models.split import WHOLE_MODEL, Split, check_tensor_parallel, stage_layers
+from hotset.models.split import WHOLE_MODEL, Split, TensorSlice
 
 TOLERANCE = 1e-5  # of the root mean square of the logits
 ROOT = Path(__file__).resolve().parents[2]
-TABLE, CONFIGS = ROOT / "docs" / "weights.md", ROOT / "hotset" / "plan" / "configs"
+TABLE, CONFIGS = ROOT / "docs" / "weights.md", ROOT / "hotset" / "lab" / "plan" / "configs"
 DSA = [family for family in FAMILIES if family != "llama"]
 
 

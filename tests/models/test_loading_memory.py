@@ -19,11 +19,10 @@ from hotset.models.checkpoint import fp8_tensors
 from hotset.models.checkpoint import source as source_module
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
-from hotset.models.split import WHOLE_MODEL, Split
+from hotset.models.split import WHOLE_MODEL, Split, TensorSlice
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,13 @@ from split_workers import SPECS, STEPS, build_stages, on_ranks, run_steps
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
+from hotset.models.allowed_splits import stage_layers
 from hotset.models.checkpoint.files import ModelFiles, find_model
-from hotset.models.checkpoint.source import TensorSlice, WeightSource
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec
-from hotset.models.split import Split, stage_layers
+from hotset.models.split import Split, TensorSlice
 
 NAME, SHAPE = "model.layers.0.self_attn.q_proj.weight", (16, 8)
 SLICES = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 7), TensorSlice(0, 5, 5)]

@@ -12,11 +12,11 @@ from split_workers import SPECS
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.models.checkpoint.source import TensorSlice
+from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, layer_weights, stage_layers
 from hotset.models.collectives import SINGLE_RANK
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
-from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, layer_weights, stage_layers
+from hotset.models.split import Split, TensorSlice
 
 LLAMA, GLM, DEEPSEEK = SPECS["llama"], SPECS["glm_moe_dsa"], SPECS["deepseek_v32"]
 

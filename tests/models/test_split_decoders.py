@@ -9,10 +9,10 @@ from split_workers import SPECS, STEPS, Step, StepResults, build_stages, on_rank
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.models.checkpoint.source import TensorSlice
+from hotset.models.allowed_splits import stage_layers
 from hotset.models.collectives import SINGLE_RANK
 from hotset.models.spec import MlaSpec
-from hotset.models.split import stage_layers
+from hotset.models.split import TensorSlice
 
 DSA = [name for name, spec in SPECS.items() if isinstance(spec.attention, MlaSpec)]
 WHOLE: dict[str, StepResults] = {}  # the results of whole models, by name

@@ -12,6 +12,7 @@ from models.split_workers import SPECS
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
+from hotset.models.allowed_splits import stage_layers
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.planned import PlannedSource
@@ -23,7 +24,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, MtpSpec
-from hotset.models.split import WHOLE_MODEL, Split, stage_layers
+from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import plan_weights
 from hotset.models.weight_sizes import worker_weight_bytes
 
@@ -128,7 +129,7 @@ PUBLISHED = [
 def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
     name: str, split: Split, gigabytes: int | None
 ) -> None:
-    path = ROOT / "hotset" / "plan" / "configs" / f"{name}.json"
+    path = ROOT / "hotset" / "lab" / "plan" / "configs" / f"{name}.json"
     spec = read_spec(read_json(path), {}, str(path))
     source = DummySource(torch.bfloat16, CPU, formats=spec.weight_formats)
     plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)

@@ -6,9 +6,10 @@ import torch
 
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.fp8_tensors import copy_fp8, expand, scale_shape
-from hotset.models.checkpoint.source import TensorSlice, copy_to, sliced
+from hotset.models.checkpoint.source import copy_to, sliced
 from hotset.models.formats.fp8_blocks import FP8_BLOCKS
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormats
+from hotset.models.split import TensorSlice
 
 DUMMY_STD = 0.02
 FINITE_CODES = 254  # the codes of e4m3 that are not NaN

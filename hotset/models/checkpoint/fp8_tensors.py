@@ -6,8 +6,9 @@ from torch import Tensor
 from hotset.base.errors import CheckpointError, ConfigError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
-from hotset.models.checkpoint.source import BLOCK_BYTES, TensorSlice, kept_shape, sliced
+from hotset.models.checkpoint.source import BLOCK_BYTES, kept_shape, sliced
 from hotset.models.formats.fp8_blocks import FP8_BLOCK
+from hotset.models.split import TensorSlice
 
 if FP8_BLOCK != SCALE_BLOCK:
     raise InternalError("the kernels and the configuration reader must agree on the size of a block")

@@ -17,15 +17,9 @@ from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
-from hotset.models.checkpoint.source import (
-    Progress,
-    TensorSlice,
-    check_shape,
-    check_unused_tensors,
-    copy_finite,
-    sliced,
-)
+from hotset.models.checkpoint.source import Progress, check_shape, check_unused_tensors, copy_finite, sliced
 from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.split import TensorSlice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,7 +5,8 @@ import math
 import torch
 
 from hotset.kernels.fp8 import Fp8Weight, Weight
-from hotset.models.checkpoint.source import TensorSlice, WeightSource, kept_shape
+from hotset.models.checkpoint.source import WeightSource, kept_shape
+from hotset.models.split import TensorSlice
 
 META = torch.device("meta")
 

@@ -16,7 +16,6 @@ from hotset.models.checkpoint.files import INDEX, header_bytes, read_weight_inde
 from hotset.models.checkpoint.fp8_tensors import check_scales, copy_fp8, expand, scale_shape
 from hotset.models.checkpoint.source import (
     Progress,
-    TensorSlice,
     check_finite,
     check_shape,
     check_unused_tensors,
@@ -25,6 +24,7 @@ from hotset.models.checkpoint.source import (
 )
 from hotset.models.formats.fp8_blocks import FP8_BLOCK, FP8_BLOCKS
 from hotset.models.spec import ModelSpec
+from hotset.models.split import TensorSlice
 
 SCALE_SUFFIX = "_scale_inv"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

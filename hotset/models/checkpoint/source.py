@@ -4,7 +4,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from hotset.base.errors import CheckpointError
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, Weight, common_block_rows
 from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.split import TensorSlice
 
 LOGGER = logging.getLogger("hotset.models")
 
@@ -20,27 +20,6 @@ Progress = Callable[[int], None]  # is called with the number of bytes that were
 BLOCK_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """The entries [first, last) of a tensor along dimension `dim`: the slice that one worker holds."""
-
-    dim: int
-    first: int
-    last: int
-
-    @property
-    def size(self) -> int:
-        return self.last - self.first
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the slice of a tensor of shape `whole`."""
-        return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the slice of `values`."""
-        return values.narrow(self.dim, self.first, self.size)
 
 
 def kept_shape(shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> tuple[tuple[int, ...], int]:
