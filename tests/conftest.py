@@ -41,7 +41,6 @@ SLOW_FILES = (
     "kernels/test_swap_in.py",
     "kernels/test_triton_compiles.py",
     "engine/test_client.py",
-    "benchmarks/test_serving_demo.py",
     "kernels/test_sparse_attention_cuda.py",
     "schedule/test_scheduler.py",
     "models/test_demo_model.py",

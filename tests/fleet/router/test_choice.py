@@ -169,7 +169,7 @@ def test_prefill_workers_are_chosen_by_their_own_caches() -> None:
     in_loop(test)
 
 
-SHORT_TURNS = Sizes(system=1024, question=(512, 512), answer=(32, 32))  # as in benchmarks/prefix_router.py
+SHORT_TURNS = Sizes(system=1024, question=(512, 512), answer=(32, 32))
 # Pages of all stores that hold about two thirds of 32 sessions of 6 turns.
 PAGES = {NORMAL: 1000, SHORT_TURNS: 300}
 
