@@ -9,16 +9,15 @@ of every used expert once. "of copy" is the share of the copy bandwidth measured
 16 and 64.
 """
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
-from report import make_parser, report
+from gpu_timing import copy_bandwidth, seconds_of
+from op_runner import OpBenchmark, Sweep, run
+from report import Bar, Row
 from torch import Tensor
 
 from hotset.kernels.experts import experts
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 64, 6, 4096, 1536
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
 BATCHES = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
-QUICK = (1, 16, 64, 256)
 COPY_BAR, BAR_BATCHES = 0.70, (16, 64)
 MAX_ROUTED_BATCH = 1024  # routing is not timed in larger batches
 RULE = RoutingRule(EXPERTS, EXPERTS_PER_TOKEN, scale=2.5)
@@ -59,6 +57,7 @@ class LayerInput:
         return self.expert_ids.unique().numel()
 
 
+@cache
 def make_layer() -> LayerWeights:
     def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda").mul_(shape[-1] ** -0.5)
@@ -88,15 +87,13 @@ def route_seconds(implementation: Callable[..., object], layer: LayerWeights, in
     return seconds_of([partial(implementation, i.x, layer.router, layer.correction, RULE, None) for i in inputs])
 
 
-def measure(layer: LayerWeights, batch: int) -> dict[str, Any]:
+def measure(batch: int) -> Row:
     from hotset.kernels.experts.triton_impl import experts_by_torch
 
-    inputs = make_inputs(batch)
+    layer, inputs = make_layer(), make_inputs(batch)
     used = sum(i.num_used for i in inputs) / len(inputs)
     bandwidth, flops = copy_bandwidth(), 2 * batch * EXPERTS_PER_TOKEN * 3 * HIDDEN * WIDTH
     hotset_s, torch_s = (experts_seconds(function, layer, inputs) for function in (experts, experts_by_torch))
-    of_copy = used * EXPERT_BYTES / hotset_s / bandwidth
-    verdict = ("met" if of_copy >= COPY_BAR else "MISSED") if batch in BAR_BATCHES else ""
     route_us: list[Any] = ["", ""]
     if batch <= MAX_ROUTED_BATCH:
         route_us = [route_seconds(function, layer, inputs) * 1e6 for function in (route, reference.route)]
@@ -105,17 +102,24 @@ def measure(layer: LayerWeights, batch: int) -> dict[str, Any]:
         "used experts": round(used, 1),
         "us": round(hotset_s * 1e6),
         "GB/s": round(used * EXPERT_BYTES / hotset_s / 1e9),
-        "of copy": of_copy,
+        "of copy": used * EXPERT_BYTES / hotset_s / bandwidth,
         "TFLOP/s": flops / hotset_s / 1e12,
         "torch us": round(torch_s * 1e6),
         "torch of copy": used * EXPERT_BYTES / torch_s / bandwidth,
-        "bar": verdict,
         "route us": route_us[0],
         "torch route us": route_us[1],
     }
 
 
-def candidates(tiles: "Tiles") -> list[tuple[str, "Tiles"]]:
+def bars(rows: list[Row]) -> list[Bar]:
+    return [
+        Bar(f"batch {row['batch']}: of copy", row["of copy"], COPY_BAR, at_least=True)
+        for row in rows
+        if row["batch"] in BAR_BATCHES
+    ]
+
+
+def candidates(tiles: "Tiles") -> dict[str, "Tiles"]:
     """Returns the tiles in use, and variants in which one of the two products has another tile.
 
     A variant is omitted if two programs of that product exceed the shared memory of a multiprocessor.
@@ -128,78 +132,35 @@ def candidates(tiles: "Tiles") -> list[tuple[str, "Tiles"]]:
 
     gate_up = [Tile(64, 128, 4, 3), Tile(64, 64, 4, 5), Tile(64, 64, 4, 4), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)]
     down = [Tile(128, 128, 4, 3), Tile(128, 64, 4, 5), Tile(128, 64, 4, 4), Tile(64, 128, 4, 4), Tile(128, 64, 8, 4)]
-    variants = [("in use", tiles)]
-    variants += [(f"gate_up {tile}", replace(tiles, gate_up=tile)) for tile in gate_up if fits(tile, 2)]
-    variants += [(f"down {tile}", replace(tiles, down=tile)) for tile in down if fits(tile, 1)]
-    return [(name, variant) for name, variant in variants if name == "in use" or variant != tiles]
+    variants = {f"gate_up {tile}": replace(tiles, gate_up=tile) for tile in gate_up if fits(tile, 2)}
+    variants |= {f"down {tile}": replace(tiles, down=tile) for tile in down if fits(tile, 1)}
+    return {"in use": tiles} | {name: variant for name, variant in variants.items() if variant != tiles}
 
 
-def sweep(layer: LayerWeights, batches: tuple[int, ...]) -> None:
-    """Prints the times of all candidates and of the tiles for other block sizes, the fastest first."""
+def sweeps() -> Iterator[Sweep]:
     from hotset.kernels.experts.triton_impl import TILES, experts_in_tiles, tiles_for
 
-    for batch in batches:
-        inputs = make_inputs(batch)
+    for batch in (16, 256):
+        layer, inputs = make_layer(), make_inputs(batch)
         in_use = tiles_for(torch.bfloat16, -(-batch * EXPERTS_PER_TOKEN // EXPERTS))
-        tried = candidates(in_use) + [
-            (f"blocks of {other.block_pairs}", other) for other in TILES.values() if other != in_use
-        ]
-        times = []
-        for name, tiles in tried:
-            seconds = experts_seconds(partial(experts_in_tiles, tiles=tiles), layer, inputs)
-            times.append((seconds * 1e6, name))
-        print(f"batch {batch}, blocks of {in_use.block_pairs}:")
-        print(*(f"  {us:8.1f} us  {name}" for us, name in sorted(times)), sep="\n")
+        others = {f"blocks of {tiles.block_pairs}": tiles for tiles in TILES.values() if tiles != in_use}
+
+        def seconds(tiles: "Tiles", layer: LayerWeights = layer, inputs: list[LayerInput] = inputs) -> float:
+            return experts_seconds(partial(experts_in_tiles, tiles=tiles), layer, inputs)
+
+        yield Sweep(f"Tiles at batch {batch}", candidates(in_use) | others, {f"batch {batch}": seconds})
 
 
-def draw(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Draws the results to `path`. Raises ImportError if matplotlib is not installed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    ticks = range(len(rows))
-    axes.bar([x - 0.2 for x in ticks], [row["of copy"] for row in rows], 0.4, label="Hotset")
-    axes.bar([x + 0.2 for x in ticks], [row["torch of copy"] for row in rows], 0.4, label="torch grouped_mm")
-    axes.axhline(COPY_BAR, color="black", linewidth=1, linestyle="--", label=f"bar at batch 16 and 64: {COPY_BAR:.0%}")
-    axes.set_xticks(list(ticks), [str(row["batch"]) for row in rows])
-    axes.set_xlabel("tokens in the batch")
-    axes.set_ylabel("bytes/s of the used experts' weights,\nas a fraction of the copy bandwidth")
-    axes.set_title(
-        f"{EXPERTS_PER_TOKEN} of {EXPERTS} experts, {HIDDEN} x {WIDTH}, bf16, {torch.cuda.get_device_name()}"
-    )
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"only the batches {QUICK}")
-    parser.add_argument(
-        "--sweep", action="store_true", help="print the times of other tiles at batch 16 and 256 instead"
-    )
-    parser.add_argument("--png", type=Path, help="also draw the results to this file (requires matplotlib)")
-    options = parser.parse_args()
-    require_gpu()
-    torch.manual_seed(0)
-    layer = make_layer()
-    if options.sweep:
-        sweep(layer, (16, 256))
-        return
-    rows = [measure(layer, batch) for batch in (QUICK if options.quick else BATCHES)]
-    ceilings = (
-        f"copy bandwidth {copy_bandwidth() / 1e12:.2f} TB/s, bf16 matrix product {matrix_rate() / 1e12:.0f} TFLOP/s"
-    )
-    notes = f"{ceilings}; bar at batch 16 and 64: {COPY_BAR:.0%} of the copy bandwidth"
-    report(f"Experts: {EXPERTS_PER_TOKEN} of {EXPERTS}, {HIDDEN} x {WIDTH}, bf16", rows, options.json, notes)
-    if options.png is not None:
-        try:
-            draw(options.png, rows)
-        except ImportError:
-            print(f"{options.png} was not drawn: pip install matplotlib", file=sys.stderr)
-
+OP = OpBenchmark(
+    doc=__doc__,
+    title=f"Experts: {EXPERTS_PER_TOKEN} of {EXPERTS}, {HIDDEN} x {WIDTH}, bf16",
+    cases=BATCHES,
+    quick=(1, 16, 64, 256),
+    measure=measure,
+    bars=bars,
+    sweeps=sweeps,
+    drawn=("of copy", "torch of copy"),
+)
 
 if __name__ == "__main__":
-    main()
+    run(OP)

@@ -1,7 +1,6 @@
 """Measures experts with fp8 weights on one GPU, against the copy bandwidth, the fp8 matrix rate and bf16.
 
     python benchmarks/fp8_experts.py --json fp8_experts.json
-    python benchmarks/fp8_experts.py --variants --seconds 300
 
 The GPU is one rank of eight of DeepSeek-V3.2: it holds 32 of 256 experts of 3 x 7168 x 2048 weights. The batch is that
 of all ranks, and each token uses 8 random experts of all ranks, one of them here on average. The first tokens of every
@@ -10,23 +9,18 @@ take at the copy bandwidth, or that the products take at the matrix rate, whiche
 measured time. Bars: 80 % of the bandwidth, or 50 % of the matrix rate (a product of 8192 x 8192 x 8192 with one scale
 per tensor). The L2 is flushed before every call. The columns "sort" to "sum" are the five launches, each alone.
 
---variants tries other tiles for each product, prints a line for each that is faster than those before it, and stops
-when --seconds are over. The JSON file has the times of all.
+--sweep tries other tiles for each product, and other numbers of blocks per group.
 """
 
-import argparse
-import multiprocessing
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_timing import copy_bandwidth, patched_constants, require_gpu, seconds_of
-from report import make_parser, report, write_json
+from gpu_timing import copy_bandwidth, patched_constants, seconds_of
+from op_runner import OpBenchmark, Sweep, run, us
+from report import Bar, Row
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,11 +29,11 @@ from hotset.kernels.experts import experts, reference
 from hotset.kernels.fp8 import E4M3_MAX, Fp8Weight
 
 if TYPE_CHECKING:
-    from hotset.kernels.experts.triton_fp8 import Tile, Tiles
+    from hotset.kernels.experts.triton_fp8 import Tiles
 
 EXPERTS, LOCAL_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 256, 32, 8, 7168, 2048
 BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 8192, 16384)  # more tokens would be computed in parts (MAX_PAIRS)
-VARIANT_BATCHES = (128, 1024, 16384, 512, 16, 4096)  # the most important ones first
+SWEPT_BATCHES = (128, 1024, 16384, 512, 16, 4096)  # the most important ones first
 CHECKED_TOKENS = 48
 MAX_ERROR = 2e-2  # relative; tests/kernels/fp8_experts_model.py derives it
 BANDWIDTH_BAR, MATRIX_BAR = 0.8, 0.5
@@ -59,7 +53,6 @@ DOWN = {
 }
 ORIENTATIONS = {16: (False,), 32: (False,), 64: (True, False), 128: (True,)}
 GROUP_BLOCKS = (1, 4, 8, 16, 64)
-SORT_CHUNKS = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -104,6 +97,7 @@ def make_weight(*shape: int) -> Fp8Weight:
     return weight
 
 
+@cache
 def make_layer() -> Layer:
     gate_up, down = make_weight(LOCAL_EXPERTS, 2 * WIDTH, HIDDEN), make_weight(LOCAL_EXPERTS, HIDDEN, WIDTH)
     plain = [
@@ -175,10 +169,10 @@ def launches(layer: Layer, layer_input: LayerInput, tiles: "Tiles") -> dict[str,
     return {"sort": sort, "quantise": quantise, "gate_up": gate_up, "down": down, "sum": total}
 
 
-def measure(layer: Layer, batch: int) -> dict[str, Any]:
+def measure(batch: int) -> Row:
     from hotset.kernels.experts.triton_fp8 import tiles_for
 
-    inputs = make_inputs(batch)
+    layer, inputs = make_layer(), make_inputs(batch)
     call = partial(experts, routed_experts=EXPERTS)
     for layer_input in inputs:
         check(call(*layer_input.arguments, layer.gate_up, layer.down), expected_output(layer, layer_input))
@@ -187,26 +181,25 @@ def measure(layer: Layer, batch: int) -> dict[str, Any]:
     tiles = tiles_for(mean_pairs(batch))
     parts = {name: us(launch) for name, launch in launches(layer, inputs[0], tiles).items()}
     by_bytes, by_products = limit_seconds(layer, inputs)
-    share = max(by_bytes, by_products) / seconds
-    bar = BANDWIDTH_BAR if by_bytes >= by_products else MATRIX_BAR
-    row = {
+    return {
         "batch": batch,
         "used experts": sum(i.used_experts for i in inputs) / len(inputs),
         "us": seconds * 1e6,
         "TB/s": by_bytes * copy_bandwidth() / seconds / 1e12,
         "TFLOP/s": by_products * fp8_matrix_rate() / seconds / 1e12,
         "limit": "bytes" if by_bytes >= by_products else "products",
-        "of limit": share,
-        "bar": "met" if share >= bar else "MISSED",
+        "of limit": max(by_bytes, by_products) / seconds,
         "bf16 us": plain * 1e6,
         **parts,
     }
-    print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-    return row
 
 
-def us(call: Callable[[], Any]) -> float:
-    return 1e6 * seconds_of([call])
+def bars(rows: list[Row]) -> list[Bar]:
+    limits = {"bytes": BANDWIDTH_BAR, "products": MATRIX_BAR}
+    return [
+        Bar(f"{row['batch']} tokens, limit {row['limit']}", row["of limit"], limits[row["limit"]], at_least=True)
+        for row in rows
+    ]
 
 
 def candidates(block_pairs: int) -> Iterator["Tiles"]:
@@ -223,133 +216,49 @@ def candidates(block_pairs: int) -> Iterator["Tiles"]:
         yield from (Tiles(block_pairs, rows, gate_up[0], tile) for tile in down[1:])
 
 
-def compile_tiles(tiles: "Tiles") -> bool:
-    """Compiles tiles into Triton's cache on disk. Returns whether this worked."""
-    from hotset.kernels.experts.triton_fp8 import experts_in_tiles
-
-    gate_up, down = make_weight(1, 2 * WIDTH, HIDDEN), make_weight(1, HIDDEN, WIDTH)
-    x = torch.randn(tiles.block_pairs, HIDDEN, device="cuda").bfloat16()
-    expert_ids = torch.zeros(len(x), EXPERTS_PER_TOKEN, dtype=torch.int64, device="cuda")
-    try:
-        experts_in_tiles(x, expert_ids, torch.ones(expert_ids.shape, device="cuda"), gate_up, down, tiles, slots=8)
-        torch.cuda.synchronize()
-    except Exception as problem:
-        print(f"not compiled: {tiles}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
-        return False
-    return True
-
-
-def compiled(tried: list["Tiles"]) -> set["Tiles"]:
-    """Compiles tiles in several processes and returns those that work."""
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
-        return {tiles for tiles, works in zip(tried, pool.map(compile_tiles, tried, chunksize=1), strict=True) if works}
-
-
-def described(tile: "Tile") -> str:
-    return f"{tile.outputs} outputs, {tile.warps} warps, {tile.stages} stages" + (", tma" if tile.tma else "")
-
-
-def try_variants(layer: Layer, seconds: float) -> list[dict[str, Any]]:
-    """Times the products of all candidates for the blocks that could suit a batch, and GROUP_BLOCKS for the best."""
+def sweeps() -> Iterator[Sweep]:
+    """Yields the products of all candidates for the blocks that could suit a batch, and other groups of blocks."""
     from hotset.kernels.experts import triton_fp8 as impl
 
-    start = time.monotonic()
-    working = compiled([tiles for block_pairs in GATE_UP for tiles in candidates(block_pairs)])
-    print(f"{len(working)} tiles compiled in {time.monotonic() - start:.0f} s", flush=True)
-    rows = []
-    for batch in VARIANT_BATCHES:
-        layer_input = make_inputs(batch)[0]
-        expected = expected_output(layer, layer_input)
-        mean = mean_pairs(batch)
-        fitting = [p for p in GATE_UP if mean / 2 <= p <= max(16, 4 * mean)] or [64, 128]
-        best: dict[tuple[int, bool, str], tuple[float, Tile]] = {}
-        for tiles in (tiles for block_pairs in fitting for tiles in candidates(block_pairs)):
-            if time.monotonic() - start > seconds or tiles not in working:
-                continue
-            try:
-                parts = launches(layer, layer_input, tiles)
-                check(parts["sum"](), expected)
-                for product, tile in (("gate_up", tiles.gate_up), ("down", tiles.down)):
-                    taken = us(parts[product])
-                    key = tiles.block_pairs, tiles.pairs_are_rows, product
-                    row = {"batch": batch, "block": tiles.block_pairs, "rows": tiles.pairs_are_rows}
-                    rows.append(row | {"product": product, "us": taken, "tile": described(tile)})
-                    if key not in best or taken < best[key][0]:
-                        best[key] = taken, tile
-                        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-            except Exception as problem:
-                print(f"failed: {tiles}: {str(problem)[:200]}", flush=True)
-        for pairs, pairs_are_rows in dict.fromkeys(key[:2] for key in best):
-            products = [best[pairs, pairs_are_rows, product] for product in ("gate_up", "down")]
-            chosen = impl.Tiles(pairs, pairs_are_rows, *(tile for _, tile in products))
-            print(
-                f"batch {batch}: {sum(taken for taken, _ in products):.1f} us for both products: {chosen}", flush=True
-            )
-        if batch > 1024 and time.monotonic() - start <= seconds:
-            rows += time_groups(layer, layer_input) + time_sorts(layer_input)
-    return rows
-
-
-def time_groups(layer: Layer, layer_input: LayerInput) -> list[dict[str, Any]]:
-    """Times both products of the tiles in use with other numbers of blocks per group."""
-    from hotset.kernels.experts import triton_fp8 as impl
-
-    batch, in_use, rows = len(layer_input.x), impl.GROUP_BLOCKS, []
-    tiles = impl.tiles_for(mean_pairs(batch))
-    for group_blocks in GROUP_BLOCKS:
-        impl.GROUP_BLOCKS = group_blocks
-        parts = launches(layer, layer_input, tiles)
-        row = {"batch": batch, "group blocks": group_blocks} | {name: us(parts[name]) for name in ("gate_up", "down")}
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        rows.append(row)
-    impl.GROUP_BLOCKS = in_use
-    return rows
-
-
-def time_sorts(layer_input: LayerInput) -> list[dict[str, Any]]:
-    """Times the sort with other numbers of pairs per chunk."""
-    from hotset.kernels.experts.triton_impl import sort_by_expert
-
-    rows = []
-    for chunk in SORT_CHUNKS:
-        with patched_constants("experts", CHUNK_SIZES=(chunk,)):
-            taken = us(partial(sort_by_expert, layer_input.expert_ids, LOCAL_EXPERTS, 128))
-        rows.append({"batch": len(layer_input.x), "sort chunk": chunk, "us": taken})
-        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    return rows
-
-
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--variants", action="store_true", help="try other tiles instead")
-    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of --variants")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="tokens of all ranks")
-    options: argparse.Namespace = parser.parse_args()
-    require_gpu()
-    torch.manual_seed(0)
     layer = make_layer()
-    limits = (
-        f"copy bandwidth {copy_bandwidth() / 1e12:.2f} TB/s, fp8 matrix rate {fp8_matrix_rate() / 1e12:.0f} TFLOP/s"
-    )
-    print(limits, flush=True)
-    if options.variants:
-        layer = replace(layer, plain_gate_up=torch.empty(0), plain_down=torch.empty(0))
-        rows = try_variants(layer, options.seconds)
-        if options.json is not None:
-            write_json(options.json, "Variants of experts in fp8", rows)
-        return
-    rows, failed = [], []
-    for batch in options.batches:
-        try:
-            rows.append(measure(layer, batch))
-        except (ArithmeticError, RuntimeError) as error:
-            failed.append(f"{batch} tokens: {error}")
-            print(f"failed: {failed[-1]}", flush=True)
-    title = f"Experts in fp8: {LOCAL_EXPERTS} of {EXPERTS}, {HIDDEN} x {WIDTH}, {EXPERTS_PER_TOKEN} per token"
-    report(title, rows, options.json, limits)
-    if failed:
-        sys.exit(f"failed: {'; '.join(failed)}")
+    for batch in SWEPT_BATCHES:
+        layer_input, mean = make_inputs(batch)[0], mean_pairs(batch)
+        expected = expected_output(layer, layer_input)
 
+        def product_seconds(
+            product: str,
+            tiles: "Tiles",
+            layer_input: LayerInput = layer_input,
+            expected: Tensor = expected,
+        ) -> float:
+            parts = launches(layer, layer_input, tiles)
+            check(parts["sum"](), expected)
+            return seconds_of([parts[product]])
+
+        fitting = [pairs for pairs in GATE_UP if mean / 2 <= pairs <= max(16, 4 * mean)] or [64, 128]
+        tried = {str(tiles): tiles for pairs in fitting for tiles in candidates(pairs)}
+        products = {product: partial(product_seconds, product) for product in ("gate_up", "down")}
+        yield Sweep(f"Tiles, {batch} tokens", tried, products)
+        if batch > 1024:
+
+            def grouped_seconds(product: str, blocks: int, seconds: Any = product_seconds, mean: int = mean) -> float:
+                with patched_constants("experts", "triton_fp8", GROUP_BLOCKS=blocks):
+                    return float(seconds(product, impl.tiles_for(mean)))
+
+            grouped = {product: partial(grouped_seconds, product) for product in ("gate_up", "down")}
+            yield Sweep(f"Blocks per group, {batch} tokens", {str(count): count for count in GROUP_BLOCKS}, grouped)
+
+
+OP = OpBenchmark(
+    doc=__doc__,
+    title=f"Experts in fp8: {LOCAL_EXPERTS} of {EXPERTS}, {HIDDEN} x {WIDTH}, {EXPERTS_PER_TOKEN} per token",
+    cases=BATCHES,
+    quick=(16, 128, 1024),
+    measure=measure,
+    bars=bars,
+    sweeps=sweeps,
+    drawn=("us", "of limit"),
+)
 
 if __name__ == "__main__":
-    main()
+    run(OP)

@@ -79,9 +79,9 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, times: int = 1) -> float:
 
 
 @contextmanager
-def patched_constants(kernel: str, **constants: Any) -> Iterator[None]:
-    """Replaces constants of a kernel's Triton module until the block ends, to try other values."""
-    impl = kernels_of(kernel)
+def patched_constants(kernel: str, module: str = "triton_impl", **constants: Any) -> Iterator[None]:
+    """Replaces constants of a kernel's module until the block ends, to try other values."""
+    impl = kernels_of(kernel, module)
     previous = {name: getattr(impl, name) for name in constants}
     for name, value in constants.items():
         setattr(impl, name, value)

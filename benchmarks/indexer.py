@@ -11,20 +11,19 @@ top-k takes no longer than scoring. Other combinations have no bar. "21 of 78" g
 the blocks of keys that a group reads lie between those of other groups, which should not change the time.
 
 --peer FILE compares scoring with another kernel, such as DeepGEMM's: "speedup" is its time over ours, and must be 0.97
-in every case.
+in every case. --sweep prints times for setting the constants of the kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
-from peer_timings import PeerTimings, add_peer_option
-from report import make_parser, report
+from gpu_timing import copy_bandwidth, matrix_rate, seconds_of
+from op_runner import OpBenchmark, PeerComparison, Sweep, run, tuning_text
+from report import Bar, Row
 from torch import Tensor
 
 from hotset.kernels.index_topk import index_topk
@@ -35,10 +34,8 @@ TOPK = 2048
 HEAD_DIM = 128
 BLOCK_BYTES = 64 * 656  # one layer of a page of 64 fp8 rows; a block of index keys has the same size
 BLOCKS_PER_ENCODING = 2048
-SCORING_BAR = {True: 0.93, False: 0.6}  # by fp8 keys
+SCORING_BAR = {"fp8": 0.93, "bf16": 0.6}
 TOPK_BAR = 1.0
-PEER_COLUMNS = ("queries", "context", "heads", "keys", "groups")
-PEER_SLOWEST = 0.97  # speedup
 CASES_WITH_BARS = {(batch, context) for batch in (32, 128) for context in (32 << 10, 128 << 10)}
 
 
@@ -195,7 +192,7 @@ def index_topk_seconds(inputs: IndexerInputs) -> float:
     )
 
 
-def measure(case: IndexerCase) -> dict[str, Any]:
+def measure(case: IndexerCase) -> Row:
     from hotset.kernels.index_topk import triton_select
 
     inputs = make_inputs(case)
@@ -219,117 +216,66 @@ def measure(case: IndexerCase) -> dict[str, Any]:
         "Triton top-k us": topk_seconds(inputs, triton_select.TUNED) * 1e6,
         "top-k/scoring": topk_s / scoring_s,
         "whole op us": index_topk_seconds(inputs) * 1e6,
-        "bars": verdict(case, of_ceiling, topk_s / scoring_s),
     }
 
 
-def verdict(case: IndexerCase, of_copy: float, ratio: float) -> str:
-    if (case.batch, case.context) not in CASES_WITH_BARS:
-        return "-"
-    results = {"scoring": of_copy >= SCORING_BAR[case.fp8], "top-k": ratio <= TOPK_BAR}
-    missed = [name for name, met in results.items() if not met]
-    return f"MISSED: {', '.join(missed)}" if missed else "met"
+def bars(rows: list[Row]) -> list[Bar]:
+    results = []
+    for row in rows:
+        if (row["queries"], row["context"]) in CASES_WITH_BARS:
+            what = f"{row['queries']} queries at {row['context']}, {row['heads']} heads, {row['keys']}, {row['groups']}"
+            limit = SCORING_BAR[row["keys"]]
+            results.append(Bar(f"{what}: scoring, of the copy bandwidth", row["of ceiling"], limit, at_least=True))
+            results.append(Bar(f"{what}: top-k / scoring", row["top-k/scoring"], TOPK_BAR))
+    return results
 
 
-def sweep() -> None:
-    """Prints the times of other tiles, pipelines and grids. Use the times to set the constants of the kernels."""
+def sweeps() -> Iterator[Sweep]:
     from hotset.kernels.index_topk import cuda_score, cuda_select, triton_score, triton_select
 
-    def times(configurations: Sequence[Any], cases: Sequence[IndexerCase], seconds: Any) -> list[dict[str, Any]]:
-        inputs = {case: make_inputs(case) for case in cases}
-        rows = [
-            {"tuning": tuning_text(tuning)}
-            | {
-                f"{case.batch}x{case.chunk} @{case.context >> 10}k us": seconds(inputs[case], tuning) * 1e6
-                for case in cases
-            }
-            for tuning in configurations
-        ]
-        return sorted(rows, key=lambda row: sum(value for value in row.values() if isinstance(value, float)))
+    def of(title: str, tunings: list[Any], cases: list[IndexerCase], seconds: Any) -> Sweep:
+        inputs = {f"{case.batch}x{case.chunk} @{case.context >> 10}k": make_inputs(case) for case in cases}
+        timed = {name: partial(seconds, of_case) for name, of_case in inputs.items()}
+        return Sweep(title, {tuning_text(tuning): tuning for tuning in tunings}, timed)
 
     few = [IndexerCase(1, 32 << 10), IndexerCase(1, 128 << 10)]
     decode = [IndexerCase(32, 32 << 10), IndexerCase(128, 32 << 10), IndexerCase(32, 128 << 10)]
     own = triton_score.OWN_CONTEXT[32]
-    scoring = [cuda_score.BlockShape(*shape) for shape in ((4, 4), (8, 4), (12, 4), (16, 4), (12, 3), (12, 6))]
+    scoring: list[Any] = [
+        cuda_score.BlockShape(*shape) for shape in ((4, 4), (8, 4), (12, 4), (16, 4), (12, 3), (12, 6))
+    ]
     scoring += [own, *(replace(own, programs_per_sm=programs) for programs in (4, 6, 10)), replace(own, stages=6)]
-    report("Scoring, one query per context", times(scoring, [*few, *decode], scoring_seconds), None)
+    yield of("Scoring, one query per context", scoring, [*few, *decode], scoring_seconds)
     shapes = [cuda_select.BlockShape(threads, bins) for threads in (256, 512, 1024) for bins in (1024, 2048)]
     selecting = [triton_select.TUNED, *(CudaSelection(shape, size) for shape in shapes for size in (1, 2, 4, 8))]
     cases = [IndexerCase(1, 128 << 10), *decode, IndexerCase(128, 128 << 10)]
-    report("Top-k", times(selecting, cases, topk_seconds), None)
+    yield of("Top-k", selecting, cases, topk_seconds)
     shared = triton_score.SHARED_CONTEXT
     chunk_scoring = [shared, replace(shared, stages=3), replace(shared, columns=64, programs_per_sm=3)]
     chunk_scoring += [
         replace(shared, keys=128, warps=8, programs_per_sm=1),
         replace(shared, columns=256, warps=8, programs_per_sm=1),
     ]
-    chunk = IndexerCase(1, 32 << 10, chunk=2048)
-    report("Scoring, a chunk of queries", times(chunk_scoring, [chunk], scoring_seconds), None)
+    yield of("Scoring, a chunk of queries", chunk_scoring, [IndexerCase(1, 32 << 10, chunk=2048)], scoring_seconds)
 
 
-def tuning_text(tuning: Any) -> str:
-    return ", ".join(f"{name} {getattr(tuning, name)}" for name in tuning.__dataclass_fields__)
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path, peer: PeerTimings | None) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [
-        f"{row['queries']} at {row['context'] >> 10}k\n{row['heads']} heads, {row['keys']}, {row['groups']}"
-        for row in rows
-    ]
-    panels = 2 if peer is None else 3
-    figure, (rate, time, *below) = pyplot.subplots(panels, 1, figsize=(1.1 * len(rows) + 2, 3.5 * panels), sharex=True)
-    if peer is not None:
-        peer.draw(below[0], names, rows, "scoring us")
-    rate.bar(names, [100 * row["of ceiling"] for row in rows], color="tab:blue")
-    rate.axhline(100 * SCORING_BAR[True], color="tab:red", linewidth=1, label="bar of fp8 keys at batch 32 and 128")
-    rate.set_ylabel("scoring, % of copy bandwidth\n(chunks: % of matrix rate)")
-    rate.legend()
-    time.bar(names, [row["scoring us"] for row in rows], color="tab:blue", label="scoring")
-    time.bar(names, [row["top-k us"] for row in rows], bottom=[row["scoring us"] for row in rows], label="top-k")
-    time.set_yscale("log")
-    time.set_ylabel("us")
-    time.legend()
-    time.tick_params("x", labelrotation=90)
-    figure.suptitle(f"Index scoring and top-{TOPK}, {torch.cuda.get_device_name()}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--png", type=Path, help="also draw the results to this file")
-    parser.add_argument(
-        "--quick", action="store_true", help="only decode with 32 heads and fp8 keys at 32k and 128k tokens"
-    )
-    parser.add_argument("--sweep", action="store_true", help="print the times of other kernel constants instead")
-    add_peer_option(parser, PEER_COLUMNS)
-    options = parser.parse_args()
-    require_gpu()
-    torch.manual_seed(0)
-    if options.sweep:
-        sweep()
-        return
-    rows = [measure(case) for case in (QUICK if options.quick else [*DECODE, *PREFILL])]
-    notes = (
-        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s"
-        + ("" if options.quick else f", matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s")
-        + f"; ceiling: the copy bandwidth for decode, the matrix rate for chunks; bars at batch 32 and 128: scoring >= "
-        f"{SCORING_BAR[True]:.0%} of the ceiling (16-bit keys: {SCORING_BAR[False]:.0%}), top-k <= {TOPK_BAR:g}x "
-        "scoring; 'whole op us' includes all queries, while scoring and top-k are limited to the queries whose scores "
-        "fit in the workspace"
-    )
-    shown = rows if options.peer is None else options.peer.beside(rows, "scoring us")
-    report(f"Index scoring and exact top-{TOPK}", shown, options.json, notes)
-    if options.peer is not None and (bars := options.peer.bars(rows, PEER_SLOWEST, PEER_SLOWEST, "scoring us")):
-        report("Bars", [bar.row() for bar in bars], None)
-    if options.png is not None:
-        draw(rows, options.png, options.peer)
-
+OP = OpBenchmark(
+    doc=__doc__,
+    title=f"Index scoring and exact top-{TOPK}",
+    cases=[*DECODE, *PREFILL],
+    quick=QUICK,
+    measure=measure,
+    bars=bars,
+    peer=PeerComparison(
+        columns=("queries", "context", "heads", "keys", "groups"), mean=0.97, slowest=0.97, own="scoring us"
+    ),
+    sweeps=sweeps,
+    drawn=("scoring us", "of ceiling", "top-k us"),
+    notes=(
+        "ceiling: the copy bandwidth for decode, the matrix rate for chunks; 'whole op us' includes all queries, while "
+        "scoring and top-k are limited to the queries whose scores fit in the workspace"
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    run(OP)

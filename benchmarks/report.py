@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+
+Row = dict[str, Any]  # of a table
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -64,7 +64,7 @@ class Bar:
     def met(self) -> bool:
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         sign = ">=" if self.at_least else "<="
         verdict = "met" if self.met else "MISSED"
         return {"what": self.what, "measured": self.measured, "bar": f"{sign} {self.limit:g}", "verdict": verdict}
@@ -83,8 +83,11 @@ def write_json(json_path: Path, title: str, results: Any, **extra: Any) -> None:
     json_path.write_text(json.dumps(context, indent=2) + "\n")
 
 
-def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes: str = "") -> None:
+def report(title: str, rows: list[Row], json_path: Path | None, notes: str = "") -> None:
     """Prints `rows` (dicts with the same keys) as a table, then the hardware. With `json_path`, also writes JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=140)
     table = Table(title=title, caption=notes or None)
     for key in rows[0]:
@@ -97,7 +100,7 @@ def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes
         write_json(json_path, title, rows)
 
 
-def markdown_table(rows: list[dict[str, Any]]) -> str:
+def markdown_table(rows: list[Row]) -> str:
     """Returns `rows` (dicts with the same keys) as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(_cell, row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -12,15 +12,14 @@ rule. Bar: at batch 128, a call of the sampler takes at most 5 % of a decode
 step of DeepSeek-V3.2, which is at least 25 ms.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, require_gpu, seconds_of
-from report import Bar, make_parser, report
+from gpu_timing import copy_bandwidth, seconds_of
+from op_runner import OpBenchmark, Sweep, run
+from report import Bar, Row
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
@@ -101,7 +100,8 @@ def sampler_seconds(x: Tensor, params: SamplingParams) -> float:
     return seconds_of([partial(sampler.sample, x, range(batch), torch.arange(batch, device="cuda"))])
 
 
-def measure(case: Case) -> list[dict[str, Any]]:
+@torch.inference_mode()
+def measure(case: Case) -> list[Row]:
     x = case.logits()
     keys, positions = case.random_numbers()
     pass_s, rows = x.nbytes / copy_bandwidth(), []
@@ -117,68 +117,59 @@ def measure(case: Case) -> list[dict[str, Any]]:
         )
         sort_s = torch_s if sorts else sort_s
         kernel_s = seconds_of([partial(draw, x, rules, keys, positions)])
-        row = {
-            "batch": case.batch,
-            "vocab": case.vocab,
-            "logits": case.kind,
-            "rule": name,
-            "kernel us": kernel_s * 1e6,
-            "torch us": torch_s * 1e6,
-            "of a pass": kernel_s / pass_s,
-            "sampler us": sampler_seconds(x, params) * 1e6,
-        }
-        print(
-            ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items()),
-            flush=True,
+        rows.append(
+            {
+                "batch": case.batch,
+                "vocab": case.vocab,
+                "logits": case.kind,
+                "rule": name,
+                "kernel us": kernel_s * 1e6,
+                "torch us": torch_s * 1e6,
+                "of a pass": kernel_s / pass_s,
+                "sampler us": sampler_seconds(x, params) * 1e6,
+            }
         )
-        rows.append(row)
     return rows
 
 
-def sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the kernel with other block sizes and numbers of loads."""
-    results = []
-    for case in cases:
-        x = case.logits()
-        keys, positions = case.random_numbers()
-        for threads, loads in ((1024, 4), (1024, 2), (1024, 6), (1024, 8), (512, 4), (512, 8), (256, 8)):
-            tuning = cuda_impl.DrawTuning(threads, loads)
-            row: dict[str, Any] = {"batch": case.batch, "logits": case.kind, "threads": threads, "loads": loads}
-            for name in ("greedy", "temperature 0.8", "all"):
-                rules = draw_rules(RULES[name], case.batch, case.vocab)
-                row[name] = seconds_of([partial(cuda_impl.draw, x, rules, keys, positions, tuning)]) * 1e6
-            print(row, flush=True)
-            results.append(row)
-    return results
+def bars(rows: list[Row]) -> list[Bar]:
+    times = [row["sampler us"] for row in rows if row["batch"] == 128 and row["rule"] != "logprobs 20"]
+    return [Bar("slowest call of the sampler at batch 128, us", max(times), MAX_SAMPLER_S * 1e6)] if times else []
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="only batch 128 and 129,280 entries")
-    parser.add_argument("--sweep", action="store_true", help="measure with other constants of the kernel instead")
-    parser.add_argument("--seconds", type=float, default=60.0, help="begin no further case after this time")
-    options = parser.parse_args()
-    require_gpu()
-    start = time.monotonic()
-    cases = [Case(128, 129_280, kind) for kind in ("bf16", "fp32")]
-    if options.sweep:
-        cases += [Case(batch, 129_280, "bf16") for batch in (1, 256)]
-        report("Constants of draw, us", sweep(cases), options.json)
-        return
-    if not options.quick:
-        cases += [Case(batch, 129_280, "bf16") for batch in (1, 16, 256)] + [Case(256, 154_880, "bf16")]
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        if time.monotonic() - start > options.seconds:
-            print(f"not measured, since {options.seconds:g} s are over: {case}")
-            continue
-        rows += measure(case)
-    slowest = max(row["sampler us"] for row in rows if row["batch"] == 128 and row["rule"] != "logprobs 20")
-    bar = Bar("slowest call of the sampler at batch 128, us", slowest, MAX_SAMPLER_S * 1e6)
-    notes = f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; {bar.what}: {slowest:.0f}, {bar.row()['verdict']}"
-    report("Sampling", rows, options.json, notes)
+def sweeps() -> Iterator[Sweep]:
+    """Yields other block sizes and numbers of loads of the kernel."""
+    sizes = ((1024, 4), (1024, 2), (1024, 6), (1024, 8), (512, 4), (512, 8), (256, 8))
+    tunings = {f"{threads} threads, {loads} loads": cuda_impl.DrawTuning(threads, loads) for threads, loads in sizes}
+    for case in (*QUICK, *(Case(batch, 129_280, "bf16") for batch in (1, 256))):
+        x, (keys, positions) = case.logits(), case.random_numbers()
 
+        def seconds(
+            name: str,
+            tuning: cuda_impl.DrawTuning,
+            case: Case = case,
+            x: Tensor = x,
+            keys: Tensor = keys,
+            positions: Tensor = positions,
+        ) -> float:
+            rules = draw_rules(RULES[name], case.batch, case.vocab)
+            return seconds_of([partial(cuda_impl.draw, x, rules, keys, positions, tuning)])
+
+        names = ("greedy", "temperature 0.8", "all")
+        yield Sweep(str(case), tunings, {name: partial(seconds, name) for name in names})
+
+
+QUICK = [Case(128, 129_280, kind) for kind in ("bf16", "fp32")]
+OP = OpBenchmark(
+    doc=__doc__,
+    title="Sampling",
+    cases=[*QUICK, *(Case(batch, 129_280, "bf16") for batch in (1, 16, 256)), Case(256, 154_880, "bf16")],
+    quick=QUICK,
+    measure=measure,
+    bars=bars,
+    sweeps=sweeps,
+    drawn=("kernel us", "sampler us"),
+)
 
 if __name__ == "__main__":
-    main()
+    run(OP)

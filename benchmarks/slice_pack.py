@@ -10,15 +10,15 @@ their speed. Bars (required results), for rows in device memory: packing and unp
 bandwidth, and together take at most 10 % of the network's time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Call, copy_bandwidth, patched_constants, require_gpu, seconds_of
-from report import make_parser, report
+from gpu_timing import Call, copy_bandwidth, patched_constants, seconds_of
+from op_runner import OpBenchmark, Sweep, run
+from report import Bar, Row
 from torch import Tensor
 
 from hotset.base.paged_span import PagedSpan
@@ -109,103 +109,76 @@ def unpack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[
     return [partial(slice_unpack, address, rows, pages, 0, TOKENS, device) for pages in rank.contexts]
 
 
-def table_row(change: SplitChange, op: str, memory: str, seconds: float) -> dict[str, Any]:
-    of_copy = 2 * change.nbytes / seconds / copy_bandwidth()
-    of_network = seconds * NETWORK_BANDWIDTH / change.nbytes
-    bar = "-"
-    if memory == "device":
-        met = of_copy >= MIN_COPY_SHARE if "+" not in op else of_network <= MAX_NETWORK_SHARE
-        bar = "met" if met else "MISSED"
-    return {
-        "split": change.name,
-        "op": op,
-        "rows in": memory,
-        "MB": round(change.nbytes / 1e6),
-        "us": seconds * 1e6,
-        "GB/s": round(change.nbytes / seconds / 1e9),
-        "of copy": of_copy if "+" not in op else "-",
-        "of network": of_network,
-        "bar": bar,
-    }
-
-
-def measure(change: SplitChange, pinned: bool) -> list[dict[str, Any]]:
+@torch.inference_mode()
+def measure(case: tuple[SplitChange, bool]) -> list[Row]:
+    change, pinned = case
     source, target = (make_stores(ranks, pinned=pinned) for ranks in (change.source_ranks, change.target_ranks))
     check(change, source, target)
     packed = torch.randint(0, 256, (change.nbytes,), dtype=torch.uint8, device="cuda")
     pack_s = seconds_of(pack_calls(change, source, packed))
     unpack_s = seconds_of(unpack_calls(change, target, packed))
-    memory = "host" if pinned else "device"
     times = {"pack": pack_s, "unpack": unpack_s, "pack + unpack": pack_s + unpack_s}
-    return [table_row(change, op, memory, seconds) for op, seconds in times.items()]
+    return [
+        {
+            "split": change.name,
+            "op": op,
+            "rows in": "host" if pinned else "device",
+            "MB": round(change.nbytes / 1e6),
+            "us": seconds * 1e6,
+            "GB/s": round(change.nbytes / seconds / 1e9),
+            "of copy": 2 * change.nbytes / seconds / copy_bandwidth() if "+" not in op else "-",
+            "of network": seconds * NETWORK_BANDWIDTH / change.nbytes,
+        }
+        for op, seconds in times.items()
+    ]
 
 
-def sweep(changes: Sequence[SplitChange]) -> list[dict[str, Any]]:
-    """Measures with other values of the constants at the top of hotset/kernels/slice_pack/triton_impl.py."""
+def bars(rows: list[Row]) -> list[Bar]:
     results = []
-    stores = {ranks: make_stores(ranks) for change in changes for ranks in (change.source_ranks, change.target_ranks)}
-    for piece in (512, 1024, 256):
-        for program in (16 << 10, 8 << 10, 32 << 10):
-            for warps in (4, 8, 2):
-                row: dict[str, Any] = {"piece": piece, "program": program, "warps": warps}
-                with patched_constants("slice_pack", PIECE_BYTES=piece, PROGRAM_BYTES=program, WARPS=warps):
-                    kernels_of("slice_pack")._table.cache_clear()
-                    for change in changes:
-                        packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
-                        for op, calls, ranks in (
-                            ("pack", pack_calls, change.source_ranks),
-                            ("unpack", unpack_calls, change.target_ranks),
-                        ):
-                            seconds = seconds_of(calls(change, stores[ranks], packed))
-                            row[f"{change.name} {op}"] = 2 * change.nbytes / seconds / copy_bandwidth()
-                results.append(row)
+    for row in rows:
+        if row["rows in"] == "device":
+            what = f"{row['split']}, {row['op']}"
+            if row["of copy"] == "-":
+                results.append(Bar(f"{what}: of the network's time", row["of network"], MAX_NETWORK_SHARE))
+            else:
+                results.append(Bar(f"{what}: of copy", row["of copy"], MIN_COPY_SHARE, at_least=True))
     return results
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
+def sweeps() -> Iterator[Sweep]:
+    """Yields other values of the constants at the top of hotset/kernels/slice_pack/triton_impl.py."""
+    cases: dict[str, Any] = {}
+    for change in CHANGES:
+        packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
+        cases[f"{change.name} pack"] = pack_calls(change, make_stores(change.source_ranks), packed)
+        cases[f"{change.name} unpack"] = unpack_calls(change, make_stores(change.target_ranks), packed)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def seconds(calls: list[Call], constants: dict[str, int]) -> float:
+        with patched_constants("slice_pack", **constants):
+            kernels_of("slice_pack")._table.cache_clear()
+            return seconds_of(calls)
 
-    on_device = [row for row in rows if row["rows in"] == "device"]
-    single = [row for row in on_device if "+" not in row["op"]]
-    both = [row for row in on_device if "+" in row["op"]]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(2, 1))
-    left.bar([f"{row['split']}\n{row['op']}" for row in single], [row["of copy"] for row in single])
-    left.axhline(MIN_COPY_SHARE, color="black", linewidth=0.8)
-    left.set(title="share of the copy bandwidth", ylim=(0, 1.1))
-    right.bar([row["split"] for row in both], [row["of network"] for row in both])
-    right.axhline(MAX_NETWORK_SHARE, color="black", linewidth=0.8)
-    right.set(title="pack + unpack / time of the network")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    tried = [
+        {"PIECE_BYTES": piece, "PROGRAM_BYTES": program, "WARPS": warps}
+        for piece in (512, 1024, 256)
+        for program in (16 << 10, 8 << 10, 32 << 10)
+        for warps in (4, 8, 2)
+    ]
+    timed = {name: partial(seconds, calls) for name, calls in cases.items()}
+    yield Sweep("Constants of the slice kernel", {str(constants): constants for constants in tried}, timed)
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--png", type=Path, help="also draw the results to this file")
-    parser.add_argument("--quick", action="store_true", help="only rows in device memory, which have bars")
-    parser.add_argument("--sweep", action="store_true", help="measure with other constants of the kernel instead")
-    options = parser.parse_args()
-    require_gpu()
-    changes = (SplitChange(4, 2), SplitChange(2, 4))
-    if options.sweep:
-        report("Constants of the slice kernel: share of the copy bandwidth", sweep(changes), options.json)
-        return
-    pinned_or_not = (False,) if options.quick else (False, True)
-    rows = [row for pinned in pinned_or_not for change in changes for row in measure(change, pinned)]
-    notes = (
-        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bars for rows in device memory: pack and unpack each "
-        f"reach {MIN_COPY_SHARE:.0%} of the copy bandwidth, and together take at most {MAX_NETWORK_SHARE:.0%} of the "
-        f"time of a {NETWORK_BANDWIDTH * 1e-9:.0f} GB/s network"
-    )
-    title = f"Slices of {TOKENS} tokens, {LAYERS} layers, {HEADS} KV heads of {HEAD_BYTES // 2}, bf16"
-    report(title, rows, options.json, notes)
-    if options.png is not None:
-        draw(rows, options.png)
-
+CHANGES = (SplitChange(4, 2), SplitChange(2, 4))
+OP = OpBenchmark(
+    doc=__doc__,
+    title=f"Slices of {TOKENS} tokens, {LAYERS} layers, {HEADS} KV heads of {HEAD_BYTES // 2}, bf16",
+    cases=[(change, pinned) for pinned in (False, True) for change in CHANGES],
+    quick=[(change, False) for change in CHANGES],
+    measure=measure,
+    bars=bars,
+    sweeps=sweeps,
+    drawn=("of copy", "of network"),
+)
 
 if __name__ == "__main__":
-    main()
+    run(OP)

@@ -4,21 +4,20 @@
 
 The shapes of DSA ops are those of dsa-50b: hidden size 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index
 heads of 128. Small ops are timed with a warm L2 in a CUDA graph, as in a decode step, where their inputs have just been
-written. A "floor" is the time of a kernel that does almost nothing, in the same kind of graph. Bars (required results),
-which the captions repeat: at batch 16, a fused op that is not a matrix product takes at most 3 floors; GQA decode
-attention at 32k tokens reaches 60 % of the copy bandwidth at batch 16 and 64. With --json x.json, the results of GQA
-decode attention go to x_gqa.json.
+written. A "floor" is the time of a kernel that does almost nothing, in the same kind of graph. Bars (required results):
+at batch 16, a fused op that is not a matrix product takes at most 3 floors; GQA decode attention at 32k tokens reaches
+60 % of the copy bandwidth at batch 16 and 64.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, patched_constants, require_gpu, seconds_of
-from report import make_parser, report
+from gpu_timing import copy_bandwidth, patched_constants, seconds_of
+from op_runner import OpBenchmark, Sweep, run
+from report import Bar, Row
 from torch import Tensor
 
 from hotset.kernels.gqa_append import gqa_append
@@ -45,6 +44,8 @@ LAYERS = 40
 EPS = 1e-6
 INPUTS = 3  # number of inputs, which are used in rotation
 MAX_FLOORS, MIN_COPY_SHARE = 3.0, 0.6
+GQA_CONTEXT = 32_768
+PRODUCTS = ("absorb + rope of queries", "value up-projection", "head weights, float32")  # matrix products
 
 Call = Callable[[], object]
 
@@ -149,26 +150,28 @@ def op_pairs(batch: int) -> list[OpPair]:
     ]
 
 
+@cache
 def floor_seconds() -> float:
     """Times a kernel that does almost nothing."""
     one = torch.zeros(1, device="cuda")
     return seconds_of([lambda: one.add_(1)], cold=False)
 
 
-def small_ops(batches: Sequence[int]) -> list[dict[str, Any]]:
+@torch.inference_mode()
+def measure(batch: int) -> list[Row]:
+    """Returns a row for each small op, one for 40 layers, and one for GQA decode attention."""
     floor_s, rows = floor_seconds(), []
-    for batch in batches:
-        layer_fused_s = layer_torch_s = 0.0
-        for pair in op_pairs(batch):
-            fused_s, torch_s = (seconds_of(calls, cold=False) for calls in (pair.fused, pair.torch))
-            layer_fused_s += pair.per_layer * fused_s
-            layer_torch_s += pair.per_layer * torch_s
-            rows.append(table_row(pair.name, batch, fused_s, torch_s, floor_s))
-        rows.append(table_row(f"{LAYERS} DSA layers", batch, LAYERS * layer_fused_s, LAYERS * layer_torch_s, None))
-    return rows
+    layer_fused_s = layer_torch_s = 0.0
+    for pair in op_pairs(batch):
+        fused_s, torch_s = (seconds_of(calls, cold=False) for calls in (pair.fused, pair.torch))
+        layer_fused_s += pair.per_layer * fused_s
+        layer_torch_s += pair.per_layer * torch_s
+        rows.append(table_row(pair.name, batch, fused_s, torch_s, floor_s))
+    rows.append(table_row(f"{LAYERS} DSA layers", batch, LAYERS * layer_fused_s, LAYERS * layer_torch_s, None))
+    return [*rows, gqa_decode_row(batch)]
 
 
-def table_row(name: str, batch: int, fused_s: float, torch_s: float, floor_s: float | None) -> dict[str, Any]:
+def table_row(name: str, batch: int, fused_s: float, torch_s: float, floor_s: float | None) -> Row:
     return {
         "op": name,
         "batch": batch,
@@ -176,6 +179,7 @@ def table_row(name: str, batch: int, fused_s: float, torch_s: float, floor_s: fl
         "torch us": torch_s * 1e6,
         "speedup": torch_s / fused_s,
         "floors": "" if floor_s is None else fused_s / floor_s,
+        "of copy": "",
     }
 
 
@@ -190,94 +194,68 @@ def gqa_decode_call(batch: int, context: int) -> Call:
     return partial(paged_attention, q, keys, segments, KV_HEADS, HEAD_DIM**-0.5)
 
 
-def measure_gqa_decode(batch: int, context: int) -> dict[str, Any]:
-    seconds = seconds_of([gqa_decode_call(batch, context)])
-    row_bytes = batch * context * gqa_row(KV_HEADS, HEAD_DIM, torch.bfloat16).stride_bytes
-    flops = 4 * batch * context * HEADS * HEAD_DIM
-    return {
-        "batch": batch,
-        "context": context,
-        "us": seconds * 1e6,
-        "TB/s": row_bytes / seconds * 1e-12,
-        "of copy bandwidth": row_bytes / seconds / copy_bandwidth(),
-        "TFLOP/s": flops / seconds * 1e-12,
-    }
+def gqa_decode_row(batch: int) -> Row:
+    seconds = seconds_of([gqa_decode_call(batch, GQA_CONTEXT)])
+    row_bytes = batch * GQA_CONTEXT * gqa_row(KV_HEADS, HEAD_DIM, torch.bfloat16).stride_bytes
+    empty = dict.fromkeys(("torch us", "speedup", "floors"), "")
+    name = f"GQA decode attention, {HEADS} on {KV_HEADS} heads, 32k"
+    of_copy = row_bytes / seconds / copy_bandwidth()
+    return {"op": name, "batch": batch, "us": seconds * 1e6} | empty | {"of copy": of_copy}
 
 
-def sweep() -> list[dict[str, Any]]:
-    """Measures with other values of the constants at the top of each op's triton_impl.py."""
-    results: list[dict[str, Any]] = []
-
-    def measure(kernel: str, calls: Mapping[str, Sequence[Call]], cold: bool, **constants: Any) -> None:
-        with patched_constants(kernel, **constants):
-            times = {name: round(seconds_of(inputs, cold=cold) * 1e6, 2) for name, inputs in calls.items()}
-        shown = ", ".join(f"{name} {value}" for name, value in constants.items())
-        results.append({"op": kernel, "constants": shown, "us": str(times)})
-
-    attention = {f"batch {batch}": [gqa_decode_call(batch, 32_768)] for batch in (1, 16, 64)}
-    for shape in ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4)):
-        for programs in (4, 8, 16):
-            shapes = {torch.bfloat16: shape}
-            measure("paged_attention", attention, True, SHAPES=shapes, PROGRAMS_PER_SM=programs)
-    del attention
-    add_norm = {f"batch {batch}": [norm_pairs(batch)[0][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
-    for per_warp in (256, 512, 1024):
-        measure("norm", add_norm, False, VALUES_PER_WARP=per_warp)
-    index_rope = {f"batch {batch}": [query_pairs(batch)[1][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
-    for heads, warps in ((4, 1), (8, 2), (32, 4)):
-        measure("rope", index_rope, False, HEADS_PER_PROGRAM=heads, WARPS=warps)
-    head_weights = {f"batch {batch}": [query_pairs(batch)[3][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
-    # No tile may be smaller than the first one, for which the counters were made.
-    for tokens, outputs, inputs in ((8, 4, 1024), (8, 4, 512), (8, 8, 512), (16, 4, 512), (8, 4, 2048)):
-        sizes = {"TILE_TOKENS": tokens, "TILE_OUTPUTS": outputs, "TILE_INPUTS": inputs}
-        measure("linear", head_weights, False, **sizes)
+def bars(rows: list[Row]) -> list[Bar]:
+    results = []
+    for row in rows:
+        what = f"{row['op']}, batch {row['batch']}"
+        if row["batch"] == 16 and row["floors"] != "" and row["op"] not in PRODUCTS:
+            results.append(Bar(f"{what}: floors", row["floors"], MAX_FLOORS))
+        if row["batch"] >= 16 and row["of copy"] != "":
+            results.append(Bar(f"{what}: of copy", row["of copy"], MIN_COPY_SHARE, at_least=True))
     return results
 
 
-def draw(small: list[dict[str, Any]], attention: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
+def sweeps() -> Iterator[Sweep]:
+    """Yields other values of the constants at the top of each op's triton_impl.py."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def of(kernel: str, calls: dict[int, Sequence[Call]], cold: bool, constants: list[dict[str, Any]]) -> Sweep:
+        def seconds(inputs: Sequence[Call], tried: dict[str, Any]) -> float:
+            with patched_constants(kernel, **tried):
+                return seconds_of(inputs, cold=cold)
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(2, 1))
-    shown = [row for row in small if row["batch"] == 16 and row["floors"] != ""]
-    names = [row["op"] for row in shown]
-    left.barh(names, [row["torch us"] for row in shown], label="torch")
-    left.barh(names, [row["us"] for row in shown], label="fused")
-    left.invert_yaxis()
-    left.set(xlabel="us per call, batch 16")
-    left.legend()
-    right.bar([f"batch {row['batch']}" for row in attention], [row["of copy bandwidth"] for row in attention])
-    right.axhline(MIN_COPY_SHARE, color="black", linewidth=0.8)
-    right.set(ylabel="share of copy bandwidth", ylim=(0, 1.1), title="GQA decode attention, 32k")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        cases = {f"batch {batch}": partial(seconds, inputs) for batch, inputs in calls.items()}
+        return Sweep(kernel, {str(tried): tried for tried in constants}, cases)
+
+    def inputs_of(make: Callable[[int], Call]) -> dict[int, Sequence[Call]]:
+        return {batch: [make(batch) for _ in range(INPUTS)] for batch in (1, 16, 128)}
+
+    attention = {batch: [gqa_decode_call(batch, GQA_CONTEXT)] for batch in (1, 16, 64)}
+    shapes = ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4))
+    tried = [
+        {"SHAPES": {torch.bfloat16: shape}, "PROGRAMS_PER_SM": programs} for shape in shapes for programs in (4, 8, 16)
+    ]
+    yield of("paged_attention", attention, True, tried)
+    del attention
+    warps = [{"VALUES_PER_WARP": values} for values in (256, 512, 1024)]
+    yield of("norm", inputs_of(lambda batch: norm_pairs(batch)[0][0]), False, warps)
+    heads = [{"HEADS_PER_PROGRAM": heads, "WARPS": warps} for heads, warps in ((4, 1), (8, 2), (32, 4))]
+    yield of("rope", inputs_of(lambda batch: query_pairs(batch)[0][0]), False, heads)
+    # No tile may be smaller than the first one, for which the counters were made.
+    names = ("TILE_TOKENS", "TILE_OUTPUTS", "TILE_INPUTS")
+    tiles = ((8, 4, 1024), (8, 4, 512), (8, 8, 512), (16, 4, 512), (8, 4, 2048))
+    sizes = [dict(zip(names, tile, strict=True)) for tile in tiles]
+    yield of("linear", inputs_of(lambda batch: query_pairs(batch)[2][0]), False, sizes)
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--png", type=Path, help="also draw the results to this file")
-    parser.add_argument("--quick", action="store_true", help="only batch 16")
-    parser.add_argument("--sweep", action="store_true", help="measure with other constants of the kernels instead")
-    options = parser.parse_args()
-    require_gpu()
-    if options.sweep:
-        report("Constants of the small ops", sweep(), options.json)
-        return
-    small = small_ops((16,) if options.quick else (1, 16, 128))
-    attention = [measure_gqa_decode(batch, 32_768) for batch in ((16,) if options.quick else (1, 16, 64))]
-    notes = f"floor: {floor_seconds() * 1e6:.2f} us; bar: {MAX_FLOORS} floors at batch 16, except for matrix products"
-    report("Small ops of a decode step, bf16", small, options.json, notes)
-    notes = f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bar: {MIN_COPY_SHARE:.0%} of it at batch 16 and 64"
-    gqa_json = None if options.json is None else options.json.with_stem(f"{options.json.stem}_gqa")
-    report(
-        f"GQA decode attention, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, bf16", attention, gqa_json, notes
-    )
-    if options.png is not None:
-        draw(small, attention, options.png)
-
+OP = OpBenchmark(
+    doc=__doc__,
+    title="Small ops of a decode step, and GQA decode attention, bf16",
+    cases=(1, 16, 64, 128),
+    quick=(16,),
+    measure=measure,
+    bars=bars,
+    sweeps=sweeps,
+    drawn=("us", "torch us"),
+)
 
 if __name__ == "__main__":
-    main()
+    run(OP)

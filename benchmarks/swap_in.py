@@ -8,7 +8,7 @@ the misses, the order of the selected positions and the ages of the slots are ra
 at batch 128). The maps are restored and the L2 is overwritten before every call. SGLang's times (commit cce0a12) were
 measured under the same conditions on an H200; --peer FILE replaces them. The bare gather copies exactly the missing
 rows from a given list, by a kernel with one warp per row or by swap-in's own copy, whichever is faster. "two launches"
-runs plan and copy as separate kernels.
+runs plan and copy as separate kernels. --sweep tries other launches at 4096 slots: its times set `cuda_impl.TUNED`.
 
 Bars (required results), for 656-byte rows: without misses at most 9 us up to batch 32 and 14 us at batch 128; 2.1 times
 as fast as SGLang (geometric mean), and no case more than 3 % slower than SGLang; with misses, at most 6 us more than
@@ -16,9 +16,7 @@ the bare gather up to batch 8, and with 5 % misses or more at most 1.15 times it
 pins 10.3 GiB of host memory (2.6 GiB with --quick).
 """
 
-import argparse
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,9 @@ from typing import Any
 
 import torch
 from gpu_timing import require_gpu, seconds_of
-from peer_timings import PeerTimings, add_peer_option, geometric_mean
-from report import Bar, make_parser, report
+from op_runner import OpBenchmark, PeerComparison, Sweep, make_options, run
+from peer_timings import PeerTimings
+from report import Bar, Row, report
 from swap_in_state import PAGE_ROWS, TOP_K, PinnedRows, SwapInState, make_state, pinned_host_rows
 
 from hotset.kernels import cuda_source
@@ -80,31 +79,6 @@ SGLANG = PeerTimings(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SwapInResult:
-    """The times of one case."""
-
-    case: SwapInCase
-    us: float
-    two_launches_us: float
-    gather_us: float | None  # None if no row is missing
-    missing_rows: int
-
-    @property
-    def over_gather(self) -> float | None:
-        return None if self.gather_us is None else self.us / self.gather_us
-
-    def row(self) -> dict[str, Any]:
-        bytes_per_us = self.missing_rows * self.case.row_bytes / self.us
-        return self.case.columns | {
-            "us": round(self.us, 2),
-            "gather us": round(self.gather_us, 2) if self.gather_us else "-",
-            "of gather": round(self.over_gather, 2) if self.over_gather else "-",
-            "GB/s": round(bytes_per_us * 1e-3, 1),
-            "two launches us": round(self.two_launches_us, 2),
-        }
-
-
 def with_cluster(cluster: cuda_impl.BlockCluster) -> cuda_impl.SwapInTuning:
     """Returns a tuning that uses this cluster for every batch."""
     return replace(cuda_impl.TUNED, clusters=((1, cluster),))
@@ -146,38 +120,39 @@ def gather_us(states: list[SwapInState]) -> float:
     return min(microseconds(gather, flat), microseconds(copy, lists))
 
 
-def measure(case: SwapInCase, host: PinnedRows) -> SwapInResult:
+def measure(host: PinnedRows, case: SwapInCase) -> Row:
     states = make_states(case, host, INPUTS if case.batch <= 32 else INPUTS // 2)
     for tuning in (cuda_impl.TUNED, TWO_LAUNCHES):
         states[0].check(tuning)
-    return SwapInResult(
-        case,
-        us=swap_in_us(states, cuda_impl.TUNED),
-        two_launches_us=swap_in_us(states, TWO_LAUNCHES),
-        gather_us=gather_us(states) if case.misses else None,
-        missing_rows=states[0].missing * case.batch,
-    )
+    us = swap_in_us(states, cuda_impl.TUNED)
+    two_launches = swap_in_us(states, TWO_LAUNCHES)
+    gather = gather_us(states) if case.misses else None
+    missing_rows = states[0].missing * case.batch
+    return case.columns | {
+        "us": round(us, 2),
+        "gather us": round(gather, 2) if gather else "-",
+        "of gather": round(us / gather, 2) if gather else "-",
+        "GB/s": round(missing_rows * case.row_bytes / us * 1e-3, 1),
+        "two launches us": round(two_launches, 2),
+    }
 
 
-def make_bars(results: list[SwapInResult], peer: PeerTimings) -> list[Bar]:
-    """Returns the bars, which apply only to 656-byte rows. There are none if no such rows were measured."""
-    grid = [result for result in results if result.case.row_bytes == 656]
-    if not grid:
-        return []
-    bars = []
+def bars(rows: list[Row]) -> list[Bar]:
+    """Returns the bars, which apply only to 656-byte rows."""
+    grid = [row for row in rows if row["row bytes"] == 656]
+    found = []
     for limit, batches in ((9.0, (1, 8, 32)), (14.0, (128,))):
-        times = [result.us for result in grid if not result.case.misses and result.case.batch in batches]
+        times = [row["us"] for row in grid if row["gather us"] == "-" and row["batch"] in batches]
         if times:
-            bars.append(Bar(f"us without misses, batch {', '.join(map(str, batches))}", max(times), limit))
-    bars += peer.bars([result.row() for result in grid], 2.1, 1 / 1.03)
-    beside_gather = [(result.case, result.us, result.gather_us) for result in grid if result.gather_us is not None]
-    small = [us - gather_us for case, us, gather_us in beside_gather if case.batch <= 8]
+            found.append(Bar(f"us without misses, batch {', '.join(map(str, batches))}", max(times), limit))
+    missing = [row for row in grid if row["gather us"] != "-"]
+    small = [row["us"] - row["gather us"] for row in missing if row["batch"] <= 8]
     if small:
-        bars.append(Bar("us more than the bare gather, with misses, batch 1 to 8", max(small), 6))
-    large = [us / gather_us for case, us, gather_us in beside_gather if case.batch >= 32 and case.misses >= 0.05]
+        found.append(Bar("us more than the bare gather, with misses, batch 1 to 8", max(small), 6))
+    large = [row["us"] / row["gather us"] for row in missing if row["batch"] >= 32 and row["misses"] != "1%"]
     if large:
-        bars.append(Bar("time / bare gather, 5 % misses or more, batch 32 to 128", max(large), 1.15))
-    return bars
+        found.append(Bar("time / bare gather, 5 % misses or more, batch 32 to 128", max(large), 1.15))
+    return found
 
 
 def measure_pages(host: PinnedRows, blocks: int = page_copy_cuda.TUNED.blocks) -> list[dict[str, Any]]:
@@ -244,27 +219,32 @@ COPIES = (
 COPY_BATCHES, COPY_MISSES = (20, 29, 57), 0.134
 
 
-def sweep(host: PinnedRows) -> None:
-    """Prints the times of other launches at 4096 slots. Use the times to set `cuda_impl.TUNED`.
+def sweeps(host: PinnedRows) -> Iterator[Sweep]:
+    """Yields other launches at 4096 slots, and other shapes of copies in launches of their own.
 
     With few inputs, the GPU would still have the address translations of the last time that one was used.
     """
     for batch, tunings in SWEEP.items():
         states = {misses: make_states(SwapInCase(656, 4096, batch, misses), host) for misses in SWEEP_MISSES}
-        rows = []
-        for name, tuning in tunings.items():
-            times = {misses: swap_in_us(inputs, tuning) for misses, inputs in states.items()}
-            columns = {f"{misses:.0%} us": round(us, 2) for misses, us in times.items()}
-            rows.append({"launch": name} | columns | {"mean us": round(geometric_mean(list(times.values())), 2)})
-        report(f"Batch {batch}", rows, None)
-        print(f"fastest at batch {batch}: {min(rows, key=lambda row: float(row['mean us']))['launch']}")
+        timed = {f"{misses:.0%}": partial(seconds_with, swap_in_us, inputs) for misses, inputs in states.items()}
+        yield Sweep(f"Batch {batch}, by share of misses", tunings, timed)
     inputs_of = {batch: make_states(SwapInCase(656, 4096, batch, COPY_MISSES), host) for batch in COPY_BATCHES}
-    rows = []
-    for blocks, threads, lists in COPIES:
-        tuning = replace(cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads, copy_lists_at_once=lists)
-        times = {f"batch {batch} us": round(copy_us(states, tuning), 1) for batch, states in inputs_of.items()}
-        rows.append({"copy": f"{blocks} blocks of {threads} threads, {lists} requests at a time"} | times)
-    report(f"Copies in launches of their own, {COPY_MISSES:.0%} misses", rows, None)
+    shapes = {
+        f"{blocks} blocks of {threads} threads, {lists} requests at a time": replace(
+            cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads, copy_lists_at_once=lists
+        )
+        for blocks, threads, lists in COPIES
+    }
+    timed = {f"batch {batch}": partial(seconds_with, copy_us, states) for batch, states in inputs_of.items()}
+    yield Sweep(f"Copies in launches of their own, {COPY_MISSES:.0%} misses", shapes, timed)
+
+
+def seconds_with(
+    microseconds: Callable[[list[SwapInState], cuda_impl.SwapInTuning], float],
+    states: list[SwapInState],
+    tuning: cuda_impl.SwapInTuning,
+) -> float:
+    return 1e-6 * microseconds(states, tuning)
 
 
 def copy_us(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> float:
@@ -277,76 +257,44 @@ def copy_us(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> float:
     return 1e6 * seconds_of(calls, clean=False)
 
 
-def draw(results: list[SwapInResult], path: Path, peer: PeerTimings) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    grid = [result for result in results if result.case.row_bytes == 656]
-    batches = sorted({result.case.batch for result in grid})
-    size = (3.2 * len(batches), 6)
-    figure, axes = pyplot.subplots(len(SLOTS), len(batches), figsize=size, squeeze=False, sharex=True)
-    for i, slots in enumerate(SLOTS):
-        for j, batch in enumerate(batches):
-            shown = [result for result in grid if (result.case.slots, result.case.batch) == (slots, batch)]
-            misses = [f"{result.case.misses:.0%}" for result in shown]
-            theirs = [math.nan if (us := peer.us_of(result.row())) is None else us for result in shown]
-            axes[i][j].plot(misses, theirs, "o-", color="#c0504d", label=peer.name)
-            axes[i][j].plot(misses, [result.us for result in shown], "o-", color="#1f77b4", label="Hotset")
-            gathers = [math.nan if result.gather_us is None else result.gather_us for result in shown]
-            axes[i][j].plot(misses, gathers, "--", color="#888888", label="bare gather")
-            axes[i][j].set(yscale="log", title=f"batch {batch}, {slots} slots")
-            axes[i][j].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axes[i][j].yaxis.set_major_formatter("{x:.0f}")
-            axes[i][j].yaxis.set_minor_formatter(ticker.NullFormatter())
-    axes[0][0].set_ylabel("us")
-    axes[1][0].set(ylabel="us", xlabel="misses")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper right", ncols=3, frameon=False)
-    title = f"Swap-in of 656-byte rows, top-{TOP_K}, {torch.cuda.get_device_name()}"
-    figure.suptitle(title, x=0.02, ha="left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
-def make_cases(options: argparse.Namespace) -> list[SwapInCase]:
-    batches = (8, 32) if options.quick else BATCHES
-    return [
+OP = OpBenchmark(
+    doc=__doc__,
+    title=f"Swap-in, top-{TOP_K}",
+    cases=[
         SwapInCase(row_bytes, slots, batch, misses)
-        for row_bytes in options.row_bytes
+        for row_bytes in (656, 1152)
         for slots in SLOTS
-        for batch in batches
+        for batch in BATCHES
         for misses in MISSES
-    ]
+    ],
+    quick=[SwapInCase(656, slots, batch, misses) for slots in SLOTS for batch in (8, 32) for misses in MISSES],
+    measure=lambda case: [],  # `main` knows the host rows
+    bars=bars,
+    peer=PeerComparison(
+        columns=PEER_COLUMNS, mean=2.1, slowest=1 / 1.03, counts=lambda row: row["row bytes"] == 656, default=SGLANG
+    ),
+    sweeps=lambda: iter(()),
+    drawn=("us",),
+    notes="of gather: time / time of the bare gather",
+)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--png", type=Path, help="also draw the results of 656-byte rows to this file")
-    parser.add_argument("--quick", action="store_true", help="only batch 8 and 32")
+    parser = make_options(OP)
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[656, 1152], choices=[656, 1152], help="row sizes")
-    parser.add_argument("--sweep", action="store_true", help="print the times of other launches instead")
-    add_peer_option(parser, PEER_COLUMNS)
     options = parser.parse_args()
-    peer = options.peer or SGLANG
     require_gpu()
     max_batch = 32 if options.quick else 128
     with pinned_host_rows(max_batch * 656) as host:
-        if options.sweep:
-            sweep(host)
-            return
-        results = [measure(case, host) for case in make_cases(options)]
-        pages = measure_pages(host)
-    notes = (
-        f"{host.gib:.1f} GiB of pinned rows, which contexts of 1152-byte rows share from batch "
-        f"{max_batch * 656 // 1152 + 1} on; speedup: against {peer.name}; of gather: time / time of the bare gather"
-    )
-    report("Swap-in", peer.beside([result.row() for result in results]), options.json, notes)
-    report("Copies of whole pages by one kernel, 656-byte rows, 8 layers", pages, None)
-    if rows := [bar.row() for bar in make_bars(results, peer)]:
-        report("Bars", rows, None)
-    if options.png is not None:
-        draw(results, options.png, peer)
+        notes = (
+            f"{OP.notes}; {host.gib:.1f} GiB of pinned rows, which contexts of 1152-byte rows share from batch "
+            f"{max_batch * 656 // 1152 + 1} on"
+        )
+        cases = [case for case in OP.cases if case.row_bytes in options.row_bytes]
+        of_host = replace(OP, cases=cases, measure=partial(measure, host), sweeps=partial(sweeps, host), notes=notes)
+        run(of_host, options)
+        if not options.sweep:
+            report("Copies of whole pages by one kernel, 656-byte rows, 8 layers", measure_pages(host), None)
 
 
 if __name__ == "__main__":

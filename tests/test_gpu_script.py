@@ -60,7 +60,7 @@ def test_benchmarks_get_their_own_options_and_those_of_the_script_that_they_have
         f"benchmarks/one_rank.py --json {out}/one_rank.json",
         f"benchmarks/swap_in.py --json {out}/swap_in.json --png {out}/swap_in.png --quick --sweep",
         f"benchmarks/one_rank.py --json {out}/one_rank-2.json --model glm-5.2",
-        f"benchmarks/sampling.py --json {out}/sampling.json --quick",
+        f"benchmarks/sampling.py --json {out}/sampling.json --png {out}/sampling.png --quick",
     ]
     assert ended.returncode == 1 and ended.stdout.endswith("failed: one_rank --model glm-5.2\n") and not ended.stderr
     assert {path.stem for path in out.iterdir()} == {"one_rank", "one_rank-2", "swap_in", "sampling"}

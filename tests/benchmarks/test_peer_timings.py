@@ -5,12 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import attention
-import indexer
 import pytest
-import swap_in
-import torch
-from peer_timings import PeerTimings, add_peer_option, read_peer
+from peer_timings import add_peer_option, read_peer
 
 COLUMNS = ("batch", "heads")
 ROWS = [
@@ -68,46 +64,3 @@ def test_a_wrong_file_is_refused_with_what_is_wrong(
     with pytest.raises(SystemExit):
         parser.parse_args(["--peer", str(path)])
     assert message in capsys.readouterr().err
-
-
-def peer_of(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> PeerTimings:
-    return PeerTimings("Other", [{column: rows[0][column] for column in columns} | {"us": 17.0}])
-
-
-def test_both_kernels_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    path = tmp_path / "both.png"
-    of_attention: list[dict[str, Any]] = [
-        {"batch": batch, "heads": 64, "rows": "fp8", "us": 10.0, "of copy": 0.5, "of matrix": 0.4, "bar": "-"}
-        for batch in (1, 8)
-    ]
-    of_scoring: list[dict[str, Any]] = [
-        {"queries": batch, "context": 1 << 15, "heads": 32, "keys": "fp8", "groups": "1 of 1", "scoring us": 10.0,
-         "top-k us": 5.0, "of ceiling": 0.9}
-        for batch in (1, 8)
-    ]  # fmt: skip
-    for draw, rows, columns in (
-        (attention.draw, of_attention, attention.PEER_COLUMNS),
-        (indexer.draw, of_scoring, indexer.PEER_COLUMNS),
-    ):
-        for peer in (None, peer_of(rows, columns)):
-            draw(rows, path, peer)
-            assert path.read_bytes().startswith(b"\x89PNG")
-            path.unlink()
-
-
-def test_swap_in_is_compared_with_sglang_unless_another_peer_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    cases = [swap_in.SwapInCase(656, slots, 8, misses) for slots in swap_in.SLOTS for misses in swap_in.MISSES]
-    results = [swap_in.SwapInResult(case, 10.0, 12.0, 8.0 if case.misses else None, 100) for case in cases]
-    rows = [result.row() for result in results]
-    assert [row["SGLang us"] for row in swap_in.SGLANG.beside(rows)][:4] == [19.3, 24.4, 39.1, 79.3]
-    other = peer_of(rows, swap_in.PEER_COLUMNS)
-    assert [row["speedup"] for row in other.beside(rows)][:2] == [1.7, "-"]
-    for peer, mean in ((swap_in.SGLANG, pytest.approx(4.0, rel=0.1)), (other, 1.7)):
-        bars = {bar.what: bar.measured for bar in swap_in.make_bars(results, peer)}
-        assert next(value for what, value in bars.items() if "geometric mean" in what) == mean
-        swap_in.draw(results, tmp_path / f"{peer.name}.png", peer)
-        assert (tmp_path / f"{peer.name}.png").exists()
