@@ -1,9 +1,11 @@
-"""The order of the test files, garbage collection during collection, and Ctrl-C for the programs that tests start."""
+"""The order of the test files, the number of examples of hypothesis, garbage collection during collection, and Ctrl-C
+for the programs that tests start."""
 
 import gc
 import signal
 
 import pytest
+from examples import load_profile
 
 # Collection creates a million objects that live until the end. Traversing them again and again would take 2 s in each
 # worker, so garbage collection starts after it, and ignores them.
@@ -45,6 +47,10 @@ SLOW_FILES = (
     "schedule/test_scheduler.py",
     "models/test_demo_model.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    load_profile(thorough="not slow" not in config.getoption("markexpr"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

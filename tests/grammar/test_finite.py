@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.errors import RequestError
@@ -114,7 +115,7 @@ def parts_of(schema: Any) -> list[Any]:
     return [schema, *(part for each in inner for part in parts_of(each))]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(st.fixed_dictionaries(dict.fromkeys("abc", schemas)))
 def test_every_part_that_an_answer_can_enter_has_a_value_of_some_depth(defs: dict[str, Any]) -> None:
     reached, pending = [], [defs["a"]]

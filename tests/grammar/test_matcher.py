@@ -7,7 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from structures import END, SMALL_STRUCTURES, SchemaGenerator, byte_tokenizer, of_schema, satisfies, small_tokenizer
 
@@ -64,14 +65,14 @@ def walk(matcher: Matcher, choose: Callable[[list[int]], int], most: int = 3000)
 
 @pytest.mark.parametrize("structure", SMALL_STRUCTURES, ids=lambda structure: structure.kind)
 @given(seed=st.integers(0, 1 << 30))
-@settings(max_examples=15, deadline=None)
+@examples(8)
 def test_random_answers_satisfy_their_structure(structure: Structure, seed: int) -> None:
     text = walk(grammars().compile(structure).matcher(STOPS), random.Random(seed).choice)
     assert satisfies(structure, text)
 
 
 @given(seed=st.integers(0, 1 << 30))
-@settings(max_examples=20, deadline=None)
+@examples(10)
 def test_random_answers_satisfy_random_schemas(seed: int) -> None:
     rng = random.Random(seed)
     structure, tokens = of_schema(SchemaGenerator(rng).schema()), list[int]()
@@ -100,7 +101,7 @@ def test_the_mask_of_a_choice_has_exactly_the_tokens_that_begin_or_continue_one(
 
 
 @given(seed=st.integers(0, 1 << 30), taken_back=st.integers(0, 12))
-@settings(max_examples=20, deadline=None)
+@examples(10)
 def test_a_rollback_restores_the_masks_of_earlier_tokens(seed: int, taken_back: int) -> None:
     rng = random.Random(seed)
     matcher = grammars().compile(rng.choice(SMALL_STRUCTURES)).matcher(STOPS)

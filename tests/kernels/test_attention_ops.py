@@ -5,7 +5,8 @@ from types import ModuleType
 from unittest import mock
 
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels import EMPTY
@@ -18,7 +19,7 @@ from hotset.kernels.stable_topk import stable_topk
 from hotset.memory.pages import extend_runs
 
 CPU = torch.device("cpu")
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+EXAMPLES = examples(30)
 
 
 @st.composite

@@ -4,7 +4,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from hotset.kernels.stable_topk import stable_topk
 from hotset.memory.pages import extend_runs
 
 CPU = torch.device("cpu")
-EXAMPLES = settings(max_examples=80, deadline=None, derandomize=True)
+EXAMPLES = examples(40)
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from examples import examples
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
 from torch import Tensor
@@ -22,9 +23,8 @@ from hotset.kernels import EMPTY
 from hotset.kernels.experts import MAX_EXPERTS, experts, reference
 
 needs_interpreter = pytest.mark.interpreted
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
-    EXAMPLES = settings(EXAMPLES, max_examples=8, phases=[Phase.generate])
+# The interpreter is slow: few examples, and no shrinking of failing ones.
+EXAMPLES = examples(4, phases=[Phase.generate]) if INTERPRETED else examples(20)
 
 # The limit of the relative error. The kernels round at most four times to 8 significant bits: the first product (only
 # with torch's grouped product), the activation, the result of each expert, and the sum. The roundings are independent.
@@ -120,7 +120,7 @@ def test_empty_expert_ids_add_nothing_and_read_no_expert(
 
 
 @pytest.mark.not_interpreted
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(30)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31), st.data())
 def test_experts_sum_only_the_selected_experts(tokens: int, count: int, seed: int, data: st.DataObject) -> None:
     torch.manual_seed(seed)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from fp8_experts_model import (
     BF16_ERROR,
     Case,
@@ -23,7 +24,7 @@ from fp8_experts_model import (
     poison,
     relative_error,
 )
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
 from torch import Tensor
@@ -35,9 +36,8 @@ from hotset.kernels.experts import experts, reference
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 
 needs_interpreter = pytest.mark.interpreted
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
-    EXAMPLES = settings(EXAMPLES, max_examples=4, phases=[Phase.generate])
+# The interpreter is slow: few examples, and no shrinking of failing ones.
+EXAMPLES = examples(2, phases=[Phase.generate]) if INTERPRETED else examples(20)
 
 
 def small_tiles(block_pairs: int, tile_out: int = SCALE_BLOCK, tma: bool = False) -> Any:

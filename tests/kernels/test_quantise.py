@@ -6,7 +6,8 @@ instead (see test_interpreted.py).
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED, triton_impl
 from torch import Tensor
@@ -50,7 +51,7 @@ def test_every_quotient_of_two_bf16_numbers_is_rounded_as_a_division() -> None:
     assert_same_bits(*op.quantise(x, 128), x)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(6)
 @given(
     tokens=st.sampled_from([1, 3, 9]),
     width=st.sampled_from([1, 100, 128, 300]),

@@ -14,7 +14,8 @@ import pytest
 import torch
 from draw_oracle import Rule as OracleRule
 from draw_oracle import draw_rules, kept_tokens, key_of, shares_of, verified_token_of
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_draw import any_row, any_rule, needs_compiler, with_poison
 from torch import Tensor
@@ -128,7 +129,7 @@ with_each_op = pytest.mark.parametrize(
 @with_each_op
 @pytest.mark.parametrize("vocab", [1, 2, 3, 100, 700, 5000])
 def test_tokens_equal_those_of_the_oracle(op: Callable[..., Tensor], vocab: int) -> None:
-    @settings(max_examples=20 if vocab < 1000 else 6, deadline=None)
+    @examples(10 if vocab < 1000 else 3)
     @given(rng=st.integers(0, 1 << 40).map(random.Random), n=st.integers(1, 4))
     def check(rng: random.Random, n: int) -> None:
         rows, rules = [any_row(rng, vocab) for _ in range(n)], [any_rule(rng, vocab) for _ in range(n)]

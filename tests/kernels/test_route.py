@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from examples import examples
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
 from torch import Tensor
@@ -20,9 +21,8 @@ from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.route import MAX_EXPERTS, Routes, RoutingRule, reference, route
 
-EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
-    EXAMPLES = settings(EXAMPLES, max_examples=12, phases=[Phase.generate])
+# The interpreter is slow: few examples, and no shrinking of failing ones.
+EXAMPLES = examples(6, phases=[Phase.generate]) if INTERPRETED else examples(60)
 
 # The sigmoids of these logits differ by much more than rounding errors. Only those of the last two are equal (1.0).
 LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]

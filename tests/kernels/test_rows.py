@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
@@ -28,7 +29,7 @@ def test_rows_have_the_documented_sizes(layout: RowLayout, row_bytes: int, strid
 
 
 @given(st.integers(1, 40), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(30)
 def test_plain_rows_are_decoded_exactly(width: int, dtype: torch.dtype, seed: int) -> None:
     layout = RowLayout(width, dtype)
     values = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -51,7 +52,7 @@ def nearest_e4m3(value: float) -> float:
 
 
 @given(st.integers(1, 300), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 3e4]), st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(15)
 def test_fp8_rows_are_scaled_in_blocks_of_128_and_rounded_to_nearest(
     latent: int, rope: int, size: float, seed: int
 ) -> None:

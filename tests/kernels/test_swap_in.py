@@ -12,7 +12,8 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from matrix import slow_if
 from swap_in_model import (
@@ -77,7 +78,7 @@ COPIES = [
 OPS = [*COPIES, pytest.param(CudaOnCpu(CLUSTERS), id="cuda in clusters", marks=needs_compiler)]
 with_each_op = pytest.mark.parametrize("op", OPS)
 with_each_copy = pytest.mark.parametrize("op", COPIES)
-EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+EXAMPLES = examples(15)
 
 # Every remainder modulo 16 occurs in the quick widths. The widest access of a copy has 16 bytes.
 QUICK_WIDTHS = {1, 2, 3, 4, 7, 8, 12, 15, 16, 17, 21, 22, 25, 26, 27, 29, 30, 37, 40, 656, 1152}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels.rows import RowLayout, index_key_row, mla_row
@@ -38,7 +39,7 @@ def make_shape(pattern: Sequence[int], row: RowLayout, key: RowLayout) -> KvShap
     return KvShape(sum(pattern), row, tuple(sum(pattern[:group]) for group in range(len(pattern))), key, topk=2)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(30)
 @given(patterns(), st.integers(1, 9), st.sampled_from(KEYS), st.integers(0, 1 << 32), st.data())
 def test_keys_of_all_groups_and_positions_are_read_back_and_lie_in_turn_in_the_layers_of_their_pages(
     pattern: tuple[int, ...], page_rows: int, key: RowLayout, seed: int, data: st.DataObject
@@ -74,7 +75,7 @@ def test_keys_of_all_groups_and_positions_are_read_back_and_lie_in_turn_in_the_l
     assert bool((pool.bytes[:, order[sum(counts) :]] == POISON).all()), "a key was written to a page of nobody"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(40)
 @given(patterns(), st.integers(1, 9), st.sampled_from(KEYS), st.integers(1, 2000))
 def test_key_pages_are_as_few_as_their_blocks_allow(
     pattern: tuple[int, ...], page_rows: int, key: RowLayout, tokens: int
@@ -127,7 +128,7 @@ def test_index_keys_of_published_models_in_fp8_take_these_bytes(
     assert round(geometry.key_pages(tokens) * geometry.page_bytes / tokens) == bytes_per_token
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(40)
 @given(patterns(), st.integers(1, 9), st.sampled_from(KEYS), st.integers(1, 150))
 def test_no_set_of_resident_contexts_has_more_row_pages_than_the_bound(
     pattern: tuple[int, ...], page_rows: int, key: RowLayout, pages: int

@@ -1,6 +1,6 @@
 """The page allocator is compared with a set of held pages."""
 
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -51,7 +51,7 @@ def longest_run(free: set[int]) -> int:
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestAllocator.settings = examples(60, stateful_step_count=40)
 
 
 def test_an_error_names_the_page_that_is_released_twice() -> None:

@@ -1,7 +1,8 @@
 """The resident view over memory full of NaN is compared with lists of the rows that were written."""
 
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels import EMPTY
@@ -58,7 +59,7 @@ class PoolWithSeats:
         return view
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(40)
 @given(page_rows=st.integers(1, 7), seed=st.integers(0, 2**31), data=st.data())
 def test_a_view_reads_the_rows_written_last_if_a_context_was_shortened_and_written_again(
     page_rows: int, seed: int, data: st.DataObject

@@ -5,7 +5,7 @@ import random
 from collections import deque
 
 import pytest
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -129,7 +129,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+TestRing.settings = examples(80, stateful_step_count=40)
 
 
 def test_defect_09_an_empty_ring_grants_the_whole_ring_after_leases_of_any_sizes() -> None:

@@ -1,7 +1,8 @@
 """Answers are divided into reasoning and content in the same way, however their text is cut into pieces."""
 
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotset.models.answer_parser import (
@@ -13,7 +14,6 @@ from hotset.models.answer_parser import (
     ends_in_reasoning,
 )
 
-ANY_DURATION = settings(deadline=None)  # a busy machine can delay a single example
 # Texts of few characters, so that markers, halves of markers and lookalikes are frequent.
 TEXTS = st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think>", "t", " ", "\n", "<<think", "é"])).map(
     "".join
@@ -55,7 +55,7 @@ def test_reasoning_ends_at_the_first_end_marker(text: str, in_reasoning: bool, r
     assert divided(ThinkParser(in_reasoning=in_reasoning), text) == DividedText(reasoning, content)
 
 
-@ANY_DURATION
+@examples(40)
 @given(text=TEXTS, in_reasoning=st.booleans(), cuts=st.lists(st.integers(0, 60)))
 @example(text="a</think>b", in_reasoning=True, cuts=list(range(11)))
 @example(text=" " * 40 + "<think>", in_reasoning=False, cuts=list(range(60)))
@@ -68,7 +68,7 @@ def test_every_way_to_cut_a_text_gives_the_same_reasoning_and_content(
     assert divided(PlainParser(), *pieces) == DividedText(reasoning="", content=text)
 
 
-@ANY_DURATION
+@examples(40)
 @given(text=TEXTS, in_reasoning=st.booleans())
 def test_no_more_text_is_held_back_than_half_a_marker(text: str, in_reasoning: bool) -> None:
     parser = ThinkParser(in_reasoning=in_reasoning)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import tokenizers
+from examples import examples
 from harness import tiny_directory
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -229,7 +230,7 @@ TEXTS = st.text(st.characters(exclude_characters="<", exclude_categories=("Cs",)
 ROLES = st.sampled_from(["system", "user", "assistant"])
 
 
-@settings(deadline=None, max_examples=50)
+@examples(20)
 @given(conversation=st.lists(st.tuples(ROLES, TEXTS), min_size=1))
 def test_texts_without_markers_can_be_read_back_from_a_glm_prompt(
     formats: dict[str, ChatFormat], conversation: list[tuple[str, str]]
@@ -241,7 +242,7 @@ def test_texts_without_markers_can_be_read_back_from_a_glm_prompt(
     assert [(role, text) for role, _, text in read] == trimmed
 
 
-@settings(deadline=None, max_examples=50)
+@examples(20)
 @given(instructions=TEXTS, turns=st.lists(st.tuples(TEXTS, TEXTS)), thinks=st.booleans())
 def test_texts_without_markers_can_be_read_back_from_a_deepseek_prompt(
     formats: dict[str, ChatFormat], instructions: str, turns: list[tuple[str, str]], thinks: bool
@@ -282,7 +283,7 @@ CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>
 TRIMMED = CONTINUED.replace("m.content", "m.content.strip()")
 
 
-@settings(deadline=None, max_examples=50)
+@examples(20)
 @given(text=TEXTS.filter(str.strip), trims=st.booleans())
 def test_a_continued_prompt_equals_that_of_transformers(continued: list[ChatFormat], text: str, trims: bool) -> None:
     messages = [user("Hi"), assistant(text)]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from split_workers import SPECS
@@ -87,7 +88,7 @@ def slices(draw: st.DrawFn, rows: int, columns: int, *, any_input: bool) -> Tens
 SHAPES = {"rows": st.integers(1, 300), "columns": st.integers(1, 300), "seed": st.integers(0, 1 << 30)}
 
 
-@settings(max_examples=20, deadline=None)
+@examples(12)
 @given(data=st.data(), **SHAPES)
 def test_expanded_slices_match_the_definition(
     data: st.DataObject, rows: int, columns: int, seed: int, tmp_path_factory: pytest.TempPathFactory
@@ -133,7 +134,7 @@ def check_kept_slice(tensors: dict[str, Tensor], part: TensorSlice | None, befor
     assert (skipped.shape, skipped.block_rows) == (alone.shape, alone.block_rows)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(10)
 @given(data=st.data(), before=st.integers(0, 200), **SHAPES)
 def test_any_slice_that_stays_in_fp8_has_the_stored_codes_and_the_scales_of_its_blocks(
     data: st.DataObject, before: int, rows: int, columns: int, seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -10,7 +10,8 @@ import numpy
 import pytest
 import torch
 import transformers  # imports its classes lazily
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.errors import CheckpointError
@@ -177,7 +178,7 @@ def intact_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(position=st.integers(0, 1500), value=st.binary(min_size=1, max_size=8))
 def test_a_damaged_gguf_header_raises_no_error_but_checkpoint_error(
     intact_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: bytes

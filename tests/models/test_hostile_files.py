@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
@@ -156,7 +157,7 @@ def test_defect_26_absurd_values_in_each_field_of_config_json_are_accepted_or_re
             check_config(model_dir, architecture, [(path, value)])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(25)
 @given(
     architecture=st.sampled_from(ARCHITECTURES),
     changes=st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3),
@@ -167,7 +168,7 @@ def test_defect_26_any_value_in_any_field_of_config_json_is_accepted_or_refused_
     check_config(model_dir, architecture, changes)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@examples(20)
 @given(
     generation=st.dictionaries(st.sampled_from(GENERATION_FIELDS), VALUES, max_size=3),
     tokenizer=st.dictionaries(st.sampled_from(TOKENIZER_FIELDS), VALUES, max_size=3),
@@ -357,7 +358,7 @@ GGUF_LEAVES = st.one_of(
 GGUF_VALUES = st.one_of(GGUF_LEAVES, st.lists(st.one_of(GGUF_LEAVES, st.lists(GGUF_LEAVES, max_size=2)), max_size=4))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@examples(60)
 @given(changes=st.dictionaries(st.sampled_from(sorted(GGUF_METADATA)), GGUF_VALUES, min_size=1, max_size=3))
 def test_defect_26_any_metadata_of_a_gguf_file_are_accepted_or_refused_by_name(changes: dict[str, Any]) -> None:
     file = GgufFile(Path("m.gguf"), GGUF_METADATA | changes, {}, None)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,7 +101,7 @@ rngs = st.integers(0, 1 << 40).map(random.Random)
 vocabs = st.sampled_from([1, 2, 3, 7, 40, SHORTLIST_TOKENS + 90])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(60)
 @given(vocab=vocabs, rng=rngs, n=st.integers(1, 4), steps=st.integers(1, 4))
 def test_tokens_equal_those_of_the_oracle_for_all_parameters(
     vocab: int, rng: random.Random, n: int, steps: int
@@ -171,7 +172,7 @@ def test_only_drawn_drafts_of_requests_that_are_not_greedy_are_verified_by_rejec
     assert torch.equal(tokens[2:], plain[2:])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(
     vocab=st.sampled_from([5, 300, 3000]),
     rng=rngs,
@@ -197,7 +198,7 @@ def test_a_draw_does_not_depend_on_the_batch(vocab: int, rng: random.Random, n: 
             assert [logprob for logprob, _ in rows[0].values()] == [logprob for logprob, _ in rows[1].values()]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(vocab=st.sampled_from([3, 40, SHORTLIST_TOKENS + 90]), rng=rngs, preempted_at=st.integers(0, 6))
 def test_a_preempted_request_continues_as_if_it_had_not_been_preempted(
     vocab: int, rng: random.Random, preempted_at: int
@@ -313,7 +314,7 @@ def test_min_p_is_relative_to_the_likeliest_token() -> None:
     assert reach == {0.2: {0, 1, 2, 3}, 0.3: {1, 2, 3}, 0.6: {1, 2}, 1.0: {1}}
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(rng=rngs, vocab=st.integers(1, 60), n=st.integers(1, 4), share=st.floats(0, 1))
 def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, vocab: int, n: int, share: float) -> None:
     rows = [[rng.choice([-math.inf, -1.0, 0.0, 0.5, 2.0]) for _ in range(vocab)] for _ in range(n)]

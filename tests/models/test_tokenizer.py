@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers  # imports its classes lazily
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
@@ -73,6 +74,16 @@ def smol_dir(embedded: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def oracle(smol_dir: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(smol_dir)
+
+
+@pytest.fixture(scope="session")
+def read_back(smol_dir: Path) -> Tokenizer:
+    return not_none(from_directory(smol_dir))
+
+
+@pytest.fixture(scope="session")
 def spaced() -> Tokenizer:
     """Returns a tokenizer like SentencePiece's: `▁` for spaces, byte tokens for characters without a piece."""
     pieces = [
@@ -114,10 +125,11 @@ def streamed(stream: TextStream, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_text_equal_those_of_transformers(smol: Tokenizer, smol_dir: Path, text: str) -> None:
-    oracle = transformers.AutoTokenizer.from_pretrained(smol_dir)
+def test_tokens_and_text_equal_those_of_transformers(
+    smol: Tokenizer, read_back: Tokenizer, oracle: Any, text: str
+) -> None:
     ids = smol.encode(text)
-    assert ids == oracle.encode(text) == not_none(from_directory(smol_dir)).encode(text)
+    assert ids == oracle.encode(text) == read_back.encode(text)
     assert smol.decode(ids, skip_special=False) == oracle.decode(ids) == text
     assert smol.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
@@ -129,12 +141,11 @@ def test_the_embedded_tokenizer_has_special_tokens_and_adds_none(smol: Tokenizer
     assert smol.encode("123") == [33, 34, 35]  # each digit is one token
 
 
-def test_chat_prompts_equal_those_of_transformers(smol: Tokenizer, smol_dir: Path) -> None:
-    oracle = transformers.AutoTokenizer.from_pretrained(smol_dir)
+def test_chat_prompts_equal_those_of_transformers(smol: Tokenizer, read_back: Tokenizer, oracle: Any) -> None:
     for messages in (CHAT, CHAT[1:]):
         expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert smol.render_chat(messages) == expected
-        assert not_none(from_directory(smol_dir)).render_chat(messages) == expected
+        assert read_back.render_chat(messages) == expected
         assert smol.encode(expected, add_special=False) == oracle.encode(expected, add_special_tokens=False)
 
 
@@ -259,7 +270,7 @@ def test_a_text_far_beyond_the_limit_is_refused_after_its_first_slices(embedded:
 WORDS = st.sampled_from(["a", "e\u0301", " ", "  ", "\n", "7", "The", " quick", "<|im_start|>", "日本", "🙂", "_"])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(words=st.lists(WORDS, max_size=30), repeats=st.sampled_from([1, 50]), data=st.data())
 def test_a_cut_adds_few_tokens(
     smol: Tokenizer, spaced: Tokenizer, words: list[str], repeats: int, data: st.DataObject
@@ -277,7 +288,7 @@ def test_half_a_surrogate_pair_is_a_request_error(smol: Tokenizer) -> None:
         smol.encode("broken \ud83d half")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 # The vocabulary lacks some bytes; characters outside these categories do not need them.
 @given(text=st.text(st.characters(exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=40))
 def test_text_survives_encoding_and_streaming(smol: Tokenizer, text: str) -> None:
@@ -292,7 +303,7 @@ AnyIds = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(80)
 @given(token_ids=AnyIds, skip_special=st.booleans())
 def test_the_pieces_of_a_byte_stream_add_up_to_decode(
     smol: Tokenizer, token_ids: list[int], skip_special: bool
@@ -301,7 +312,7 @@ def test_the_pieces_of_a_byte_stream_add_up_to_decode(
     assert streamed(smol.stream(skip_special=skip_special), token_ids) == expected
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(
     token_ids=st.lists(st.one_of(st.integers(-1, 270), st.integers(255, 270), st.integers(190, 260)), max_size=16),
     skip_special=st.booleans(),

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels import page_copy
@@ -59,7 +60,7 @@ class CopiedKeys:
         self.mirror.flush(0, self.length)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(25)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 60), st.integers(0, 1 << 32)
 )
@@ -78,7 +79,7 @@ def test_index_keys_of_groups_of_any_pattern_survive_parking(
         assert torch.equal(found, context.written[group]), f"keys of group {group} differ"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(25)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 60), st.integers(0, 1 << 32),
     st.data(),
@@ -113,7 +114,7 @@ def test_one_copy_moves_the_keys_of_all_groups_that_begin_in_the_same_layer(monk
     assert len(copies) == 26 + 6
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(20)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 60), st.integers(0, 1 << 32)
 )

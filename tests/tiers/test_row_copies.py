@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels import page_copy
@@ -43,7 +44,7 @@ class RowsOnHost:
         return rows
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     data=st.data(), page_rows=st.integers(1, 5), pages=st.integers(1, 9), long_run_bytes=st.sampled_from((1, 1 << 30))
 )

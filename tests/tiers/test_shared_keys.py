@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.kernels.rows import RowLayout
@@ -25,7 +26,7 @@ def workers(draw: st.DrawFn) -> list[tuple[int, int]]:
     return [(count, draw(st.integers(1, count))) for count in layers]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(80)
 @given(workers(), st.integers(1, 6), st.integers(0, 60))
 def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
     stages: list[tuple[int, int]], page_rows: int, tokens: int

@@ -5,7 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.lab.bench.answer import Failure, StreamedAnswer, failure_of
@@ -24,7 +25,7 @@ def delta(**values: Any) -> bytes:
     return event(choices=[{"index": 0, "delta": values, "finish_reason": None}])
 
 
-EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+EXAMPLES = examples(40)
 USAGE = event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10})
 DONE = b"data: [DONE]\n\n"
 STREAM = b": comment\r\n\r\n" + text("é") + text("\n") + text("", "length") + b"event: x\nid: 1\n" + USAGE + DONE

@@ -6,13 +6,14 @@ from itertools import islice, pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.lab.bench.arrivals import arrival_times
 
 COUNT = 4000
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+EXAMPLES = examples(20)
 
 
 def times(rate: float, burstiness: float = 1.0, seed: int = 0, count: int = COUNT) -> list[float]:

@@ -5,7 +5,8 @@ import xml.etree.ElementTree as ElementTree
 from math import log10
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.lab.bench.answer import Failure
@@ -16,7 +17,7 @@ from hotset.lab.bench.results import GeneratorHealth, LoadResult, RequestRecord
 from hotset.lab.bench.svg import BOTTOM, LEFT, PANEL_HEIGHT, RIGHT, TOP, WIDTH, Line, Panel, log_ticks, page, ticks
 from hotset.lab.bench.target import ServerReport
 
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EXAMPLES = examples(20)
 SERVER = ServerReport("http://a:1", "a <model> & more", 100, None, exact_lengths=True, usage=True)
 HEALTHY = GeneratorHealth(cpu_share=0.1, delay_p99=0.0, delay_max=0.0, lag_p99=0.0, lag_max=0.0)
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.lab.bench.answer import Failure
@@ -20,7 +21,7 @@ from hotset.lab.bench.results import (
     summarize,
 )
 
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+EXAMPLES = examples(25)
 HEALTHY = GeneratorHealth(cpu_share=0.1, delay_p99=0.001, delay_max=0.002, lag_p99=0.0, lag_max=0.0)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.errors import ConfigError
@@ -14,7 +15,7 @@ from hotset.lab.bench.config import BenchConfig, LengthRange, Load
 from hotset.lab.bench.words import WORDS
 from hotset.lab.bench.workload import TRACE_BLOCK_TOKENS, PlannedRequest, PromptSource, Workload
 
-EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+EXAMPLES = examples(15)
 IDS = PromptSource(range(1000, 2000))
 BLOCK_IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotset.base.errors import HotsetError
@@ -38,7 +39,7 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGPROF, handler)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@examples(20)
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(IN_RANGE, NESTED)) | st.dictionaries(TEXTS, NESTED) | NESTED)
 @example({"host_gib": 1e308})
 @example({"model": "x" * 3000})
@@ -52,7 +53,7 @@ def test_only_hotset_errors_leave_the_calculator(values: Any) -> None:
         assert len(str(error)) < 2000
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@examples(2)
 @given(st.fixed_dictionaries(IN_RANGE))
 @example({"host_gib": 5e-324, "gpus": 1})
 @example({"host_gib": 1 << 20, "gpus": 1, "max_num_seqs": 1 << 16})

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from harness import tiny_directory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from lab.plan.test_admission import SPARSE
 from lab.simulate.test_requests_in_simulated_time import VOCAB
@@ -84,7 +85,7 @@ def traffic(seed: int) -> list[Arrival]:
     seats=st.sampled_from((2, 12)),
     audits=st.booleans(),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_traffic_is_the_same_as_with_every_plan(
     model: str,
     seed: int,

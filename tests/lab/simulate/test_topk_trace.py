@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.config import EngineConfig
@@ -46,7 +47,7 @@ def make_trace(shape: tuple[int, int, int, int], contexts: tuple[int, ...], seed
 SMALL = make_trace((2, 5, 2, 4), (2, 300), seed=0, keep=0.5)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(25)
 @given(
     contexts=st.lists(st.integers(1, 400), min_size=1, max_size=3),
     steps=st.integers(1, 6),
