@@ -59,9 +59,8 @@ from hotset.base.units import GIB
 from hotset.engine.build import build_engine
 from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import HandoffEndpoint
+from hotset.engine.ports import HandoffEndpoint, HandoffStats
 from hotset.engine.workers.executor import Step
-from hotset.fleet.handoff.agent import HandoffStats
 from hotset.schedule.plan import RowsWritten
 
 Table = list[dict[str, Any]]

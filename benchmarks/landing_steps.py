@@ -32,20 +32,11 @@ from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB, ceil_div
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import DecodeEndpoint
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.stores import (
-    ProbeMemory,
-    Staging,
-    host_shards,
-    landing_stores,
-    memory_devices,
-    pool_shards,
-    regions,
-)
 from hotset.engine.workers.executor import HostShard
 from hotset.fleet.handoff.agent import open_channel
 from hotset.fleet.handoff.deliveries import Sources
+from hotset.fleet.handoff.endpoints import DecodeEndpoint
 from hotset.fleet.handoff.messages import (
     ContextPages,
     FirstTokenSampled,
@@ -57,6 +48,15 @@ from hotset.fleet.handoff.messages import (
 from hotset.fleet.handoff.packing import EngineCopies
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.stores import (
+    ProbeMemory,
+    Staging,
+    host_shards,
+    landing_stores,
+    memory_devices,
+    pool_shards,
+    regions,
+)
 from hotset.fleet.transfer.engines import open_transfer
 from hotset.fleet.transfer.workers import WorkerTransfers
 from hotset.memory.device_pool import DevicePool, KvShape

@@ -18,14 +18,6 @@ from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import MIB, ceil_div
-from hotset.engine.stores import (
-    Staging,
-    host_shards,
-    landing_store_name,
-    landing_stores,
-    pool_shards,
-    regions,
-)
 from hotset.engine.workers.executor import HostShard
 from hotset.fleet.handoff.agent import HandoffAgent, open_channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
@@ -51,6 +43,14 @@ from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.routes import PROBE_BYTES
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
+from hotset.fleet.handoff.stores import (
+    Staging,
+    host_shards,
+    landing_store_name,
+    landing_stores,
+    pool_shards,
+    regions,
+)
 from hotset.fleet.transfer.api import MemoryKind, Region, Writes, WriteState
 from hotset.fleet.transfer.engines import DEADLINE_S, LANES
 from hotset.fleet.transfer.lanes import Backend, Lanes

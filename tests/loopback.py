@@ -21,12 +21,11 @@ from enum import Enum
 import numpy as np
 
 from hotset.base.errors import StartupError, TransferError
+from hotset.engine.ports import DeviceEvent, Throughput
 from hotset.fleet.transfer.api import (
-    DeviceEvent,
     MemoryKind,
     Meter,
     Region,
-    Throughput,
     Writes,
     WriteState,
     WriteTicket,

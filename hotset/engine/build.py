@@ -7,28 +7,26 @@ allocates memory for a loaded model, and `assemble`, which builds an engine arou
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from hotset.base.address import control_port, is_loopback
 from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import EMBEDDED
-from hotset.base.errors import EngineStopped, MissingDependency, StartupError
+from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
+from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel, captures_graphs, max_decoded
 from hotset.engine.draft_costs import measure_draft_costs
 from hotset.engine.frontend import structure_processes
-from hotset.engine.handoffs import open_endpoint, unmeasured_landing_policy
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import ModelLoader, choose_dtype, use_device
 from hotset.engine.model_checks import check_model, kv_storage, model_splits, with_default_drafts
+from hotset.engine.ports import CachePublisher, HandoffEndpoint
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, plans_in_flight, shared_budget
 from hotset.engine.start_plan import check_start
@@ -37,9 +35,6 @@ from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.launcher import Launcher, LocalLauncher
 from hotset.engine.workers.placement import WorkerDevice, place_workers
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.fleet.handoff.messages import ModelIdentity
-from hotset.fleet.transfer.api import Transfer
-from hotset.fleet.transfer.engines import LANES, TransferSettings
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
@@ -50,11 +45,8 @@ from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.schedule.drafts import LookupDrafter, MtpDrafter
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
-from hotset.tiers.ledger import Ledger
+from hotset.tiers.ledger import LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
-
-if TYPE_CHECKING:
-    from hotset.fleet.kv_events.publisher import KvEventPublisher
 
 LOGGER = logging.getLogger("hotset.engine")
 WARM_UP_PAGES = 16  # pages of the KV memory on which steps are measured
@@ -198,39 +190,31 @@ def assemble(
     *,
     weights: str = "",
     wake: Callable[[], None] = lambda: None,
-    open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
+    connections: Callable[[], Connections] = load_connections,
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Engine:
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `open_transfer` opens a transfer endpoint of this process. `scheduler_class` is that of each
-    replica's scheduler.
+    with different values. `connections` is called if the engine is connected with others. `scheduler_class` is that of
+    each replica's scheduler.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
     replicas = [_replica(config, card, budget, scheduler_class) for _ in range(config.data_parallel_size)]
     in_flight = plans_in_flight(config, torch.device(card.device))
-    endpoint = None
+    endpoint: HandoffEndpoint | None = None
+    publishers: Sequence[CachePublisher] = ()
     if config.role != "both":
-        key = None if kv_shape.key is None else kv_shape.key.description
-        identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.description, key, kv_shape.groups, weights)
-        host = control_port(config.control, config.advertise, config.handoff_secret).peers.host
-        settings = TransferSettings(
-            config.transfer,
-            host=host,
-            interface=config.listening_interface,
-            protocol=config.transfer_protocol or "tcp",
-            lanes=1 if config.role == "decode" else LANES,  # a decode worker writes nothing
-        )
         schedulers = [replica.scheduler for replica in replicas]
-        endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, settings, open_transfer, wake)
-        card = replace(card, control=channel.address, control_listens_on=channel.listens_on)
-    try:
-        publishers = _open_publishers(config, replicas)
-    except BaseException:
-        if endpoint is not None:
-            endpoint.close(0.0)
-        raise
+        endpoint = connections().open_endpoint(config, card, kv_shape, weights, schedulers, executor, wake)
+        card = replace(card, control=endpoint.address, control_listens_on=endpoint.listens_on)
+    if config.events_endpoints:
+        try:
+            publishers = connections().open_publishers(config, [replica.ledger for replica in replicas])
+        except BaseException:
+            if endpoint is not None:
+                endpoint.close(0.0)
+            raise
     card = replace(card, kv_events=tuple(publisher.endpoint for publisher in publishers))
     return Engine(card, replicas, executor, in_flight, endpoint, publishers)
 
@@ -255,6 +239,14 @@ def model_card(
         bus_bytes_per_second=_bus_bytes_per_second(config, device),
         landing=unmeasured_landing_policy(config, device),
     )
+
+
+def unmeasured_landing_policy(config: EngineConfig, device: torch.device) -> LandingPolicy:
+    """Returns where KV from prefill workers lands whose routes are not measured yet. GPU memory is avoided until its
+    route is known to be fast. With pipeline stages, KV lands on the host: the stages divide pages of index keys
+    differently."""
+    on_device, on_gpu = config.pipeline_parallel_size == 1, device.type == "cuda"
+    return LandingPolicy(on_device, keys_on_host=on_gpu or not on_device, prefer_host=on_gpu)
 
 
 def _bus_bytes_per_second(config: EngineConfig, device: torch.device) -> float | None:
@@ -352,32 +344,7 @@ def _start_workers(
 def _launcher(config: EngineConfig, devices: Sequence[WorkerDevice]) -> Launcher:
     if config.executor == "processes":
         return LocalLauncher(devices)
-    from hotset.engine.workers.ray_launcher import RayLauncher  # `check_model` has found Ray
-
-    return RayLauncher(config.ray_address, "GPU" if devices[0].is_gpu else "CPU")
-
-
-def _open_publishers(config: EngineConfig, replicas: Sequence[Replica]) -> "list[KvEventPublisher]":
-    """Opens a publisher of KV events for each replica, if the configuration asks for them."""
-    if not config.events_endpoints:
-        return []
-    try:
-        from hotset.fleet.kv_events.publisher import KvEventPublisher
-    except ModuleNotFoundError as error:
-        raise MissingDependency(f"--kv-events needs {error.name}: pip install 'hotset[serve]'") from error
-    publishers = []
-    with ExitStack() as undo:
-        for rank, (endpoint, replica) in enumerate(zip(config.events_endpoints, replicas, strict=True)):
-            if replica.ledger.host is None:
-                raise StartupError("--kv-events publishes the prefix cache, but this engine has no host store")
-            publisher = KvEventPublisher(endpoint, topic=config.kv_events_topic, rank=rank)
-            undo.callback(publisher.close)
-            replica.ledger.host.on_change = publisher.on_change
-            publishers.append(publisher)
-            level = logging.INFO if is_loopback(endpoint.live.host) else logging.WARNING
-            LOGGER.log(level, "KV events, which contain the tokens of all prompts, are at %s", publisher.endpoint)
-        undo.pop_all()
-    return publishers
+    return load_connections().cluster_launcher(config, devices)
 
 
 def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> PageHasher | None:

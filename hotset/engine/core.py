@@ -6,12 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from hotset.base.errors import EngineStopped
-from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats, RankStats
+from hotset.engine.ports import CachePublisher, HandoffEndpoint
 from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import TokenOutputs
@@ -31,15 +30,6 @@ class Replica:
 
     scheduler: Scheduler
     ledger: Ledger
-
-
-class CachePublisher(Protocol):
-    """Publishes the changes of one replica's prefix cache. No method waits for subscribers."""
-
-    def flush(self) -> None:
-        """Publishes the changes since the last call."""
-
-    def close(self) -> None: ...
 
 
 class Engine:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from hotset.base.errors import InternalError
-from hotset.fleet.handoff.agent import HandoffStats
+from hotset.engine.ports import HandoffStats
 from hotset.schedule.plan import Alternatives, LogprobColumns
 from hotset.schedule.request import FinishReason
 

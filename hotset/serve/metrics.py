@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from hotset.engine.client import ReceivedStats
 from hotset.engine.outputs import EngineStats
-from hotset.fleet.handoff.agent import HandoffStats
+from hotset.engine.ports import HandoffStats
 from hotset.schedule.request import FinishReason
 from hotset.serve.access_log import SECONDS_BUCKETS
 from hotset.serve.vllm_metrics import (

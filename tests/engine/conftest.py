@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hotset.engine import build, stores
-from hotset.engine.handoffs import unmeasured_landing_policy
+from hotset.engine import build
+from hotset.engine.build import unmeasured_landing_policy
+from hotset.fleet.handoff import stores
 from hotset.fleet.transfer.api import MemoryKind
 
 
@@ -18,7 +19,7 @@ def fast_process_starts() -> Iterator[None]:
     over two seconds of CPU time."""
     real = multiprocessing.get_context
     forkserver: Any = real("forkserver")
-    forkserver.set_forkserver_preload(["torch", "hotset.engine.build"])
+    forkserver.set_forkserver_preload(["torch", "hotset.engine.build", "hotset.fleet.connections"])
 
     def get_context(method: str | None = None) -> Any:
         return forkserver if method == "spawn" else real(method)

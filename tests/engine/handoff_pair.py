@@ -28,12 +28,12 @@ from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
-from hotset.engine.stores import host_store_name
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import prefill_agent
+from hotset.fleet.handoff.endpoints import DecodeEndpoint, PrefillEndpoint
 from hotset.fleet.handoff.layout import landing_pages
 from hotset.fleet.handoff.messages import (
     Fetch,
@@ -45,6 +45,7 @@ from hotset.fleet.handoff.messages import (
     RowsComputed,
     Store,
 )
+from hotset.fleet.handoff.stores import host_store_name
 from hotset.fleet.transfer.api import MemoryKind
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import process_and_address
@@ -136,7 +137,7 @@ def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     opener = TransferSettings.open if hub is None else lambda _settings: Loopback(hub)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, open_transfer=opener)
+    return assemble(config, card, decoder.kv_shape, budget, executor, connections=lambda: FleetConnections(opener))
 
 
 @lru_cache

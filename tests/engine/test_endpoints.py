@@ -17,11 +17,12 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine import core
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopEngine, _stop_requested
 from hotset.engine.sizing import kv_budget
+from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
+from hotset.fleet.handoff.endpoints import DecodeEndpoint, PrefillEndpoint
 from hotset.fleet.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePages, RowsComputed, StartPrefill
 from hotset.fleet.transfer.api import Region
 from hotset.fleet.transfer.lanes import CLOSE_S
@@ -59,7 +60,9 @@ def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
     opened = transfer or RecordingTransfer(Hub())
-    return assemble(config, card, decoder.kv_shape, budget, executor, open_transfer=lambda _settings: opened)
+    return assemble(
+        config, card, decoder.kv_shape, budget, executor, connections=lambda: FleetConnections(lambda _settings: opened)
+    )
 
 
 class FakeAgent:

@@ -23,8 +23,9 @@ from hotset.engine import build
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import kv_budget
-from hotset.engine.stores import regions
+from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff.routes import PROBE_BYTES
+from hotset.fleet.handoff.stores import regions
 from hotset.fleet.transfer.api import Region, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 
@@ -49,7 +50,9 @@ def make(open_transfer: Callable[[TransferSettings], Transfer] = TransferSetting
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = build.model_card(config, spec, budget, CPU, torch.float64)
     executor = build.in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return build.assemble(config, card, decoder.kv_shape, budget, executor, open_transfer=open_transfer)
+    return build.assemble(
+        config, card, decoder.kv_shape, budget, executor, connections=lambda: FleetConnections(open_transfer)
+    )
 
 
 @pytest.mark.parametrize(

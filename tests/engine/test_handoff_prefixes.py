@@ -20,7 +20,7 @@ from loopback import Faults, Loopback
 
 from hotset.base.config import LandingChoice
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import PrefillEndpoint
+from hotset.fleet.handoff.endpoints import PrefillEndpoint
 from hotset.fleet.transfer.workers import WorkerTransfers
 from hotset.models.decoder import Decoder
 

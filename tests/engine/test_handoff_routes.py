@@ -9,11 +9,11 @@ from engine.handoff_pair import SAMPLED, Pair, Prompts, answers_alone, decoder_o
 from loopback import Hub
 
 from hotset.base.config import EngineConfig
-from hotset.engine.handoffs import unmeasured_landing_policy
-from hotset.engine.stores import landing_policy
+from hotset.engine.build import unmeasured_landing_policy
+from hotset.engine.ports import Route
 from hotset.fleet.handoff import sender
-from hotset.fleet.handoff.messages import Route
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
+from hotset.fleet.handoff.stores import landing_policy
 from hotset.fleet.transfer.api import MemoryKind
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 

@@ -19,6 +19,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.sizing import kv_budget
+from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import staging
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import open_transfer
@@ -78,7 +79,7 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
         decoder.kv_shape,
         budget,
         executor,
-        open_transfer=lambda _settings: opener(),
+        connections=lambda: FleetConnections(lambda _settings: opener()),
         weights=f"random {SEED}",
     )
 

@@ -19,10 +19,11 @@ from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import _open_publishers, build_engine
+from hotset.engine.build import build_engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.model_checks import check_model
 from hotset.engine.process import AddRequests, EngineProcess, OutputsReport, StopEngine
+from hotset.fleet.connections import FleetConnections
 from hotset.tiers.prefix_cache import PrefixCache, event_hash
 
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -127,9 +128,10 @@ def test_each_data_parallel_rank_has_a_publisher_of_its_own(tmp_path: Path) -> N
 
 def test_each_replica_has_a_publisher_that_names_its_rank() -> None:
     caches = [PrefixCache(4) for _ in range(2)]
-    replicas: Any = [SimpleNamespace(ledger=SimpleNamespace(host=cache)) for cache in caches]
+    ledgers: Any = [SimpleNamespace(host=cache) for cache in caches]
     with contextlib.ExitStack() as closing:
-        publishers = _open_publishers(EngineConfig(**SETTINGS, data_parallel_size=2), replicas)
+        config = EngineConfig(**SETTINGS, data_parallel_size=2)
+        publishers = FleetConnections().open_publishers(config, ledgers)
         for publisher in publishers:
             closing.callback(publisher.close)
         card: Any = SimpleNamespace(kv_events=[publisher.endpoint for publisher in publishers])

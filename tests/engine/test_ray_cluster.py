@@ -66,7 +66,7 @@ def test_splits_that_do_not_fit_and_nodes_in_use_are_refused(model: str, four_no
     with pytest.raises(StartupError, match=r"^8 workers do not fit the nodes.*each worker takes one CPU.* has 1,"):
         LLM(model, **settings, tensor_parallel_size=4, pipeline_parallel_size=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotset.engine.workers.ray_cluster.PLACEMENT_SECONDS", 2.0)
+        patch.setattr("hotset.fleet.ray.nodes.PLACEMENT_SECONDS", 2.0)
         with LLM(model, **settings, tensor_parallel_size=4), pytest.raises(StartupError, match="others use the CPUs"):
             LLM(model, **settings, tensor_parallel_size=2)
     assert not ray.is_initialized()

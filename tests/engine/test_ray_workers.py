@@ -18,7 +18,7 @@ from hotset import LLM, __version__
 from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
-from hotset.engine.workers import ray_cluster
+from hotset.fleet.ray import nodes
 
 REFUSED = [
     ({}, "there is only one"),
@@ -78,7 +78,7 @@ def test_a_cluster_that_cannot_be_reached_is_refused_at_once(tmp_path: Path, sil
 def test_a_head_that_accepts_connections_but_does_not_answer_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address("127.0.0.1", listener.getsockname()[1])
-        assert ray_cluster.unreachable(address, 0.2) == "timed out"
+        assert nodes.unreachable(address, 0.2) == "timed out"
 
 
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ main()
 def test_all_nodes_get_the_same_number_of_workers_and_stages_are_divided_evenly(
     workers: int, tp_size: int, capacities: list[int], shares: list[int]
 ) -> None:
-    assert ray_cluster.possible_shares(workers, tp_size, capacities) == shares
+    assert nodes.possible_shares(workers, tp_size, capacities) == shares
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_all_nodes_get_the_same_number_of_workers_and_stages_are_divided_evenly(
     ],
 )
 def test_nodes_with_other_versions_are_refused(found: dict[str, str | None], message: str | None) -> None:
-    from hotset.engine.workers.ray_launcher import worker_stub
+    from hotset.fleet.ray.launcher import worker_stub
 
     class Context:
         def get_node_id(self) -> str:
@@ -138,8 +138,8 @@ def test_nodes_with_other_versions_are_refused(found: dict[str, str | None], mes
         patch.setattr("ray.get_runtime_context", Context)
         own = worker_stub()().versions()
     if message is None:
-        ray_cluster.check_versions(own)
+        nodes.check_versions(own)
         return
     with pytest.raises(StartupError) as raised:
-        ray_cluster.check_versions(own | {"node": "10.0.0.2"} | found)
+        nodes.check_versions(own | {"node": "10.0.0.2"} | found)
     assert str(raised.value).startswith(message)

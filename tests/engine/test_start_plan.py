@@ -24,7 +24,6 @@ from hotset.engine.model_checks import check_model, model_splits
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
 from hotset.engine.start_plan import WorkerPlan, check_start, estimated_steps, usable_bytes
 from hotset.engine.step_memory import step_bytes
-from hotset.fleet.transfer.engines import TransferSettings
 from hotset.kernels.linear import packed
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
@@ -287,7 +286,7 @@ def test_a_step_needs_more_memory_with_more_seats_tokens_and_context() -> None:
 def test_the_progress_of_several_workers_counts_the_bytes_that_all_of_them_read() -> None:
     config = EngineConfig(model=DEMO, device="cpu", dtype="bfloat16", tensor_parallel_size=2)
     whole = ModelLoader(config, CPU).plan.weights
-    workers = ThreadWorkers(config, model_splits(config, check_model(config).spec), 1, TransferSettings.open)
+    workers = ThreadWorkers(config, model_splits(config, check_model(config).spec), 1)
     try:
         plans = workers.plan()
         total = sum(plan.weights.read_bytes for plan in plans)

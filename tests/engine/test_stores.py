@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.paged_span import PagedSpan
-from hotset.engine.stores import landing_stores, pool_shards
 from hotset.fleet.handoff.layout import plan_writes
+from hotset.fleet.handoff.stores import landing_stores, pool_shards
 from hotset.kernels.rows import RowLayout
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.resident import ResidentView, make_batch

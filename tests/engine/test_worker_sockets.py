@@ -17,9 +17,9 @@ from processes import pause
 
 from hotset.base.errors import StartupError
 from hotset.engine.progress import Progress
-from hotset.engine.workers import sockets as sockets_module
 from hotset.engine.workers.messages import AbortSteps, AuditReport, RunAudit, StopWorker
-from hotset.engine.workers.sockets import ControllerEndpoint, ControllerSockets, CurveKeys, RemoteWorker, WorkerSockets
+from hotset.fleet.ray import sockets as sockets_module
+from hotset.fleet.ray.sockets import ControllerEndpoint, ControllerSockets, CurveKeys, RemoteWorker, WorkerSockets
 
 WAIT_S = 60.0
 REFUSED = 7  # exit code of a process that the controller does not accept

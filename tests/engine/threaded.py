@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -31,6 +31,7 @@ from hotset.engine.workers.launcher import LocalLauncher
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.fleet.connections import FleetConnections
 from hotset.fleet.transfer.api import Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -97,6 +98,20 @@ class NodesLauncher(LocalLauncher):
         return [replace(rank, node=f"node {rank.number * self._nodes // len(ranks)}") for rank in ranks]
 
 
+class ThreadOpener:
+    """Opens transfer endpoints with a function of this process. When workers that are threads receive a copy of this
+    object, it calls the same function."""
+
+    openers: ClassVar[list[Callable[[], Transfer]]] = []
+
+    def __init__(self, opener: Callable[[], Transfer]) -> None:
+        self._number = len(self.openers)
+        self.openers.append(opener)
+
+    def __call__(self, _settings: TransferSettings) -> Transfer:
+        return self.openers[self._number]()
+
+
 class ThreadWorkers(MultiprocessExecutor):
     """Implements `Executor` with workers that are threads of this process."""
 
@@ -105,11 +120,9 @@ class ThreadWorkers(MultiprocessExecutor):
         config: EngineConfig,
         splits: Sequence[Split],
         kv_heads: int,
-        open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
         nodes: int = 0,
     ) -> None:
         """If `nodes` is not 0, the workers act as if they were on so many other nodes."""
-        self._open_transfer = open_transfer
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
         devices = [WorkerDevice("cpu")] * len(splits)
@@ -127,7 +140,7 @@ class ThreadWorkers(MultiprocessExecutor):
             return ThreadWorld(collectives, rank.number, self._queues)
 
         def serve() -> None:
-            worker_module.serve(worker_end, progress, join_world, lambda: None, self._open_transfer)
+            worker_module.serve(worker_end, progress, join_world, lambda: None)
             worker_end.close()
 
         return pipe, ThreadProcess(serve, self._abort_barriers)
@@ -154,7 +167,7 @@ def split_engine(
     `nodes` is the argument of `ThreadWorkers`.
     """
     config = EngineConfig(**settings)
-    open_transfer = TransferSettings.open if opener is None else lambda _settings: opener()
+    connections = FleetConnections() if opener is None else FleetConnections(ThreadOpener(opener))
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
     class RandomModelLoader:
@@ -177,14 +190,14 @@ def split_engine(
             return device_memory(CPU).free
 
     with mock.patch.object(worker_module, "ModelLoader", RandomModelLoader):
-        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads, open_transfer, nodes)
+        workers = ThreadWorkers(config, model_splits(config, spec), kv_heads, nodes)
         workers.plan()
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)
     workers.init_cache(budget, on_pinned)
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = worker_kv_shape(spec, torch.float64, kv_storage(config, spec))
-    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", open_transfer=open_transfer)
+    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", connections=lambda: connections)
 
 
 @contextmanager

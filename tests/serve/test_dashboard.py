@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hotset.engine.client import ReceivedStats
 from hotset.engine.outputs import EngineStats
-from hotset.fleet.handoff.agent import HandoffStats
+from hotset.engine.ports import HandoffStats
 from hotset.fleet.router.metrics import RouterMetrics
 from hotset.serve.metrics import Metrics
 

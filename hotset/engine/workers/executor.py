@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
 from hotset.base.address import Address
 from hotset.engine.decode_graphs import choose_graph
+from hotset.engine.ports import DeviceEvent, Messages
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.engine.workers.messages import MemoryDescribed
-from hotset.fleet.transfer.api import DeviceEvent
-from hotset.fleet.transfer.engines import TransferSettings
-from hotset.fleet.transfer.workers import WorkerConnection
+from hotset.engine.workers.messages import Description, WorkerService
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
@@ -48,16 +46,15 @@ def whole_host_store(memory: KvMemory) -> list[HostShard]:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferWorker:
-    """The memory of a worker process that peers read or write, and the connection over which it serves transfer
-    endpoints."""
+class ServingWorker(Generic[Description]):
+    """A worker process that runs a service, with what the service has described, and the connection to it."""
 
     replica: int
     first_layer: int  # these as in HostShard
     kv_heads: int
     shape: KvShape
-    described: MemoryDescribed
-    connection: WorkerConnection
+    described: Description
+    connection: Messages
 
 
 class Executor(Protocol):
@@ -85,10 +82,13 @@ class Executor(Protocol):
     def pool(self) -> DevicePool | None:
         """The device pool if it belongs to this process, else None."""
 
-    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
-        """Makes worker processes serve transfer endpoints for the memory that this process has not mapped: the host
-        stores on other nodes and, if `with_pools`, the device pools. Returns nothing if there is no such memory. Call
-        it once, while no step is in flight."""
+    @property
+    def maps_all_hosts(self) -> bool:
+        """Whether `hosts` returns all host stores of the engine."""
+
+    def start_service(self, service: WorkerService[Description]) -> Sequence[ServingWorker[Description]]:
+        """Starts a service in every worker process. Returns nothing if this process is the only worker. Call it once,
+        while no step is in flight."""
 
     def traffic(self) -> Traffic:
         """Returns the traffic between host and device, over all workers, from the start to the last step whose results
@@ -126,6 +126,7 @@ class InProcessExecutor:
     """Implements `Executor` with one worker, in this process."""
 
     addresses: Sequence[Address] = ()
+    maps_all_hosts = True
 
     def __init__(self, runner: Runner, memory: KvMemory) -> None:
         self.runner, self.memory = runner, memory
@@ -154,7 +155,7 @@ class InProcessExecutor:
     def pool(self) -> DevicePool:
         return self.memory.pool
 
-    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
+    def start_service(self, service: WorkerService[Description]) -> Sequence[ServingWorker[Description]]:
         return ()
 
     def traffic(self) -> Traffic:

@@ -7,13 +7,13 @@ from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
 
 from hotset.base.address import Address
+from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress
 from hotset.engine.workers.group import StartProcess
 from hotset.engine.workers.handle import WorkerPipe, WorkerProcess
 from hotset.engine.workers.messages import ConnectionAddress, WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.worker import main
-from hotset.fleet.transfer.workers import Messages
 from hotset.models.split import Split
 
 T = TypeVar("T")

@@ -3,25 +3,24 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE
-from hotset.base.paged_span import PagedSpan
-from hotset.base.processes import ProcessIdentity
 from hotset.engine.decode_graphs import StepGraph
+from hotset.engine.ports import Messages
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers.shared_memory import SharedName
-from hotset.fleet.handoff.messages import MemoryRange
-from hotset.fleet.transfer.api import MemoryKind
-from hotset.fleet.transfer.engines import TransferSettings
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
 
+Description = TypeVar("Description")
 THIS_MACHINE = ""  # the node of workers that are child processes of the controller
 
 
@@ -159,38 +158,44 @@ class WarmedUp:
 class ConnectionAddress(Protocol):
     """Where the controller waits for a further connection of a worker on another node."""
 
-    def open(self) -> Any:
-        """Connects. The result has the methods of a `Connection` of `multiprocessing`."""
+    def open(self) -> Messages:
+        """Connects to the controller."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServeTransfers:
-    """Commands a worker to open transfer endpoints for its memory, as the engine's process directs it over
-    `connection`: for its device pool if `with_pool`, and for its host store if that is on another node."""
+class RunningService(Generic[Description]):
+    """A service that a worker has started."""
 
-    settings: TransferSettings
+    description: Description  # for the controller
+    memory: object  # what the worker must not release before its KV memory
+
+
+class WorkerService(Protocol[Description]):
+    """What a worker process does for the controller beside its steps, in threads of its own. It can be pickled."""
+
+    def start(
+        self, rank: WorkerRank, pool: DevicePool, host: HostStore | None, connection: Messages
+    ) -> RunningService[Description]:
+        """Starts the service, which the controller directs over `connection` until that is closed.
+
+        `pool` and `host` are the memory of the worker. `host` is None if the controller has mapped the worker's host
+        store, or if another worker has created it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StartService:
+    """Commands a worker to start a service, with its end of the service's connection."""
+
+    service: WorkerService[Any]
     connection: Connection | ConnectionAddress
-    with_pool: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Describes the rows and the index keys of a device pool or of a host store."""
+class ServiceStarted:
+    """Answers `StartService` with the description of the running service."""
 
-    rows: PagedSpan
-    keys: PagedSpan | None
-    memory: MemoryKind = MemoryKind.HOST
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryDescribed:
-    """Answers `ServeTransfers`. Addresses are those of the worker's process."""
-
-    pool: Spans | None
-    host: Spans | None  # None if another worker describes it, or if the controller has mapped it
-    probes: Mapping[str, MemoryRange]  # memory for measuring routes, by kind
-    staging: Mapping[MemoryKind, MemoryRange]  # memory for packed pieces, by kind
-    process: ProcessIdentity | None
+    description: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +247,7 @@ WorkerCommand = (
     | LoadWeights
     | CreateStore
     | InitCache
-    | ServeTransfers
+    | StartService
     | WarmUp
     | ExecuteStep
     | RunAudit
@@ -256,7 +261,7 @@ WorkerReport = (
     | StoreCreated
     | CacheProgress
     | CacheReady
-    | MemoryDescribed
+    | ServiceStarted
     | WarmUpProgress
     | WarmedUp
     | WorkerFailed

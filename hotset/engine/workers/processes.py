@@ -15,12 +15,13 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
 from hotset.engine.decode_graphs import choose_graph, max_decoded
+from hotset.engine.ports import DeviceEvent
 from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
-from hotset.engine.workers.executor import HostShard, Step, StepFuture, TransferWorker
+from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
 from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.launcher import Launcher
@@ -31,15 +32,16 @@ from hotset.engine.workers.messages import (
     CacheReady,
     ConnectionAddress,
     CreateStore,
+    Description,
     ExecuteStep,
     InitCache,
     Loaded,
     LoadProgress,
     LoadWeights,
-    MemoryDescribed,
     Planned,
     RunAudit,
-    ServeTransfers,
+    ServiceStarted,
+    StartService,
     StepDone,
     StoreCreated,
     WarmedUp,
@@ -47,11 +49,9 @@ from hotset.engine.workers.messages import (
     WarmUpProgress,
     WorkerCommand,
     WorkerReport,
+    WorkerService,
 )
 from hotset.engine.workers.shared_memory import SharedMemory, SharedName
-from hotset.fleet.transfer.api import DeviceEvent
-from hotset.fleet.transfer.engines import TransferSettings
-from hotset.fleet.transfer.workers import WorkerConnection
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.memory.mapping import store_nodes
 from hotset.models.split import Split
@@ -267,20 +267,22 @@ class MultiprocessExecutor:
     def pool(self) -> None:
         """None, because the device pools belong to the workers."""
 
-    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
-        if not with_pools and len(self._stores) == len(self._store_names):
-            return ()
+    @property
+    def maps_all_hosts(self) -> bool:
+        return len(self._stores) == len(self._store_names)
+
+    def start_service(self, service: WorkerService[Description]) -> Sequence[ServingWorker[Description]]:
         serving = []
         for worker in self.workers:
             rank = worker.rank
 
-            def request(end: Connection | ConnectionAddress, worker: WorkerHandle = worker) -> MemoryDescribed:
-                return self._request(worker, ServeTransfers(settings, end, with_pools), MemoryDescribed)
+            def request(end: Connection | ConnectionAddress, worker: WorkerHandle = worker) -> ServiceStarted:
+                return self._request(worker, StartService(service, end), ServiceStarted)
 
-            ours, described = self._launcher.connect(rank, request)
-            connection = WorkerConnection(ours)
+            connection, started = self._launcher.connect(rank, request)
+            described: Description = started.description
             shape, first_layer = worker.shape, rank.split.first_layer
-            serving.append(TransferWorker(rank.replica, first_layer, self._kv_heads, shape, described, connection))
+            serving.append(ServingWorker(rank.replica, first_layer, self._kv_heads, shape, described, connection))
         return serving
 
     def traffic(self) -> Traffic:

@@ -21,18 +21,15 @@ from typing import Any, Protocol
 import torch
 
 from hotset.base.errors import EngineStopped, StartupError
-from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
+from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
-from hotset.base.processes import this_process
-from hotset.base.units import MIB
 from hotset.engine.decode_graphs import StepGraph, captures_graphs, max_decoded
 from hotset.engine.frontend import structure_processes
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sizing import free_bytes
-from hotset.engine.stores import ProbeMemory, Staging, host_spans, memory_devices, pool_spans, regions
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
@@ -48,10 +45,11 @@ from hotset.engine.workers.messages import (
     Loaded,
     LoadProgress,
     LoadWeights,
-    MemoryDescribed,
     Planned,
     RunAudit,
-    ServeTransfers,
+    RunningService,
+    ServiceStarted,
+    StartService,
     StepDone,
     StopWorker,
     StoreCreated,
@@ -64,11 +62,6 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
-from hotset.fleet.handoff.messages import PackedPiece
-from hotset.fleet.handoff.packing import pack, unpack
-from hotset.fleet.transfer.api import Transfer
-from hotset.fleet.transfer.engines import TransferSettings
-from hotset.fleet.transfer.workers import serve_transfers
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.mapping import store_nodes
@@ -119,14 +112,13 @@ def serve(
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
     on_abort: Callable[[], None],
-    open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open,
 ) -> int | None:
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
 
     Returns None after `StopWorker`. Otherwise the process must end at once, with the returned exit code.
 
     `join_world` connects this worker to the others. `on_abort` is called from another thread after `AbortSteps`, or
-    when the pipe has closed. `open_transfer` opens a transfer endpoint of this process.
+    when the pipe has closed.
     """
     inbox = Inbox(pipe, on_abort)
     send_lock = threading.Lock()
@@ -147,7 +139,7 @@ def serve(
     try:
         with progress.beating(), contextlib.ExitStack() as cleanup:
             try:
-                _serve(inbox, send, progress, join_world, open_transfer, cleanup)
+                _serve(inbox, send, progress, join_world, cleanup)
             except Exception as error:
                 report_failure(error)  # before the clean-up, which waits for steps and releases pinned memory
     except Exception as error:
@@ -221,7 +213,6 @@ def _serve(
     send: Callable[[WorkerReport], None],
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
-    open_transfer: Callable[[TransferSettings], Transfer],
     cleanup: contextlib.ExitStack,
 ) -> None:
     init = inbox.get()
@@ -247,7 +238,7 @@ def _serve(
     if isinstance(cache, StopWorker):
         return
     assert isinstance(cache, InitCache), f"InitCache or StopWorker must follow, not {cache}"
-    worker = Worker(init, world, stage, cache, send, open_transfer)
+    worker = Worker(init, world, stage, cache, send)
     cleanup.callback(worker.close)
     send(CacheReady())
     while worker.handle(command := _next_command(inbox, progress)):
@@ -299,13 +290,11 @@ class Worker:
         stage: Stage,
         cache: InitCache,
         send: Callable[[WorkerReport], None],
-        open_transfer: Callable[[TransferSettings], Transfer],
     ) -> None:
         config, budget, shape = init.config, cache.budget, stage.kv_shape
-        self._open_transfer = open_transfer
         self._writer = cache.writer
-        self._staging_bytes = config.staging_mib * MIB
         self._rank: WorkerRank = init.rank
+        self._services: list[RunningService[object]] = []
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
         host = None
@@ -354,8 +343,8 @@ class Worker:
                 gc.collect()
                 gc.freeze()  # what exists now stays: no collection should look through it again
                 self._send(WarmedUp(self._runner.has_graphs))
-            case ServeTransfers():
-                self._serve_transfers(command)
+            case StartService():
+                self._start_service(command)
             case RunAudit(tiered):
                 self._send(AuditReport(self._find_flaw(tiered)))
             case StopWorker():
@@ -370,46 +359,14 @@ class Worker:
         self._runner.close()
         self._memory.close()
 
-    def _serve_transfers(self, command: ServeTransfers) -> None:
-        """Serves transfer endpoints in threads of their own. They register memory of this worker, the probe memory and
-        the staging memory.
-
-        The first worker of those that share a host store on another node than the controller's registers the store.
-        """
-        settings, connection = command.settings, command.connection
-        if not isinstance(connection, Connection):
-            connection = connection.open()
-        pool = self._memory.pool if command.with_pool else None
-        host = None if self._rank.node == THIS_MACHINE or self._writer else self._memory.host
-        probes = ProbeMemory(pool, host=False)
-        staging_bytes = self._staging_bytes if self._rank.node == THIS_MACHINE else 0
-        staging = Staging(staging_bytes, memory_devices(pool, host=False))
-        registered = [*regions([] if host is None else [host], pool), *probes.regions, *staging.regions]
-        known = [] if self._rank.node == THIS_MACHINE else [listener.address for listener in listeners()]  # Ray's
-
-        def open_endpoint() -> Transfer:
-            opened = self._open_transfer(settings)
-            for region in registered:
-                opened.register(region)
-            interfaces = (LOOPBACK_INTERFACE, *settings.interface.split(","))
-            check_listeners(self._rank.name, addresses=known, interfaces=interfaces)
-            return opened
-
-        described = MemoryDescribed(
-            pool=None if pool is None else pool_spans(pool),
-            host=None if host is None else host_spans(host),
-            probes=probes.ranges,
-            staging=staging.ranges,
-            process=this_process(),
-        )
-
-        def copy_piece(direction: str, piece: PackedPiece, process: int) -> None:
-            (pack if direction == "pack" else unpack)(piece, process, self._stage.device)
-
-        self._registered = (probes, staging)  # must live as long as it is registered
-        arguments = (connection, open_endpoint, copy_piece)
-        threading.Thread(target=serve_transfers, args=arguments, daemon=True).start()
-        self._send(described)
+    def _start_service(self, command: StartService) -> None:
+        connection = command.connection if isinstance(command.connection, Connection) else command.connection.open()
+        # The controller has mapped the host stores of its own node. On another node, the first worker describes it.
+        described_elsewhere = self._rank.node == THIS_MACHINE or self._writer > 0
+        host = None if described_elsewhere else self._memory.host
+        running = command.service.start(self._rank, self._memory.pool, host, connection)
+        self._services.append(running)
+        self._send(ServiceStarted(running.description))
 
     def _execute(self, step: ExecuteStep) -> None:
         self._runner.write_sampled(step.sampled)

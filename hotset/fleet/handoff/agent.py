@@ -17,17 +17,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
+from hotset.base.address import Address
 from hotset.base.errors import EngineStopped, InternalError, MissingDependency
+from hotset.engine.ports import HandoffStats, Route, Throughput
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.timers import MAX_PEERS, Liveness, PeerTiming
-from hotset.fleet.transfer.api import Throughput
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
@@ -43,23 +44,6 @@ SWITCH_SECONDS = 1e-4  # how long a thread that computes in Python can keep anot
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand
 HandoffEvent = msg.ReceiverEvent | msg.SenderEvent
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffStats:
-    """Counters since the start; `num_open`, `num_peers` and `ring_quarantined_bytes` are current values."""
-
-    outcomes: Mapping[str, int]
-    num_open: int  # handoffs that have not ended
-    num_peers: int  # peers on which a handoff depends
-    nbytes: int  # bytes that have landed here, or were written to peers
-    throughput: Throughput | None  # None at a decode worker, which writes nothing
-    phase_seconds: Mapping[str, float]  # total time that handoffs have spent in each phase
-    num_retransmits: int
-    dropped: Mapping[str, int]  # dropped messages, by cause
-    num_pieces: int = 0  # pieces that were packed or unpacked here
-    ring_quarantined_bytes: int = 0
-    routes: Mapping[str, tuple[msg.Route, ...]] = field(default_factory=dict)  # as measured when each peer connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +122,7 @@ class HandoffAgent(ABC):
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
         self._num_pieces = 0  # pieces that were packed or unpacked here
-        self._routes: dict[str, tuple[msg.Route, ...]] = {}  # by peer; the newest is last
+        self._routes: dict[str, tuple[Route, ...]] = {}  # by peer; the newest is last
         # These threads pack or unpack pieces, so that the agent's thread never waits for a copy.
         self._copy_threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="handoff copy")
         self._pieces = options.get("copies")
@@ -234,6 +218,15 @@ class HandoffAgent(ABC):
         self._check_thread()
         return [self._events.popleft() for _ in range(len(self._events))]
 
+    @property
+    def address(self) -> str:
+        """The address at which peers reach this worker."""
+        return self._channel.address
+
+    @property
+    def listens_on(self) -> Address:
+        return self._channel.listens_on
+
     def stats(self) -> HandoffStats:
         with self._lock:
             dropped = dict(self._channel.dropped)
@@ -283,7 +276,7 @@ class HandoffAgent(ABC):
         if wait([copy for copy in self._copies if not copy.cancelled()], STOP_SECONDS).not_done:
             LOGGER.error("a piece is still being copied after %g s", STOP_SECONDS)
 
-    def _add_routes(self, peer: str, routes: tuple[msg.Route, ...]) -> None:
+    def _add_routes(self, peer: str, routes: tuple[Route, ...]) -> None:
         self._routes.pop(peer, None)
         self._routes[peer] = routes
         if len(self._routes) > MAX_PEERS:

@@ -17,6 +17,7 @@ from enum import Enum
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
+from hotset.engine.ports import DeviceEvent
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.layout import plan_context_writes
 from hotset.fleet.handoff.messages import ContextPages, HandoffId, Message, Store
@@ -30,7 +31,7 @@ from hotset.fleet.handoff.staging import (
     piece_writes,
 )
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
-from hotset.fleet.transfer.api import DeviceEvent, Writes
+from hotset.fleet.transfer.api import Writes
 
 MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 SMALLEST_PIECE_BYTES = 256 << 10  # a piece waits for rows until it is this large, or full

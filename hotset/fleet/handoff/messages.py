@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec
-from hotset.fleet.transfer.api import DeviceEvent, Writes
+from hotset.engine.ports import DeviceEvent, Route
+from hotset.fleet.transfer.api import Writes
 
 PROTOCOL = 10
 
@@ -103,16 +104,6 @@ class Store:
     def all_keys(self) -> tuple[PagedSpan, ...]:
         """Returns every copy of the index keys. It is empty if the model has none."""
         return () if self.keys is None else (self.keys, *self.key_copies)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The measured speed of writes from one kind of memory of a prefill worker to one of a decode worker."""
-
-    source: str  # 'host' or 'device'
-    target: str
-    gb_per_s: float  # of one large write
-    seconds_per_write: float  # what a small write costs beside its bytes
 
 
 @dataclass(frozen=True, slots=True)

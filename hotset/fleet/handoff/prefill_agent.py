@@ -8,13 +8,14 @@ from threading import Thread
 from typing import TYPE_CHECKING, Unpack
 
 from hotset.base.errors import InternalError, TransferError
+from hotset.engine.ports import Route, Throughput
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.agent import AgentOptions, HandoffAgent
 from hotset.fleet.handoff.layout import check_peers
 from hotset.fleet.handoff.messages import HandoffId, HandoffKey, Hello, Message
 from hotset.fleet.handoff.routes import measure_routes
 from hotset.fleet.handoff.sender import Sender
-from hotset.fleet.transfer.api import Throughput, Transfer, WriteState, WriteTicket
+from hotset.fleet.transfer.api import Transfer, WriteState, WriteTicket
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
@@ -33,7 +34,7 @@ class ConnectFinished:
 
     peer: str
     number: int  # identifies the connect
-    routes: tuple[msg.Route, ...]
+    routes: tuple[Route, ...]
     error: str | None
 
 
@@ -241,7 +242,7 @@ class PrefillAgent(HandoffAgent):
 
     def _connect(self, peer: str, hello: Hello, number: int) -> None:
         """Connects to a peer's memory. Runs in a thread of its own."""
-        routes: tuple[msg.Route, ...] = ()
+        routes: tuple[Route, ...] = ()
         reason = None
         try:
             self._transfer.connect(peer, hello.description)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hotset.base.errors import TransferError
-from hotset.fleet.handoff.messages import MemoryRange, Route
+from hotset.engine.ports import Route
+from hotset.fleet.handoff.messages import MemoryRange
 from hotset.fleet.transfer.api import Transfer, Writes, WriteState
 
 LOGGER = logging.getLogger("hotset.fleet.handoff")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hotset.base.errors import InternalError
+from hotset.engine.ports import Route
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import (
     PIECE_TIMEOUTS,
@@ -27,7 +28,7 @@ from hotset.fleet.handoff.deliveries import (
     merge_rows,
 )
 from hotset.fleet.handoff.layout import landing_pages
-from hotset.fleet.handoff.messages import HandoffId, HandoffKey, Hello, Message, Route, Store
+from hotset.fleet.handoff.messages import HandoffId, HandoffKey, Hello, Message, Store
 from hotset.fleet.handoff.outgoing import (
     OPEN_PHASES,
     SENDER_TIMEOUTS,

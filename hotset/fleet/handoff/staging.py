@@ -24,6 +24,7 @@ import numpy as np
 from hotset.base.errors import ConfigError
 from hotset.base.paged_span import PagedSpan
 from hotset.base.units import MIB, ceil_div, show_bytes
+from hotset.engine.ports import Route
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.layout import (
     ByteRanges,
@@ -34,7 +35,7 @@ from hotset.fleet.handoff.layout import (
     plan_writes,
     row_bytes,
 )
-from hotset.fleet.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Route, Store
+from hotset.fleet.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Store
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.transfer.api import MemoryKind, Writes
 from hotset.memory.ring import Ring

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.errors import InternalError
+from hotset.engine.ports import DeviceEvent, Throughput
 
 Writes = NDArray[np.int64]  # [writes, 3]: local address, address in the peer's memory, number of bytes
 
@@ -45,13 +46,6 @@ class Region:
     device: int = 0  # number of the GPU, if `memory` is DEVICE
 
 
-class DeviceEvent(Protocol):
-    """An event for which a list of writes waits. `torch.cuda.Event` satisfies this protocol."""
-
-    def query(self) -> bool:
-        """Returns whether the event has happened."""
-
-
 @dataclass(frozen=True, slots=True)
 class WriteTicket:
     """Identifies one submitted list of writes. `handle` is private to the transfer engine."""
@@ -59,18 +53,6 @@ class WriteTicket:
     number: int
     nbytes: int
     handle: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """The bytes of the lists that ended as DONE, and the seconds during which at least one list was in flight."""
-
-    nbytes: int
-    seconds: float
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 class Meter:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hotset.base.errors import TransferError
-from hotset.fleet.transfer.api import DeviceEvent, Meter, Region, Throughput, Writes, WriteState, WriteTicket
+from hotset.engine.ports import DeviceEvent, Throughput
+from hotset.fleet.transfer.api import Meter, Region, Writes, WriteState, WriteTicket
 from hotset.fleet.transfer.regions import Description, Regions, decode_description, merge_registered, split_writes
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hotset.base.errors import EngineStopped, InternalError, TransferError
-from hotset.fleet.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
+from hotset.engine.ports import DeviceEvent, Messages, Throughput
+from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
 
 log = logging.getLogger(__name__)
 
@@ -131,19 +132,6 @@ class _Reply:
     number: int  # that of the call
     result: Any
     throughput: Throughput | None = None  # of the endpoint, with the end of a list of writes
-
-
-class Messages(Protocol):
-    """One end of a connection that carries messages. A `Connection` of `multiprocessing` is one.
-
-    Its methods raise OSError or EOFError if the process at the other end has ended.
-    """
-
-    def send(self, obj: Any) -> None: ...
-
-    def recv(self) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 class WorkerConnection:

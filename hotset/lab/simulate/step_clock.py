@@ -6,9 +6,9 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from hotset.base.address import Address
-from hotset.engine.workers.executor import HostShard, Step, StepFuture, TransferWorker
-from hotset.fleet.transfer.api import DeviceEvent
-from hotset.fleet.transfer.engines import TransferSettings
+from hotset.engine.ports import DeviceEvent
+from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
+from hotset.engine.workers.messages import Description, WorkerService
 from hotset.lab.plan.costs import RankCosts
 from hotset.memory.device_pool import DevicePool
 from hotset.schedule.plan import Plan, StepResult
@@ -110,6 +110,7 @@ class SimulatedExecutor:
     """Implements `Executor` without a model. Waiting for the results of a step moves the clock to its end."""
 
     addresses: Sequence[Address] = ()
+    maps_all_hosts = True
 
     def __init__(self, clock: SimulatedClock, cost: StepCost, works: Callable[[Step], list[StepWork]]) -> None:
         """`works(step)` returns the work of each replica's plan, without replicas that have none."""
@@ -148,7 +149,7 @@ class SimulatedExecutor:
     def pool(self) -> DevicePool | None:
         return None
 
-    def serve_transfers(self, settings: TransferSettings, *, with_pools: bool) -> Sequence[TransferWorker]:
+    def start_service(self, service: WorkerService[Description]) -> Sequence[ServingWorker[Description]]:
         return ()
 
     def traffic(self) -> Traffic:

@@ -20,6 +20,7 @@ from hotset.base.errors import EngineStopped
 from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.engine.ports import DeviceEvent, Throughput
 from hotset.fleet.handoff import outgoing, receiver
 from hotset.fleet.handoff.agent import HandoffAgent
 from hotset.fleet.handoff.channel import Channel
@@ -53,7 +54,7 @@ from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.timers import PeerTiming
-from hotset.fleet.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
+from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes

@@ -8,7 +8,8 @@ import pytest
 from loopback import Hub, Loopback
 
 from hotset.base.errors import TransferError
-from hotset.fleet.handoff.messages import MemoryRange, Route
+from hotset.engine.ports import Route
+from hotset.fleet.handoff.messages import MemoryRange
 from hotset.fleet.handoff.routes import PROBE_BYTES, ROUTE_SECONDS, Probes, find_route, measure_routes
 from hotset.fleet.transfer.api import MemoryKind, Region
 

@@ -14,8 +14,9 @@ from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_p
 from hotset.base.errors import ConfigError
 from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.engine.ports import Route
 from hotset.fleet.handoff.layout import count_writes, plan_context_writes, whole_rows
-from hotset.fleet.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, Route, Store
+from hotset.fleet.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, Store
 from hotset.fleet.handoff.packing import EngineCopies, StagingMemory, pack, unpack
 from hotset.fleet.handoff.staging import (
     MAX_DIRECT_WRITES,

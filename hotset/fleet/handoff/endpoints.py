@@ -11,32 +11,20 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hotset.base.address import Address, control_port
 from hotset.base.config import EngineConfig
 from hotset.base.errors import InternalError
 from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
-from hotset.engine.stores import (
-    ProbeMemory,
-    Staging,
-    device_store_name,
-    host_shards,
-    host_store_name,
-    landing_policy,
-    landing_store_name,
-    landing_stores,
-    memory_devices,
-    pool_shards,
-    regions,
-)
-from hotset.engine.workers.executor import Executor, Step, TransferWorker
+from hotset.engine.ports import DeviceEvent, HandoffEndpoint, HandoffStats
+from hotset.engine.workers.executor import Executor, Step
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.agent import HandoffAgent, HandoffStats, open_channel
+from hotset.fleet.handoff.agent import HandoffAgent, open_channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.links import Endpoints
@@ -47,46 +35,30 @@ from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.routes import show_routes
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging, check_staging
-from hotset.fleet.transfer.api import DeviceEvent, MemoryKind, Transfer
-from hotset.fleet.transfer.engines import DEADLINE_S, TransferSettings
-from hotset.fleet.transfer.workers import RemoteTransfer, WorkerTransfers, engine_address
+from hotset.fleet.handoff.stores import (
+    ProbeMemory,
+    Staging,
+    TransferWorker,
+    device_store_name,
+    host_shards,
+    host_store_name,
+    landing_policy,
+    landing_store_name,
+    landing_stores,
+    memory_devices,
+    pool_shards,
+    regions,
+)
+from hotset.fleet.handoff.worker_service import TransferService
+from hotset.fleet.transfer.api import MemoryKind, Transfer
+from hotset.fleet.transfer.engines import DEADLINE_S, LANES, TransferSettings
+from hotset.fleet.transfer.workers import RemoteTransfer, WorkerConnection, WorkerTransfers, engine_address
 from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
 
-if TYPE_CHECKING:
-    from hotset.fleet.handoff.channel import Channel
-
 LOGGER = logging.getLogger("hotset.engine")
-
-
-class HandoffEndpoint(Protocol):
-    """The interface through which the step loop takes part in handoffs."""
-
-    def poll(self) -> None:
-        """Passes messages between the agent and the schedulers, in both directions. The step loop calls it before it
-        plans."""
-
-    def on_submitted(self, step: Step) -> None:
-        """Passes the announcements of the step's plans to the agent: rows that were computed for peers, and first
-        tokens. The step loop calls it after submitting the step."""
-
-    @property
-    def waiting_for_copies(self) -> bool:
-        """Whether a request to a peer waits for copies to the host, which `poll` checks."""
-
-    def stats(self) -> HandoffStats: ...
-
-    def audit(self) -> None: ...
-
-    def close(self, drain_seconds: float) -> None:
-        """Starts no more handoffs, waits up to `drain_seconds` for open ones, notifies peers, then closes the transfer
-        engine. All waits are limited. If a handoff has not ended when `close` returns, it may still read or write
-        this engine's memory.
-
-        Another thread may call `poll` and `on_submitted` meanwhile. A second call of `close` cuts the drain short.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +69,12 @@ class TransferResources:
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
     staging: Staging
     probes: ProbeMemory
-    workers: Sequence[TransferWorker]
+    connections: Sequence[WorkerConnection]  # to the workers that serve transfer endpoints
 
     def close(self) -> None:
         self.transfer.close()
-        for worker in self.workers:
-            worker.connection.close()
+        for connection in self.connections:
+            connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +87,32 @@ class _PendingReservation:
     after: DeviceEvent | None
 
 
-class DecodeEndpoint:
+class _Endpoint:
+    """The part of `HandoffEndpoint` that both roles have in common."""
+
+    def __init__(self, agent: HandoffAgent, resources: TransferResources, executor: Executor) -> None:
+        self._agent, self._resources, self._executor = agent, resources, executor
+
+    @property
+    def address(self) -> str:
+        return self._agent.address
+
+    @property
+    def listens_on(self) -> Address:
+        return self._agent.listens_on
+
+    def stats(self) -> HandoffStats:
+        return self._agent.stats()
+
+    def audit(self) -> None:
+        self._agent.audit()
+
+    def close(self, drain_seconds: float) -> None:
+        self._agent.close(drain_seconds)
+        self._resources.close()
+
+
+class DecodeEndpoint(_Endpoint):
     """Implements `HandoffEndpoint` for a decode worker."""
 
     def __init__(
@@ -127,8 +124,8 @@ class DecodeEndpoint:
         landing: LandingPolicy,
     ) -> None:
         """`landing` is the policy for prefill workers whose routes are not measured."""
-        self._agent, self._resources, self._schedulers, self._executor = agent, resources, schedulers, executor
-        self._landing = landing
+        super().__init__(agent, resources, executor)
+        self._schedulers, self._landing = schedulers, landing
         self._pending: list[_PendingReservation] = []
         self._prefix = secrets.token_hex(4)  # makes the request ids differ from those before a restart of this worker
 
@@ -173,16 +170,6 @@ class DecodeEndpoint:
     def waiting_for_copies(self) -> bool:
         return bool(self._pending)
 
-    def stats(self) -> HandoffStats:
-        return self._agent.stats()
-
-    def audit(self) -> None:
-        self._agent.audit()
-
-    def close(self, drain_seconds: float) -> None:
-        self._agent.close(drain_seconds)
-        self._resources.close()
-
     def _choose_landing(self, measured: msg.RoutesMeasured) -> None:
         policy = landing_policy(measured.routes, self._landing)
         for scheduler in self._schedulers:
@@ -216,7 +203,7 @@ class DecodeEndpoint:
         return HandoffKey(f"{self._prefix}:{replica}:{name}", attempt)
 
 
-class PrefillEndpoint:
+class PrefillEndpoint(_Endpoint):
     """Implements `HandoffEndpoint` for a prefill worker."""
 
     def __init__(
@@ -227,8 +214,8 @@ class PrefillEndpoint:
         executor: Executor,
         card: ModelCard,
     ) -> None:
-        self._agent, self._resources, self._scheduler, self._executor = agent, resources, scheduler, executor
-        self._card = card
+        super().__init__(agent, resources, executor)
+        self._scheduler, self._card = scheduler, card
         self._prefills: dict[str, msg.StartPrefill] = {}  # request id of this engine -> prefill
         self._request_ids: dict[tuple[str, HandoffKey], str] = {}  # peer and key -> request id of this engine
         self._serials = itertools.count()
@@ -263,16 +250,6 @@ class PrefillEndpoint:
     def waiting_for_copies(self) -> bool:
         return False  # the agent waits for the copies of announced rows
 
-    def stats(self) -> HandoffStats:
-        return self._agent.stats()
-
-    def audit(self) -> None:
-        self._agent.audit()
-
-    def close(self, drain_seconds: float) -> None:
-        self._agent.close(drain_seconds)
-        self._resources.close()
-
     def _start(self, prefill: msg.StartPrefill) -> None:
         refusal = self._refusal(prefill.prompt)
         if refusal is not None:
@@ -305,25 +282,16 @@ class PrefillEndpoint:
         return None
 
 
-def unmeasured_landing_policy(config: EngineConfig, device: torch.device) -> LandingPolicy:
-    """Returns where KV from prefill workers lands whose routes are not measured yet. GPU memory is avoided until its
-    route is known to be fast. With pipeline stages, KV lands on the host: the stages divide pages of index keys
-    differently."""
-    on_device, on_gpu = config.pipeline_parallel_size == 1, device.type == "cuda"
-    return LandingPolicy(on_device, keys_on_host=on_gpu or not on_device, prefer_host=on_gpu)
-
-
 def open_endpoint(
     config: EngineConfig,
     model: msg.ModelIdentity,
     schedulers: Sequence[Scheduler],
     executor: Executor,
     card: ModelCard,
-    settings: TransferSettings,
     open_transfer: Callable[[TransferSettings], Transfer],
     wake: Callable[[], None],
-) -> tuple[HandoffEndpoint, "Channel"]:
-    """Opens the endpoint of a prefill or decode worker. Returns it with its control channel, which it owns.
+) -> HandoffEndpoint:
+    """Opens the endpoint of a prefill or decode worker.
 
     `open_transfer` opens a transfer endpoint of this process: one at a prefill worker, and one for each peer at a
     decode worker. Raises StartupError if the control port cannot be bound, if memory cannot be registered, or if the
@@ -333,7 +301,12 @@ def open_endpoint(
     # A prefill worker on a GPU can be read from its device pool. On a CPU, its host store is as fast.
     with_pools = card.landing.on_device and (not is_prefill or card.landing.prefer_host)
     hosts, pool = executor.hosts(), executor.pool if with_pools else None
-    workers = executor.serve_transfers(settings, with_pools=with_pools)
+    settings = _transfer_settings(config)
+    workers: Sequence[TransferWorker] = ()
+    if with_pools or not executor.maps_all_hosts:
+        service = TransferService(settings, open_transfer, with_pools, config.staging_mib * MIB)
+        workers = executor.start_service(service)
+    connections = [WorkerConnection(worker.connection) for worker in workers]
     # Contexts of workers on other nodes are not staged.
     staging_mib = 0 if any(worker.described.host is not None for worker in workers) else config.staging_mib
     staging = Staging(staging_mib * MIB, memory_devices(pool, host=bool(hosts)))
@@ -351,15 +324,15 @@ def open_endpoint(
             for region in registered:
                 opened.register(region)
             endpoints = [opened]
-            for worker in workers:
-                endpoints.append(RemoteTransfer(worker.connection, DEADLINE_S))
+            for connection in connections:
+                endpoints.append(RemoteTransfer(connection, DEADLINE_S))
                 undo.callback(endpoints[-1].close)
             undo.pop_all()
         return WorkerTransfers(endpoints)
 
     with ExitStack() as undo:
-        for worker in workers:
-            undo.callback(worker.connection.close)
+        for connection in connections:
+            undo.callback(connection.close)
         transfer = open_registered() if is_prefill else Endpoints(open_registered)
         undo.callback(transfer.close)
         channel = open_channel(config.control, secret=config.handoff_secret, advertise=config.advertise)
@@ -375,7 +348,7 @@ def open_endpoint(
             probes={**_worker_probes(workers), **probes.ranges},
         )
         device = torch.device("cpu") if pool is None else pool.device
-        copies = EngineCopies(device, [worker.connection for worker in workers])
+        copies = EngineCopies(device, connections)
         for store in stores.values():
             if store.memory == MemoryKind.DEVICE.value and store.staging:
                 copies.warm_up(store)
@@ -389,10 +362,20 @@ def open_endpoint(
             agent = PrefillAgent(sender, hello, channel, transfer, wake=wake, copies=copies)
         agent.start()
         undo.pop_all()
-    resources = TransferResources(transfer, staging, probes, workers)
+    resources = TransferResources(transfer, staging, probes, connections)
     if is_prefill:
-        return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel
-    return DecodeEndpoint(agent, resources, schedulers, executor, card.landing), channel
+        return PrefillEndpoint(agent, resources, schedulers[0], executor, card)
+    return DecodeEndpoint(agent, resources, schedulers, executor, card.landing)
+
+
+def _transfer_settings(config: EngineConfig) -> TransferSettings:
+    return TransferSettings(
+        config.transfer,
+        host=control_port(config.control, config.advertise, config.handoff_secret).peers.host,
+        interface=config.listening_interface,
+        protocol=config.transfer_protocol or "tcp",
+        lanes=1 if config.role == "decode" else LANES,  # a decode worker writes nothing
+    )
 
 
 def _worker_probes(workers: Sequence[TransferWorker]) -> dict[str, msg.MemoryRange]:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hotset.base.paged_span import PagedSpan
-from hotset.engine.workers.executor import HostShard, TransferWorker
-from hotset.engine.workers.messages import Spans
+from hotset.base.processes import ProcessIdentity
+from hotset.engine.ports import Route
+from hotset.engine.workers.executor import HostShard, ServingWorker
 from hotset.fleet.handoff.layout import head_shards, whole_rows
-from hotset.fleet.handoff.messages import MemoryRange, Route, Store, StoreName
+from hotset.fleet.handoff.messages import MemoryRange, Store, StoreName
 from hotset.fleet.handoff.packing import CPU, StagingMemory
 from hotset.fleet.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
 from hotset.fleet.transfer.api import MemoryKind, Region
@@ -21,6 +22,29 @@ from hotset.tiers.ledger import LandingPolicy
 
 DEVICE = "device"  # the name of the device pool as a store
 KEYS_ON_DEVICE = ", keys on device"  # end of the name of a host store whose index keys are in the device pool
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Describes the rows and the index keys of a device pool or of a host store."""
+
+    rows: PagedSpan
+    keys: PagedSpan | None
+    memory: MemoryKind = MemoryKind.HOST
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Describes the memory of a worker process that peers read or write. Addresses are those of the process."""
+
+    pool: Spans | None
+    host: Spans | None  # None if another worker describes it, or if the controller has mapped it
+    probes: Mapping[str, MemoryRange]  # memory for measuring routes, by kind
+    staging: Mapping[MemoryKind, MemoryRange]  # memory for packed pieces, by kind
+    process: ProcessIdentity | None
+
+
+TransferWorker = ServingWorker[WorkerMemory]
 
 
 class Staging:

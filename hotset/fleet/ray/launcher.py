@@ -16,15 +16,15 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from hotset.base.address import Address, normalized_host
 from hotset.base.errors import StartupError
 from hotset.base.listeners import listeners
+from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress
-from hotset.engine.workers import ray_cluster
 from hotset.engine.workers.handle import WorkerPipe, WorkerProcess
 from hotset.engine.workers.launcher import worker_rank
 from hotset.engine.workers.messages import ConnectionAddress, WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
-from hotset.engine.workers.ray_actor import ActorFacts
-from hotset.engine.workers.sockets import ControllerSockets, CurveKeys, RemoteWorker, SocketAddress
-from hotset.fleet.transfer.workers import Messages
+from hotset.fleet.ray import nodes
+from hotset.fleet.ray.actor import ActorFacts
+from hotset.fleet.ray.sockets import ControllerSockets, CurveKeys, RemoteWorker, SocketAddress
 from hotset.models.split import Split
 
 START_SECONDS = 300.0  # time for actors to start and to import torch
@@ -65,7 +65,7 @@ def worker_stub() -> Any:
             }
 
         def describe(self, hosts_rendezvous: bool) -> Any:
-            from hotset.engine.workers.ray_actor import WorkerActor
+            from hotset.fleet.ray.actor import WorkerActor
 
             self._actor = WorkerActor()
             return self._actor.describe(hosts_rendezvous)
@@ -90,25 +90,25 @@ class RayLauncher:
         self._sockets: ControllerSockets | None = None
         self._further: ControllerSockets | None = None  # for the connections of `connect`
         self._of_ray: list[Address] = []  # where Ray makes this process listen
-        self._head: ray_cluster.HeadWatch | None = None
+        self._head: nodes.HeadWatch | None = None
         self._problem: str | None = None
 
     def place(self, splits: Sequence[Split]) -> list[WorkerRank]:
         before = {listener.address for listener in listeners()}
-        self._owns_connection = ray_cluster.connect(self._address)
+        self._owns_connection = nodes.connect(self._address)
         self._of_ray = [listener.address for listener in listeners() if listener.address not in before]
-        self._head = ray_cluster.HeadWatch()
-        self._group, share = ray_cluster.reserve(len(splits), splits[0].tp_size, self._resource)
+        self._head = nodes.HeadWatch()
+        self._group, share = nodes.reserve(len(splits), splits[0].tp_size, self._resource)
         self._sockets = ControllerSockets(normalized_host(ray.util.get_node_ip_address()))
         one = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
         actor_class = ray.remote(worker_stub())
         for number in range(len(splits)):
-            strategy = ray_cluster.in_bundle(self._group, number // share)
+            strategy = nodes.in_bundle(self._group, number // share)
             self._actors.append(actor_class.options(scheduling_strategy=strategy, **one).remote())
-        for versions in ray_cluster.get([actor.versions.remote() for actor in self._actors], START_SECONDS, STARTING):
-            ray_cluster.check_versions(versions)
+        for versions in nodes.get([actor.versions.remote() for actor in self._actors], START_SECONDS, STARTING):
+            nodes.check_versions(versions)
         described = [actor.describe.remote(number == 0) for number, actor in enumerate(self._actors)]
-        self._facts = ray_cluster.get(described, START_SECONDS, STARTING)
+        self._facts = nodes.get(described, START_SECONDS, STARTING)
         return [self._rank(number, splits) for number in range(len(splits))]
 
     def start(self, rank: WorkerRank, progress: Progress) -> tuple[WorkerPipe, WorkerProcess]:
@@ -128,7 +128,7 @@ class RayLauncher:
             worker.close()
             failed, _ = ray.wait(self._runs[-1:], timeout=0)
             if failed:
-                ray_cluster.get(failed, 0.0, f"run {rank.name}")
+                nodes.get(failed, 0.0, f"run {rank.name}")
             raise StartupError(f"{rank.name} has not connected to the controller at {sockets.endpoint.commands}")
         return worker, worker
 

@@ -17,9 +17,9 @@ from hotset.base.logs import log_to_stderr
 from hotset.engine.progress import Progress
 from hotset.engine.workers.distributed import RENDEZVOUS_SCHEME, World, make_world
 from hotset.engine.workers.messages import WorkerRank
-from hotset.engine.workers.ray_cluster import node_name
-from hotset.engine.workers.sockets import ControllerEndpoint, CurveKeys, WorkerSockets
 from hotset.engine.workers.worker import ABORTED, EXIT_SECONDS, serve
+from hotset.fleet.ray.nodes import node_name
+from hotset.fleet.ray.sockets import ControllerEndpoint, CurveKeys, WorkerSockets
 
 
 @dataclass(frozen=True, slots=True)
