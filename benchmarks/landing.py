@@ -54,6 +54,7 @@ from report import Bar, make_parser, report, write_json
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import HotsetError
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import GIB
 from hotset.engine.build import build_engine
@@ -199,7 +200,8 @@ async def early_bytes(model: str, engine: str, chunk: int, chunks: Sequence[int]
         engine_thread.start()
         try:
             prompt = [7 + position % 1000 for position in range(tokens)]
-            deltas = client.generate(str(count), prompt, params, prefill_at=prefill.card.control, landing="host")
+            options = RequestOptions(landing="host", prefill_at=prefill.card.control)
+            deltas = client.generate(str(count), prompt, params, options)
             async for _ in deltas:
                 pass
         finally:

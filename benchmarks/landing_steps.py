@@ -26,8 +26,9 @@ import torch
 from landing_workers import GPU, HOST, PAGE_ROWS, child_process
 from report import Bar, make_parser, report, write_json
 
-from hotset.base.config import EngineConfig, LandingChoice
+from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import DEFAULT_STAGING_MIB
+from hotset.base.request_options import LandingChoice, RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB, ceil_div
 from hotset.engine.build import build_engine
@@ -129,7 +130,7 @@ class Load:
     def _add(self, prompt: list[int], tokens: int, peer: str | None, landing: LandingChoice) -> str:
         name = str(next(self._names))
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        for choice in self._processor.accept(name, prompt, params, "auto", peer, landing):
+        for choice in self._processor.accept(name, prompt, params, RequestOptions(landing=landing, prefill_at=peer)):
             self._engine.add(choice)
         return f"{name}/0"
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from hotset.base.config import TiersChoice
+from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
@@ -60,7 +60,7 @@ class Client:
         """Adds a request. Its answer has `answer_tokens` tokens, whatever they are, and grows with every step."""
         answer = Answer(prompt, self.clock())
         params = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True)
-        (choice,) = self._input_processor.accept(str(next(self._numbers)), prompt, params, tiers)
+        (choice,) = self._input_processor.accept(str(next(self._numbers)), prompt, params, RequestOptions(tiers))
         self._open[choice.request_id] = answer
         self.engine.add(choice)
         return answer

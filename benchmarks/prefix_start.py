@@ -12,7 +12,8 @@ import torch
 from one_rank_model import FP8_KV
 from prefix_load import Answer, Client, Clock, random_tokens
 
-from hotset.base.config import EngineConfig, TiersChoice
+from hotset.base.config import EngineConfig
+from hotset.base.request_options import TiersChoice
 from hotset.base.units import ceil_div
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.sizing import kv_budget

@@ -15,8 +15,6 @@ from hotset.base.listeners import interface_addresses
 from hotset.base.settings import check_settings, flag_name
 
 TiersMode = Literal["auto", "off", "always"]
-TiersChoice = Literal["auto", "resident", "tiered"]  # set by a request: where its KV is stored
-LandingChoice = Literal["auto", "host", "device"]  # set by a request: where KV from a prefill worker arrives
 
 
 @dataclass(frozen=True, slots=True)

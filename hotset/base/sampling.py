@@ -15,7 +15,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
-MAX_CACHE_SALT_CHARACTERS = 256
 
 
 def _refuse(param: str, message: str) -> None:
@@ -148,23 +147,6 @@ class SamplingParams:
     def penalised(self) -> bool:
         """True if penalties are set, so that earlier tokens change the logits of the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-def check_cache_salt(salt: object) -> str:
-    """Returns the salt of a request. Raises RequestError if it is not a text of 1 to MAX_CACHE_SALT_CHARACTERS
-    characters."""
-    if not isinstance(salt, str):
-        raise _invalid_salt(f"must be a text, but is of type {type(salt).__name__}")
-    if not 1 <= len(salt) <= MAX_CACHE_SALT_CHARACTERS:
-        raise _invalid_salt(f"must have 1 to {MAX_CACHE_SALT_CHARACTERS} characters, but has {len(salt)}")
-    if any("\ud800" <= character <= "\udfff" for character in salt):
-        raise _invalid_salt("must not contain lone surrogates")
-    return salt
-
-
-def _invalid_salt(problem: str) -> RequestError:
-    advice = "send a random text or a hash, or leave it out to share prefixes with all requests without a salt"
-    return RequestError(f"cache_salt {problem}; {advice}", param="cache_salt", code="invalid_value")
 
 
 @dataclass(frozen=True, slots=True)

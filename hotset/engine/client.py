@@ -11,8 +11,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
+from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft, RequestError
+from hotset.base.request_options import DEFAULT_OPTIONS, RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.status_line import ShowProgress, ignore_progress
 from hotset.base.structure import structure_failed
@@ -145,16 +146,9 @@ class EngineClient:
         request_id: str,
         prompt: Sequence[int],
         params: SamplingParams,
-        tiers: TiersChoice = "auto",
-        prefill_at: str | None = None,
-        landing: LandingChoice = "auto",
-        cache_salt: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of all `n` choices as they arrive; each choice ends with a finish_reason.
-
-        `prefill_at` is the control address of the prefill worker that computes the prompt, or None to compute it here.
-        `landing` selects where KV from a prefill worker lands: on the host, on the device, or on either ('auto').
-        Only requests with the same `cache_salt` reuse each other's prefixes.
 
         The caller has checked the structure of the answer (`structure_checks`).
 
@@ -169,7 +163,7 @@ class EngineClient:
         self.check()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        choices = self._input_processor.accept(request_id, prompt, params, tiers, prefill_at, landing, cache_salt)
+        choices = self._input_processor.accept(request_id, prompt, params, options)
         inbox: Inbox = asyncio.Queue()
         ids = [choice.request_id for choice in choices]
         self._inboxes.update(dict.fromkeys(ids, inbox))
@@ -183,7 +177,7 @@ class EngineClient:
                 if isinstance(delta, EngineStopped):
                     raise delta
                 if delta.finish_reason == "lost":
-                    peer = "" if prefill_at is None else f"the prefill worker at {prefill_at} failed: "
+                    peer = "" if options.prefill_at is None else f"the prefill worker at {options.prefill_at} failed: "
                     raise HandoffLost(f"{peer}{delta.error}")
                 if delta.finish_reason == "no_room":
                     raise NoRoomLeft(delta.error)

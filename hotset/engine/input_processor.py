@@ -3,15 +3,14 @@
 import random
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hotset.base.address import Address, EventsEndpoint
-from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
-from hotset.base.sampling import PromptSpec, SamplingParams, check_cache_salt
+from hotset.base.request_options import DEFAULT_OPTIONS, RequestOptions
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.schedule.request import Request
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 from hotset.tiers.prefix_cache import PageHasher
@@ -50,19 +49,10 @@ class Choice:
     index: int
     prompt: PromptSpec
     max_length: int
-    tiers: TiersChoice = "auto"
-    prefill_at: str | None = None  # control address of the prefill worker that computes the prompt; None: this engine
-    landing: LandingChoice = "auto"
+    options: RequestOptions = DEFAULT_OPTIONS
 
     def to_request(self) -> Request:
-        return Request(
-            self.request_id,
-            self.prompt,
-            self.max_length,
-            self.tiers,
-            prefill_at=self.prefill_at,
-            landing=self.landing,
-        )
+        return Request(self.request_id, self.prompt, self.max_length, self.options)
 
 
 class InputProcessor:
@@ -77,17 +67,10 @@ class InputProcessor:
         request_id: str,
         prompt: Sequence[int],
         params: SamplingParams,
-        tiers: TiersChoice = "auto",
-        prefill_at: str | None = None,
-        landing: LandingChoice = "auto",
-        cache_salt: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> list[Choice]:
-        """Returns the `n` choices of a request. Raises RequestError if the request is invalid. Allocates no KV.
-
-        Only requests with the same `cache_salt` reuse each other's prefixes.
-        """
+        """Returns the `n` choices of a request. Raises RequestError if the request is invalid. Allocates no KV."""
         card = self._card
-        salt = "" if cache_salt is None else check_cache_salt(cache_salt)
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
         # The prompt is followed by room for at least one token: with max_tokens 0, that token is sampled and dropped.
@@ -104,15 +87,14 @@ class InputProcessor:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
         max_length = card.max_model_len if params.max_tokens is None else length
-        self._check_tiers(tiers, length)
-        if prefill_at is not None:
-            prefill_at = self._normalized_peer(prefill_at)
+        self._check_tiers(options, length)
+        prefill_at = None if options.prefill_at is None else self._normalized_peer(options.prefill_at)
         if params.prompt_logprobs is not None or params.max_tokens == 0:
-            prefill_at = (
-                None  # a handoff brings the KV of a prompt, but not its logits: this worker computes the prompt
-            )
-        self._check_landing(landing, prefill_at, tiers, length)
-        if tiers == "resident":
+            # A handoff brings the KV of a prompt, but not its logits: this worker computes the prompt.
+            prefill_at = None
+        options = replace(options, prefill_at=prefill_at)
+        self._check_landing(options, length)
+        if options.tiers == "resident":
             max_length = min(max_length, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
         if params.structure is not None and not stop_ids:
@@ -128,25 +110,23 @@ class InputProcessor:
             Choice(
                 request_id=f"{request_id}/{index}",
                 index=index,
-                prompt=PromptSpec(token_ids, params.with_seed(_signed(first_seed + index)), stop_ids, salt),
+                prompt=PromptSpec(
+                    token_ids, params.with_seed(_signed(first_seed + index)), stop_ids, options.cache_salt or ""
+                ),
                 max_length=max_length,
-                tiers=tiers,
-                prefill_at=prefill_at,
-                landing=landing,
+                options=options,
             )
             for index in range(params.n)
         ]
 
-    def _check_tiers(self, tiers: TiersChoice, tokens: int) -> None:
+    def _check_tiers(self, options: RequestOptions, tokens: int) -> None:
         card = self._card
-        if tiers not in get_args(TiersChoice):
-            raise RequestError(f"tiers must be one of {', '.join(get_args(TiersChoice))}, not {tiers!r}", param="tiers")
-        if tiers == "tiered" and not card.tiers:
+        if options.tiers == "tiered" and not card.tiers:
             raise RequestError(
                 "tiers 'tiered' needs a model with sparse attention and an engine with tiers; leave it out",
                 param="tiers",
             )
-        if tiers == "resident" and tokens > card.resident_len:
+        if options.tiers == "resident" and tokens > card.resident_len:
             raise ContextLengthExceeded(
                 f"the device holds at most {card.resident_len} tokens of one resident request, but {tokens} were "
                 "requested; leave tiers out or shorten the request",
@@ -168,12 +148,9 @@ class InputProcessor:
             )
         return str(peer)
 
-    def _check_landing(self, landing: LandingChoice, prefill_at: str | None, tiers: TiersChoice, tokens: int) -> None:
-        card = self._card
-        if landing not in get_args(LandingChoice):
-            choices = ", ".join(get_args(LandingChoice))
-            raise RequestError(f"landing must be one of {choices}, not {landing!r}", param="landing")
-        if landing != "auto" and prefill_at is None:
+    def _check_landing(self, options: RequestOptions, tokens: int) -> None:
+        card, landing = self._card, options.landing
+        if landing != "auto" and options.prefill_at is None:
             raise RequestError(
                 f"landing {landing!r} is for prompts that a prefill worker computes, and this prompt is computed here; "
                 "leave it out",
@@ -186,7 +163,7 @@ class InputProcessor:
                 "landing 'device' needs an engine without pipeline stages, and this one has several; leave it out",
                 param="landing",
             )
-        if landing == "device" and (tiers == "tiered" or tokens > card.resident_len):
+        if landing == "device" and (options.tiers == "tiered" or tokens > card.resident_len):
             raise RequestError(
                 f"landing 'device' is for resident requests of at most {card.resident_len} tokens; leave it out",
                 param="landing",

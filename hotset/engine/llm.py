@@ -7,9 +7,10 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from hotset.base.config import EngineConfig, TiersChoice
+from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import ConfigError, EngineStopped, RequestError
+from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import SamplingParams
 from hotset.base.settings import check_setting_names
 from hotset.base.status_line import StatusLine, ignore_progress
@@ -186,9 +187,8 @@ class LLM:
             if self._structure_checks is None:
                 raise needs_tokenizer()
             self._structure_checks.check(params.structure)
-        return self._input_processor.accept(
-            f"llm-{next(self._numbers)}", token_ids, params, tiers, cache_salt=cache_salt_of(prompt)
-        )
+        options = RequestOptions(tiers=tiers, cache_salt=cache_salt_of(prompt))
+        return self._input_processor.accept(f"llm-{next(self._numbers)}", token_ids, params, options)
 
     def _start(self, choices: Sequence[Choice]) -> None:
         self._outputs.add(choices)

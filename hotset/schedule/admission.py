@@ -21,10 +21,10 @@ def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode, row
 
     Its first `rows` rows are on the host. If at most one is left to compute, it need not be streamed.
     """
-    if not ledger.tiers or request.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
+    if not ledger.tiers or request.options.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
         return (Residence.RESIDENT,)
     rows_on_host = Residence.TIERED if rows and rows >= len(request.tokens) - 1 else Residence.STREAMED
-    if mode == "always" or request.tiers == "tiered":
+    if mode == "always" or request.options.tiers == "tiered":
         return (rows_on_host,)
     return (Residence.RESIDENT, rows_on_host)
 
@@ -34,15 +34,16 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
 
     Each entry is (whether the prompt lands in device pages, residence of the request afterwards).
     """
-    may_be_tiered = ledger.tiers and request.tiers != "resident"
-    must_be_resident = request.tiers == "resident" or request.landing == "device"  # even if `mode` is "always"
-    may_be_resident = must_be_resident or not (ledger.tiers and (mode == "always" or request.tiers == "tiered"))
+    tiers, landing = request.options.tiers, request.options.landing
+    may_be_tiered = ledger.tiers and tiers != "resident"
+    must_be_resident = tiers == "resident" or landing == "device"  # even if `mode` is "always"
+    may_be_resident = must_be_resident or not (ledger.tiers and (mode == "always" or tiers == "tiered"))
     landings = []
     policy = ledger.landing_policy(request.prefill_at)
-    avoids_device = policy.prefer_host and ledger.host is not None and request.landing != "device"
-    if may_be_resident and policy.on_device and request.landing != "host" and not avoids_device:
+    avoids_device = policy.prefer_host and ledger.host is not None and landing != "device"
+    if may_be_resident and policy.on_device and landing != "host" and not avoids_device:
         landings.append((True, Residence.RESIDENT))
-    if ledger.host is not None and request.landing != "device":
+    if ledger.host is not None and landing != "device":
         landings += [(False, Residence.RESIDENT)] * may_be_resident + [(False, Residence.TIERED)] * may_be_tiered
     return landings
 

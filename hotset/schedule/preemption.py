@@ -69,7 +69,9 @@ def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
     Requests that asked for tiers stay tiered.
     """
     tiered = [
-        request for request in running if request.holding.residence is Residence.TIERED and request.tiers != "tiered"
+        request
+        for request in running
+        if request.holding.residence is Residence.TIERED and request.options.tiers != "tiered"
     ]
     spare = headroom(running) if tiered else NO_PAGES
     return next((r for r in tiered if ledger.fits(ledger.pages_to_promote(r.num_scheduled), spare)), None)
@@ -90,7 +92,7 @@ def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, in
         request: freed
         for request in running
         if request.phase is Phase.DECODE
-        and request.tiers != "resident"
+        and request.options.tiers != "resident"
         and (freed := ledger.pages_freed_by_demotion(request.holding, request.num_scheduled)) > 0
     }
 

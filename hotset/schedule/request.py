@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Literal
 
-from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import IllegalTransition, InternalError
+from hotset.base.request_options import DEFAULT_OPTIONS, RequestOptions
 from hotset.base.sampling import PromptSpec
 from hotset.tiers.residence import Holding
 
@@ -58,12 +58,12 @@ class Request:
         "finish_reason",
         "for_peer",
         "holding",
-        "landing",
         "max_length",
         "num_announced",
         "num_cached",
         "num_drafted",
         "num_prompt_logprobs",
+        "options",
         "page_hashes",
         "parks",
         "phase",
@@ -78,7 +78,6 @@ class Request:
         "settled_unsampled",
         "stays_on_device",
         "steady_since",
-        "tiers",
         "tokens",
         "void_before",
         "waits_for",
@@ -90,27 +89,23 @@ class Request:
         request_id: str,
         prompt: PromptSpec,
         max_length: int,
-        tiers: TiersChoice = "auto",
-        prefill_at: str | None = None,
-        landing: LandingChoice = "auto",
+        options: RequestOptions = DEFAULT_OPTIONS,
         for_peer: bool = False,
         stays_on_device: bool = False,
     ) -> None:
         """`max_length` is the maximal number of tokens of prompt and answer together.
 
-        `prefill_at` is the control address of the prefill worker that computes the prompt, or None. `landing`
-        restricts where its KV lands. `for_peer` marks a prompt that is computed for a decode worker, which needs only
-        the KV of the prompt and the first token of the answer. `stays_on_device` means that the peer reads this KV
-        from the device, if the prompt is resident there.
+        `for_peer` marks a prompt that is computed for a decode worker, which needs only the KV of the prompt and the
+        first token of the answer. `stays_on_device` means that the peer reads this KV from the device, if the prompt is
+        resident there.
         """
         if not 0 < len(prompt) < max_length:
             raise InternalError(f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}")
         self.request_id = request_id
         self.prompt = prompt
         self.max_length = max_length
-        self.tiers = tiers
-        self.prefill_at = prefill_at
-        self.landing = landing
+        self.options = options
+        self.prefill_at = options.prefill_at  # becomes None once this engine is to compute the prompt itself
         self.attempt = 1  # number of the current attempt to have a prefill worker compute the prompt
         self.for_peer, self.stays_on_device = for_peer, stays_on_device
         self.num_announced = 0  # announcements to the peer cover rows [0, num_announced)

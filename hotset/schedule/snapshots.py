@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from hotset.base.config import TiersChoice
+from hotset.base.request_options import TiersChoice
 from hotset.base.story import StoryEvent
 from hotset.schedule.request import FinishReason, Phase, Request
 from hotset.tiers.residence import PageUse
@@ -70,7 +70,7 @@ def _snapshot(request: Request, *, with_story: bool) -> RequestSnapshot:
         request_id=request.request_id,
         phase=request.phase.value,
         residence=holding.residence.value,
-        tiers=request.tiers,
+        tiers=request.options.tiers,
         prompt_tokens=prompt_tokens,
         answer_tokens=len(request.tokens) - prompt_tokens,
         cached_tokens=request.num_cached or 0,

@@ -11,14 +11,13 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import RequestError
 from hotset.base.structure import Structure
 from hotset.serve.conversation import AnswerReader, Conversation, encode_conversation
 from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import GenerationJob, Responder, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.protocol import CacheSalt, RequestBody, SamplingFields
+from hotset.serve.protocol import OptionFields, SamplingFields
 from hotset.serve.service import Service
 from hotset.serve.tools.calls import TOOL_NAME
 
@@ -38,7 +37,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_is_json)]
 ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
-class AgentFields(RequestBody):
+class AgentFields(OptionFields):
     """The fields that both endpoints have under the same name. Those after `stream` are Hotset's own."""
 
     model: str | None = Field(None, description="Default: the served model.")
@@ -50,15 +49,6 @@ class AgentFields(RequestBody):
     seed: int | None = None
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables of the chat template, like enable_thinking."
-    )
-    tiers: TiersChoice | None = Field(
-        None, description="Where this request's KV is stored. 'auto': on the device while there is room."
-    )
-    landing: LandingChoice | None = Field(
-        None, description="Where KV from a prefill worker arrives. 'auto': on the device if all of it fits there."
-    )
-    cache_salt: CacheSalt | None = Field(
-        None, description="Only requests with the same salt reuse each other's prefixes."
     )
 
 
@@ -100,7 +90,7 @@ async def answer(
     params = service.sampling_params(sampling, max_tokens=turn.max_tokens, logprobs=None)
     params = replace(params, stop=turn.stop or params.stop, structure=turn.structure)
     service.check_open()
-    prefill_at = service.prefill_at(request.headers)
+    options = service.request_options(body, request.headers)
     encoding = encode_conversation(service, client_of(request), turn.conversation)
     prompt = await unless_disconnected(request.receive, encoding)
     if turn.stops_at_context and turn.max_tokens is not None:
@@ -110,11 +100,8 @@ async def answer(
         request_id=turn.id,
         prompts=[prompt.token_ids],
         params=prompt.constrained(params),
+        options=options,
         stream=bool(body.stream),
-        tiers=body.tiers or "auto",
-        landing=body.landing or "auto",
-        cache_salt=body.cache_salt,
-        prefill_at=prefill_at,
     )
     with prompt.naming_tools():
         return await respond(request, service, job, new_responder(job, prompt.new_reader()))

@@ -191,7 +191,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
-    prefill_at = service.prefill_at(request.headers)
+    options = service.request_options(body, request.headers)
     conversation = conversation_of(body.messages, body, body.parallel_tool_calls)
     encoding = encode_conversation(service, client_of(request), conversation, service.max_untruncated(body))
     prompt = await unless_disconnected(request.receive, encoding)
@@ -211,11 +211,8 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         request_id=formatter.id,
         prompts=[token_ids],
         params=prompt.constrained(params),
+        options=options,
         stream=bool(body.stream),
-        tiers=body.tiers or "auto",
-        landing=body.landing or "auto",
-        cache_salt=body.cache_salt,
-        prefill_at=prefill_at,
         logprobs_field="top_logprobs" if body.top_logprobs else "logprobs",
     )
     try:

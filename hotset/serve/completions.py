@@ -117,7 +117,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     """Continues prompts. Raises RequestError if they are refused, and the errors of `EngineClient.generate`."""
     service.check_model(body.model)
     service.check_open()
-    prefill_at = service.prefill_at(request.headers)
+    options = service.request_options(body, request.headers)
     prompts = await unless_disconnected(request.receive, _prompts(service, body))
     # If the client sets no limit, the default is lowered to the room that the longest prompt leaves in the context, but
     # not below 1 or `min_tokens`. The engine client rejects a request that does not fit.
@@ -146,11 +146,8 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         request_id=formatter.id,
         prompts=prompts,
         params=params,
+        options=options,
         stream=bool(body.stream),
-        tiers=body.tiers or "auto",
-        landing=body.landing or "auto",
-        cache_salt=body.cache_salt,
-        prefill_at=prefill_at,
         prompt_logprobs_field="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
     )
     return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import EngineStopped, RequestError
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard
@@ -44,11 +44,8 @@ class GenerationJob:
     request_id: str
     prompts: Sequence[list[int]]
     params: SamplingParams
+    options: RequestOptions
     stream: bool
-    tiers: TiersChoice = "auto"
-    landing: LandingChoice = "auto"
-    cache_salt: str | None = None
-    prefill_at: str | None = None  # control address of the prefill worker; None: this worker computes the prompts
     # The fields of the request that ask for log-probabilities, for error messages
     logprobs_field: str = "logprobs"
     prompt_logprobs_field: str = "prompt_logprobs"
@@ -158,7 +155,7 @@ async def _page_marks(request: Request, service: Service, job: GenerationJob) ->
     hasher = service.client.model.page_hasher
     if PAGE_MARKS_HEADER not in request.headers or hasher is None or len(job.prompts) != 1:
         return {}
-    prompt, salt = job.prompts[0], job.cache_salt or ""
+    prompt, salt = job.prompts[0], job.options.cache_salt or ""
     return {PAGE_MARKS_HEADER: await service.in_text_thread(lambda: page_marks_header(prompt, salt, hasher))}
 
 
@@ -314,16 +311,7 @@ async def _pump(
 ) -> None:
     """Moves the deltas of one prompt into `queue`, followed by None at the end or by the error."""
     try:
-        generated = client.generate(
-            request_id,
-            prompt,
-            job.params,
-            tiers=job.tiers,
-            prefill_at=job.prefill_at,
-            landing=job.landing,
-            cache_salt=job.cache_salt,
-        )
-        async with aclosing(generated) as deltas:
+        async with aclosing(client.generate(request_id, prompt, job.params, job.options)) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
                     raise EngineStopped("the engine stopped before the response was complete")

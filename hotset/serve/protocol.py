@@ -22,16 +22,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from hotset.base.config import LandingChoice, TiersChoice
-from hotset.base.sampling import (
+from hotset.base.request_options import (
     MAX_CACHE_SALT_CHARACTERS,
+    LandingChoice,
+    RequestOptions,
+    TiersChoice,
+    check_cache_salt,
+)
+from hotset.base.sampling import (
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    check_cache_salt,
 )
 from hotset.serve.fields import (
     IGNORED,
@@ -277,7 +281,27 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(None, description="Ignored: chunks are never padded.")
 
 
-class SamplingFields(RequestBody):
+class OptionFields(RequestBody):
+    """The options of a request that clients set. They have the names that they have in `RequestOptions`."""
+
+    tiers: TiersChoice | None = Field(
+        None, description="Where this request's KV is stored. 'auto': on the device while there is room."
+    )
+    landing: LandingChoice | None = Field(
+        None, description="Where KV from a prefill worker arrives. 'auto': on the device if all of it fits there."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Only requests with the same salt reuse each other's prefixes."
+    )
+
+    def request_options(self, prefill_at: str | None) -> RequestOptions:
+        given = {name: getattr(self, name) for name in OptionFields.model_fields}
+        return RequestOptions(
+            **{name: value for name, value in given.items() if value is not None}, prefill_at=prefill_at
+        )
+
+
+class SamplingFields(OptionFields):
     """The fields that both completion endpoints share."""
 
     model: str | None = Field(None, description="Default: the served model.")
@@ -306,15 +330,6 @@ class SamplingFields(RequestBody):
         description="Keep only this many tokens at the end of the prompt; -1: as many as the context has room for.",
     )
     return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the choices.")
-    tiers: TiersChoice | None = Field(
-        None, description="Where this request's KV is stored. 'auto': on the device while there is room."
-    )
-    landing: LandingChoice | None = Field(
-        None, description="Where KV from a prefill worker arrives. 'auto': on the device if all of it fits there."
-    )
-    cache_salt: CacheSalt | None = Field(
-        None, description="Only requests with the same salt reuse each other's prefixes."
-    )
     response_format: ResponseFormat | None = Field(None, description="Make the answer JSON, of a schema or of any.")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Give the answer a structure. The answer ends where its structure ends."

@@ -21,6 +21,7 @@ from hotset.base.errors import (
     WrongRole,
 )
 from hotset.base.job_pool import MAX_WORKERS
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.serve_config import ServeConfig
 from hotset.base.structure import Structure, needs_tokenizer
@@ -31,7 +32,7 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.fair_queue import FairQueue
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
-from hotset.serve.protocol import SamplingFields
+from hotset.serve.protocol import OptionFields, SamplingFields
 from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
 from hotset.serve.structured_output import structure_of
@@ -169,7 +170,11 @@ class Service:
                 "(hotset router) or to a decode worker"
             )
 
-    def prefill_at(self, headers: Mapping[str, str]) -> str | None:
+    def request_options(self, body: OptionFields, headers: Mapping[str, str]) -> RequestOptions:
+        """Returns the options of a request. Raises the errors of `_prefill_at`."""
+        return body.request_options(self._prefill_at(headers))
+
+    def _prefill_at(self, headers: Mapping[str, str]) -> str | None:
         """Returns the control address of the prefill worker that the router chose, or None if the header is missing.
 
         Raises WrongRole if a server that is not a decode worker gets the header, and NotAllowed if its router did not

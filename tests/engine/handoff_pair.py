@@ -22,9 +22,10 @@ from engine.test_invariance import MODELS
 from harness import CPU, RandomWeights, run_all
 from loopback import Hub, Loopback
 
-from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
+from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import EMBEDDED
 from hotset.base.paged_span import PagedSpan
+from hotset.base.request_options import LandingChoice, RequestOptions, TiersChoice
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
@@ -325,8 +326,9 @@ class Pair:
         answers: dict[str, list[int]] = {f"{name}/0": [] for name in names}
         for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             prefill_at = self.prefills[number % len(self.prefills)].card.control
-            for choice in processor.accept(name, prompt, params, tiers, prefill_at, landing):
-                self.decode.add(replace(choice, prompt=replace(choice.prompt, cache_salt=salt)))
+            options = RequestOptions(tiers, landing, salt or None, prefill_at)
+            for choice in processor.accept(name, prompt, params, options):
+                self.decode.add(choice)
         cached = CachedBytes(self.decode)
         deadline = time.monotonic() + DEADLINE_S
         while not self.decode.idle:

@@ -18,6 +18,7 @@ from processes import pause
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.status_line import TaskProgress
 from hotset.engine import process as process_module
@@ -144,7 +145,7 @@ def test_the_number_of_cached_tokens_arrives_although_the_admission_comes_steps_
         await collect(client.generate("first", prompt, SHORT))
         deltas = [delta async for delta in client.generate("second", [*prompt[:20], *range(20)], SHORT)]
         assert {delta.cached_tokens for delta in deltas} == {20}
-        salted = [delta async for delta in client.generate("third", prompt, SHORT, cache_salt="a")]
+        salted = [delta async for delta in client.generate("third", prompt, SHORT, RequestOptions(cache_salt="a"))]
         assert {delta.cached_tokens for delta in salted} == {0}
 
     shared.run(scenario)

@@ -13,6 +13,7 @@ from loopback import Hub, Loopback
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine import core
 from hotset.engine.build import assemble, in_process_executor, model_card
@@ -151,7 +152,9 @@ def test_pages_are_announced_to_a_peer_only_after_copies_to_them_have_finished(
         agent, copies = replace_agent(decode, patch), FakeEvent()
         patch.setattr(decode.executor, "mirrored_event", lambda: copies)
         for name in ("aborted", "kept"):
-            (choice,) = InputProcessor(decode.card, seed=0).accept(name, [1, 2, 3], SamplingParams(), prefill_at=PEER)
+            (choice,) = InputProcessor(decode.card, seed=0).accept(
+                name, [1, 2, 3], SamplingParams(), RequestOptions(prefill_at=PEER)
+            )
             decode.add(choice)
         for _ in range(3):
             decode.step()

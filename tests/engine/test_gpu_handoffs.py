@@ -19,7 +19,8 @@ from engine.test_decode_graphs import DEMO
 from engine.test_gpu_ranks import on_gpu, on_one_gpu
 
 from hotset import LLM, SamplingParams
-from hotset.base.config import EngineConfig, LandingChoice
+from hotset.base.config import EngineConfig
+from hotset.base.request_options import LandingChoice
 from hotset.engine.build import build_engine
 
 DSA: dict[str, Any] = json.loads((Path(DEMO) / "config.json").read_text()) | {"num_hidden_layers": 4}

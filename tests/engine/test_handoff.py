@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from engine.handoff_pair import SAMPLED, Prompts, answers_alone, decoder_of, pair
 
-from hotset.base.config import LandingChoice, TiersChoice, TiersMode
+from hotset.base.config import TiersMode
 from hotset.base.engine_settings import EMBEDDED
+from hotset.base.request_options import LandingChoice, TiersChoice
 from hotset.engine.core import Engine
 from hotset.schedule.plan import TokenOutputs
 

@@ -17,6 +17,7 @@ from loopback import Hub, Loopback
 from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import DEFAULT_STAGING_MIB
 from hotset.base.errors import RequestError
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB
 from hotset.engine import build
@@ -107,7 +108,9 @@ def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted
     """The peer refuses the request, because the peer is a decode worker too."""
     decode, peer = (make(lambda _settings: Loopback(Hub()), role="decode") for _ in range(2))
     try:
-        (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FOUR_TOKENS, prefill_at=peer.card.control)
+        (choice,) = InputProcessor(decode.card, 0).accept(
+            "r", [5] * 9, FOUR_TOKENS, RequestOptions(prefill_at=peer.card.control)
+        )
         decode.add(choice)
         decode.step()
         decode.step()  # passes the request to the agent, which sends it to the peer
@@ -141,8 +144,8 @@ CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decod
     ],
 )
 def test_the_address_of_a_prefill_worker_is_normalized(address: str, normalized: str) -> None:
-    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, prefill_at=address)
-    assert choice.prefill_at == normalized
+    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, RequestOptions(prefill_at=address))
+    assert choice.options.prefill_at == normalized
 
 
 @pytest.mark.parametrize(
@@ -150,13 +153,13 @@ def test_the_address_of_a_prefill_worker_is_normalized(address: str, normalized:
 )
 def test_an_address_that_no_peer_can_have_is_refused(address: str) -> None:
     with pytest.raises(RequestError, match="control address"):
-        InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, prefill_at=address)
+        InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, RequestOptions(prefill_at=address))
 
 
 @pytest.mark.parametrize("landing", ["host", "device"])
 def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", "device"]) -> None:
     with pytest.raises(RequestError, match="computed here; leave it out"):
-        InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, landing=landing)
+        InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, RequestOptions(landing=landing))
 
 
 def test_workers_hand_over_through_other_addresses_and_report_why_a_prompt_is_refused(tmp_path: Path) -> None:

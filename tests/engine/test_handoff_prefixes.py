@@ -18,7 +18,7 @@ from engine.test_handoff_splits import pair as split_pair
 from harness import RandomWeights, make_engine, run_all
 from loopback import Faults, Loopback
 
-from hotset.base.config import LandingChoice
+from hotset.base.request_options import LandingChoice
 from hotset.engine.core import Engine
 from hotset.fleet.handoff.endpoints import PrefillEndpoint
 from hotset.fleet.transfer.workers import WorkerTransfers

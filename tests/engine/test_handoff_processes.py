@@ -19,6 +19,7 @@ from processes import pause
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, HandoffLost
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import EngineStats
@@ -103,7 +104,8 @@ async def answer(
 ) -> list[int]:
     """Returns the tokens of the answer. `prefill` computes the prompt; None means that `decode` does."""
     prefill_at = None if prefill is None else prefill.control
-    deltas = decode.generate(name, prompt, params, prefill_at=prefill_at, landing="host" if prefill_at else "auto")
+    options = RequestOptions(landing="host" if prefill_at else "auto", prefill_at=prefill_at)
+    deltas = decode.generate(name, prompt, params, options)
     return [token async for delta in deltas for token in delta.token_ids]
 
 

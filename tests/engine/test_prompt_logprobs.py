@@ -15,6 +15,7 @@ from harness import CPU, Answer, make_engine, run_all
 from models.split_workers import SPECS
 from models.tiny_deepseek import oracle_logprobs, save_random_deepseek
 
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
@@ -209,8 +210,9 @@ def test_a_decode_worker_computes_a_prompt_whose_logits_are_needed(
 ) -> None:
     """A handoff brings the KV and the first token, but no logits of the prompt."""
     card = ModelCard("tiny", "llama", 64, VOCAB, (), False, 64, "cpu", "float32", role="decode")
-    (choice,) = InputProcessor(card, 0).accept("r", [1, 2], SamplingParams(**changes), prefill_at="127.0.0.1:7001")  # type: ignore[arg-type]
-    assert choice.prefill_at == (None if computed_here else "127.0.0.1:7001")
+    options = RequestOptions(prefill_at="127.0.0.1:7001")
+    (choice,) = InputProcessor(card, 0).accept("r", [1, 2], SamplingParams(**changes), options)  # type: ignore[arg-type]
+    assert choice.options.prefill_at == (None if computed_here else "127.0.0.1:7001")
 
 
 def _reported(answer: Answer) -> int:

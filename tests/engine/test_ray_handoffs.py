@@ -24,6 +24,7 @@ from ray.util.placement_group import placement_group
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, HandoffLost
+from hotset.base.request_options import RequestOptions
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import EngineStats
 from hotset.engine.process import AUDIT_AFTER_IDLE_S, EngineProcess
@@ -82,9 +83,8 @@ async def start(model: str, address: str, role: str, settings: dict[str, Any]) -
 
 
 async def answer(decode: EngineClient, prefill: EngineClient, number: int, prompt: list[int]) -> list[int]:
-    deltas = decode.generate(
-        f"request {number}", prompt, params_of(number), prefill_at=prefill.control, landing=LANDINGS[number % 3]
-    )
+    options = RequestOptions(landing=LANDINGS[number % 3], prefill_at=prefill.control)
+    deltas = decode.generate(f"request {number}", prompt, params_of(number), options)
     return [token async for delta in deltas for token in delta.token_ids]
 
 

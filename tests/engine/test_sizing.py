@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError, ContextLengthExceeded, RequestError
 from hotset.base.host_memory import host_memory
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB
 from hotset.engine import sizing
@@ -251,7 +252,8 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
     changes: dict[str, Any], prompt: int, answer: int, tiers: Any, quoted: list[str]
 ) -> None:
     with pytest.raises(RequestError) as refusal:
-        InputProcessor(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
+        params, options = SamplingParams(max_tokens=answer), RequestOptions(tiers)
+        InputProcessor(card(**changes), seed=0).accept("r", [1] * prompt, params, options)
     # Only the cases that exceed a length quote more than two fragments.
     assert isinstance(refusal.value, ContextLengthExceeded) == (len(quoted) > 2 and tiers != "warm")
     assert "\n" not in str(refusal.value)
@@ -260,7 +262,8 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
 
 
 def test_a_resident_request_without_max_tokens_ends_at_the_longest_resident_context() -> None:
-    choices = InputProcessor(card(), seed=0).accept("r", [1] * 20, SamplingParams(max_tokens=None), "resident")
+    params, options = SamplingParams(max_tokens=None), RequestOptions("resident")
+    choices = InputProcessor(card(), seed=0).accept("r", [1] * 20, params, options)
     assert [choice.max_length for choice in choices] == [200]
 
 

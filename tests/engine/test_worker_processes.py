@@ -21,6 +21,7 @@ from processes import is_running, pause, shared_memory_of
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, EngineStopped
+from hotset.base.request_options import RequestOptions
 from hotset.engine.build import build_engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.progress import Progress
@@ -192,7 +193,9 @@ def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_
     pids = [worker.process.pid for worker in workers.workers]
     try:
         params = replace(PARAMS, seed=1)
-        for choice in InputProcessor(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
+        for choice in InputProcessor(decode.card, 0).accept(
+            "a", [1] * 300, params, RequestOptions(prefill_at=prefill.card.control)
+        ):
             decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
         while prefill.idle:  # the prefill worker has not received the request yet

@@ -17,6 +17,7 @@ from listening import Listening, listening
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import HandoffLost
+from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.process import EngineProcess, StopEngine
@@ -49,14 +50,14 @@ async def hand_over(
             local, handed_off = [
                 [
                     token
-                    async for delta in decode.generate(name, prompt, FOUR_TOKENS, prefill_at=prefill_at)
+                    async for delta in decode.generate(name, prompt, FOUR_TOKENS, RequestOptions(prefill_at=prefill_at))
                     for token in delta.token_ids
                 ]
                 for name, prefill_at in (("local", None), ("handed off", prefill.control))
             ]
             assert local == handed_off
             with pytest.raises(HandoffLost, match="the prompt has 80 tokens, but this worker computes 1 to 63"):
-                await anext(decode.generate("long", [5] * 80, FOUR_TOKENS, prefill_at=prefill.control))
+                await anext(decode.generate("long", [5] * 80, FOUR_TOKENS, RequestOptions(prefill_at=prefill.control)))
             assert (await decode.stats()).landed == 1
     finally:
         await asyncio.gather(prefill.close(0.0), decode.close(0.0))

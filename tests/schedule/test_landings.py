@@ -3,7 +3,7 @@
 import pytest
 from schedule.list_runner import ListRunner, next_token
 
-from hotset.base.config import LandingChoice
+from hotset.base.request_options import LandingChoice, RequestOptions
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
@@ -26,7 +26,8 @@ def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledge
 def prefilled_by_peer(name: str, length: int, limit: int, prefill_at: str | None = "peer") -> Request:
     """Returns a request whose prompt a prefill worker computes and whose KV lands on the host."""
     prompt = PromptSpec(tuple(range(8, 8 + length)), SamplingParams(seed=0))
-    return Request(name, prompt, limit, prefill_at=prefill_at, landing="host" if prefill_at else "auto")
+    options = RequestOptions(landing="host" if prefill_at else "auto", prefill_at=prefill_at)
+    return Request(name, prompt, limit, options)
 
 
 def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
@@ -198,7 +199,7 @@ def answer_alone(prompt: tuple[int, ...], limit: int) -> list[int]:
 def landing_after_prefix(name: str, landing: LandingChoice, length: int = 15, salt: str = "") -> Request:
     """Returns a request for a prefill worker. With no salt, its first 8 rows are in the cache of `make_cached`."""
     prompt = PromptSpec((*range(8, 17), *range(50, 50 + length - 9)), SamplingParams(seed=0), cache_salt=salt)
-    return Request(name, prompt, length + 5, prefill_at="peer", landing=landing)
+    return Request(name, prompt, length + 5, RequestOptions(landing=landing, prefill_at="peer"))
 
 
 @pytest.mark.parametrize("landing", ["host", "device"])
@@ -268,7 +269,7 @@ def test_rows_avoid_the_device_for_a_peer_that_reaches_it_slowly_unless_the_clie
     scheduler, runner, _, _ = make_cached()
     scheduler.set_landing_policy("peer", LandingPolicy(keys_on_host=True, prefer_host=True))
     prompt = PromptSpec(tuple(range(60, 75)), SamplingParams(seed=0))
-    scheduler.add(Request("a", prompt, 20, prefill_at=peer, landing=landing))
+    scheduler.add(Request("a", prompt, 20, RequestOptions(landing=landing, prefill_at=peer)))
     reservation = next_reservation(scheduler, runner)
     assert (reservation.on_device, reservation.keys_on_host) == (on_device, peer == "peer" and not on_device)
 
@@ -353,7 +354,9 @@ def test_a_prompt_does_not_wait_for_a_landing_that_would_spare_it_little() -> No
     scheduler, _, _, _ = make_cached()
     prompts = [(*range(2), *range(100 * number, 100 * number + 20)) for number in range(1, 4)]
     specs = [PromptSpec(prompt, SamplingParams(seed=0)) for prompt in prompts]
-    requests = [Request(f"{number}", spec, 30, prefill_at=f"peer {number}") for number, spec in enumerate(specs)]
+    requests = [
+        Request(f"{number}", spec, 30, RequestOptions(prefill_at=f"peer {number}")) for number, spec in enumerate(specs)
+    ]
     for request in requests:
         scheduler.add(request)
     scheduler.plan()
@@ -383,7 +386,7 @@ def test_no_request_loses_its_pages_for_one_that_waits_for_a_prefix() -> None:
 
     def add(name: str, prompt: range, landing: LandingChoice) -> Request:
         spec = PromptSpec(tuple(prompt), SamplingParams(seed=0))
-        request = Request(name, spec, len(prompt) + 3, prefill_at="peer", landing=landing)
+        request = Request(name, spec, len(prompt) + 3, RequestOptions(landing=landing, prefill_at="peer"))
         scheduler.add(request)
         return request
 

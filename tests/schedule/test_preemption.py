@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotset.base.config import TiersChoice
+from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
@@ -28,7 +28,9 @@ class Running:
         self.requests = [self._decoding(seat, length, tiers) for seat, length in enumerate(lengths)]
 
     def _decoding(self, seat: int, length: int, tiers: TiersChoice) -> Request:
-        request = Request(f"r{seat}", PromptSpec((1,) * length, SamplingParams(seed=0)), length + 40, tiers)
+        request = Request(
+            f"r{seat}", PromptSpec((1,) * length, SamplingParams(seed=0)), length + 40, RequestOptions(tiers)
+        )
         assert self.ledger.admit(request.holding, seat, Residence.RESIDENT, length) is not None
         request.arrival = request.seat = seat
         request.num_scheduled = length

@@ -13,8 +13,9 @@ from imposed_drafts import ImposedDrafter
 from random_rules import RandomMachine, rule, run_example
 from schedule.list_runner import ListRunner, next_token
 
-from hotset.base.config import LandingChoice, TiersChoice, TiersMode
+from hotset.base.config import TiersMode
 from hotset.base.errors import IllegalTransition
+from hotset.base.request_options import LandingChoice, RequestOptions, TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
@@ -116,7 +117,7 @@ class SchedulerMachine(RandomMachine):
                 self.prompt_only.add(name)
             params = SamplingParams(seed=0, prompt_logprobs=0, max_tokens=0 if name in self.prompt_only else None)
         prompt = PromptSpec(tuple(self.prompts[name]), params, frozenset({STOP}), self.random.choice(SALTS))
-        self.scheduler.add(Request(name, prompt, limit, tiers, prefill_at, landing))
+        self.scheduler.add(Request(name, prompt, limit, RequestOptions(tiers, landing, prefill_at=prefill_at)))
 
     def make_prompt(self, length: int) -> list[int]:
         """Returns a prompt of at most `length` tokens. Most begin like an earlier conversation."""

@@ -54,7 +54,7 @@ class ScriptedClient:
     def check(self) -> None: ...
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, **options: Any
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, *_: Any
     ) -> AsyncGenerator[Delta, None]:
         self.prompts.append(list(prompt))
         self.params.append(params)

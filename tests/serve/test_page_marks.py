@@ -37,7 +37,7 @@ class FakeClient:
 
     def check(self) -> None: ...
 
-    async def generate(self, request_id: str, prompt: Sequence[int], *_: Any, **__: Any) -> AsyncGenerator[Delta, None]:
+    async def generate(self, request_id: str, prompt: Sequence[int], *_: Any) -> AsyncGenerator[Delta, None]:
         self.waiting += 1
         self.open += 1
         try:

@@ -16,7 +16,8 @@ from tiers.byte_model import Poisoner, as_bytes
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.base.config import TiersChoice, TiersMode
+from hotset.base.config import TiersMode
+from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.core import Engine, Replica
 from hotset.engine.input_processor import ModelCard
@@ -302,7 +303,7 @@ class Bench:
 
     def add(self, name: str, prompt: int, answer: int, tiers: TiersChoice = "auto") -> Request:
         spec = PromptSpec(tuple(prompt_of(name, prompt)), SamplingParams(temperature=0, seed=0))
-        request = Request(name, spec, prompt + answer, tiers)
+        request = Request(name, spec, prompt + answer, RequestOptions(tiers))
         self.scheduler.add(request)
         self.requests[name], self.answers[name] = request, []
         return request

@@ -20,7 +20,7 @@ import msgspec
 from hotset.base.address import Address
 from hotset.base.errors import BadMessage, InternalError
 from hotset.base.paged_span import PagedSpan
-from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS
+from hotset.base.request_options import MAX_CACHE_SALT_CHARACTERS
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.messages import Hello, Message
 from hotset.fleet.transfer.api import MemoryKind
