@@ -32,7 +32,6 @@ from hotset.serve.messages_api.endpoint import count_tokens, create_message
 from hotset.serve.messages_api.request import CountTokensRequest, MessagesRequest
 from hotset.serve.middleware import middleware_of
 from hotset.serve.page import page_response
-from hotset.serve.plan_page import PlanCalculator, plan_routes
 from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hotset.serve.responses import (
     ChatCompletion,
@@ -275,14 +274,7 @@ def _page_routes(service: Service) -> APIRouter:
     client = service.client
     live = Live(service.describe, lambda: client.failure, service.metrics)
     client.state_observers.append(live.record)
-    calculator = PlanCalculator(_model_path(service))
-    routes.include_router(plan_routes(calculator))
-
-    def close() -> None:
-        live.feed.close()
-        calculator.close()
-
-    client.on_closing = close
+    client.on_closing = live.feed.close
 
     @routes.get("/")
     async def page() -> Response:
@@ -293,12 +285,6 @@ def _page_routes(service: Service) -> APIRouter:
         return live.feed.response()
 
     return routes
-
-
-def _model_path(service: Service) -> str:
-    """Returns the model as the command line named it. The aliases have that and the model's own name."""
-    name = service.client.model.name
-    return next((alias for alias in service.aliases if alias != name), name)
 
 
 def _redirect_routes() -> APIRouter:

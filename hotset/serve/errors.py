@@ -53,6 +53,9 @@ class ErrorKind:
     type: str
 
 
+# Paths of earlier versions, and what replaces them.
+REMOVED_PATHS = {"/plan": "hotset plan", "/plan/calculate": "hotset plan --json"}
+
 ERROR_KINDS: Mapping[type[BaseException], ErrorKind] = {
     RequestError: ErrorKind(400, "invalid_request_error"),
     WrongApiKey: ErrorKind(401, "authentication_error"),
@@ -111,7 +114,8 @@ def http_error_response(error: HTTPException, method: str, path: str) -> Respons
     status = HTTPStatus(error.status_code)
     error_type, message = "invalid_request_error", f"{status.phrase}: {method} {path}"
     if status is HTTPStatus.NOT_FOUND:
-        error_type, message = "not_found_error", f"the path {path} does not exist; /docs lists the paths"
+        instead = f"run {REMOVED_PATHS[path]}" if path in REMOVED_PATHS else "/docs lists the paths"
+        error_type, message = "not_found_error", f"the path {path} does not exist; {instead}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{path} does not accept {method}"
     elif status is HTTPStatus.BAD_REQUEST:

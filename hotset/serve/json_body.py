@@ -23,8 +23,8 @@ def json_route(threads: Executor) -> type[APIRoute]:
         async def json(self) -> Any:
             body = await self.body()
             if len(body) <= MAX_LOOP_BYTES:
-                return parsed(body)
-            return await asyncio.get_running_loop().run_in_executor(threads, parsed, body)
+                return _parsed(body)
+            return await asyncio.get_running_loop().run_in_executor(threads, _parsed, body)
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -38,7 +38,7 @@ def json_route(threads: Executor) -> type[APIRoute]:
     return JsonRoute
 
 
-def parsed(body: bytes) -> Any:
+def _parsed(body: bytes) -> Any:
     """Returns the value of a JSON text. Raises ValueError if it is not JSON, RecursionError if it is nested too
     deeply, and RequestError if an object has more than MAX_FIELDS fields."""
     return json.loads(body, object_pairs_hook=_checked_object)

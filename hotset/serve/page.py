@@ -1,4 +1,4 @@
-"""Pages of one HTML file with its script and its style. The browser loads nothing else."""
+"""The live page: one HTML file with its script and its style. The browser loads nothing else."""
 
 import base64
 import hashlib
@@ -9,16 +9,15 @@ from importlib.resources import files
 from starlette.responses import HTMLResponse, Response
 
 
-def page_response(name: str = "page.html") -> Response:
-    """Returns a page, by default the live page. Its policy allows only the script and the style in it, and requests to
-    this server."""
-    html, policy = _page(name)
+def page_response() -> Response:
+    """Returns the live page. Its policy allows only the script and the style in it, and requests to this server."""
+    html, policy = _page()
     return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
 
 @cache
-def _page(name: str) -> tuple[str, str]:
-    html = (files("hotset.serve") / name).read_text()
+def _page() -> tuple[str, str]:
+    html = (files("hotset.serve") / "page.html").read_text()
     directives = [
         "default-src 'none'",
         f"script-src {_hash_of('script', html)}",

@@ -6,12 +6,13 @@ import logging
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.base import errors
 from hotset.serve.access_log import AccessLog
-from hotset.serve.errors import ERROR_KINDS, error_body, error_kind
+from hotset.serve.errors import ERROR_KINDS, REMOVED_PATHS, error_body, error_kind, http_error_response
 from hotset.serve.messages_api.errors import ERROR_TYPES, MessagesErrors
 from hotset.serve.metrics import Metrics
 
@@ -41,6 +42,14 @@ def test_an_unexpected_error_is_logged_and_hidden_from_the_client(caplog: pytest
     assert json.loads(body["body"])["error"]["code"] == "internal_error"
     assert b"secret" not in body["body"]
     assert "the secret is 42" in caplog.text
+
+
+@pytest.mark.parametrize("path", REMOVED_PATHS)
+def test_a_path_of_an_earlier_version_is_answered_with_what_replaces_it(path: str) -> None:
+    response = http_error_response(HTTPException(404), "GET", path)
+    error = json.loads(bytes(response.body))["error"]
+    assert (response.status_code, error["type"]) == (404, "not_found_error")
+    assert error["message"] == f"the path {path} does not exist; run {REMOVED_PATHS[path]}"
 
 
 @pytest.mark.parametrize("kind", ERROR_KINDS)

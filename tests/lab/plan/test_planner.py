@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hotset.base.config import EngineConfig
@@ -43,6 +45,17 @@ def test_the_best_split_has_the_best_figure_of_its_goal() -> None:
     assert by_goal["latency"].splits[0] == min(fitting, key=lambda split: split.best(-1).step_ms or 0)
     assert by_goal["requests"].splits[0] == max(fitting, key=lambda split: split.tiers_on[-1].requests)
     assert by_goal["throughput"].splits[0].name == "DP8"
+
+
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from([1, 2, 7]), st.integers(1, 1 << 20), st.integers(2, 1 << 24), st.integers(1, 1 << 16))
+@example(gpus=1, host_gib=1 << 20, context=2, requests=1 << 16)
+def test_machines_and_loads_that_meet_nowhere_have_a_plan(
+    gpus: int, host_gib: int, context: int, requests: int
+) -> None:
+    machine = Machine(host_gib * GIB, find_gpu("rtx4090"), gpus)
+    plan = plan_of("qwen3-8b", machine, contexts=(context,), max_num_seqs=requests)
+    assert json.loads(json.dumps(plan.to_json(), allow_nan=False))["splits"]
 
 
 def test_a_given_split_is_the_only_one_and_a_split_that_does_not_fit_says_why() -> None:
