@@ -3,8 +3,8 @@
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from hotset.base.errors import RequestError
 from hotset.base.structure import Structure
@@ -21,19 +21,55 @@ def _refuse(param: str, message: str) -> None:
     raise RequestError(f"{param} {message}", param=param, code="invalid_value")
 
 
-def _check_number(param: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(param, f"must be a finite number, got {value!r}")
-    elif not low <= value <= high:
-        _refuse(param, f"must lie in [{low:g}, {high:g}], got {value!r}")
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The declaration of a numeric sampling parameter. Its range holds for every source of values: clients, peers, and
+    the defaults of a model."""
+
+    low: float
+    high: float | None = None  # None: there is no limit
+    whole: bool = False
+    optional: bool = False  # the value may be None
+    # "all": every endpoint that generates has a field of this name. "completions": /v1/responses and /v1/messages have
+    # none. None: an endpoint that has such a field declares it itself.
+    fields: Literal["all", "completions"] | None = None
+    help: str | None = None  # describes these fields
+    recommended: bool = False  # `generation_config.json` of a model may set the default
+    effect: Literal["truncates", "penalises"] | None = None  # of any value but the default
+
+    def check(self, name: str, value: object) -> None:
+        """Raises RequestError unless the value is a number in the range."""
+        if value is None and self.optional:
+            return
+        if self.whole:
+            self._check_count(name, value)
+        else:
+            self._check_number(name, value)
+
+    def _check_number(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            _refuse(name, f"must be a finite number, got {value!r}")
+        elif value < self.low or (self.high is not None and value > self.high):
+            _refuse(name, f"must lie in [{self.low:g}, {self.high:g}], got {value!r}")
+
+    def _check_count(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            _refuse(name, f"must be a whole number, got {value!r}")
+        elif value < self.low or (self.high is not None and value > self.high):
+            bound = f"at least {self.low}" if self.high is None else f"between {self.low} and {self.high}"
+            _refuse(name, f"must be {bound}, got {value}")
 
 
-def _check_count(param: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        _refuse(param, f"must be a whole number, got {value!r}")
-    elif value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        _refuse(param, f"must be {bound}, got {value}")
+def _number(default: float, low: float, high: float, **declared: Any) -> Any:
+    return field(default=default, metadata={"parameter": Parameter(low, high, **declared)})
+
+
+def _count(default: int | None, low: int, high: int | None = None, **declared: Any) -> Any:
+    return field(default=default, metadata={"parameter": Parameter(low, high, whole=True, **declared)})
+
+
+_TOKEN_ID = Parameter(0, whole=True)
+_BIAS = Parameter(-100.0, 100.0)
 
 
 def _as_tuple(param: str, values: object) -> tuple[Any, ...]:
@@ -54,22 +90,29 @@ class SamplingParams:
     of the logits before any of these changes.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0  # 0 means all tokens; so does -1, which becomes 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None  # None means that the engine draws a seed for each request
-    max_tokens: int | None = 16  # None means up to the end of the context; with 0, only the prompt is computed
-    min_tokens: int = 0
+    n: int = _count(1, 1, MAX_CHOICES)
+    temperature: float = _number(
+        1.0, 0.0, 10.0, fields="all", help="0 selects the most likely token.", recommended=True
+    )
+    # 0 means all tokens; so does -1, which becomes 0
+    top_k: int = _count(0, 0, fields="all", help="0 or -1 considers all tokens.", recommended=True, effect="truncates")
+    top_p: float = _number(1.0, 0.0, 1.0, fields="all", recommended=True, effect="truncates")
+    min_p: float = _number(0.0, 0.0, 1.0, fields="all", recommended=True, effect="truncates")
+    repetition_penalty: float = _number(1.0, 0.01, 100.0, fields="completions", recommended=True, effect="penalises")
+    presence_penalty: float = _number(0.0, -2.0, 2.0, fields="completions", effect="penalises")
+    frequency_penalty: float = _number(0.0, -2.0, 2.0, fields="completions", effect="penalises")
+    # None means that the engine draws a seed for each request
+    seed: int | None = _count(None, -(1 << 63), (1 << 63) - 1, optional=True, fields="all")
+    # None means up to the end of the context; with 0, only the prompt is computed
+    max_tokens: int | None = _count(16, 0, optional=True)
+    min_tokens: int = _count(0, 0)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # number of alternatives to report in addition to the sampled token
-    prompt_logprobs: int | None = None  # the same for every token of the prompt, except the first
+    # The number of alternatives to report in addition to the sampled token
+    logprobs: int | None = _count(None, 0, MAX_LOGPROBS, optional=True)
+    # The same for every token of the prompt, except the first
+    prompt_logprobs: int | None = _count(None, 0, MAX_LOGPROBS, optional=True)
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -87,21 +130,10 @@ class SamplingParams:
         bias_given: object = self.logit_bias
         if bias_given is not None and not isinstance(bias_given, Mapping):
             _refuse("logit_bias", f"must map token ids to numbers, got {bias_given!r}")
-        _check_count("n", self.n, 1, MAX_CHOICES)
-        _check_number("temperature", self.temperature, 0.0, 10.0)
-        _check_count("top_k", self.top_k, 0)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
+        for name, parameter in PARAMETERS.items():
+            parameter.check(name, getattr(self, name))
         if self.top_p == 0.0:
             _refuse("top_p", "must be above 0; use temperature 0 for the most likely token")
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_count("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        if self.max_tokens is not None:
-            _check_count("max_tokens", self.max_tokens, 0)
-        _check_count("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"is {self.min_tokens}, but must not exceed max_tokens ({self.max_tokens})")
         if len(stop) > MAX_STOP_STRINGS:
@@ -115,13 +147,10 @@ class SamplingParams:
         if len(self.logit_bias or ()) > MAX_LOGIT_BIASES:
             _refuse("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, got {len(self.logit_bias or ())}")
         for token in self.stop_token_ids:
-            _check_count("stop_token_ids", token, 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), 0, MAX_LOGPROBS)
+            _TOKEN_ID.check("stop_token_ids", token)
         for token, bias in (self.logit_bias or {}).items():
-            _check_count("logit_bias", token, 0)
-            _check_number("logit_bias", bias, -100.0, 100.0)
+            _TOKEN_ID.check("logit_bias", token)
+            _BIAS.check("logit_bias", bias)
         if self.structure is not None:
             self._check_structure(self.structure)
 
@@ -144,9 +173,25 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def truncated(self) -> bool:
+        """True if parameters restrict the tokens that can be drawn, unless the request is greedy."""
+        return self._has_effect("truncates")
+
+    @property
     def penalised(self) -> bool:
         """True if penalties are set, so that earlier tokens change the logits of the next one."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self._has_effect("penalises")
+
+    def _has_effect(self, effect: str) -> bool:
+        return any(getattr(self, name) != default for name, default in _DEFAULTS_BY_EFFECT[effect].items())
+
+
+_DECLARED = {declared.name: declared for declared in fields(SamplingParams) if "parameter" in declared.metadata}
+PARAMETERS: Mapping[str, Parameter] = {name: declared.metadata["parameter"] for name, declared in _DECLARED.items()}
+_DEFAULTS_BY_EFFECT = {
+    effect: {name: _DECLARED[name].default for name, parameter in PARAMETERS.items() if parameter.effect == effect}
+    for effect in ("truncates", "penalises")
+}
 
 
 @dataclass(frozen=True, slots=True)

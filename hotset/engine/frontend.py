@@ -7,7 +7,7 @@ from typing import Any
 from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import CheckpointError, RequestError
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PARAMETERS, SamplingParams
 from hotset.engine.input_processor import ModelCard
 from hotset.grammar.check import StructureChecks
 from hotset.grammar.following import StructureProcesses
@@ -16,7 +16,6 @@ from hotset.models.tokenizer import ChatSettings, Tokenizer, read_tokenizer_json
 
 # Text, {"prompt": text} or {"prompt_token_ids": [...]}. The last two may also have a "cache_salt".
 Prompt = str | Mapping[str, Any]
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # recommended by the authors of SmolLM2
 
 
@@ -43,9 +42,8 @@ def load_frontend(config: EngineConfig) -> Frontend:
     """Loads the tokenizer and the recommended sampling parameters. Raises CheckpointError if they are invalid."""
     files = find_model(config.model)
     generation = EMBEDDED_DEFAULTS if config.model == EMBEDDED else files.generation
-    defaults: dict[str, Any] = {
-        name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
-    }
+    recommended = [name for name, parameter in PARAMETERS.items() if parameter.recommended]
+    defaults: dict[str, Any] = {name: generation[name] for name in recommended if generation.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except RequestError as error:

@@ -52,10 +52,6 @@ class _Seat:
     banned_ids: tuple[int, ...]  # must not be sampled before the answer has min_tokens tokens
     count_row: int | None  # None: the request has no penalties
 
-    @property
-    def truncated(self) -> bool:
-        return bool(self.params.top_k) or self.params.top_p < 1.0 or self.params.min_p > 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class _LogitIndices:
@@ -72,7 +68,7 @@ class _Batch:
     seats: tuple[int, ...]
     index: Tensor  # [n] int64: the seats
     greedy: bool  # all requests are greedy
-    truncated: bool  # top_k, top_p or min_p of a request that is not greedy exclude tokens
+    truncated: bool  # parameters of a request that is not greedy exclude tokens
     biased: _LogitIndices | None
     biases: Tensor  # [entries] float64
     banned: _LogitIndices | None
@@ -271,7 +267,7 @@ class Sampler:
             seats=seats,
             index=self._to_device(seats),
             greedy=all(request.params.greedy for request in requests),
-            truncated=any(not request.params.greedy and request.truncated for request in requests),
+            truncated=any(not request.params.greedy and request.params.truncated for request in requests),
             biased=self._logit_indices([(index, token) for index, token, _ in biases]),
             biases=list_to_device([bias for _, _, bias in biases], torch.float64, self._device),
             banned=self._logit_indices(banned),

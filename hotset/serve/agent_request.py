@@ -17,11 +17,9 @@ from hotset.serve.conversation import AnswerReader, Conversation, encode_convers
 from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import GenerationJob, Responder, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.protocol import OptionFields, SamplingFields
+from hotset.serve.protocol import OptionFields, with_sampling_parameters
 from hotset.serve.service import Service
 from hotset.serve.tools.calls import TOOL_NAME
-
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 def _is_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -37,16 +35,12 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_is_json)]
 ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
+@with_sampling_parameters("all")
 class AgentFields(OptionFields):
-    """The fields that both endpoints have under the same name. Those after `stream` are Hotset's own."""
+    """The fields that both endpoints have under the same name. `chat_template_kwargs` is Hotset's own."""
 
     model: str | None = Field(None, description="Default: the served model.")
-    temperature: float | None = Field(None, description="0 selects the most likely token.")
-    top_p: float | None = None
     stream: bool | None = None
-    top_k: int | None = Field(None, description="0 or -1 considers all tokens.")
-    min_p: float | None = None
-    seed: int | None = None
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables of the chat template, like enable_thinking."
     )
@@ -84,11 +78,7 @@ async def answer(
 ) -> Response:
     """Answers a conversation. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
     service.check_model(body.model)
-    sampling = SamplingFields(
-        **{name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
-    )
-    params = service.sampling_params(sampling, max_tokens=turn.max_tokens, logprobs=None)
-    params = replace(params, stop=turn.stop or params.stop, structure=turn.structure)
+    params = service.sampling_params(body, max_tokens=turn.max_tokens, stop=turn.stop, structure=turn.structure)
     service.check_open()
     options = service.request_options(body, request.headers)
     encoding = encode_conversation(service, client_of(request), turn.conversation)

@@ -189,7 +189,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     service.check_model(body.model)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
+    params = service.completion_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     options = service.request_options(body, request.headers)
     conversation = conversation_of(body.messages, body, body.parallel_tool_calls)

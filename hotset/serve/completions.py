@@ -124,7 +124,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     room = service.client.model.max_model_len - max(map(len, prompts))
     default = max(1, body.min_tokens or 0, min(DEFAULT_MAX_TOKENS, room))
     max_tokens = default if body.max_tokens is None else body.max_tokens
-    params = service.sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = service.completion_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     if len(prompts) * params.n > MAX_PROMPTS:

@@ -4,8 +4,8 @@
 """
 
 import re
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     Tag,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -36,6 +37,7 @@ from hotset.base.sampling import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    PARAMETERS,
 )
 from hotset.serve.fields import (
     IGNORED,
@@ -46,6 +48,8 @@ from hotset.serve.fields import (
 )
 from hotset.serve.structured_output import ResponseFormat, StructuredOutputs
 from hotset.serve.tools.fields import ToolChoiceField, Tools
+
+B = TypeVar("B", bound="RequestBody")
 
 REQUEST_ID_HEADER = "x-request-id"
 IGNORED_TOOLS_HEADER = "x-hotset-ignored-tools"  # of a response
@@ -301,20 +305,28 @@ class OptionFields(RequestBody):
         )
 
 
+def with_sampling_parameters(*endpoints: str) -> Callable[[type[B]], type[B]]:
+    """Adds a field for each sampling parameter that is declared for one of these kinds of endpoints. `SamplingParams`
+    checks the ranges."""
+    declared: dict[str, Any] = {
+        name: ((int if parameter.whole else float) | None, Field(None, description=parameter.help))
+        for name, parameter in PARAMETERS.items()
+        if parameter.fields in endpoints
+    }
+
+    def add_fields(body: type[B]) -> type[B]:
+        return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **declared)
+
+    return add_fields
+
+
+@with_sampling_parameters("all", "completions")
 class SamplingFields(OptionFields):
     """The fields that both completion endpoints share."""
 
     model: str | None = Field(None, description="Default: the served model.")
-    temperature: float | None = Field(None, description="0 selects the most likely token.")
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="0 or -1 considers all tokens.")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: LogitBias | None = Field(None, description="Maps token ids to the value added to their logits.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    seed: int | None = None
     max_tokens: int | None = Field(None, ge=0, description="0 only with echo or prompt_logprobs: nothing is generated.")
     min_tokens: int | None = None
     stop: Stop | None = None

@@ -38,9 +38,7 @@ from hotset.serve.retry_after import Turnover
 from hotset.serve.structured_output import structure_of
 from hotset.serve.traces import Traces
 
-# `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
-CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias", "structure"})
-SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
+SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 NOT_IN_FINGERPRINT = {"model", "tokenizer", "device", "role", "seed", "step_timeout"}
 NOT_IN_FINGERPRINT |= {*HANDOFF_SETTINGS, *EVENT_SETTINGS}
@@ -317,15 +315,24 @@ class Service:
     async def _run(threads: Executor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def sampling_params(self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams."""
+    def completion_params(
+        self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Returns the sampling parameters of a request to one of the completion endpoints."""
         if max_tokens == 0 and not body.shows_prompt:
             message = "max_tokens is 0, so that nothing is generated: this is only for echo or prompt_logprobs"
             raise RequestError(message, param="max_tokens", code="invalid_value")
-        values: dict[str, Any] = dict(self.client.defaults)
-        values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
-        structure = structure_of(body.response_format, body.structured_outputs)
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        return SamplingParams(
-            **values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None, structure=structure
+        structure = structure_of(body.response_format, body.structured_outputs)
+        return self.sampling_params(
+            body, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None, structure=structure
         )
+
+    def sampling_params(self, body: OptionFields, **converted: Any) -> SamplingParams:
+        """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams.
+
+        `converted` are parameters whose fields have other names or forms. All others are fields of `body`.
+        """
+        names = [name for name in SAMPLING_NAMES if name in type(body).model_fields and name not in converted]
+        given = {name: value for name in names if (value := getattr(body, name)) is not None}
+        return SamplingParams(**{**self.client.defaults, **given, **converted})
