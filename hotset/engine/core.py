@@ -3,20 +3,21 @@
 import contextlib
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.input_processor import Choice, ModelCard
-from hotset.engine.outputs import EngineStats, RankStats
+from hotset.engine.outputs import EngineStats
 from hotset.engine.ports import CachePublisher, HandoffEndpoint
 from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import TokenOutputs
-from hotset.schedule.request import Counters, FinishReason, Request
+from hotset.schedule.request import FinishReason, Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.schedule.snapshots import RequestSnapshot
+from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -30,6 +31,28 @@ class Replica:
 
     scheduler: Scheduler
     ledger: Ledger
+
+    def stats(self) -> RankStats:
+        """Returns what the scheduler has counted, with the current state of its requests and pages."""
+        scheduler, device, host = self.scheduler, self.ledger.device, self.ledger.host
+        quarantined = self.ledger.quarantined
+        state = RankStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            tokens_to_prefill=scheduler.tokens_to_prefill,
+            resident=scheduler.in_residence(Residence.RESIDENT),
+            tiered=scheduler.in_residence(Residence.TIERED),
+            parked=scheduler.parked,
+            device_pages_held=device.held,
+            device_pages_total=device.capacity,
+            device_pages_quarantined=quarantined.device,
+            host_pages_held=host.held if host else 0,
+            host_pages_cached=host.unused if host else 0,
+            host_pages_quarantined=quarantined.host,
+            host_pages_total=host.capacity if host else 0,
+            pages_evicted=host.evictions if host else 0,
+        )
+        return RankStats.total([scheduler.counters, state])
 
 
 class Engine:
@@ -158,50 +181,21 @@ class Engine:
         )
 
     def stats(self) -> EngineStats:
-        schedulers, ledgers = self._schedulers, [replica.ledger for replica in self.replicas]
-        counters = Counters.total(scheduler.counters for scheduler in schedulers)
-        devices, hosts = [ledger.device for ledger in ledgers], [ledger.host for ledger in ledgers if ledger.host]
+        ranks = [replica.stats() for replica in self.replicas]
         traffic = self.executor.traffic()
-        return EngineStats(
-            running=sum(scheduler.running for scheduler in schedulers),
-            waiting=sum(scheduler.waiting for scheduler in schedulers),
-            tokens_to_prefill=sum(scheduler.tokens_to_prefill for scheduler in schedulers),
-            resident=sum(scheduler.in_residence(Residence.RESIDENT) for scheduler in schedulers),
-            tiered=sum(scheduler.in_residence(Residence.TIERED) for scheduler in schedulers),
-            parked=sum(scheduler.parked for scheduler in schedulers),
-            device_pages_held=sum(device.held for device in devices),
-            device_pages_total=sum(device.capacity for device in devices),
-            host_pages_held=sum(host.held for host in hosts),
-            host_pages_cached=sum(host.unused for host in hosts),
-            host_pages_quarantined=sum(ledger.quarantined.host for ledger in ledgers),
-            host_pages_total=sum(host.capacity for host in hosts),
-            steps=counters.steps,
-            tokens_prefilled=counters.tokens_prefilled,
-            tokens_generated=counters.tokens_generated,
-            tokens_queried=counters.tokens_queried,
-            tokens_reused=counters.tokens_reused,
-            pages_evicted=sum(host.evictions for host in hosts),
-            demotions=counters.demotions,
-            promotions=counters.promotions,
-            parks=counters.parks,
-            resumes=counters.resumes,
-            recomputes=counters.recomputes,
-            landed=counters.landed,
-            lost=counters.lost,
-            retries=counters.retries,
-            handed_off=counters.handed_off,
-            extended=counters.extended,
-            quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
-            lacks_room=not all(ledger.fits_beside_quarantine(self.card.max_model_len - 1) for ledger in ledgers),
-            handoff=None if self._endpoint is None else self._endpoint.stats(),
+        copies = RankStats(
             rows_mirrored=traffic.rows_mirrored,
             bytes_swapped=traffic.bytes_swapped,
-            slot_lookups=traffic.lookups,
-            slot_misses=traffic.misses,
-            drafts_verified=dict(counters.drafts_verified),
-            drafts_accepted=dict(counters.drafts_accepted),
-            requests_finished={str(reason): count for reason, count in counters.finished.items()},
-            ranks=[_rank_stats(replica) for replica in self.replicas] if len(self.replicas) > 1 else (),
+            slot_lookups=Counter(traffic.lookups),
+            slot_misses=Counter(traffic.misses),
+        )
+        return replace(
+            EngineStats.total([*ranks, copies]),
+            lacks_room=not all(
+                replica.ledger.fits_beside_quarantine(self.card.max_model_len - 1) for replica in self.replicas
+            ),
+            handoff=None if self._endpoint is None else self._endpoint.stats(),
+            ranks=ranks if len(ranks) > 1 else (),
         )
 
     def take_snapshots(self) -> list[RequestSnapshot]:
@@ -253,21 +247,6 @@ class Engine:
         self.executor.audit([scheduler.tiered_seats() for scheduler in self._schedulers])
         if self._endpoint is not None:
             self._endpoint.audit()
-
-
-def _rank_stats(replica: Replica) -> RankStats:
-    scheduler, device, host = replica.scheduler, replica.ledger.device, replica.ledger.host
-    return RankStats(
-        running=scheduler.running,
-        waiting=scheduler.waiting,
-        resident=scheduler.in_residence(Residence.RESIDENT),
-        tiered=scheduler.in_residence(Residence.TIERED),
-        parked=scheduler.parked,
-        device_pages_held=device.held,
-        device_pages_total=device.capacity,
-        host_pages_held=host.held if host else 0,
-        host_pages_total=host.capacity if host else 0,
-    )
 
 
 def _start_thread(close: Callable[[float], None], seconds: float) -> threading.Thread:

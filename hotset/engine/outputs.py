@@ -9,6 +9,7 @@ from hotset.base.errors import InternalError
 from hotset.engine.ports import HandoffStats
 from hotset.schedule.plan import Alternatives, LogprobColumns
 from hotset.schedule.request import FinishReason
+from hotset.schedule.statistics import RankStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,77 +163,10 @@ class RequestOutput:
     num_cached_tokens: int = 0  # of the first choice; the other choices also reuse what that one computed
 
 
-@dataclass(frozen=True, slots=True)
-class RankStats:
-    """The current state of one data parallel rank."""
+@dataclass(slots=True)
+class EngineStats(RankStats):
+    """The current state of an engine, and totals since its start: the sums over its data parallel ranks."""
 
-    running: int
-    waiting: int
-    resident: int
-    tiered: int
-    parked: int
-    device_pages_held: int
-    device_pages_total: int
-    host_pages_held: int
-    host_pages_total: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The current state of an engine, and totals since its start."""
-
-    running: int = 0
-    waiting: int = 0
-    # Known tokens, not yet scheduled, of waiting, parked and prefilling requests. A waiting request whose prompt a
-    # prefill worker computes does not count.
-    tokens_to_prefill: int = 0
-    resident: int = 0  # running requests that are resident
-    tiered: int = 0  # running requests that are tiered
-    parked: int = 0
-    device_pages_held: int = 0
-    device_pages_total: int = 0
-    host_pages_held: int = 0  # pages that requests use, and pages in quarantine
-    host_pages_cached: int = 0  # pages of the prefix cache that no request uses
-    host_pages_quarantined: int = 0
-    host_pages_total: int = 0
-    steps: int = 0
-    tokens_prefilled: int = 0
-    tokens_generated: int = 0
-    tokens_queried: int = 0  # tokens of admitted requests that were looked up in the prefix cache
-    tokens_reused: int = 0  # those whose rows were in the cache, so that they were not computed
-    pages_evicted: int = 0  # pages that left the prefix cache
-    demotions: int = 0
-    promotions: int = 0
-    parks: int = 0
-    resumes: int = 0
-    recomputes: int = 0
-    landed: int = 0  # prompts whose KV arrived from a prefill worker
-    lost: int = 0  # landings that failed, including those that were retried, but not those that were cancelled
-    retries: int = 0  # further attempts after a landing had failed
-    handed_off: int = 0  # prompts computed for decode workers
-    extended: int = 0  # prompts meant for prefill workers that were computed here, from a cached prefix on
-    quarantined_pages: int = 0
     lacks_room: bool = False  # pages in quarantine leave too few for a request of max_model_len
-    handoff: HandoffStats | None = None
-    rows_mirrored: int = 0
-    bytes_swapped: int = 0
-    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # layer that runs the indexer -> selected positions
-    slot_misses: Mapping[int, int] = field(default_factory=dict)  # same layer -> positions that were in no slot
-    # Drafts that were verified and those of them that were accepted, by place: 1 is the first draft of a step.
-    drafts_verified: Mapping[int, int] = field(default_factory=dict)
-    drafts_accepted: Mapping[int, int] = field(default_factory=dict)
-    requests_finished: Mapping[str, int] = field(default_factory=dict)  # finish reason -> count
+    handoff: HandoffStats | None = None  # of a prefill or decode worker
     ranks: Sequence[RankStats] = ()  # of each data parallel rank; empty if there is only one
-
-    @property
-    def kv_usage(self) -> float:
-        """The share of the KV memory that requests use, or that is in quarantine."""
-        # The host store has a page for every row; the device pool is its cache, and being full does not limit it.
-        if self.host_pages_total:
-            return self.host_pages_held / self.host_pages_total
-        return self.device_pages_held / max(1, self.device_pages_total)
-
-    @property
-    def tier_pressure(self) -> float:
-        """The share of the admitted requests that are tiered or parked, because the device has no room for them."""
-        return (self.tiered + self.parked) / max(1, self.running + self.parked)

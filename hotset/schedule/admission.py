@@ -10,7 +10,8 @@ from hotset.schedule.plan import AssignSeat, PlanBuilder
 from hotset.schedule.preemption import Preemptor, headroom
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
-from hotset.schedule.request import Counters, Phase, Request
+from hotset.schedule.request import Phase, Request
+from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import Ledger, PageCounts
 from hotset.tiers.prefix_cache import CachedPage
 from hotset.tiers.residence import PageUse, Residence
@@ -70,7 +71,7 @@ class Admission:
         ledger: Ledger,
         queues: Queues,
         next_plan: PlanBuilder,
-        counters: Counters,
+        counters: RankStats,
         mode: TiersMode,
         preemptor: Preemptor,
         landings: Landings,

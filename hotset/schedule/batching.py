@@ -8,7 +8,8 @@ from hotset.schedule.landings import Announcements
 from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.queues import Queues
-from hotset.schedule.request import Counters, Phase, Request
+from hotset.schedule.request import Phase, Request
+from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
@@ -22,7 +23,7 @@ class Batching:
         ledger: Ledger,
         queues: Queues,
         next_plan: PlanBuilder,
-        counters: Counters,
+        counters: RankStats,
         preemptor: Preemptor,
         steady: SteadyDecodes,
         speculation: Speculation | None,

@@ -7,7 +7,8 @@ from typing import Protocol
 from hotset.base.errors import InternalError
 from hotset.schedule.draft_costs import DraftChoice
 from hotset.schedule.plan import DRAFTED, Plan, PlanBuilder
-from hotset.schedule.request import Counters, Phase, Request
+from hotset.schedule.request import Phase, Request
+from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -212,7 +213,7 @@ class Speculation:
         requests: Sequence[Request],
         kept: Sequence[int],
         late: Collection[int],
-        counters: Counters,
+        counters: RankStats,
     ) -> None:
         """Takes back the rows of a plan's rejected drafts. `requests` are those of its segments, and `kept` are the
         indices of the sampled tokens that are kept. Nothing was sampled of the segments that are `late`."""

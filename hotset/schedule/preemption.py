@@ -12,7 +12,8 @@ from hotset.base.config import TiersMode
 from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
-from hotset.schedule.request import Counters, Phase, Request
+from hotset.schedule.request import Phase, Request
+from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
@@ -105,7 +106,7 @@ class Preemptor:
         ledger: Ledger,
         queues: Queues,
         next_plan: PlanBuilder,
-        counters: Counters,
+        counters: RankStats,
         mode: TiersMode,
         prefixes: Prefixes,
         promote_after_plans: int,

@@ -5,7 +5,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from hotset.schedule.queues import Queues
-from hotset.schedule.request import Counters, Phase, Request
+from hotset.schedule.request import Phase, Request
+from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import CachedPage, PageHasher
 from hotset.tiers.residence import Residence
@@ -17,7 +18,7 @@ HASHED_TOKENS = 1 << 16  # while requests run, a plan hashes at most so many tok
 class Prefixes:
     """Connects requests with the prefix cache of the ledger. Without a hasher or a host store, no prefix is reused."""
 
-    def __init__(self, ledger: Ledger, queues: Queues, counters: Counters, hasher: PageHasher | None) -> None:
+    def __init__(self, ledger: Ledger, queues: Queues, counters: RankStats, hasher: PageHasher | None) -> None:
         self._ledger, self._queues, self._counters = ledger, queues, counters
         self._hasher = None if ledger.host is None else hasher
         self._page_rows = ledger.geometry.page_rows

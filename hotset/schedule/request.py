@@ -1,8 +1,6 @@
-"""The scheduler's record of a request (tokens, limits, pages and phase), and counters over all requests."""
+"""The scheduler's record of a request: tokens, limits, pages and phase."""
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -197,36 +195,3 @@ class Request:
     def prefilled(self) -> bool:
         """True if the first token was sampled and every token but the newest is scheduled."""
         return self.num_scheduled >= len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start. Each event is counted once, where it happens."""
-
-    steps: int = 0
-    tokens_prefilled: int = 0
-    tokens_generated: int = 0
-    tokens_queried: int = 0  # tokens of requests that were looked up in the prefix cache when they were admitted
-    tokens_reused: int = 0  # those whose rows were in the cache
-    demotions: int = 0
-    promotions: int = 0
-    parks: int = 0
-    resumes: int = 0
-    recomputes: int = 0
-    landed: int = 0
-    lost: int = 0  # landings that failed, including those that were retried or cancelled
-    retries: int = 0  # attempts after a landing that failed
-    extended: int = 0  # prompts meant for prefill workers that were computed here, from a cached prefix on
-    handed_off: int = 0  # prompts computed for decode workers
-    # Drafts that were verified and those of them that were accepted, by place: 1 is the first draft of a step.
-    drafts_verified: Counter[int] = field(default_factory=Counter)
-    drafts_accepted: Counter[int] = field(default_factory=Counter)
-    finished: Counter[FinishReason] = field(default_factory=Counter)
-
-    @classmethod
-    def total(cls, counters: "Iterable[Counters]") -> "Counters":
-        total = cls()
-        for counted in counters:
-            for name in (column.name for column in fields(cls)):
-                setattr(total, name, getattr(total, name) + getattr(counted, name))
-        return total

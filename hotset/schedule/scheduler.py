@@ -33,8 +33,9 @@ from hotset.schedule.plan import (
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
-from hotset.schedule.request import Counters, FinishReason, Phase, PlanNumbers, Request
+from hotset.schedule.request import FinishReason, Phase, PlanNumbers, Request
 from hotset.schedule.snapshots import RequestSnapshot, Snapshots
+from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
 from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, LandingPolicy, Ledger
@@ -84,7 +85,7 @@ class Scheduler:
         each decoding request. If drafts depend on tokens that only the host knows, a request with drafts decodes in one
         plan in flight at a time.
         """
-        self.counters = Counters()
+        self.counters = RankStats()
         self._ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
         self._next_plan = PlanBuilder()
@@ -473,7 +474,7 @@ class Scheduler:
         return request if request.holding.residence is Residence.LANDING else None
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self.counters.finished[reason] += 1
+        self.counters.requests_finished[reason] += 1
         request.finish_reason = reason
         self._outputs.finished[request.request_id] = reason
         if error is not None:

@@ -7,7 +7,6 @@ since the previous one, latencies of requests in between, and the newest numbers
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from hotset.engine.outputs import EngineStats
@@ -92,7 +91,7 @@ class Live:
         self._previous = now, stats
         seconds = max(now - then, 1e-3)
         self._layers = sorted(stats.slot_lookups)
-        self._ranks = [asdict(rank) for rank in stats.ranks]
+        self._ranks = [rank.of_rank for rank in stats.ranks]
         lookups = _change(stats.slot_lookups, before.slot_lookups, self._layers)
         misses = _change(stats.slot_misses, before.slot_misses, self._layers)
         handoff = stats.handoff

@@ -2,17 +2,18 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import get_args
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from hotset.engine.client import ReceivedStats
 from hotset.engine.outputs import EngineStats
 from hotset.engine.ports import HandoffStats
-from hotset.schedule.request import FinishReason
+from hotset.schedule.statistics import COUNTERS, GAUGES, Metric
 from hotset.serve.access_log import SECONDS_BUCKETS
 from hotset.serve.vllm_metrics import (
     FIRST_TOKEN_BUCKETS,
@@ -26,64 +27,7 @@ from hotset.serve.vllm_metrics import (
 MAX_NEWEST = 1024  # newest latencies of one kind that are kept
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
 
-# Each table maps fields of EngineStats or HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
-GAUGES = {
-    "running": ("hotset_requests_running", "Requests that are being prefilled or decoded."),
-    "waiting": ("hotset_requests_waiting", "Requests in the queue that are not parked."),
-    "tokens_to_prefill": (
-        "hotset_tokens_waiting",
-        "Tokens of waiting, parked and prefilling requests that this engine has yet to compute.",
-    ),
-    "resident": ("hotset_requests_resident", "Running requests with all KV rows on the device."),
-    "tiered": ("hotset_requests_tiered", "Running requests with KV rows on the host and the hot ones on the device."),
-    "parked": ("hotset_requests_parked", "Preempted requests with all KV rows on the host."),
-    "device_pages_held": ("hotset_device_pages_held", "Pages of the device pool in use."),
-    "device_pages_total": ("hotset_device_pages_total", "Total pages of the device pool."),
-    "host_pages_held": ("hotset_host_pages_held", "Pages of the host store in use."),
-    "host_pages_total": ("hotset_host_pages_total", "Total pages of the host store."),
-    "kv_usage": (
-        "hotset_kv_usage",
-        "Share of the KV memory in use, from 0 to 1: of the host store, or with --tiers off of the device pool.",
-    ),
-    "tier_pressure": (
-        "hotset_tier_pressure",
-        "Share of the admitted requests that are tiered or parked, from 0 to 1.",
-    ),
-    "quarantined_pages": ("hotset_pages_quarantined", "Pages that a lost prefill worker may still write to."),
-}
-COUNTERS = {
-    "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
-    "tokens_prefilled": ("hotset_tokens_prefilled", "Tokens prefilled, including those that are recomputed."),
-    "tokens_queried": (
-        "hotset_prefix_cache_tokens_queried",
-        "Tokens of admitted requests that were looked up in the prefix cache.",
-    ),
-    "tokens_reused": (
-        "hotset_prefix_cache_tokens_reused",
-        "Tokens that were found in the prefix cache, and therefore not computed.",
-    ),
-    "pages_evicted": (
-        "hotset_prefix_cache_pages_evicted",
-        "Pages that left the prefix cache because their memory was needed.",
-    ),
-    "demotions": ("hotset_demotions", "Resident requests that became tiered."),
-    "promotions": ("hotset_promotions", "Tiered requests that became resident."),
-    "parks": ("hotset_parks", "Preemptions that kept the KV rows on the host."),
-    "resumes": ("hotset_resumes", "Parked requests that were resumed."),
-    "recomputes": ("hotset_recomputes", "Preemptions that dropped the KV rows, to be recomputed."),
-    "rows_mirrored": (
-        "hotset_rows_mirrored",
-        "KV rows copied from the device to the host; the rows of a token in all layers count as one.",
-    ),
-    "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into hot buffers."),
-    "steps": ("hotset_steps", "Steps computed."),
-    "retries": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
-    "handed_off": ("hotset_prompts_handed_off", "Prompts computed for decode workers."),
-    "extended": (
-        "hotset_prompts_extended",
-        "Prompts that a decode worker computed itself, because it had all but a short rest in its prefix cache.",
-    ),
-}
+# Each table maps fields of HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
 HANDOFF_GAUGES = {
     "num_open": ("hotset_handoffs_open", "Handoffs in progress."),
     "num_peers": ("hotset_handoff_peers", "Peers on which a handoff depends."),
@@ -101,23 +45,6 @@ HANDOFF_LABELLED = {
     "outcomes": ("hotset_handoffs", "Finished handoffs by outcome.", "outcome"),
     "phase_seconds": ("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
     "dropped": ("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
-}
-PLACE_COUNTERS = {
-    "drafts_verified": (
-        "hotset_drafts_verified",
-        "Drafted tokens that were verified, by their place: 1 is the first draft of a step.",
-    ),
-    "drafts_accepted": ("hotset_drafts_accepted", "Drafted tokens that were accepted, by their place."),
-}
-LAYER_COUNTERS = {
-    "slot_lookups": (
-        "hotset_slot_lookups",
-        "Positions looked up in hot buffers, by the layer whose indexer selected them.",
-    ),
-    "slot_misses": (
-        "hotset_slot_misses",
-        "Positions looked up that were missing and were copied from the host, by layer.",
-    ),
 }
 
 
@@ -192,14 +119,14 @@ class Metrics:
 class _Scrape(Collector):
     """The metrics of one scrape."""
 
-    def __init__(self, families: Iterable[Metric]) -> None:
+    def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Family]:
         return self._families
 
 
-def _engine_metrics(received: ReceivedStats | None, seconds_without_progress: float | None) -> Iterator[Metric]:
+def _engine_metrics(received: ReceivedStats | None, seconds_without_progress: float | None) -> Iterator[Family]:
     is_up = seconds_without_progress is not None
     yield GaugeMetricFamily("hotset_engine_up", "1 if the engine process runs and advances, else 0.", value=int(is_up))
     if seconds_without_progress is None:
@@ -210,32 +137,29 @@ def _engine_metrics(received: ReceivedStats | None, seconds_without_progress: fl
         yield from _stats_metrics(received)
 
 
-def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
+def _stats_metrics(received: ReceivedStats) -> Iterator[Family]:
     stats = received.stats
     help = "Age of the engine's statistics, which it sends between steps."
     yield GaugeMetricFamily("hotset_engine_stats_age_seconds", help, value=received.age_seconds)
-    for field, (name, help) in GAUGES.items():
-        yield GaugeMetricFamily(name, help, value=getattr(stats, field))
+    for attribute, metric in GAUGES.items():
+        yield GaugeMetricFamily(metric.name, metric.help, value=getattr(stats, attribute))
     yield _host_pages(stats)
-    for field, (name, help) in COUNTERS.items():
-        yield CounterMetricFamily(name, help, value=getattr(stats, field))
-    for label, table in (("layer", LAYER_COUNTERS), ("place", PLACE_COUNTERS)):
-        for field, (name, help) in table.items():
-            labelled = CounterMetricFamily(name, help, labels=(label,))
-            for key, count in getattr(stats, field).items():
-                labelled.add_metric((str(key),), count)
-            yield labelled
-    finished = CounterMetricFamily(
-        "hotset_requests_finished", "Finished requests by finish reason.", labels=("reason",)
-    )
-    for reason in get_args(FinishReason):
-        finished.add_metric((reason,), stats.requests_finished.get(reason, 0))
-    yield finished
+    for attribute, metric in COUNTERS.items():
+        yield _counter(metric, getattr(stats, attribute))
     if stats.handoff is not None:
         yield from _handoff_metrics(stats.handoff)
 
 
-def _host_pages(stats: EngineStats) -> Metric:
+def _counter(metric: Metric, value: Any) -> Family:
+    if metric.label is None:
+        return CounterMetricFamily(metric.name, metric.help, value=value)
+    family = CounterMetricFamily(metric.name, metric.help, labels=(metric.label,))
+    for label, count in (dict.fromkeys(metric.label_values, 0) | value).items():
+        family.add_metric((str(label),), count)
+    return family
+
+
+def _host_pages(stats: EngineStats) -> Family:
     """Returns the pages of the host store by state. The states exclude each other, so the sum is the total."""
     family = GaugeMetricFamily(
         "hotset_host_pages_by_state",
@@ -251,7 +175,7 @@ def _host_pages(stats: EngineStats) -> Metric:
     return family
 
 
-def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:
+def _handoff_metrics(stats: HandoffStats) -> Iterator[Family]:
     """Yields the metrics that only prefill and decode workers have."""
     for field, (name, help) in HANDOFF_GAUGES.items():
         yield GaugeMetricFamily(name, help, value=getattr(stats, field))

@@ -29,7 +29,7 @@ class FakeClient:
 
 
 def service(**stats: Any) -> Service:
-    client: Any = FakeClient(device_pages_total=300, host_pages_total=200, quarantined_pages=309, **stats)
+    client: Any = FakeClient(device_pages_total=300, host_pages_total=200, device_pages_quarantined=309, **stats)
     return Service(client, ServeConfig())
 
 

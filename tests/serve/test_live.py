@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from tiers.whole_numbers import Bench
 from hotset.base.errors import QueueFull
 from hotset.base.story import MAX_EVENTS, Story, StoryEvent
 from hotset.cli.top import Watched, frame
-from hotset.engine.outputs import EngineStats, RankStats
+from hotset.engine.outputs import EngineStats
 from hotset.engine.process import StateReport
 from hotset.schedule.snapshots import MAX_ENDED, MAX_OPEN, RequestSnapshot
+from hotset.schedule.statistics import RankStats
 from hotset.serve import feed as feed_module
 from hotset.serve.feed import MAX_BEHIND, MAX_WATCHERS, Feed
 from hotset.serve.live import ENDED, HISTORY, Live
@@ -118,8 +118,14 @@ def test_rates_and_latencies_are_those_since_the_previous_report(monkeypatch: py
 def test_ranks_of_a_data_parallel_engine_are_shown_by_the_stream_and_by_hotset_top() -> None:
     async def scenario() -> None:
         live, watched = make_live(), Watched("http://here")
+        total = {"device_pages_total": 50, "host_pages_total": 700}
         stats = EngineStats(
-            ranks=[RankStats(5, 1, 3, 2, 0, 40, 50, 60, 700), RankStats(4, 0, 4, 0, 0, 31, 50, 32, 700)]
+            ranks=[
+                RankStats(
+                    running=5, waiting=1, resident=3, tiered=2, device_pages_held=40, host_pages_held=60, **total
+                ),
+                RankStats(running=4, resident=4, device_pages_held=31, host_pages_held=32, **total),
+            ]
         )
         async with aclosing(live.feed.watch()) as lines:
             watched.apply(await next_message(lines))
@@ -128,7 +134,7 @@ def test_ranks_of_a_data_parallel_engine_are_shown_by_the_stream_and_by_hotset_t
             watched.apply(await next_message(lines))
         late = Watched("http://here")
         late.apply(json.loads(json.dumps(live._state())))
-        assert watched.ranks == late.ranks == [asdict(rank) for rank in stats.ranks]
+        assert watched.ranks == late.ranks == [rank.of_rank for rank in stats.ranks]
         console = Console(width=120)
         with console.capture() as captured:
             console.print(frame(watched, 40))

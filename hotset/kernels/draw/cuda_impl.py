@@ -45,7 +45,7 @@ def draw(x: Tensor, rules: DrawRules, keys: Tensor, positions: Tensor, tuning: D
         x,
         x.stride(0),
         vocab,
-        *_columns(rules.temperature, rules.top_k, rules.top_p, rules.min_weight, keys, positions),
+        *_columns(*rules.columns, keys, positions),
         token_ids,
     )
     return token_ids
@@ -71,7 +71,7 @@ def accept_or_replace(
         draft_logits,
         draft_logits.stride(0),
         vocab,
-        *_columns(drafts, rules.temperature, rules.top_k, rules.top_p, rules.min_weight, keys, positions),
+        *_columns(drafts, *rules.columns, keys, positions),
         token_ids,
     )
     return token_ids

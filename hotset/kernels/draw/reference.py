@@ -38,8 +38,12 @@ class DrawRules:
     top_p: Tensor  # [n] float64, in (0, 1]
     min_weight: Tensor  # [n] int64: min_p in units of 1 / WEIGHT_ONE, rounded up
 
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.temperature, self.top_k, self.top_p, self.min_weight
+
     def of(self, index: Tensor) -> "DrawRules":
-        return DrawRules(self.temperature[index], self.top_k[index], self.top_p[index], self.min_weight[index])
+        return DrawRules(*(column[index] for column in self.columns))
 
 
 @dataclass(frozen=True, slots=True)
