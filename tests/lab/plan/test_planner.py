@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -47,7 +48,7 @@ def test_the_best_split_has_the_best_figure_of_its_goal() -> None:
     assert by_goal["throughput"].splits[0].name == "DP8"
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@examples(2)
 @given(st.sampled_from([1, 2, 7]), st.integers(1, 1 << 20), st.integers(2, 1 << 24), st.integers(1, 1 << 16))
 @example(gpus=1, host_gib=1 << 20, context=2, requests=1 << 16)
 def test_machines_and_loads_that_meet_nowhere_have_a_plan(
