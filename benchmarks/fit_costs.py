@@ -14,7 +14,7 @@ from decode_figures import read_figures
 from report import Bar, make_parser, report
 
 from hotset.lab.plan.costs import COEFFICIENTS
-from hotset.models.spec import MlaSpec
+from hotset.models.attention.dsa_spec import MlaSpec
 
 NAMES = ("layer_us", "keys", "attention", "swap_first", "swap_shared")
 

@@ -42,8 +42,9 @@ from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.swap_in import cuda_impl
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import KvStorage, MlaSpec, ModelSpec
+from hotset.models.spec import KvStorage, ModelSpec
 from hotset.tiers.hot_buffers import HotBuffers
 
 MODEL = "dsa-50b-dense"

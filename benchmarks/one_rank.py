@@ -67,7 +67,8 @@ from hotset.base.host_memory import host_memory
 from hotset.base.units import GIB
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.memory.host_store import HostStore
-from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.attention.dsa_spec import MlaSpec
+from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
 
 SPLITS = {"dp8": Split(dp_size=8), "tp8": Split(tp_size=8)}

@@ -29,9 +29,10 @@ from hotset.engine.runner import Runner
 from hotset.engine.sizing import kv_budget
 from hotset.lab.plan.products import prefill_products
 from hotset.models import layers
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
-from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
 
 Row = dict[str, Any]

@@ -66,10 +66,11 @@ from hotset.kernels.swap_in import RowCopies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
+from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
+from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import TensorSlice
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory

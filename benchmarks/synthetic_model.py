@@ -19,10 +19,10 @@ from hotset.engine.sizing import kv_budget
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
-from hotset.models.spec import MlaSpec
 from hotset.schedule.request import Phase, Request
 
 CPU = torch.device("cpu")

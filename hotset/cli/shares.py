@@ -15,7 +15,7 @@ from hotset.cli.roles import RoleEngine
 from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name, model_splits, with_default_drafts
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import find_model
-from hotset.models.weight_sizes import worker_weight_bytes
+from hotset.models.model_tensors import worker_weight_bytes
 
 CPU_DEVICE_SHARE = 0.4  # the device pools' share of an engine's KV memory; the host store gets the remaining 0.6
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pools

@@ -41,7 +41,7 @@ from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.model_names import EMBEDDED_NAME
 from hotset.models.decoder import worker_kv_shape
-from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.spec import ModelSpec
 from hotset.schedule.drafts import LookupDrafter, MtpDrafter
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
@@ -322,10 +322,11 @@ def _start_workers(
 ) -> tuple[KvBudget, Executor]:
     """Starts workers, each with a part of the model. `wake` is called when one of them has ended."""
     spec = files.spec
-    kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
     device = torch.device(devices[0].name)
     launcher = _launcher(config, devices)
-    workers = MultiprocessExecutor(config, model_splits(config, spec), launcher, kv_heads, wake, advance)
+    workers = MultiprocessExecutor(
+        config, model_splits(config, spec), launcher, spec.attention.divided_kv_heads, wake, advance
+    )
     try:
         show_loading = show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True)
         plans = workers.plan()

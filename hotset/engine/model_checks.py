@@ -26,9 +26,9 @@ from hotset.models.checkpoint.files import (
     read_weight_index,
     shard_paths,
 )
-from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
+from hotset.models.model_tensors import worker_weight_bytes
+from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import Split
-from hotset.models.weight_sizes import worker_weight_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 MAX_SUGGESTED_SIZE = 64  # the largest degree of parallelism that an error message suggests
@@ -59,7 +59,7 @@ def check_model(config: EngineConfig) -> ModelFiles:
     context_length(config, spec.context)
     kv_storage(config, spec)
     check_speculation(config, files)
-    hot_slots(config, None if isinstance(spec.attention, GqaSpec) else spec.attention.index.topk)
+    hot_slots(config, spec.attention.topk)
     splits = model_splits(config, spec)
     if not on_gpu and config.executor == "processes":  # workers on other nodes check what they load themselves
         dtype = dtype_name(config.dtype, spec, "cpu")
@@ -130,8 +130,8 @@ def context_length(config: EngineConfig, model_context: int) -> int:
 
 
 def kv_storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
-    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a GQA model, which has no fp8 layout."""
-    if isinstance(spec.attention, GqaSpec):
+    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a model whose rows have no fp8 layout."""
+    if not spec.attention.has_fp8_rows:
         for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
             if value != "auto":
                 raise ConfigError(f"{flag} {value} needs a model with latent KV (MLA); leave it out for this model")
@@ -174,11 +174,11 @@ def with_default_drafts(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
     if config.speculate is not None:
         return config
     files = find_model(config.model, config.weight_dtype, with_mtp=True)
-    attention, drafts = files.spec.attention, 0
+    topk, drafts = files.spec.attention.topk, 0
     captures = on_gpu and config.cuda_graphs == "auto" and dtype_name(config.dtype, files.spec, "cuda") == "bfloat16"
-    if captures and not isinstance(attention, GqaSpec) and has_mtp_layer(files, config.load_format):
+    if captures and topk is not None and has_mtp_layer(files, config.load_format):
         slots = MAX_POSITIONS if config.hot_slots is None else min(MAX_POSITIONS, config.hot_slots)
-        most = slots // attention.index.topk - 1 if config.tiers != "off" else DEFAULT_DRAFTS
+        most = slots // topk - 1 if config.tiers != "off" else DEFAULT_DRAFTS
         drafts = max(0, min(DEFAULT_DRAFTS, most))
     return replace(config, speculate=drafts)
 

@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from hotset.base.errors import ConfigError
-from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
+from hotset.models.model_tensors import layer_tensors, matrix_values, mtp_tensors
+from hotset.models.spec import ModelSpec
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -49,22 +50,20 @@ def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
     whose format may have blocks that must not be divided.
     """
     moe, attention = spec.moe, spec.attention
-    value_dim = attention.head_dim if isinstance(attention, GqaSpec) else attention.v_dim
     columns = {
         "columns of a dense MLP": 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width,
-        "columns of the shared experts": moe.width * moe.shared if moe else 0,
+        "columns of the shared experts": moe.shared_width if moe else 0,
     }
     indivisible = [f"{attention.heads} attention heads"] if attention.heads % size else []
     indivisible += [f"{count} {what}" for what, count in columns.items() if count % size]
     if size > 1 and not indivisible:
-        columns["columns of the attention's output"] = attention.heads * value_dim
+        columns["columns of the attention's output"] = attention.output_columns
         format = spec.weight_formats.of("model.layers.0.self_attn.o_proj.weight")
         unit = size * format.input_block
         indivisible = [f"{count} {what} in {format.blocks}" for what, count in columns.items() if count % unit]
-    if isinstance(attention, GqaSpec):
-        kv_heads = attention.kv_heads
-        if kv_heads % size and size % kv_heads:
-            indivisible.append(f"{kv_heads} KV heads")
+    kv_heads = attention.divided_kv_heads
+    if kv_heads % size and size % kv_heads:
+        indivisible.append(f"{kv_heads} KV heads")
     return _indivisible_experts(spec, size) + indivisible
 
 
@@ -74,7 +73,7 @@ def stage_layers(spec: ModelSpec, stages: int, layer_counts: Sequence[int] | Non
     Stage i has `layer_counts[i]` layers. If `layer_counts` is None, the stages are balanced by their number of weights.
     Layers that share one indexer are in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
     """
-    starts = _group_starts(spec)
+    starts = spec.attention.stage_starts(spec.layers)
     if not 1 <= stages <= len(starts):
         groups = "" if len(starts) == spec.layers else f" in {len(starts)} groups that share an indexer"
         raise ConfigError(
@@ -86,20 +85,17 @@ def stage_layers(spec: ModelSpec, stages: int, layer_counts: Sequence[int] | Non
     return _ranges(_explicit(spec, starts, stages, layer_counts))
 
 
-def _group_starts(spec: ModelSpec) -> tuple[int, ...]:
-    """Returns the layers at which a stage can begin."""
-    return spec.attention.index.full_layers if isinstance(spec.attention, MlaSpec) else tuple(range(spec.layers))
-
-
 def _ranges(bounds: Sequence[int]) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
 def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
     """Returns the bounds with the fewest weights in the heaviest stage and, among these, the least sum of squares."""
-    weights_before = [0, *accumulate(layer_weights(spec))]  # the weights of all layers before each layer
+    layer_weights = (matrix_values(layer_tensors(spec, layer)) for layer in range(spec.layers))
+    weights_before = [0, *accumulate(layer_weights)]  # the weights of all layers before each layer
     vocabulary_weights = spec.vocab * spec.hidden  # of the embedding, and of the LM head
-    mtp_weights = 0 if spec.mtp is None else layer_weights(spec.with_mtp_layer)[-1] + 2 * spec.hidden**2
+    mtp_layer = () if spec.mtp is None else (*layer_tensors(spec.with_mtp_layer, spec.layers), *mtp_tensors(spec))
+    mtp_weights = matrix_values(mtp_layer)
 
     def weights_of(stage: int, first: int, last: int) -> int:
         vocabulary_matrices = (stage == 0) + (stage == stages - 1)
@@ -157,28 +153,3 @@ def _cheapest(
                         extended[last] = (total, [*bounds_so_far, last])
         best = extended
     return best[bounds[-1]][1]
-
-
-def layer_weights(spec: ModelSpec) -> list[int]:
-    """Returns the number of weights in the matrices of each layer."""
-    return [_attention_weights(spec, layer) + _mlp_weights(spec, layer) for layer in range(spec.layers)]
-
-
-def _attention_weights(spec: ModelSpec, layer: int) -> int:
-    attention, hidden = spec.attention, spec.hidden
-    if isinstance(attention, GqaSpec):
-        return hidden * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
-    index, nope = attention.index, attention.nope_dim
-    down = hidden * (attention.q_lora_rank + attention.kv_lora_rank + attention.rope_dim)
-    queries = attention.q_lora_rank * attention.heads * (nope + attention.rope_dim)
-    keys_values = attention.kv_lora_rank * attention.heads * (nope + attention.v_dim)
-    out = attention.heads * attention.v_dim * hidden
-    indexer = index.head_dim * (index.heads * attention.q_lora_rank + hidden) + index.heads * hidden
-    return down + queries + keys_values + out + (indexer if layer in index.full_layers else 0)
-
-
-def _mlp_weights(spec: ModelSpec, layer: int) -> int:
-    moe = spec.moe
-    if moe is None or layer not in moe.layers:
-        return 3 * spec.hidden * spec.mlp_width
-    return spec.hidden * (3 * moe.width * (moe.experts + moe.shared) + moe.experts)

@@ -14,6 +14,7 @@ from hotset.base.units import MIB, show_bytes
 MAX_JSON_BYTES = 8 * MIB  # the largest configurations, which list added tokens, have about 1 MiB
 MAX_DIGITS = 300  # of a whole number in a file; a float64 holds numbers of up to 308 digits
 MAX_COUNT = (1 << 31) - 1  # token ids and positions are stored in 32 bits
+MAX_PARTS = 1 << 16  # attention heads, or experts
 MAX_NUMBER = 1e30  # a float32 holds numbers of up to 3e38
 MAX_SHOWN = 120  # characters of a value in an error message
 

@@ -9,15 +9,15 @@ from hotset.base.errors import InternalError
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel
+from hotset.models.attention.kinds import KINDS
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
-from hotset.models.decoder_layer import DecoderLayer, build_layer
-from hotset.models.dsa import dsa_kv_shape
-from hotset.models.gqa import gqa_kv_shape
-from hotset.models.layers import Embedding, LmHead, Moe, ShardLoader, pack_linears
+from hotset.models.decoder_layer import build_layer
+from hotset.models.layer_step import Layer, Residual, StepInputs
+from hotset.models.layers import Embedding, LmHead, ShardLoader, pack_linears
 from hotset.models.mtp import MtpLayer, MtpOutput
 from hotset.models.rope import Rope
-from hotset.models.spec import AS_COMPUTED, GqaSpec, KvStorage, MlaSpec, ModelSpec
+from hotset.models.spec import AS_COMPUTED, KvStorage, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
 
 
@@ -59,7 +59,7 @@ class Decoder:
         skipping = ShardLoader(SkippedWeights(weights), split, collectives)
         stage = split.layer_range(spec.layers)
         self.first, self.last = stage.start == 0, stage.stop == spec.layers
-        self._layers: list[DecoderLayer] = []
+        self._layers: list[Layer] = []
         for layer in range(spec.layers):
             built = build_layer(loader if layer in stage else skipping, layer, layer - stage.start, spec)
             if layer in stage:
@@ -77,7 +77,7 @@ class Decoder:
                 mtp_loader = ShardLoader(mtp_loader.weights, WHOLE_MODEL, SINGLE_RANK)
             mtp = MtpLayer(mtp_loader, len(stage), spec, spec.mtp)
             self._mtp = mtp if drafts else None
-        like = self._layers[0].input_norm.weight
+        like = self._layers[0].like
         self.dtype, self.device = like.dtype, like.device
         self._rope = Rope(spec.rope, like.dtype, like.device)
         if pack_weights:
@@ -98,15 +98,14 @@ class Decoder:
 
     def run_layers(self, x: Tensor, view: View) -> Tensor:
         """Returns the residual stream [tokens, hidden] after this worker's layers."""
-        rotation = self._rope.at(view.segments.positions)
-        delta: Tensor | None = None
-        selected: Tensor | None = None
+        step = StepInputs(self._rope.at(view.segments.positions), view)
+        residual, selected = Residual(x), None
         for number, layer in enumerate(self._layers, self._split.first_layer):
-            x, delta, selected = layer(x, delta, rotation, view, selected)
+            residual, selected = layer(residual, step, selected)
             self.on_layer()
             if self.on_residual is not None:
-                self.on_residual(number, x + delta)
-        return x if delta is None else x + delta
+                self.on_residual(number, residual.total)
+        return residual.total
 
     def logits(self, x: Tensor, indices: Tensor | None) -> Tensor:
         """Returns the logits [n, vocab] of the tokens at the n `indices` (None: all tokens), in the accumulation dtype.
@@ -142,17 +141,13 @@ class Decoder:
             raise InternalError("tensor parallel ranks are never idle: they compute every token")
         no_tokens = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         for layer in self._layers:
-            if isinstance(layer.mlp, Moe):
-                layer.mlp.routed(no_tokens, None)
+            layer.idle(no_tokens)
             self.on_layer()
 
 
 def worker_kv_shape(spec: ModelSpec, dtype: torch.dtype, storage: KvStorage, split: Split = WHOLE_MODEL) -> KvShape:
     """Returns the shape of one worker's KV, by default of the whole model. The MTP layer is the last layer of it."""
     stage = split.layer_range(spec.layers)
-    if isinstance(spec.attention, GqaSpec):
-        return gqa_kv_shape(len(stage), spec.attention, split, dtype)
     if spec.mtp is not None and stage.stop == spec.layers:
         stage, spec = range(stage.start, spec.layers + 1), spec.with_mtp_layer
-    assert isinstance(spec.attention, MlaSpec)
-    return dsa_kv_shape(stage, spec.attention, dtype, storage)
+    return KINDS[type(spec.attention)].kv_shape(spec, stage, split, dtype, storage)

@@ -1,6 +1,6 @@
 """The building blocks of DSA and GQA decoders: embedding, norms, linear layers, MLP, MoE, LM head."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,22 +19,11 @@ from hotset.kernels.swiglu import swiglu
 from hotset.models.beside import beside
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
-from hotset.models.spec import ModelSpec, MoeSpec
-from hotset.models.split import Split, TensorSlice
-
-
-@dataclass(frozen=True, slots=True)
-class ShardLoader:
-    """A source of weights, the part of the model that this worker loads from it, and the collectives of its ranks."""
-
-    weights: WeightSource
-    split: Split
-    collectives: Collectives
-
-    @property
-    def tp_collectives(self) -> Collectives:
-        """The collectives of the ranks that divide heads, columns and vocabulary. Data parallel ranks do not."""
-        return self.collectives if self.split.tp_size > 1 else SINGLE_RANK
+from hotset.models.feed_forward import MlpTensors, MoeSpec, MoeTensors
+from hotset.models.model_tensors import feed_forward_tensors
+from hotset.models.spec import ModelSpec
+from hotset.models.split import Split
+from hotset.models.tensors import WeightTensor, shard_slice
 
 
 class RmsNorm:
@@ -50,34 +39,6 @@ class RmsNorm:
     def add_then_norm(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Returns x + delta and the norm of that sum."""
         return add_rms_norm(x, delta, self.weight, self.eps)
-
-
-def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:
-    """Returns the slice for `shard` of a tensor that has `width` entries along `dim` for each head or column."""
-    return TensorSlice(dim, shard.start * width, shard.stop * width)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightShard:
-    """This rank's slice of the outputs of one weight [outputs, inputs], and of its bias if it has one."""
-
-    name: str  # without .weight or .bias
-    outputs: int  # in the whole weight
-    tensor_slice: TensorSlice
-    bias: bool = False
-
-    @staticmethod
-    def whole(name: str, outputs: int, bias: bool = False) -> "WeightShard":
-        return WeightShard(name, outputs, TensorSlice(0, 0, outputs), bias)
-
-    @property
-    def size(self) -> int:
-        return self.tensor_slice.size
-
-    @property
-    def first_boundary(self) -> int:
-        """A divisor of the first output of every rank's slice, so that all ranks have blocks of the same size."""
-        return 0 if self.size == self.outputs else self.size
 
 
 def empty_weight(
@@ -98,25 +59,6 @@ def output_range(weight: Weight, first: int, last: int) -> Weight:
     return weight.outputs(first, last) if isinstance(weight, Fp8Weight) else weight[first:last]
 
 
-def merged_linear(weights: WeightSource, shards: list[WeightShard], inputs: int, like: Tensor) -> Linear:
-    """Merges the shards of several weights along their outputs, so that one matrix product computes all of them."""
-    names = [f"{shard.name}.weight" for shard in shards]
-    bounds = [0, *accumulate(shard.size for shard in shards)]
-    boundaries = (*bounds[:-1], *(shard.first_boundary for shard in shards))
-    weight = empty_weight(weights, names, (bounds[-1], inputs), boundaries, like)
-    for name, shard, (first, last) in zip(names, shards, pairwise(bounds), strict=True):
-        out = output_range(weight, first, last)
-        weights.load_weight(name, (shard.outputs, inputs), out=out, tensor_slice=shard.tensor_slice)
-    if not any(shard.bias for shard in shards):
-        return Linear(weight)
-    bias = torch.zeros(bounds[-1], dtype=like.dtype, device=like.device)
-    for shard, (first, last) in zip(shards, pairwise(bounds), strict=True):
-        if shard.bias:
-            out_bias = bias[first:last]
-            weights.load(f"{shard.name}.bias", (shard.outputs,), out=out_bias, tensor_slice=shard.tensor_slice)
-    return Linear(weight, bias)
-
-
 class RowParallelLinear:
     """A linear layer whose inputs are divided among ranks. all_reduce adds the partial results of the ranks.
 
@@ -134,26 +76,76 @@ class RowParallelLinear:
         return out if self._bias is None else out + self._bias
 
 
-def load_fp32(weights: WeightSource, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Loads a weight in the accumulation dtype (fp32, or fp64 in a float64 model), not in the model's dtype."""
-    return weights.load(name, shape, out=torch.empty(shape, dtype=accumulation_dtype(like.dtype), device=like.device))
+@dataclass(frozen=True, slots=True)
+class ShardLoader:
+    """Loads tensors: a source of weights, the part of the model that this worker loads from it, and the collectives of
+    its ranks."""
+
+    weights: WeightSource
+    split: Split
+    collectives: Collectives
+
+    @property
+    def tp_collectives(self) -> Collectives:
+        """The collectives of the ranks that divide heads, columns and vocabulary. Data parallel ranks do not."""
+        return self.collectives if self.split.tp_size > 1 else SINGLE_RANK
+
+    def load(self, tensor: WeightTensor) -> Tensor:
+        """Returns this rank's slice in the model's dtype."""
+        return self.weights.load(tensor.name, tensor.shape, tensor_slice=tensor.tensor_slice)
+
+    def load_bias(self, tensor: WeightTensor) -> Tensor:
+        """Returns the bias of a tensor whose outputs are not divided."""
+        return self.weights.load(tensor.bias_name, tensor.shape[:1])
+
+    def load_fp32(self, tensor: WeightTensor, like: Tensor) -> Tensor:
+        """Loads a tensor in the accumulation dtype (fp32, or fp64 in a float64 model), not in the model's dtype."""
+        out = torch.empty(tensor.local_shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+        return self.weights.load(tensor.name, tensor.shape, out=out, tensor_slice=tensor.tensor_slice)
+
+    def load_matrix(self, tensor: WeightTensor, out: Weight | None = None) -> Weight:
+        """Returns this rank's slice in the format in which the checkpoint stores it."""
+        return self.weights.load_weight(tensor.name, tensor.shape, out=out, tensor_slice=tensor.tensor_slice)
+
+    def norm(self, tensor: WeightTensor, eps: float) -> RmsNorm:
+        return RmsNorm(self.load(tensor), eps)
+
+    def row_parallel(self, tensor: WeightTensor) -> RowParallelLinear:
+        """Loads a matrix whose inputs are divided among tensor parallel ranks."""
+        bias = self.load_bias(tensor) if tensor.bias else None
+        return RowParallelLinear(self.load_matrix(tensor), bias, self.tp_collectives)
+
+    def merged_linear(self, tensors: Sequence[WeightTensor], like: Tensor) -> Linear:
+        """Merges several matrices along their outputs, so that one matrix product computes all of them."""
+        bounds = list(pairwise([0, *accumulate(tensor.local_shape[0] for tensor in tensors)]))
+        boundaries = (*(first for first, _ in bounds), *(tensor.first_boundary for tensor in tensors))
+        shape = (bounds[-1][1], tensors[0].shape[1])
+        weight = empty_weight(self.weights, [tensor.name for tensor in tensors], shape, boundaries, like)
+        for tensor, (first, last) in zip(tensors, bounds, strict=True):
+            self.load_matrix(tensor, output_range(weight, first, last))
+        if not any(tensor.bias for tensor in tensors):
+            return Linear(weight)
+        bias = torch.zeros(shape[0], dtype=like.dtype, device=like.device)
+        for tensor, (first, last) in zip(tensors, bounds, strict=True):
+            if tensor.bias:
+                part, tensor_slice = bias[first:last], tensor.tensor_slice
+                self.weights.load(tensor.bias_name, tensor.shape[:1], out=part, tensor_slice=tensor_slice)
+        return Linear(weight, bias)
 
 
 class Mlp:
     """Computes down(silu(gate(x)) * up(x)). Tensor parallel ranks divide the columns of gate and up."""
 
-    def __init__(self, loader: ShardLoader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
-        weights, shard = loader.weights, loader.split.tp_shard(width)
-        part = shard_slice(0, shard)
-        gate_up = [WeightShard(f"{prefix}.{name}", width, part, bias) for name in ("gate_proj", "up_proj")]
-        self._gate_up = merged_linear(weights, gate_up, hidden, like)
-        down = weights.load_weight(f"{prefix}.down_proj.weight", (hidden, width), tensor_slice=shard_slice(1, shard))
-        down_bias = weights.load(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
-        self._down = RowParallelLinear(down, down_bias, loader.tp_collectives)
+    def __init__(self, loader: ShardLoader, tensors: MlpTensors, like: Tensor) -> None:
+        self._gate_up = loader.merged_linear([tensors.gate, tensors.up], like)
+        self._down = loader.row_parallel(tensors.down)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
         """Ignores `seats`: padding hardly costs time here, because the weights are read once for all tokens."""
         return self._down(swiglu(self._gate_up(x)))
+
+    def idle(self, no_tokens: Tensor) -> None:
+        """Does nothing: data parallel ranks compute their MLPs for themselves."""
 
 
 class Moe:
@@ -166,8 +158,8 @@ class Moe:
     is padding.
     """
 
-    def __init__(self, loader: ShardLoader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
-        weights, split = loader.weights, loader.split
+    def __init__(self, loader: ShardLoader, spec: MoeSpec, tensors: MoeTensors, like: Tensor) -> None:
+        split = loader.split
         self._rule = RoutingRule(
             experts=spec.experts,
             experts_per_token=spec.experts_per_token,
@@ -176,27 +168,15 @@ class Moe:
             normalise=spec.normalise,
             scale=spec.scale,
         )
-        self._router = load_fp32(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
-        self._correction = load_fp32(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
+        self._router = loader.load_fp32(tensors.router, like)
+        self._correction = loader.load_fp32(tensors.correction, like)
         self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
-        local = split.experts(spec.experts)
-        # Experts of other ranks count too: all ranks compute in the same format.
-        parts = ("gate_proj", "up_proj", "down_proj")
-        names = [f"{prefix}.experts.{expert}.{part}.weight" for expert in range(spec.experts) for part in parts]
-        gate_up_shape, down_shape = (len(local), 2 * spec.width, hidden), (len(local), hidden, spec.width)
-        self._gate_up = empty_weight(weights, names, gate_up_shape, [spec.width], like)
-        self._down = empty_weight(weights, names, down_shape, [], like)
-        skipped = SkippedWeights(weights)
-        for expert in range(spec.experts):
-            source, index = (weights, expert - local.start) if expert in local else (skipped, 0)
-            _load_expert(source, f"{prefix}.experts.{expert}", self._gate_up[index], self._down[index])
-        self._first_expert = local.start
+        self._first_expert = split.experts(spec.experts).start
+        self._gate_up, self._down = _load_experts(loader, spec, tensors.expert, like)
         self._shared: Mlp | None = None
-        if spec.shared:
+        if tensors.shared is not None:
             # Tensor parallel ranks add the partial sums of shared and routed experts before one common all_reduce.
-            without_reduce = replace(loader, collectives=SINGLE_RANK)
-            width = spec.width * spec.shared
-            self._shared = Mlp(without_reduce, f"{prefix}.shared_experts", hidden, width, False, like)
+            self._shared = Mlp(replace(loader, collectives=SINGLE_RANK), tensors.shared, like)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
         # Shared experts need nothing of the routing, so both can run at the same time.
@@ -217,6 +197,10 @@ class Moe:
         of_all_ranks = self._collectives.all_gather_tokens(x, routes.expert_ids, routes.weights)
         return self._collectives.reduce_scatter(self._local_experts(*of_all_ranks))
 
+    def idle(self, no_tokens: Tensor) -> None:
+        """Data parallel: runs this rank's experts for the tokens of other ranks."""
+        self.routed(no_tokens, None)
+
     def _routes(self, x: Tensor, seats: Tensor | None) -> Routes:
         return route(x, self._router, self._correction, self._rule, seats)
 
@@ -225,19 +209,30 @@ class Moe:
         return experts(x, expert_ids, weights, self._gate_up, self._down, self._rule.experts, self._first_expert)
 
 
-def _load_expert(weights: WeightSource, name: str, gate_up: Weight, down: Weight) -> None:
-    hidden, width = down.shape
-    weights.load_weight(f"{name}.gate_proj.weight", (width, hidden), out=output_range(gate_up, 0, width))
-    weights.load_weight(f"{name}.up_proj.weight", (width, hidden), out=output_range(gate_up, width, 2 * width))
-    weights.load_weight(f"{name}.down_proj.weight", (hidden, width), out=down)
+def _load_experts(loader: ShardLoader, spec: MoeSpec, expert: MlpTensors, like: Tensor) -> tuple[Weight, Weight]:
+    """Loads this rank's experts. Returns the weights of gate and up [experts, 2 * width, hidden], and those of down
+    [experts, hidden, width]."""
+    local, (hidden, width) = loader.split.experts(spec.experts), expert.down.shape
+    # Experts of other ranks count too: all ranks compute in the same format.
+    names = [tensor.of_expert(number).name for number in range(spec.experts) for tensor in expert]
+    gate_up = empty_weight(loader.weights, names, (len(local), 2 * width, hidden), [width], like)
+    down = empty_weight(loader.weights, names, (len(local), hidden, width), [], like)
+    skipping = replace(loader, weights=SkippedWeights(loader.weights))
+    for number in range(spec.experts):
+        loads, index = (loader, number - local.start) if number in local else (skipping, 0)
+        loads.load_matrix(expert.gate.of_expert(number), output_range(gate_up[index], 0, width))
+        loads.load_matrix(expert.up.of_expert(number), output_range(gate_up[index], width, 2 * width))
+        loads.load_matrix(expert.down.of_expert(number), down[index])
+    return gate_up, down
 
 
 def feed_forward(loader: ShardLoader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
     """Builds the layer's MLP or MoE, according to the spec."""
-    prefix = f"model.layers.{layer}.mlp"
-    if spec.moe is not None and layer in spec.moe.layers:
-        return Moe(loader, prefix, spec.hidden, spec.moe, like)
-    return Mlp(loader, prefix, spec.hidden, spec.mlp_width, spec.mlp_bias, like)
+    tensors = feed_forward_tensors(spec, layer, loader.split)
+    if isinstance(tensors, MlpTensors):
+        return Mlp(loader, tensors, like)
+    assert spec.moe is not None
+    return Moe(loader, spec.moe, tensors, like)
 
 
 class Embedding:

@@ -12,8 +12,9 @@ from hotset.kernels.linear import Linear
 from hotset.kernels.rope import Rotation
 from hotset.memory.view import View
 from hotset.models.decoder_layer import build_layer
-from hotset.models.dsa import DsaAttention
-from hotset.models.layers import RmsNorm, ShardLoader
+from hotset.models.layer_step import Residual, StepInputs
+from hotset.models.layers import ShardLoader
+from hotset.models.model_tensors import mtp_tensors
 from hotset.models.spec import ModelSpec, MtpSpec
 
 
@@ -35,18 +36,13 @@ class MtpLayer:
 
     def __init__(self, loader: ShardLoader, local_layer: int, spec: ModelSpec, mtp: MtpSpec) -> None:
         """Loads the layer, which views number `local_layer`."""
-        prefix = f"model.layers.{spec.layers}"
-
-        def norm(name: str) -> RmsNorm:
-            return RmsNorm(loader.weights.load(f"{prefix}.{name}.weight", (spec.hidden,)), spec.norm_eps)
-
+        tensors = mtp_tensors(spec)
         self._mtp = mtp
-        self._token_norm, self._hidden_norm = norm("enorm"), norm("hnorm")
-        self._projection = Linear(
-            loader.weights.load_weight(f"{prefix}.eh_proj.weight", (spec.hidden, 2 * spec.hidden))
-        )
+        self._token_norm = loader.norm(tensors.token_norm, spec.norm_eps)
+        self._hidden_norm = loader.norm(tensors.hidden_norm, spec.norm_eps)
+        self._projection = Linear(loader.load_matrix(tensors.projection))
         self._layer = build_layer(loader, spec.layers, local_layer, spec.with_mtp_layer)
-        self._norm = norm("shared_head.norm")
+        self._norm = loader.norm(tensors.norm, spec.norm_eps)
 
     def __call__(
         self,
@@ -57,11 +53,9 @@ class MtpLayer:
         selected: Tensor | None,
     ) -> MtpOutput:
         """Computes one iteration. `selected` are the positions of the first one; None in the first one."""
-        layer = self._layer
-        assert isinstance(layer.attention, DsaAttention)
         x = self._projection(torch.cat((self._token_norm(embedded), self._hidden_norm(hidden)), dim=1))
         selects = selected is None or not self._mtp.shares_selection
-        attended, selected = layer.attention(layer.input_norm(x), rotation, view, selected, selects=selects)
-        x, normed = layer.post_attention_norm.add_then_norm(x, attended)
-        x, normed = self._norm.add_then_norm(x, layer.mlp(normed, view.padded_seats))
+        (x, delta), selected = self._layer(Residual(x), StepInputs(rotation, view, selects), selected)
+        assert delta is not None and selected is not None, "the MTP layer has an indexer"
+        x, normed = self._norm.add_then_norm(x, delta)
         return MtpOutput(normed if self._mtp.carries_normed else x, normed, selected)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hotset.models.attention.spec import AttentionSpec
+from hotset.models.feed_forward import MoeSpec
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormats
 
 
@@ -23,58 +25,6 @@ class RopeSpec:
     mscale_all_dim: float | None = None  # yarn; in MLA models, every kind but default
     attention_factor: float | None = None  # yarn; None: derived from the other fields
     truncate: bool = True  # yarn
-
-
-@dataclass(frozen=True, slots=True)
-class GqaSpec:
-    """Full attention with grouped heads: `llama`, `qwen3`."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of Q and K, before rope
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSpec:
-    """The indexer of DSA, which selects the positions that attention reads."""
-
-    heads: int
-    head_dim: int
-    topk: int
-    interleaved_rope: bool  # rotated pairs are (0, 1), (2, 3), ... (GLM), else (i, i + dim / 2) (DeepSeek-V3.2)
-    full_layers: tuple[int, ...]  # the layers that run an indexer; the layers after each one reuse its selection
-
-
-@dataclass(frozen=True, slots=True)
-class MlaSpec:
-    """Multi-head latent attention, with the indexer that makes it sparse: `deepseek_v32`, `glm_moe_dsa`."""
-
-    heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    bias: bool  # whether there is a bias on q_a_proj, kv_a_proj_with_mqa and o_proj
-    index: IndexSpec
-
-
-@dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """Routed experts with group-limited, bias-corrected sigmoid routing, plus shared experts."""
-
-    experts: int
-    experts_per_token: int
-    width: int
-    shared: int  # shared experts, run as one MLP of width * shared
-    groups: int
-    topk_group: int
-    scale: float
-    normalise: bool
-    layers: tuple[int, ...]  # the MoE layers; the others have a dense MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +49,7 @@ class ModelSpec:
     tied_embeddings: bool
     context: int  # max_position_embeddings
     rope: RopeSpec
-    attention: GqaSpec | MlaSpec
+    attention: AttentionSpec
     moe: MoeSpec | None
     dtype: str  # the checkpoint's dtype: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
@@ -108,14 +58,13 @@ class ModelSpec:
 
     @property
     def with_mtp_layer(self) -> "ModelSpec":
-        """This model with the MTP layer as its last layer, which has an indexer, and experts if any layer has them."""
-        number, attention, moe = self.layers, self.attention, self.moe
-        assert isinstance(attention, MlaSpec) and self.mtp is not None, "the model has no MTP layer"
-        index = replace(attention.index, full_layers=(*attention.index.full_layers, number))
+        """This model with the MTP layer as its last layer, which has experts if any layer has them."""
+        assert self.mtp is not None, "the model has no MTP layer"
+        number, moe = self.layers, self.moe
         return replace(
             self,
             layers=number + 1,
-            attention=replace(attention, index=index),
+            attention=self.attention.with_mtp_layer(number),
             moe=None if moe is None else replace(moe, layers=(*moe.layers, number)),
         )
 

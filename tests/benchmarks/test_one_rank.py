@@ -33,10 +33,10 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.lab.plan.products import prefill_products
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.config_reader import read_spec
-from hotset.models.decoder import Decoder
-from hotset.models.dsa import dsa_kv_shape
-from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.decoder import Decoder, worker_kv_shape
+from hotset.models.spec import ModelSpec
 from hotset.models.split import WHOLE_MODEL
 
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_shared_host_pages_are_granted_again_when_all_are_held() -> None:
 def test_bytes_of_a_step_are_those_of_the_published_shapes() -> None:
     spec = load_spec("deepseek-v3.2")
     assert isinstance(spec.attention, MlaSpec)
-    shape = dsa_kv_shape(range(spec.layers), spec.attention, torch.bfloat16, FP8_KV)
+    shape = worker_kv_shape(spec, torch.bfloat16, FP8_KV)
     weights = WeightBytes(total=1000, embedding=100, experts=600)
     read = step_bytes(shape, weights, requests=3, context=32768, used_experts=0.5)
     rows, keys = 3 * 61 * 2048 * 656, 3 * 61 * 32768 * 132

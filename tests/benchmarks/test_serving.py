@@ -20,9 +20,9 @@ from test_one_rank import small_spec
 from hotset.base.config import EngineConfig
 from hotset.engine.sizing import KvBudget, hot_slots
 from hotset.kernels.swap_in import RowCopies, SwapPlan, cuda_impl
-from hotset.models.decoder import Decoder
-from hotset.models.dsa import dsa_kv_shape
-from hotset.models.spec import KvStorage, MlaSpec
+from hotset.models.attention.dsa_spec import MlaSpec
+from hotset.models.decoder import Decoder, worker_kv_shape
+from hotset.models.spec import KvStorage
 from hotset.tiers.hot_buffers import HotBuffers
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_the_same_requests_decode_with_copies_in_order_and_without_misses(
 def test_contexts_of_128k_that_share_96k_fit_more_than_twice_as_often() -> None:
     spec = serving.load_spec("dsa-50b", 1)
     assert isinstance(spec.attention, MlaSpec)
-    shape = dsa_kv_shape(range(spec.layers), spec.attention, torch.bfloat16, FP8)
+    shape = worker_kv_shape(spec, torch.bfloat16, FP8)
     geometry = shape.geometry(64, hot_slots(EngineConfig(), shape.topk))
     gib, tokens = 1 << 30, 131072 + 512
     budget = KvBudget(geometry, 16 * gib // geometry.page_bytes, 80 * gib // (64 * shape.token_bytes), tokens)

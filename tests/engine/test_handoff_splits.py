@@ -23,8 +23,8 @@ from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import staging
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import open_transfer
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import GqaSpec
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 SEED = 5

@@ -13,8 +13,11 @@ from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import InputProcessor
 from hotset.memory.view import View
+from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from hotset.models.feed_forward import MoeSpec
+from hotset.models.spec import ModelSpec, RopeSpec
 
 VOCAB = 61
 COUNTERS = ("recomputes", "parks", "resumes", "demotions")

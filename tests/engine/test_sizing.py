@@ -22,8 +22,9 @@ from hotset.engine.model_checks import kv_storage
 from hotset.engine.sizing import KvBudget, WorkerMemory, kv_budget, shared_budget
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
 from hotset.memory.device_pool import KvShape
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import GqaSpec, ModelSpec, RopeSpec
+from hotset.models.spec import ModelSpec, RopeSpec
 
 DSA = KvShape(3, mla_row(16, 4, torch.float32), (0, 1, 2), index_key_row(8, torch.float32), topk=6)
 MLA = mla_row(512, 64, torch.bfloat16, fp8=True)

@@ -29,10 +29,10 @@ from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import worker_kv_shape
+from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import WeightPlan
-from hotset.models.weight_sizes import worker_weight_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "models" / "demo-dsa")

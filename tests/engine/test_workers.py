@@ -27,8 +27,8 @@ from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sampled_segments import SeatDrafts
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.worker import Worker
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import GqaSpec
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.commands import Load

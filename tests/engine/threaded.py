@@ -36,7 +36,7 @@ from hotset.fleet.transfer.api import Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder, worker_kv_shape
-from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
 from hotset.models.weight_plan import plan_weights
 
@@ -168,7 +168,7 @@ def split_engine(
     """
     config = EngineConfig(**settings)
     connections = FleetConnections() if opener is None else FleetConnections(ThreadOpener(opener))
-    kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
+    kv_heads = spec.attention.divided_kv_heads
 
     class RandomModelLoader:
         """Replaces `ModelLoader`."""

@@ -15,9 +15,10 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.geometry import Geometry
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.config_reader import read_spec
-from hotset.models.dsa import dsa_kv_shape
-from hotset.models.spec import KvStorage, MlaSpec
+from hotset.models.decoder import worker_kv_shape
+from hotset.models.spec import KvStorage
 
 CPU = torch.device("cpu")
 CONFIGS = Path(__file__).resolve().parents[2] / "hotset" / "lab" / "plan" / "configs"
@@ -91,7 +92,7 @@ def published(name: str, fp8: bool) -> KvShape:
     fields = json.loads((CONFIGS / f"{name}.json").read_text())
     spec = read_spec(fields, {}, "config.json")
     assert isinstance(spec.attention, MlaSpec)
-    return dsa_kv_shape(range(spec.layers), spec.attention, torch.bfloat16, KvStorage(fp8, fp8))
+    return worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8, fp8))
 
 
 ROWS = {True: mla_row(512, 64, torch.bfloat16, fp8=True), False: mla_row(512, 64, torch.bfloat16)}

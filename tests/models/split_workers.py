@@ -12,10 +12,13 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.resident import Batch, ResidentView, make_batch
 from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
+from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
-from hotset.models.spec import AS_COMPUTED, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from hotset.models.feed_forward import MoeSpec
+from hotset.models.spec import AS_COMPUTED, ModelSpec, RopeSpec
 from hotset.models.split import Split
 
 CPU = torch.device("cpu")

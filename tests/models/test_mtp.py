@@ -16,14 +16,15 @@ from torch import Tensor
 
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.models.allowed_splits import stage_layers
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder, worker_kv_shape
-from hotset.models.spec import AS_COMPUTED, MlaSpec, ModelSpec, MtpSpec
+from hotset.models.model_tensors import worker_weight_bytes
+from hotset.models.spec import AS_COMPUTED, ModelSpec, MtpSpec
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import plan_weights, weight_bytes
-from hotset.models.weight_sizes import worker_weight_bytes
 
 # DeepSeek-V3.2, GLM-5, and GLM-5.2, whose later iterations reuse the first one's selection.
 MODELS = {

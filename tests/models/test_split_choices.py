@@ -12,10 +12,13 @@ from split_workers import SPECS
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, layer_weights, stage_layers
+from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, stage_layers
+from hotset.models.attention.dsa_spec import MlaSpec
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.collectives import SINGLE_RANK
 from hotset.models.decoder import Decoder
-from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
+from hotset.models.model_tensors import layer_tensors, matrix_values
+from hotset.models.spec import ModelSpec
 from hotset.models.split import Split, TensorSlice
 
 LLAMA, GLM, DEEPSEEK = SPECS["llama"], SPECS["glm_moe_dsa"], SPECS["deepseek_v32"]
@@ -103,6 +106,10 @@ def test_layer_weights_are_the_numbers_of_weights_that_a_decoder_loads(name: str
     counting = CountingWeights()
     Decoder(SPECS[name], counting)
     assert layer_weights(SPECS[name]) == [counting.counts[layer] for layer in range(SPECS[name].layers)]
+
+
+def layer_weights(spec: ModelSpec) -> list[int]:
+    return [matrix_values(layer_tensors(spec, layer)) for layer in range(spec.layers)]
 
 
 def division_cost(spec: ModelSpec, stages: list[range]) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.models.allowed_splits import stage_layers
+from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.collectives import SINGLE_RANK
-from hotset.models.spec import MlaSpec
 from hotset.models.split import TensorSlice
 
 DSA = [name for name, spec in SPECS.items() if isinstance(spec.attention, MlaSpec)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotset.base.errors import CheckpointError
 from hotset.models.allowed_splits import stage_layers
+from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.planned import PlannedSource
@@ -23,10 +24,10 @@ from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
-from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, MtpSpec
+from hotset.models.model_tensors import worker_weight_bytes
+from hotset.models.spec import AS_COMPUTED, ModelSpec, MtpSpec
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import plan_weights
-from hotset.models.weight_sizes import worker_weight_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo-dsa"

@@ -12,8 +12,8 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.model_checks import kv_storage
 from hotset.kernels.decode_rows import decode_rows
 from hotset.memory import resident, view
+from hotset.models.attention.dsa import DsaAttention
 from hotset.models.decoder import Decoder
-from hotset.models.dsa import DsaAttention
 from hotset.tiers import view as tiers_view
 
 FP8: dict[str, Any] = {"kv_dtype": "fp8", "index_dtype": "fp8"}

@@ -12,10 +12,12 @@ from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.model_checks import kv_storage
 from hotset.lab.evaluate.tasks import make_questions
+from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
-from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from hotset.models.feed_forward import MoeSpec
+from hotset.models.spec import ModelSpec, RopeSpec
 from hotset.models.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"

@@ -16,9 +16,9 @@ from hotset.lab.plan.gpus import Machine
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.decoder import worker_kv_shape
+from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.split import Split
 from hotset.models.weight_plan import WeightPlan, plan_weights
-from hotset.models.weight_sizes import worker_weight_bytes
 
 
 @dataclass(frozen=True, slots=True)

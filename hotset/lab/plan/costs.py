@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hotset.lab.plan.gpus import Gpu
-from hotset.lab.plan.products import ROUTED, ProductRate, product_rates, prompt_work
+from hotset.lab.plan.products import ProductRate, product_rates, prompt_work
 from hotset.memory.device_pool import KvShape
-from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.feed_forward import ROUTED
+from hotset.models.model_tensors import embedding_bytes, routed_expert_bytes, worker_weight_bytes
+from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
-from hotset.models.weight_sizes import embedding_bytes, routed_expert_bytes, worker_weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +134,13 @@ class RankCosts:
         shape, attention, rates = self._shape, self._spec.attention, COEFFICIENTS
         weights_s = (self._dense + self._experts * self._used_experts(requests)) / self._copy
         links_s = self._links_seconds(requests)
-        if isinstance(attention, GqaSpec):
+        if attention.topk is None:
             rows = requests * context * self._row_bytes * shape.layers
             layers_s = shape.layers * rates.gqa_layer_us * 1e-6
             return StepTime(weights_s, 0.0, rows / self._copy, layers_s, 0.0, links_s, 0.0, 0.0, 0.0)
         keys = requests * context * self._key_bytes * shape.groups
-        selected = min(context, shape.topk)
-        heads = len(self._split.tp_shard(attention.heads))
-        products = 2 * requests * shape.layers * selected * heads * (2 * attention.kv_lora_rank + attention.rope_dim)
+        selected = min(context, attention.topk)
+        products = requests * shape.layers * selected * attention.row_flops(self._split)
         missed_rows = tiered * shape.layers * selected * self._miss_rate
         bus_s = missed_rows * self._row_bytes / self._bus
         selecting = shape.groups / shape.layers
@@ -160,15 +160,15 @@ class RankCosts:
         """Returns how the times of `decode` depend on its other two arguments. They are all proportional to lengths."""
         if (known := self._decode_rates.get(requests)) is not None:
             return known
-        attention = self._spec.attention
-        context = 1.0 if isinstance(attention, GqaSpec) else float(self._shape.topk)
-        step, topk = self.decode(requests, context, 1), float("inf") if isinstance(attention, GqaSpec) else context
+        topk = self._spec.attention.topk
+        context = float(topk or 1)
+        step = self.decode(requests, context, 1)
         rates = DecodeRates(
             step.weights_s + step.layers_s + step.links_s,
             step.keys_s / context,
             step.attention_s / context,
             step.swap_s / context,
-            topk,
+            math.inf if topk is None else topk,
         )
         self._decode_rates[requests] = rates
         return rates

@@ -13,7 +13,6 @@ from hotset.lab.plan.capacity import Capacity, plan_capacity, whole_token_bytes,
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import Machine
 from hotset.models.checkpoint.files import ModelFiles
-from hotset.models.spec import MlaSpec
 
 Goal = Literal["throughput", "latency", "requests"]
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "requests")
@@ -98,7 +97,7 @@ def make_plan(
     if contexts[-1] > limit or contexts[0] < 2:
         raise ConfigError(f"--contexts must lie between 2 and {limit}, the model's longest context")
     config = replace(config, max_model_len=config.max_model_len or contexts[-1])
-    if machine.gpu is not None and isinstance(spec.attention, MlaSpec):
+    if machine.gpu is not None and spec.attention.has_fp8_rows:
         config = replace(config, kv_dtype="fp8", index_dtype="fp8")
     plans = [_split_plan(name, split, files, machine, contexts) for name, split in _splits(config, machine)]
     token_bytes = whole_token_bytes(config, files, machine)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hotset.models.attention.spec import AttentionSpec
 from hotset.models.formats.weight_format import ProductType
-from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec
+from hotset.models.model_tensors import layer_tensors
+from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
-
-ROUTED = "routed experts"
+from hotset.models.tensors import WeightTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class PromptWork(NamedTuple):
 def prompt_work(spec: ModelSpec, first: int, last: int) -> PromptWork:
     """Returns the work of computing tokens [first, last) of a prompt."""
     pairs = _pairs(first, last)
-    if isinstance(spec.attention, GqaSpec):
+    topk = spec.attention.topk
+    if topk is None:
         return PromptWork(last - first, pairs, pairs)
-    topk = spec.attention.index.topk
     below = min(last, max(first, topk))  # tokens before this position select all rows
     return PromptWork(last - first, pairs, _pairs(first, below) + (last - below) * topk)
 
@@ -66,56 +67,33 @@ def product_rates(spec: ModelSpec, split: Split) -> list[ProductRate]:
     router is counted for the rank's own tokens, because each token must be routed once, wherever that happens.
     """
     layers = split.layer_range(spec.layers)
-    dense = spec.weight_formats.of("model.layers.0.self_attn.o_proj.weight").product_type
-    if isinstance(spec.attention, GqaSpec):
-        rates = _gqa(spec, spec.attention, split, dense)
-    else:
-        rates = _mla(spec, spec.attention, split, dense)
-    rates.append(ProductRate("LM head", "bf16", each=2.0 * spec.hidden * split.vocabulary_shard_size(spec.vocab)))
-    moe_layers = len(set(layers) & set(spec.moe.layers)) if spec.moe else 0
-    mlp = (len(layers) - moe_layers) * len(split.tp_shard(spec.mlp_width))
-    rates.append(ProductRate("dense MLP", dense, token=6.0 * spec.hidden * mlp))
-    return rates + (_moe(spec.hidden, split, spec.moe, moe_layers, dense) if spec.moe else [])
+    per_token: dict[tuple[str, ProductType], float] = {}
+    for layer in layers:
+        for tensor in layer_tensors(spec, layer, split):
+            if tensor.product is not None:
+                key = tensor.product, _product_type(spec, tensor)
+                per_token[key] = per_token.get(key, 0.0) + 2.0 * tensor.values * tensor.tokens
+    rates = [ProductRate(name, kind, token=flops) for (name, kind), flops in per_token.items()]
+    return [*rates, *_attention_rates(spec.attention, split, layers), _lm_head(spec, split)]
 
 
-def _gqa(spec: ModelSpec, attention: GqaSpec, split: Split, dense: ProductType) -> list[ProductRate]:
-    layers = len(split.layer_range(spec.layers))
-    heads, kv_heads = len(split.tp_shard(attention.heads)), len(split.kv_heads(attention.kv_heads))
-    projections = layers * spec.hidden * attention.head_dim * 2 * (heads + kv_heads)
-    return [
-        ProductRate("attention projections", dense, token=2.0 * projections),
-        ProductRate("attention", "bf16", pair=4.0 * layers * heads * attention.head_dim),
-    ]
+def _product_type(spec: ModelSpec, tensor: WeightTensor) -> ProductType:
+    if tensor.storage == "matrix":
+        return spec.weight_formats.of(tensor.name).product_type
+    return "fp32" if tensor.storage == "fp32" else "bf16"
 
 
-def _mla(spec: ModelSpec, mla: MlaSpec, split: Split, dense: ProductType) -> list[ProductRate]:
-    index, hidden = mla.index, spec.hidden
-    stage = split.layer_range(spec.layers)
-    layers, indexers = len(stage), len(set(stage) & set(index.full_layers))
-    heads = len(split.tp_shard(mla.heads))
-    down = hidden * (mla.q_lora_rank + mla.kv_lora_rank + mla.rope_dim)
-    up = mla.q_lora_rank * heads * (mla.nope_dim + mla.rope_dim)
-    projections = layers * (down + up + heads * mla.v_dim * hidden)
-    indexer_weights = indexers * index.head_dim * (index.heads * mla.q_lora_rank + hidden)
-    absorbed = layers * heads * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim)
-    return [
-        ProductRate("attention projections", dense, token=2.0 * projections),
-        ProductRate("indexer projections", dense, token=2.0 * indexer_weights),
-        ProductRate("absorbed kv_b", "bf16", token=2.0 * absorbed),
-        ProductRate("sparse attention", "bf16", selected=2.0 * layers * heads * (2 * mla.kv_lora_rank + mla.rope_dim)),
-        ProductRate("index scores", "bf16", pair=2.0 * indexers * index.heads * index.head_dim),
-        ProductRate("head weights", "fp32", token=2.0 * indexers * index.heads * hidden),
-    ]
+def _attention_rates(attention: AttentionSpec, split: Split, layers: range) -> list[ProductRate]:
+    """Returns the rates of the products of tokens with earlier ones."""
+    name = "attention" if attention.topk is None else "sparse attention"
+    rates = [ProductRate(name, "bf16", selected=1.0 * len(layers) * attention.row_flops(split))]
+    if indexers := len(attention.local_index_layers(layers)):
+        rates.append(ProductRate("index scores", "bf16", pair=1.0 * indexers * attention.score_flops))
+    return rates
 
 
-def _moe(hidden: int, split: Split, moe: MoeSpec, layers: int, dense: ProductType) -> list[ProductRate]:
-    shared = len(split.tp_shard(moe.width * moe.shared))
-    pairs = split.dp_size * moe.experts_per_token * len(split.experts(moe.experts)) / moe.experts
-    return [
-        ProductRate("shared experts", dense, token=6.0 * hidden * layers * shared),
-        ProductRate(ROUTED, dense, token=6.0 * pairs * hidden * layers * moe.width),
-        ProductRate("router", "fp32", token=2.0 * hidden * layers * moe.experts),
-    ]
+def _lm_head(spec: ModelSpec, split: Split) -> ProductRate:
+    return ProductRate("LM head", "bf16", each=2.0 * spec.hidden * split.vocabulary_shard_size(spec.vocab))
 
 
 def _pairs(first: int, last: int) -> int:

@@ -32,7 +32,6 @@ from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
-from hotset.models.spec import MlaSpec
 from hotset.models.tokenizer import Tokenizer
 
 
@@ -147,7 +146,7 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
     """Returns the model's files, the recording model, and an engine that runs it. Raises StartupError on failure."""
     device = choose_device(config.device)
     files = find_model(config.model)
-    if not isinstance(files.spec.attention, MlaSpec):
+    if files.spec.attention.topk is None:
         raise ConfigError(f"{config.model} has no indexer, so there are no selections to record")
     dtype = choose_dtype(config.dtype, files.spec, device)
     weights = open_weights(files, dtype, device, load_format=config.load_format)
@@ -219,12 +218,12 @@ def record(
         decode(engine, prompts, config.steps, config.temperature, config.seed, progress)
     finally:
         engine.close()
-    attention = files.spec.attention
-    assert isinstance(attention, MlaSpec)
+    topk = files.spec.attention.topk
+    assert topk is not None
     header = TraceHeader(
         model=engine.card.name,
         layers=files.spec.layers,
-        k=attention.index.topk,
+        k=topk,
         requests=config.requests,
         steps=config.steps,
         context_lengths=tuple(lengths),
@@ -237,4 +236,4 @@ def record(
             "machine": platform.machine(),
         },
     )
-    return TopkTrace(header, model.selections(lengths, config.steps, attention.index.topk))
+    return TopkTrace(header, model.selections(lengths, config.steps, topk))

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from hotset.models.checkpoint.model_names import model_path
 from hotset.models.config_fields import read_text
-
-FILES = {"deepseek_v32": "deepseek_v32.jinja", "glm_moe_dsa": "glm5.jinja"}  # by ModelSpec.architecture
+from hotset.models.families import FAMILIES
 
 
 def built_in_template(architecture: str) -> str | None:
-    """Returns the template of an architecture, or None if Hotset has none for it."""
-    name = FILES.get(architecture)
+    """Returns the template of a family, or None if Hotset has none for it."""
+    name = FAMILIES[architecture].chat_template
     return None if name is None else Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 

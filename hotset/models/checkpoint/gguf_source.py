@@ -18,7 +18,7 @@ from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
 from hotset.models.checkpoint.source import Progress, check_shape, check_unused_tensors, copy_finite, sliced
-from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.spec import ModelSpec
 from hotset.models.split import TensorSlice
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class GgufSource:
         device: torch.device | str,
         progress: Progress | None = None,
     ) -> None:
-        assert isinstance(spec.attention, GqaSpec), "GGUF files of the llama family have grouped heads"
         self._attention = spec.attention
         self._spec = spec
         self._dtype = dtype
@@ -82,7 +81,7 @@ class GgufSource:
         tensor = self._tensor(name)
         check_shape(str(self._file.path), tensor.name, tensor.shape, shape)
         packed, kind = self._packed(tensor)
-        heads = {"q_proj": self._attention.heads, "k_proj": self._attention.kv_heads}.get(name.split(".")[-2])
+        heads = {"q_proj": self._attention.heads, "k_proj": self._attention.divided_kv_heads}.get(name.split(".")[-2])
         if heads is not None:
             packed = unpermute(packed, heads)
         values = self._dequantise(tensor, packed, kind)

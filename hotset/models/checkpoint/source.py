@@ -10,7 +10,7 @@ import torch
 
 from hotset.base.errors import CheckpointError
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, Weight, common_block_rows
-from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.spec import ModelSpec
 from hotset.models.split import TensorSlice
 
 LOGGER = logging.getLogger("hotset.models")
@@ -192,7 +192,9 @@ def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> N
             continue
         if layer is not None and int(layer[1]) >= spec.layers:
             extra_layers.add(int(layer[1]))
-        elif not (name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_unused_indexer(name, spec)):
+        elif not (
+            name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_unused_by_attention(name, spec)
+        ):
             foreign.append(name)
     if foreign:
         examples = ", ".join(sorted(foreign)[:3])
@@ -212,8 +214,6 @@ def _is_tied_head(name: str, spec: ModelSpec) -> bool:
     return spec.tied_embeddings and name == "lm_head.weight"
 
 
-def _is_unused_indexer(name: str, spec: ModelSpec) -> bool:
+def _is_unused_by_attention(name: str, spec: ModelSpec) -> bool:
     layer = _LAYER.match(name)
-    if layer is None or ".self_attn.indexer." not in name or not isinstance(spec.attention, MlaSpec):
-        return False
-    return int(layer[1]) not in spec.attention.index.full_layers
+    return layer is not None and spec.attention.is_unused(name, int(layer[1]))

@@ -13,9 +13,9 @@ from hotset.lab.plan.gpus import H200
 from hotset.lab.plan.model_configs import find_config
 from hotset.lab.plan.products import prefill_products
 from hotset.models.decoder import worker_kv_shape
+from hotset.models.model_tensors import embedding_bytes, routed_expert_bytes, worker_weight_bytes
 from hotset.models.spec import AS_COMPUTED, KvStorage
 from hotset.models.split import WHOLE_MODEL, Split
-from hotset.models.weight_sizes import embedding_bytes, routed_expert_bytes, worker_weight_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from decode_figures import Figure, read_figures

@@ -27,11 +27,12 @@ from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import H200, Machine
 from hotset.lab.plan.model_configs import find_config
-from hotset.lab.plan.products import ROUTED, prefill_products
+from hotset.lab.plan.products import prefill_products
 from hotset.lab.simulate.prompts import Arrival, arrivals
 from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, positions, work_of
 from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.models.decoder import worker_kv_shape
+from hotset.models.feed_forward import ROUTED
 from hotset.models.spec import KvStorage
 from hotset.models.split import Split
 from hotset.schedule.plan import StepResult

@@ -14,19 +14,13 @@ from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
+from hotset.models.attention.dsa_spec import IndexSpec, IndexTensors, MlaSpec
 from hotset.models.beside import Beside, beside
-from hotset.models.checkpoint.source import WeightSource
-from hotset.models.layers import (
-    RmsNorm,
-    RowParallelLinear,
-    ShardLoader,
-    WeightShard,
-    load_fp32,
-    merged_linear,
-    shard_slice,
-)
+from hotset.models.layer_step import StepInputs
+from hotset.models.layers import ShardLoader
 from hotset.models.rope import softmax_gain
-from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
+from hotset.models.spec import KvStorage, ModelSpec
+from hotset.models.split import Split
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query latent and the KV latent, instead of the model's norm_eps
 INDEX_NORM_EPS = 1e-6  # for the layer norm of index keys
@@ -41,13 +35,13 @@ class Indexer:
     and selects the same positions, ties included, without communication.
     """
 
-    def __init__(self, weights: WeightSource, prefix: str, group: int, model: ModelSpec, spec: IndexSpec) -> None:
+    def __init__(self, loader: ShardLoader, tensors: IndexTensors, group: int, spec: IndexSpec) -> None:
+        """Loads the indexer of the worker's index group `group`."""
         self._spec = spec
         self._group = group
-        self._norm_weight = weights.load(f"{prefix}.k_norm.weight", (spec.head_dim,))
-        self._norm_bias = weights.load(f"{prefix}.k_norm.bias", (spec.head_dim,))
-        name, shape = f"{prefix}.weights_proj.weight", (spec.heads, model.hidden)
-        self.head_weights = Fp32Linear(load_fp32(weights, name, shape, self._norm_weight), spec.heads**-0.5)
+        self._norm_weight, self._norm_bias = loader.load(tensors.key_norm), loader.load_bias(tensors.key_norm)
+        head_weights = loader.load_fp32(tensors.head_weights, self._norm_weight)
+        self.head_weights = Fp32Linear(head_weights, spec.heads**-0.5)
 
     def begin_head_weights(self, x: Tensor, computed: Tensor | None) -> Beside[Tensor]:
         """Begins to compute the weights of the heads, [tokens, heads], from the input of the layer, unless they have
@@ -85,54 +79,37 @@ class DsaAttention:
     latent, those of the layer's indexer included.
     """
 
-    def __init__(
-        self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, spec: MlaSpec, like: Tensor
-    ) -> None:
+    def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, like: Tensor) -> None:
         """Loads layer `layer` of the whole model, which this worker's views number `local_layer`."""
-        weights, prefix = loader.weights, f"model.layers.{layer}.self_attn"
-        heads, index = loader.split.tp_shard(spec.heads), spec.index
-        self._layer = local_layer
-        self._spec = spec
-        self._heads = len(heads)
-        head_dim, up_dim = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
-
-        def norm(name: str, width: int) -> RmsNorm:
-            return RmsNorm(weights.load(f"{prefix}.{name}.weight", (width,)), LATENT_NORM_EPS)
-
+        spec = model.attention
+        assert isinstance(spec, MlaSpec)
+        tensors = spec.projections(model.hidden, layer, loader.split)
+        index_tensors = spec.index_tensors(model.hidden, layer)
+        self._layer, self._spec = local_layer, spec
+        self._heads = len(loader.split.tp_shard(spec.heads))
         # kv_a comes last: in published models, the other parts end at the end of a block of scales, but kv_a does not.
-        down = [WeightShard.whole(f"{prefix}.q_a_proj", spec.q_lora_rank, spec.bias)]
-        up = [WeightShard(f"{prefix}.q_b_proj", spec.heads * head_dim, shard_slice(0, heads, head_dim))]
+        down, up = [tensors.q_down, tensors.kv_down], [tensors.q_up]
         self._indexer: Indexer | None = None
-        if layer in index.full_layers:
-            down.append(WeightShard.whole(f"{prefix}.indexer.wk", index.head_dim))
-            up.append(WeightShard.whole(f"{prefix}.indexer.wq_b", index.heads * index.head_dim))
-            group = len(local_index_groups(spec, range(layer - local_layer, layer)))  # local groups before this layer
-            self._indexer = Indexer(weights, f"{prefix}.indexer", group, model, index)
-        down.append(WeightShard.whole(f"{prefix}.kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim, spec.bias))
-        self._down, self._down_sizes = merged_linear(weights, down, model.hidden, like), [part.size for part in down]
-        self._up, self._up_sizes = merged_linear(weights, up, spec.q_lora_rank, like), [part.size for part in up]
-        self._q_norm = norm("q_a_layernorm", spec.q_lora_rank)
-        self._kv_norm = norm("kv_a_layernorm", spec.kv_lora_rank)
-        # Each head's part of kv_b is multiplied on its own, with queries and attended rows: it is never in fp8.
-        kv_up_shape, kv_up_slice = (spec.heads * up_dim, spec.kv_lora_rank), shard_slice(0, heads, up_dim)
-        kv_up = weights.load(f"{prefix}.kv_b_proj.weight", kv_up_shape, tensor_slice=kv_up_slice)
-        by_head = kv_up.view(len(heads), up_dim, spec.kv_lora_rank)
+        if index_tensors is not None:
+            down.insert(1, index_tensors.key)
+            up.append(index_tensors.query)
+            group = len(spec.local_index_layers(range(layer - local_layer, layer)))  # local groups before this layer
+            self._indexer = Indexer(loader, index_tensors, group, spec.index)
+        self._down, self._down_sizes = loader.merged_linear(down, like), [part.local_shape[0] for part in down]
+        self._up, self._up_sizes = loader.merged_linear(up, like), [part.local_shape[0] for part in up]
+        self._q_norm = loader.norm(tensors.q_norm, LATENT_NORM_EPS)
+        self._kv_norm = loader.norm(tensors.kv_norm, LATENT_NORM_EPS)
+        by_head = loader.load(tensors.kv_up).view(self._heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         self._key_up = by_head[:, : spec.nope_dim]  # [local heads, nope, rank]
         self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [local heads, rank, v]
-        out_shape, out_slice = (model.hidden, spec.heads * spec.v_dim), shard_slice(1, heads, spec.v_dim)
-        out = weights.load_weight(f"{prefix}.o_proj.weight", out_shape, tensor_slice=out_slice)
-        out_bias = weights.load(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.bias else None
-        self._out = RowParallelLinear(out, out_bias, loader.tp_collectives)
-        self._scale = head_dim**-0.5 * softmax_gain(model.rope)
+        self._out = loader.row_parallel(tensors.out)
+        self._scale = (spec.nope_dim + spec.rope_dim) ** -0.5 * softmax_gain(model.rope)
         # On a GPU, with so many heads, converting fp8 rows for every token again takes a third of attention's time.
-        self._decodes_contexts = like.is_cuda and len(heads) >= MIN_HEADS_TO_DECODE
+        self._decodes_contexts = like.is_cuda and self._heads >= MIN_HEADS_TO_DECODE
 
-    def __call__(
-        self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None, *, selects: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer, or if not
-        `selects`."""
-        indexer = self._indexer if selects else None
+    def __call__(self, x: Tensor, step: StepInputs, previous: Tensor | None) -> tuple[Tensor, Tensor]:
+        rotation, view = step.rotation, step.view
+        indexer = self._indexer if step.selects else None
         down, head_weights = (self._down(x), None) if indexer is None else self._down.and_fp32(x, indexer.head_weights)
         q_down, *index_key, kv_down = down.split(self._down_sizes, dim=1)
         up = self._up.of_normed(q_down, self._q_norm.weight, self._q_norm.eps)
@@ -162,13 +139,10 @@ class DsaAttention:
         return self._out(values.reshape(x.shape[0], -1)), positions
 
 
-def local_index_groups(spec: MlaSpec, layers: range) -> tuple[int, ...]:
-    """Returns the layers in `layers` that run an indexer, numbered from the first layer of the range."""
-    return tuple(layer - layers.start for layer in spec.index.full_layers if layer in layers)
-
-
-def dsa_kv_shape(layers: range, spec: MlaSpec, dtype: torch.dtype, storage: KvStorage) -> KvShape:
+def dsa_kv_shape(model: ModelSpec, layers: range, split: Split, dtype: torch.dtype, storage: KvStorage) -> KvShape:
     """Returns the KV shape of these layers. The shape is the same on every tensor parallel rank."""
+    spec = model.attention
+    assert isinstance(spec, MlaSpec)
     row = mla_row(spec.kv_lora_rank, spec.rope_dim, dtype, storage.fp8_rows)
     key = index_key_row(spec.index.head_dim, dtype, storage.fp8_keys)
-    return KvShape(len(layers), row, local_index_groups(spec, layers), key, spec.index.topk)
+    return KvShape(len(layers), row, spec.local_index_layers(layers), key, spec.index.topk)

@@ -1,0 +1,56 @@
+"""Descriptions of tensors, from which loading, sizes and matrix products follow. This module does not import torch."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from hotset.models.split import TensorSlice
+
+Storage = Literal["matrix", "plain", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTensor:
+    """A tensor of a checkpoint, and the slice of it that one rank holds."""
+
+    name: str  # in the checkpoint; "*" stands for the numbers of experts
+    shape: tuple[int, ...]  # of the whole tensor: [outputs, inputs], or [values]
+    tensor_slice: TensorSlice | None = None  # None: every rank holds the whole tensor
+    # "matrix": in the format that the checkpoint has for it; "plain": in the model's dtype; "fp32": in the accumulation
+    # dtype
+    storage: Storage = "matrix"
+    bias: bool = False  # whether there is a bias of the outputs too
+    product: str | None = None  # what its matrix product is called; None: it is no matrix
+    copies: int = 1  # how many such tensors, one for each of its experts, a rank holds
+    tokens: float = 1.0  # for each token of a rank, how many tokens each copy is multiplied with
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.shape if self.tensor_slice is None else self.tensor_slice.shape(self.shape)
+
+    @property
+    def values(self) -> int:
+        """The number of values that a rank holds, without the bias."""
+        return prod(self.local_shape) * self.copies
+
+    @property
+    def bias_name(self) -> str:
+        return self.name.removesuffix("weight") + "bias"
+
+    @property
+    def first_boundary(self) -> int:
+        """A divisor of the first output of every rank's slice, so that all ranks have blocks of the same size."""
+        return 0 if self.local_shape == self.shape else self.local_shape[0]
+
+    def of_expert(self, expert: int) -> "WeightTensor":
+        return replace(self, name=self.name.replace("*", str(expert)), copies=1)
+
+
+def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:
+    """Returns the slice for `shard` of a tensor that has `width` entries along `dim` for each head or column."""
+    return TensorSlice(dim, shard.start * width, shard.stop * width)
+
+
+def vector(name: str, values: int, *, bias: bool = False) -> WeightTensor:
+    """Describes the weight of a norm, which every rank holds."""
+    return WeightTensor(name, (values,), storage="plain", bias=bias)
