@@ -1,7 +1,8 @@
 """The demo model for training: deepseek_v32 in plain torch, dense or sparse, with a loss for the indexer.
 
-The engine's decoder (`hotset/models/attention/dsa.py`) serves the trained model. Most parameters have the checkpoint's names;
-`export.py` converts the others. MLA is not in absorbed form here, because training computes every position at once.
+The engine's decoder (`hotset/models/attention/dsa.py`) serves the trained model. Most parameters have the
+checkpoint's names; `export.py` converts the others. MLA is not in absorbed form here, because training computes every
+position at once.
 """
 
 from dataclasses import asdict, dataclass

@@ -48,13 +48,13 @@ def child_with_slow_layers(config: EngineConfig, pipe: Connection, progress: Pro
     """Runs an engine process that sleeps in each layer of the prompts above."""
     compute: Any = DecoderLayer.__call__
 
-    def slowly(layer: Any, x: Any, *rest: Any) -> Any:
-        if len(x) == len(SLOW_PROMPT):
+    def slowly(layer: Any, residual: Any, *rest: Any) -> Any:
+        if len(residual.x) == len(SLOW_PROMPT):
             time.sleep(LAYER_SECONDS)
-        elif len(x) == len(HANGING_PROMPT):
+        elif len(residual.x) == len(HANGING_PROMPT):
             progress.record_step(progress.steps, HANGING)
             threading.Event().wait()
-        return compute(layer, x, *rest)
+        return compute(layer, residual, *rest)
 
     DecoderLayer.__call__ = slowly  # type: ignore[method-assign]
     process_module.LOST_PARENT_SECONDS = 0.5
