@@ -20,10 +20,10 @@ from hotset.models.beside import beside
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.feed_forward import MlpTensors, MoeSpec, MoeTensors
-from hotset.models.model_tensors import feed_forward_tensors
+from hotset.models.model_tensors import end_tensors, feed_forward_tensors
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
-from hotset.models.tensors import WeightTensor, shard_slice
+from hotset.models.tensors import WeightTensor
 
 
 class RmsNorm:
@@ -239,7 +239,7 @@ class Embedding:
     """The token embedding. Tensor parallel ranks divide the vocabulary."""
 
     def __init__(self, loader: ShardLoader, spec: ModelSpec) -> None:
-        self.weight = _vocabulary_shard(loader, "model.embed_tokens.weight", spec)
+        self.weight = _vocabulary_shard(loader, end_tensors(spec, loader.split).embedding)
         self._collectives = loader.tp_collectives
         self._first = loader.split.vocabulary(spec.vocab).start
 
@@ -257,9 +257,9 @@ class LmHead:
 
     def __init__(self, loader: ShardLoader, spec: ModelSpec, tied: Tensor | None) -> None:
         """`tied` is the embedding's weight if the LM head shares it and this worker has already loaded it."""
-        self.norm = RmsNorm(loader.weights.load("model.norm.weight", (spec.hidden,)), spec.norm_eps)
-        name = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self._product = Linear(_vocabulary_shard(loader, name, spec) if tied is None else tied)
+        tensors = end_tensors(spec, loader.split)
+        self.norm = loader.norm(tensors.norm, spec.norm_eps)
+        self._product = Linear(_vocabulary_shard(loader, tensors.head) if tied is None else tied)
         self._collectives = loader.tp_collectives
         self._vocab = spec.vocab
 
@@ -272,11 +272,10 @@ class LmHead:
         return logits[:, : self._vocab].to(accumulation_dtype(normed.dtype))
 
 
-def _vocabulary_shard(loader: ShardLoader, name: str, spec: ModelSpec) -> Tensor:
+def _vocabulary_shard(loader: ShardLoader, tensor: WeightTensor) -> Tensor:
     """Loads this rank's vocabulary entries [shard size, hidden], padded with zeros to the same size on every rank."""
-    shard = loader.split.vocabulary(spec.vocab)
-    weight = loader.weights.load(name, (spec.vocab, spec.hidden), tensor_slice=shard_slice(0, shard))
-    padding = loader.split.vocabulary_shard_size(spec.vocab) - len(shard)
+    weight = loader.load(tensor)
+    padding = loader.split.vocabulary_shard_size(tensor.shape[0]) - len(weight)
     return F.pad(weight, (0, 0, 0, padding)) if padding else weight
 
 

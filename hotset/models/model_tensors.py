@@ -3,13 +3,23 @@
 `weight_plan.py` computes the bytes from the decoder itself and from the files. A test compares the two.
 """
 
+import re
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from hotset.models.feed_forward import ROUTED, MlpTensors, MoeTensors, mlp_tensors
 from hotset.models.spec import ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
-from hotset.models.tensors import WeightTensor, vector
+from hotset.models.tensors import WeightTensor, shard_slice, vector
+
+
+class EndTensors(NamedTuple):
+    """What a model has besides its layers. Tensor parallel ranks divide the vocabulary."""
+
+    embedding: WeightTensor
+    norm: WeightTensor
+    head: WeightTensor  # the same tensor as the embedding, if the model ties them
 
 
 class LayerNorms(NamedTuple):
@@ -24,6 +34,17 @@ class MtpTensors(NamedTuple):
     hidden_norm: WeightTensor
     projection: WeightTensor
     norm: WeightTensor
+
+
+def end_tensors(spec: ModelSpec, split: Split = WHOLE_MODEL) -> EndTensors:
+    shard = shard_slice(0, split.vocabulary(spec.vocab))
+
+    def vocabulary(name: str) -> WeightTensor:
+        return WeightTensor(name, (spec.vocab, spec.hidden), shard, storage="plain")
+
+    head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+    norm = vector("model.norm.weight", spec.hidden)
+    return EndTensors(vocabulary("model.embed_tokens.weight"), norm, vocabulary(head))
 
 
 def layer_norms(spec: ModelSpec, layer: int) -> LayerNorms:
@@ -54,6 +75,34 @@ def mtp_tensors(spec: ModelSpec) -> MtpTensors:
     )
 
 
+def tensor_names(spec: ModelSpec) -> set[str]:
+    """Returns the names of all tensors of the model, those of its MTP layer included."""
+    names = set()
+    layers = [layer_tensors(spec, layer) for layer in range(spec.layers)]
+    if spec.mtp is not None:
+        layers += [layer_tensors(spec.with_mtp_layer, spec.layers), list(mtp_tensors(spec))]
+    for tensor in (*end_tensors(spec), *chain.from_iterable(layers)):
+        names |= {tensor.name.replace("*", str(expert)) for expert in range(tensor.copies)}
+        names |= {tensor.bias_name} if tensor.bias else set()
+    return names
+
+
+def is_unused(spec: ModelSpec, name: str) -> bool:
+    """Returns whether a checkpoint of the model may have the tensor `name` although nothing reads it.
+
+    These are rotary frequencies, which are computed; the LM head of tied embeddings; what the kind of attention leaves
+    out; and the copies of embedding and LM head that belong to an MTP layer.
+    """
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    copies = tuple(f"model.layers.{spec.layers}.{copy}.weight" for copy in ("embed_tokens", "shared_head.head"))
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or (spec.tied_embeddings and name == "lm_head.weight")
+        or (layer is not None and spec.attention.is_unused(name, int(layer[1])))
+        or (spec.mtp is not None and name.startswith(copies))
+    )
+
+
 def matrix_values(tensors: Iterable[WeightTensor]) -> int:
     """Returns the number of values in the matrices among `tensors`."""
     return sum(tensor.values for tensor in tensors if tensor.product is not None)
@@ -69,7 +118,7 @@ def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
     first, last = layers.start == 0, layers.stop == spec.layers
     tensors = [tensor for layer in layers for tensor in layer_tensors(spec, layer, split)]
     if last:
-        tensors.append(vector("model.norm.weight", spec.hidden))
+        tensors.append(end_tensors(spec).norm)
     if last and spec.mtp is not None:
         # Data parallel ranks do not divide the experts of this layer.
         tensors += layer_tensors(spec.with_mtp_layer, spec.layers, WHOLE_MODEL if split.dp_size > 1 else split)

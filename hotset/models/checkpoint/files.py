@@ -17,6 +17,7 @@ from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.checkpoint.model_names import MAX_LISTED, embedded_path, model_path, models_in, unknown_model
 from hotset.models.config_fields import read_json, read_optional_json
 from hotset.models.config_reader import read_spec
+from hotset.models.model_tensors import mtp_tensors
 from hotset.models.spec import ModelSpec
 
 FINGERPRINT_BYTES = 1 << 20
@@ -87,7 +88,7 @@ def has_mtp_layer(files: ModelFiles, load_format: Literal["auto", "dummy"] = "au
     weights. `files` must have been found `with_mtp`."""
     if files.spec.mtp is None or load_format == "dummy":
         return files.spec.mtp is not None
-    name, index = f"model.layers.{files.spec.layers}.eh_proj.weight", read_weight_index(files.path)
+    name, index = mtp_tensors(files.spec).projection.name, read_weight_index(files.path)
     return name in index if index is not None else any(name in tensor_names(path) for path in weight_files(files.path))
 
 
