@@ -28,5 +28,5 @@ def read_spec(
     if fields.get("model_type") is None:
         fields.missing("model_type")
     architecture = fields.choice("model_type", "", tuple(FAMILIES))
-    spec = FAMILIES[architecture].read(fields, ConfigFields(generation, "generation_config.json"), architecture)
+    spec = FAMILIES[architecture].read(fields, ConfigFields(generation, "generation_config.json"))
     return spec if with_mtp else replace(spec, mtp=None)

@@ -53,14 +53,6 @@ def mlp_step_values(width: int, split: Split, tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MoeDefaults:
-    """What a family's config.json means by absent fields."""
-
-    groups: int
-    topk_group: int
-
-
-@dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Routed experts with group-limited, bias-corrected sigmoid routing, plus shared experts."""
 
@@ -75,8 +67,8 @@ class MoeSpec:
     layers: tuple[int, ...]  # the MoE layers; the others have a dense MLP
 
     @staticmethod
-    def read(fields: ConfigFields, defaults: MoeDefaults, layers: int) -> "MoeSpec | None":
-        """Returns None if no layer has experts."""
+    def read(fields: ConfigFields, layers: int, *, groups: int, topk_group: int) -> "MoeSpec | None":
+        """Reads config.json, with the numbers that absent fields mean. Returns None if no layer has experts."""
         sparse = _moe_layers(fields, layers)
         if not sparse:
             return None
@@ -85,8 +77,8 @@ class MoeSpec:
         names = ("num_local_experts", "num_experts", "n_routed_experts")  # the first one that is present counts
         name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
         experts = fields.count(name, 256, high=MAX_PARTS)
-        groups = fields.count("n_group", defaults.groups)
-        topk_group = fields.count("topk_group", defaults.topk_group)
+        groups = fields.count("n_group", groups)
+        topk_group = fields.count("topk_group", topk_group)
         experts_per_token = fields.count("num_experts_per_tok", 8)
         if experts % groups:
             fields.refuse("n_group", f"a divisor of {name} ({experts})")

@@ -14,18 +14,6 @@ MAX_TOPK = (1 << 15) - 1  # slots of hot buffers have 16-bit numbers
 INDEX_WORKSPACE_VALUES = 128 * MIB  # the scores of an indexer; `index_topk` processes larger batches in parts
 
 
-@dataclass(frozen=True, slots=True)
-class DsaDefaults:
-    """What a family's config.json means by absent fields."""
-
-    q_lora_rank: int
-    nope_dim: int
-    v_dim: int
-    index_heads: int
-    interleaved_index_rope: bool  # must be so: no family has both
-    shares_indexers: bool  # whether there are fields for layers that reuse the selection of another layer
-
-
 class IndexTensors(NamedTuple):
     key: WeightTensor
     query: WeightTensor
@@ -54,19 +42,19 @@ class IndexSpec:
     full_layers: tuple[int, ...]  # the layers that run an indexer; the layers after each one reuse its selection
 
     @staticmethod
-    def read(fields: ConfigFields, defaults: DsaDefaults, layers: int) -> "IndexSpec":
-        interleaved = defaults.interleaved_index_rope
-        if fields.flag("indexer_rope_interleave", interleaved) != interleaved:
-            fields.refuse("indexer_rope_interleave", str(interleaved).lower())
+    def read(fields: ConfigFields, full_layers: tuple[int, ...], *, heads: int, interleaved_rope: bool) -> "IndexSpec":
+        """Reads config.json. `heads` is what an absent field means; the field of `interleaved_rope` must agree."""
+        if fields.flag("indexer_rope_interleave", interleaved_rope) != interleaved_rope:
+            fields.refuse("indexer_rope_interleave", str(interleaved_rope).lower())
         head_dim = fields.count("index_head_dim", 128)
         if head_dim < fields.count("qk_rope_head_dim", 64):
             fields.refuse("index_head_dim", f"at least qk_rope_head_dim ({fields.count('qk_rope_head_dim', 64)})")
         return IndexSpec(
-            heads=fields.count("index_n_heads", defaults.index_heads, high=MAX_PARTS),
+            heads=fields.count("index_n_heads", heads, high=MAX_PARTS),
             head_dim=head_dim,
             topk=fields.count("index_topk", 2048, high=MAX_TOPK),
-            interleaved_rope=interleaved,
-            full_layers=_full_layers(fields, layers) if defaults.shares_indexers else tuple(range(layers)),
+            interleaved_rope=interleaved_rope,
+            full_layers=full_layers,
         )
 
     def tensors(self, hidden: int, q_lora_rank: int, layer: int) -> IndexTensors:
@@ -96,20 +84,21 @@ class MlaSpec(AttentionSpec):
     index: IndexSpec
 
     @staticmethod
-    def read(fields: ConfigFields, defaults: DsaDefaults, layers: int) -> "MlaSpec":
+    def read(fields: ConfigFields, index: IndexSpec, *, q_lora_rank: int, nope_dim: int, v_dim: int) -> "MlaSpec":
+        """Reads config.json. The numbers are what absent fields mean."""
         if fields.is_null("q_lora_rank"):
             fields.refuse("q_lora_rank", "a whole number (a low-rank query projection)")
         if not fields.flag("rope_interleave", True):
             fields.refuse("rope_interleave", "true")
         return MlaSpec(
             heads=fields.count("num_attention_heads", high=MAX_PARTS),
-            q_lora_rank=fields.count("q_lora_rank", defaults.q_lora_rank),
+            q_lora_rank=fields.count("q_lora_rank", q_lora_rank),
             kv_lora_rank=fields.count("kv_lora_rank", 512),
-            nope_dim=fields.count("qk_nope_head_dim", defaults.nope_dim),
+            nope_dim=fields.count("qk_nope_head_dim", nope_dim),
             rope_dim=fields.count("qk_rope_head_dim", 64),
-            v_dim=fields.count("v_head_dim", defaults.v_dim),
+            v_dim=fields.count("v_head_dim", v_dim),
             bias=fields.flag("attention_bias", False),
-            index=IndexSpec.read(fields, defaults, layers),
+            index=index,
         )
 
     @property
@@ -198,7 +187,7 @@ class MlaSpec(AttentionSpec):
         return tokens * (len(split.tp_shard(self.heads)) * per_head + selected + indexer) + INDEX_WORKSPACE_VALUES
 
 
-def _full_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+def read_full_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     """Returns the layers that run their own indexer: from a list, a pattern, or a frequency and an offset."""
     pattern = fields.get("index_topk_pattern")
     if "indexer_types" in fields:

@@ -9,15 +9,6 @@ from hotset.models.split import Split
 from hotset.models.tensors import WeightTensor, shard_slice, vector
 
 
-@dataclass(frozen=True, slots=True)
-class GqaDefaults:
-    """What a family's config.json means by absent fields."""
-
-    head_dim: int | None  # None: hidden_size / num_attention_heads
-    kv_heads: int | None  # None: the number of attention heads
-    qk_norm: bool  # no field: whether the architecture has these norms
-
-
 class GqaTensors(NamedTuple):
     q: WeightTensor
     k: WeightTensor
@@ -39,19 +30,21 @@ class GqaSpec(AttentionSpec):
     qk_norm: bool = False  # RMS norm over each head of Q and K, before rope
 
     @staticmethod
-    def read(fields: ConfigFields, defaults: GqaDefaults) -> "GqaSpec":
+    def read(fields: ConfigFields, *, head_dim: int | None, kv_heads: int | None, qk_norm: bool) -> "GqaSpec":
+        """Reads config.json. `head_dim` and `kv_heads` are what absent fields mean. None: hidden_size /
+        num_attention_heads, and num_attention_heads."""
         heads = fields.count("num_attention_heads", high=MAX_PARTS)
-        kv_heads = fields.count("num_key_value_heads", defaults.kv_heads or heads)
+        read_kv_heads = fields.count("num_key_value_heads", kv_heads or heads)
         if fields.is_null("num_key_value_heads"):
-            kv_heads = heads
-        if heads % kv_heads:
+            read_kv_heads = heads
+        if heads % read_kv_heads:
             fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
         hidden = fields.count("hidden_size")
-        head_dim = fields.count("head_dim", defaults.head_dim or hidden // heads)
-        if "head_dim" not in fields and defaults.head_dim is None and hidden % heads:
+        read_head_dim = fields.count("head_dim", head_dim or hidden // heads)
+        if "head_dim" not in fields and head_dim is None and hidden % heads:
             fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}), unless head_dim is set")
         bias = fields.flag("attention_bias", False)
-        return GqaSpec(heads, kv_heads, head_dim, qkv_bias=bias, out_bias=bias, qk_norm=defaults.qk_norm)
+        return GqaSpec(heads, read_kv_heads, read_head_dim, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
 
     @property
     def divided_kv_heads(self) -> int:

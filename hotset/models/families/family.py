@@ -22,19 +22,10 @@ INDEXED_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
 class Family:
     """One `model_type`."""
 
-    # Reads config.json and generation_config.json, given the model_type. Raises `CheckpointError` for fields that are
-    # missing, have the wrong type, or request a feature that Hotset does not implement.
-    read: Callable[[ConfigFields, ConfigFields, str], ModelSpec]
+    # Reads config.json and generation_config.json. Raises `CheckpointError` for fields that are missing, have the wrong
+    # type, or request a feature that Hotset does not implement.
+    read: Callable[[ConfigFields, ConfigFields], ModelSpec]
     chat_template: str | None = None  # the file in `chat_formats` for checkpoints that have no template
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """What a family's config.json means by absent fields."""
-
-    context: int
-    norm_eps: float
-    eos_ids: tuple[int, ...]
 
 
 def read_layers(fields: ConfigFields) -> int:
@@ -45,14 +36,20 @@ def read_decoder(
     fields: ConfigFields,
     generation: ConfigFields,
     architecture: str,
-    defaults: Defaults,
     attention: AttentionSpec,
     rope_dim: int,
+    *,
     rope_field: str,
+    context: int,
+    norm_eps: float,
+    eos_ids: tuple[int, ...],
 ) -> ModelSpec:
-    """Returns a model of dense layers with this attention. `rope_field` is the name of the field of `rope_dim`."""
+    """Returns a model whose layers have this attention and dense MLPs. `rope_field` is the field of `rope_dim`.
+
+    The last three arguments are what absent fields mean.
+    """
+    context = fields.count("max_position_embeddings", context)
     fields.choice("hidden_act", "silu", ("silu",))
-    context = fields.count("max_position_embeddings", defaults.context)
     return ModelSpec(
         architecture=architecture,
         vocab=fields.count("vocab_size"),
@@ -60,14 +57,14 @@ def read_decoder(
         layers=read_layers(fields),
         mlp_width=fields.count("intermediate_size"),
         mlp_bias=fields.flag("mlp_bias", False),
-        norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
+        norm_eps=fields.number("rms_norm_eps", norm_eps),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         context=context,
         rope=_read_rope(fields, rope_dim, rope_field, context),
         attention=attention,
         moe=None,
         dtype=_read_dtype(fields),
-        eos_ids=_read_eos(fields, generation, defaults.eos_ids),
+        eos_ids=_read_eos(fields, generation, eos_ids),
         weight_formats=read_weight_formats(fields),
     )
 
