@@ -220,7 +220,7 @@ class RankServer:
         )
         device = self.memory.pool.device
         card = model_card(config, self._spec, budget, device, self._dtype)
-        executor = InProcessExecutor(self.runner, self.memory)
+        executor = InProcessExecutor(self.runner)
         return Engine(card, [Replica(scheduler, ledger)], executor, plans_in_flight=1 if device.type == "cpu" else 2)
 
     @property

@@ -183,7 +183,7 @@ def make_engine(
     scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers, hasher=hasher)
     card = model_card(config, setup.spec, budget, CUDA, DTYPE)
     runner = Runner(model, memory, SEATS, budget.max_model_len, setup.spec.vocab, graphs=CUDA.type == "cuda")
-    return Engine(card, [Replica(scheduler, ledger)], InProcessExecutor(runner, memory), plans_in_flight=2), runner
+    return Engine(card, [Replica(scheduler, ledger)], InProcessExecutor(runner), plans_in_flight=2), runner
 
 
 def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:

@@ -155,7 +155,7 @@ class Modes:
             mtp_drafts=config.max_drafts,
             max_verified=max_decoded(config),
         )
-        return InProcessExecutor(runner, memory)
+        return InProcessExecutor(runner)
 
     def close(self) -> None:
         self._host.close()

@@ -4,52 +4,46 @@
 allocates memory for a loaded model, and `assemble`, which builds an engine around any executor.
 """
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from hotset.base.config import EngineConfig
-from hotset.base.engine_settings import EMBEDDED
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
+from hotset.engine.build_runner import build_runner
 from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine, Replica
-from hotset.engine.decode_graphs import RunnerModel, captures_graphs, max_decoded
+from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.draft_costs import measure_draft_costs
-from hotset.engine.frontend import structure_processes
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import ModelLoader, choose_dtype, use_device
+from hotset.engine.loading import choose_dtype
 from hotset.engine.model_checks import check_model, kv_storage, model_splits, with_default_drafts
+from hotset.engine.model_workers import ModelWorkers, Started, WorkerInProcess, WorkerProcesses
 from hotset.engine.ports import CachePublisher, HandoffEndpoint
-from hotset.engine.runner import Runner
-from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, plans_in_flight, shared_budget
-from hotset.engine.start_plan import check_start
+from hotset.engine.sizing import KvBudget, plans_in_flight
 from hotset.engine.warm_up import run_first_steps, run_largest_steps
 from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.launcher import Launcher, LocalLauncher
 from hotset.engine.workers.placement import WorkerDevice, place_workers
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.memory.device_pool import DevicePool, KvShape
-from hotset.memory.host_store import HostStore
+from hotset.memory.device_pool import KvShape
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint.files import ModelFiles
-from hotset.models.checkpoint.model_names import EMBEDDED_NAME
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.model_names import model_name
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import ModelSpec
+from hotset.schedule.draft_costs import StepCosts
 from hotset.schedule.drafts import LookupDrafter, MtpDrafter
 from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
 
 LOGGER = logging.getLogger("hotset.engine")
-WARM_UP_PAGES = 16  # pages of the KV memory on which steps are measured
 
 
 def build_engine(
@@ -67,85 +61,90 @@ def build_engine(
     workers, again and again while the step waits for workers that advance.
     """
     devices = place_workers(config)
+    device = torch.device(devices[0].name)
     chosen = with_default_drafts(config, on_gpu=devices[0].is_gpu)
-    engine, drafts_pay = _build(chosen, devices, show, wake, advance)
-    if drafts_pay:
-        return engine
-    # Workers of a handoff keep the MTP layer: all of them must have the same layers.
-    if config.speculate is not None or config.role != "both":
-        LOGGER.warning("--speculate %d does not pay on this machine; use --speculate 0", chosen.max_drafts)
-        return engine
-    LOGGER.info("drafts do not pay on this machine: starting again without the MTP layer (as with --speculate 0)")
-    engine.close()
-    del engine  # and the memory that it holds
-    gc.collect()
-    if devices[0].is_gpu:
-        torch.cuda.empty_cache()
-    engine, _ = _build(replace(config, speculate=0), devices, show, wake, advance)
-    return engine
+    workers = _model_workers(chosen, devices, show, wake, advance)
+    try:
+        started, costs = _start_and_measure(workers, chosen, device, show)
+        if costs is not None and not costs.pays(chosen.max_drafts):
+            # Workers of a handoff keep the MTP layer: all of them must have the same layers.
+            if config.speculate is not None or config.role != "both":
+                LOGGER.warning("--speculate %d does not pay on this machine; use --speculate 0", chosen.max_drafts)
+            else:
+                LOGGER.info(
+                    "drafts do not pay on this machine: starting again without the MTP layer (as with --speculate 0)"
+                )
+                del started  # and the memory that it holds
+                chosen = replace(config, speculate=0)
+                workers.drop_mtp(chosen)
+                started, costs = _start_and_measure(workers, chosen, device, show)
+        return _assemble_started(chosen, started, costs, device, wake)
+    except EngineStopped as error:
+        workers.close()
+        raise StartupError(f"the engine did not start: {error}") from error
+    except BaseException:
+        workers.close()
+        raise
 
 
-def _build(
+def _model_workers(
     config: EngineConfig,
     devices: Sequence[WorkerDevice],
     show: ShowProgress,
     wake: Callable[[], None],
     advance: Callable[[], None],
-) -> tuple[Engine, bool]:
-    """Builds an engine. Returns False with it if it was measured that its drafts do not pay."""
-    device = torch.device(devices[0].name)
-    files = check_model(config)
+) -> ModelWorkers:
+    """Starts the workers, which have planned nothing yet. `wake` is called when a worker process has ended."""
+    files, device = check_model(config), torch.device(devices[0].name)
+    spec = files.spec
+    if config.workers == 1:
+        return WorkerInProcess(config, device, show, advance)
+    launcher, splits = _launcher(config, devices), model_splits(config, spec)
+    executor = MultiprocessExecutor(config, splits, launcher, spec.attention.divided_kv_heads, wake, advance)
+    return WorkerProcesses(executor, files, device, choose_dtype(config.dtype, spec, device), show)
+
+
+def _start_and_measure(
+    workers: ModelWorkers, config: EngineConfig, device: torch.device, show: ShowProgress
+) -> tuple[Started, StepCosts | None]:
+    """Loads what is not loaded yet, allocates the KV memory, and runs all that happens only once, so that no request
+    pays for it, or runs out of memory. Returns the costs of drafts with it, if they are measured."""
+    started = workers.start(config)
+    try:
+        return started, _warm_up(started, config, device, show)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"the largest step does not fit into the memory that {show_bytes(started.budget.device_bytes)} of KV cache "
+            "leave; lower --device-kv-gib, --device-kv-tokens, --max-num-batched-tokens or --max-num-seqs"
+        ) from error
+
+
+def _warm_up(started: Started, config: EngineConfig, device: torch.device, show: ShowProgress) -> StepCosts | None:
+    executor, budget, replicas = started.executor, started.budget, config.data_parallel_size
+    if device.type != "cuda":
+        run_first_steps(executor, budget, replicas)
+        return None
+    # Captures return all memory that torch has cached. If the largest steps run last, requests find theirs cached.
+    executor.warm_up(show_counts(show, "Capturing decode steps"))
+    run_largest_steps(executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
+    if config.max_drafts == 0:
+        return None
+    return measure_draft_costs(executor, config, budget, replicas, show_counts(show, "Measuring steps with drafts"))
+
+
+def _assemble_started(
+    config: EngineConfig, started: Started, costs: StepCosts | None, device: torch.device, wake: Callable[[], None]
+) -> Engine:
+    files = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp)
     dtype = choose_dtype(config.dtype, files.spec, device)
     kv_shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
-    if config.workers == 1:
-        budget, executor = _load_in_process(config, device, show, advance)
-    else:
-        budget, executor = _start_workers(config, files, devices, dtype, show, wake, advance)
-    try:
-        card = model_card(config, files.spec, budget, device, dtype)
-        weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
-        engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
-    except BaseException:
-        executor.close()
-        raise
-    try:
-        drafts_pay = _warm_up(engine, config, budget, device, show)
-    except EngineStopped as error:
-        engine.close()
-        raise StartupError(f"the engine did not start: {error}") from error
-    except torch.OutOfMemoryError as error:
-        engine.close()
-        raise StartupError(
-            f"the largest step does not fit into the memory that {show_bytes(_kv_bytes(budget))} of KV cache leave; "
-            "lower --device-kv-gib, --device-kv-tokens, --max-num-batched-tokens or --max-num-seqs"
-        ) from error
-    except BaseException:
-        engine.close()
-        raise
-    return engine, drafts_pay
-
-
-def _warm_up(engine: Engine, config: EngineConfig, budget: KvBudget, device: torch.device, show: ShowProgress) -> bool:
-    """Runs all that happens only once, so that no request pays for it, or runs out of memory. Returns whether drafts
-    pay, if they are measured, else True."""
-    replicas = config.data_parallel_size
-    if device.type == "cuda":
-        # Captures return all memory that torch has cached. If the largest steps run last, requests find theirs cached.
-        engine.warm_up(show_counts(show, "Capturing decode steps"))
-        run_largest_steps(engine.executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
-        if config.max_drafts:
-            timed = show_counts(show, "Measuring steps with drafts")
-            costs = measure_draft_costs(engine.executor, config, budget, replicas, timed)
-            for replica in engine.replicas:
-                replica.scheduler.set_draft_costs(costs)
-            return costs.pays(config.max_drafts)
-    else:
-        run_first_steps(engine.executor, budget, replicas)
-    return True
-
-
-def _kv_bytes(budget: KvBudget) -> int:
-    return budget.device_pages * budget.geometry.page_bytes
+    card = model_card(config, files.spec, started.budget, device, dtype)
+    weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
+    engine = assemble(config, card, kv_shape, started.budget, started.executor, weights=weights, wake=wake)
+    if costs is not None:
+        for replica in engine.replicas:
+            replica.scheduler.set_draft_costs(costs)
+    return engine
 
 
 def in_process_executor(
@@ -160,25 +159,7 @@ def in_process_executor(
 
     `progress(done, total)` counts bytes of the host store. It is not called if there is none.
     """
-    pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
-    host = None
-    if budget.host_pages:
-        host = HostStore(model.kv_shape, budget.host_pages, config.page_rows, device, progress)
-    memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
-    graphs = captures_graphs(config, model)
-    runner = Runner(
-        model,
-        memory,
-        config.max_num_seqs,
-        budget.max_model_len,
-        vocab,
-        graphs=graphs,
-        structures=structure_processes(config, vocab),
-        mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
-        draws_drafts=config.accept == "distribution",
-        max_verified=max_decoded(config),
-    )
-    return InProcessExecutor(runner, memory)
+    return InProcessExecutor(build_runner(config, model, budget, device, vocab, progress))
 
 
 def assemble(
@@ -255,93 +236,6 @@ def _bus_bytes_per_second(config: EngineConfig, device: torch.device) -> float |
     return None if link is None else link * (config.workers // config.ranks_per_gpu)
 
 
-def _load_in_process(
-    config: EngineConfig, device: torch.device, show: ShowProgress, advance: Callable[[], None]
-) -> tuple[KvBudget, Executor]:
-    use_device(device)
-    loader = ModelLoader(config, device)
-    spec = loader.files.spec
-    planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
-    model = loader.load(show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True))
-    model.on_layer = advance
-    steps = None
-    if device.type == "cuda" and config.device_kv_tokens is None and config.device_kv_gib is None:
-        steps = _measure_steps(config, model, planned, device, spec.vocab, show)
-    budget = shared_budget(config, [WorkerMemory(model.kv_shape, loader.free_for_kv(steps))], spec.context, device)
-    if steps is not None:
-        LOGGER.info(
-            "steps need %s (%s were estimated); KV cache: %s",
-            show_bytes(steps),
-            show_bytes(loader.plan.steps),
-            show_bytes(_kv_bytes(budget)),
-        )
-    pinned = show_counts(show, "Preparing the KV cache", in_bytes=True)
-    return budget, in_process_executor(config, model, budget, device, spec.vocab, pinned)
-
-
-def _measure_steps(
-    config: EngineConfig, model: RunnerModel, planned: KvBudget, device: torch.device, vocab: int, show: ShowProgress
-) -> int:
-    """Returns the memory that the largest steps, the tables of all seats and all graphs take on a GPU.
-
-    They run on a KV memory of a few pages, which is freed again. Graphs contain addresses, so they are captured once
-    more on the real one. What libraries and loaded kernels keep is not counted, because the memory that is free for KV
-    is measured after this.
-    """
-    torch.cuda.empty_cache()
-    free = free_bytes(device)
-    small = replace(
-        planned,
-        device_pages=min(WARM_UP_PAGES, planned.device_pages),
-        host_pages=min(WARM_UP_PAGES, planned.host_pages),
-    )
-    executor = in_process_executor(config, model, small, device, vocab)
-    try:
-        executor.warm_up(show_counts(show, "Compiling kernels of decode steps"))
-        run_largest_steps(executor, config, small, 1, show_counts(show, "Compiling kernels of prompts"))
-        torch.cuda.synchronize(device)
-        # torch keeps what it has freed until the next capture, so this includes the peaks of all steps.
-        taken = free - free_bytes(device) - executor.pool.bytes.nbytes
-    finally:
-        executor.close()
-        del executor
-        gc.collect()
-        torch.cuda.empty_cache()
-    kept = free - free_bytes(device)
-    return max(0, taken - kept)
-
-
-def _start_workers(
-    config: EngineConfig,
-    files: ModelFiles,
-    devices: Sequence[WorkerDevice],
-    dtype: torch.dtype,
-    show: ShowProgress,
-    wake: Callable[[], None],
-    advance: Callable[[], None],
-) -> tuple[KvBudget, Executor]:
-    """Starts workers, each with a part of the model. `wake` is called when one of them has ended."""
-    spec = files.spec
-    device = torch.device(devices[0].name)
-    launcher = _launcher(config, devices)
-    workers = MultiprocessExecutor(
-        config, model_splits(config, spec), launcher, spec.attention.divided_kv_heads, wake, advance
-    )
-    try:
-        show_loading = show_counts(show, f"Loading {model_name(config.model)}", in_bytes=True)
-        plans = workers.plan()
-        check_start(config, files, plans, workers.owns_store, device, dtype)
-        budget = shared_budget(config, workers.load(show_loading), spec.context, device)
-        workers.init_cache(budget, show_counts(show, "Preparing the KV cache", in_bytes=True))
-    except EngineStopped as error:
-        workers.close()
-        raise StartupError(f"the engine did not start: {error}") from error
-    except BaseException:
-        workers.close()
-        raise
-    return budget, workers
-
-
 def _launcher(config: EngineConfig, devices: Sequence[WorkerDevice]) -> Launcher:
     if config.executor == "processes":
         return LocalLauncher(devices)
@@ -378,15 +272,3 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, scheduler_
         max_drafts=config.max_drafts,
     )
     return Replica(scheduler, ledger)
-
-
-def model_name(model: str) -> str:
-    """Returns the default name of a model: the last component of its path, or the name of the embedded model.
-
-    The path of a snapshot in a Hugging Face cache ends in a hash, so its name is that of the repository.
-    """
-    if model == EMBEDDED:
-        return EMBEDDED_NAME
-    path = Path(model).resolve()
-    repository = path.parent.parent.name
-    return repository.rpartition("--")[2] if repository.startswith("models--") else path.name

@@ -1,5 +1,6 @@
 """Loads a model: chooses the device and the dtype, and reads the weights."""
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable
@@ -91,6 +92,14 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
+def release_unused(device: torch.device) -> None:
+    """Gives the device memory of all objects that nothing uses any more back to the device."""
+    gc.unfreeze()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class ModelLoader:
     """Loads one worker's part of a model: the constructor opens the files and plans, `load` reads the weights."""
 
@@ -107,33 +116,51 @@ class ModelLoader:
         `ranks_on_gpu` workers share this worker's GPU, and divide the memory that the engine may use there. All of them
         must have created their CUDA contexts.
         """
-        self.files = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp)
-        spec = self.files.spec
         self._device, self._split, self._collectives = device, split, collectives
+        self._ranks_on_gpu = ranks_on_gpu
+        self._progress: Callable[[int, int], None] = lambda done, total: None
+        self._decoder: Decoder | None = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # closed engines of this process leave memory that only torch counts as free
+        self._memory = device_memory(device)
+        self._reserved_before = torch.cuda.memory_reserved(device) if ranks_on_gpu > 1 else 0
+        self._open(config)
+
+    def _open(self, config: EngineConfig) -> None:
+        """Opens the model's files, and plans what this worker loads."""
+        self.files = find_model(config.model, config.weight_dtype, with_mtp=config.drafts_by_mtp)
+        spec, device = self.files.spec, self._device
         self._pack_weights = config.pack_weights
         self._storage = kv_storage(config, spec)
         self.dtype = choose_dtype(config.dtype, spec, device)
-        self._progress: Callable[[int, int], None] = lambda done, total: None
         self._weights = open_weights(
             self.files, self.dtype, device, load_format=config.load_format, progress=self._report
         )
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # closed engines of this process leave memory that only torch counts as free
-        memory, steps = device_memory(device), estimated_steps(config, spec, split, device, self.dtype)
+        steps = estimated_steps(config, spec, self._split, device, self.dtype)
         self.plan = WorkerPlan(
             weights=plan_weights(
-                spec, self._weights, self._storage, split, self.dtype, device, pack_weights=config.pack_weights
+                spec,
+                self._weights,
+                self._storage,
+                self._split,
+                self.dtype,
+                device,
+                pack_weights=config.pack_weights,
             ),
-            memory=memory,
-            usable=usable_bytes(config, memory, device, steps, ranks_on_gpu),
+            memory=self._memory,
+            usable=usable_bytes(config, self._memory, device, steps, self._ranks_on_gpu),
             steps=steps,
             gpu=device.index or 0,
-            ranks_on_gpu=ranks_on_gpu,
+            ranks_on_gpu=self._ranks_on_gpu,
         )
-        self._reserved_before = torch.cuda.memory_reserved(device) if ranks_on_gpu > 1 else 0
 
     def load(self, progress: Callable[[int, int], None]) -> Decoder:
-        """Reads the weights. `progress(done, total)` counts the bytes that this worker reads."""
+        """Reads the weights, unless they are loaded. `progress(done, total)` counts the bytes that are read."""
+        if self._decoder is None:
+            self._decoder = self._read_weights(progress)
+        return self._decoder
+
+    def _read_weights(self, progress: Callable[[int, int], None]) -> Decoder:
         self._progress = progress
         self._report(0)
         on_cpu = self._device.type == "cpu" and self.dtype == torch.float32
@@ -152,6 +179,14 @@ class ModelLoader:
             torch.cuda.empty_cache()  # temporary tensors of loading would count as weights
         self._report(self.plan.weights.read_bytes)
         return decoder
+
+    def drop_mtp(self, config: EngineConfig) -> None:
+        """Releases the MTP layer of the loaded model, and plans as if it had never been loaded. The KV memory must have
+        been released. `config` has no drafts. Reads no weights."""
+        assert self._decoder is not None, "nothing is loaded"
+        self._decoder.drop_mtp()
+        release_unused(self._device)
+        self._open(config)
 
     def free_for_kv(self, measured_steps: int | None = None) -> int:
         """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took.

@@ -118,6 +118,19 @@ def _to_array(typecode: str, tensor: Tensor) -> "array[Any]":
     return array(typecode, tensor.contiguous().numpy().tobytes())
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The other workers on which the steps of a worker depend. The default is a worker that has none."""
+
+    collectives: Collectives = SINGLE_RANK  # connect the ranks that compute the same tokens
+    barrier: Callable[[], None] = lambda: None  # waits for the other workers that write to the same host store
+    before_capture: Callable[[int], None] = lambda size: None  # is called before a step of `size` tokens is captured
+    wait_for_steps: bool = False  # other replicas or pipeline stages wait for the steps of this worker
+
+
+NO_NEIGHBOURS = Neighbours()
+
+
 class Runner:
     """Executes plans in the order of submission. It stores the sampled tokens of every seat, so the next plan can be
     submitted before the host knows their values."""
@@ -131,34 +144,27 @@ class Runner:
         vocab: int,
         *,
         graphs: bool = False,
-        collectives: Collectives = SINGLE_RANK,
-        barrier: Callable[[], None] = lambda: None,
-        before_capture: Callable[[int], None] = lambda size: None,
+        neighbours: Neighbours = NO_NEIGHBOURS,
         structures: StructureProcesses | None = None,
-        steps_alone: bool = True,
         mtp_drafts: int = 0,
         draws_drafts: bool = False,
         max_verified: int = 0,
     ) -> None:
-        """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs;
-        `before_capture(size)` is called before a step of `size` tokens is captured.
+        """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs.
 
-        `collectives` connect the ranks that compute the same tokens: rank 0 samples, and the others receive its tokens.
-        `barrier` waits for the other workers that write to the same host store. `structures` follows the answers that
-        have a structure; a worker that does not sample needs none. `steps_alone`: no other replica or pipeline stage
-        waits for the steps of this one. The model's MTP layer drafts up to `mtp_drafts` tokens:
+        Of several ranks, rank 0 samples, and the others receive its tokens. `structures` follows the answers that have
+        a structure; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens:
         the most probable ones or, if `draws_drafts`, drawn ones, which are verified by rejection sampling.
         Decoding requests have at most `max_verified` tokens in a step, or one for each seat.
         """
         self._model = model
-        self._memory = memory
+        self.memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
-        self._collectives, self._barrier = collectives, barrier
+        self._neighbours, self._collectives = neighbours, neighbours.collectives
         self._vocab, self._max_verified, self._draws_drafts = vocab, max_verified, draws_drafts
         self._sampler = Sampler(seats, vocab, self._device)
         self._constraints = Constraints(structures, self._device)
-        self._steps_alone = steps_alone
         self._mtp: MtpDrafts | None = None
         if mtp_drafts:
             assert isinstance(model, MtpModel), "the model cannot draft"
@@ -169,7 +175,9 @@ class Runner:
         if graphs:
             seat_drafts = None if self._mtp is None else self._mtp.seat_drafts
             most = self.max_decoded
-            self._graphs = DecodeGraphs(model, memory, self._tokens, most, before_capture, seat_drafts=seat_drafts)
+            self._graphs = DecodeGraphs(
+                model, memory, self._tokens, most, neighbours.before_capture, seat_drafts=seat_drafts
+            )
             if self._mtp is not None:
                 self._mtp_graphs = MtpGraphs(self._mtp, self._graphs, memory, seats)
 
@@ -189,7 +197,7 @@ class Runner:
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
-        self._memory.warm_up()
+        self.memory.warm_up()
         self._constraints.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
@@ -197,8 +205,9 @@ class Runner:
             self._mtp_graphs.capture_all(progress)
 
     def close(self) -> None:
-        """Ends the processes that follow answers. Idempotent."""
+        """Ends the processes that follow answers, and releases the KV memory. Idempotent."""
         self._constraints.close()
+        self.memory.close()
 
     @torch.inference_mode()
     def write_sampled(self, tokens: Sequence[SampledToken]) -> None:
@@ -235,10 +244,10 @@ class Runner:
                 self._assign_seat(command)
                 continue
             if isinstance(command, Load) and flushed:
-                self._barrier()  # the pages to load may have been flushed by another worker, earlier in this plan
+                self._neighbours.barrier()  # another worker may have flushed the pages to load, earlier in this plan
                 flushed = False
             flushed |= isinstance(command, Flush)
-            self._memory.execute(command)
+            self.memory.execute(command)
         if not plan.seats:
             return SubmittedStep(plan.number)
         self._write_drafts(plan)
@@ -251,7 +260,7 @@ class Runner:
             self._constraints.request(runs)  # the newest tokens are known: masks are computed beside the forward pass
         sampled_logits = self._forward(plan, segments) if graph is None else self._replay(graph, plan)
         if mtp is None or sampled_logits is None:
-            self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
+            self.memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None:
             return SubmittedStep(plan.number)
         step = self._sampled_step(plan, sampled_logits, segments, runs)
@@ -274,7 +283,7 @@ class Runner:
         else:
             assert sampled_logits.hidden is not None, "the step kept no hidden states"
             output = mtp.write_rows(self._view(plan, segments), sampled_logits.hidden)
-        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.most_counts)
+        self.memory.mirror_filled_pages(plan.seats, plan.starts, plan.most_counts)
         sampled_ids = step.sampled_ids
         if segments is None or sampled_ids is None:
             return None
@@ -305,7 +314,7 @@ class Runner:
         next_positions, followed = sampled_logits.positions + 1, plan.followed
         if self._device.type != "cpu":
             self._constraints.request(runs)  # waits for the step before, while the device computes this one
-        alone = self._steps_alone and len(runs) == len(plan.seats)
+        alone = not self._neighbours.wait_for_steps and len(runs) == len(plan.seats)
         allowed = self._constraints.masks(runs, alone=alone)
         drafts = None if segments is None or not plan.drafts else segments.followed
         drawn = None if segments is None else segments.drawn_drafts
@@ -358,8 +367,8 @@ class Runner:
     def _view(self, plan: Plan, segments: SampledSegments | None) -> ResidentView:
         """Returns the view of a step without a graph. If only the device knows where it begins, this waits for it."""
         if segments is None or not plan.unverified:
-            return self._memory.view(plan.seats, plan.starts, plan.counts)
-        return self._memory.view(plan.seats, segments.starts(), plan.counts, stamps=plan.starts)
+            return self.memory.view(plan.seats, plan.starts, plan.counts)
+        return self.memory.view(plan.seats, segments.starts(), plan.counts, stamps=plan.starts)
 
     def _forward(self, plan: Plan, segments: SampledSegments | None) -> SampledLogits | None:
         """Computes a step without a graph. Returns None if a later pipeline stage computes the logits."""
@@ -400,7 +409,7 @@ class Runner:
     def _assign_seat(self, command: AssignSeat) -> None:
         seat, prompt = command.seat, command.prompt
         tokens = (*prompt.token_ids, *command.answer)
-        self._memory.clear_seat(seat)
+        self.memory.clear_seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
         if self._collectives.rank == 0 or self._draws_drafts:  # every rank draws the same drafts
             self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)

@@ -31,6 +31,11 @@ class KvBudget:
     max_model_len: int
 
     @property
+    def device_bytes(self) -> int:
+        """The size of one worker's device pool."""
+        return self.device_pages * self.geometry.page_bytes
+
+    @property
     def tiers(self) -> bool:
         return self.host_pages > 0 and self.geometry.slots > 0
 

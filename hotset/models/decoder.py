@@ -1,6 +1,7 @@
 """The decoder: embedding, layers of attention and MLP, logits. A `Split` selects the part that one worker holds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,6 +83,11 @@ class Decoder:
         self._rope = Rope(spec.rope, like.dtype, like.device)
         if pack_weights:
             pack_linears(self)
+
+    def drop_mtp(self) -> None:
+        """Releases the MTP layer, and the embedding if only that layer used it. Does nothing if there is no layer."""
+        self.spec, self._mtp = replace(self.spec, mtp=None), None
+        self._embedding = self._embedding if self.first else None
 
     @property
     def kv_shape(self) -> KvShape:

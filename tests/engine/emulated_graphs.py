@@ -14,7 +14,7 @@ import torch
 from harness import make_engine
 from torch import Tensor
 
-from hotset.engine import build
+from hotset.engine import build_runner
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import DecodeGraphs, StepGraph
 from hotset.engine.runner import Runner, SubmittedStep
@@ -54,7 +54,7 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph | None]:
             graphs.append(graph)
         return submit(runner, plan, graph)
 
-    monkeypatch.setattr(build, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(build_runner, "captures_graphs", lambda config, model: True)
     monkeypatch.setattr(DecodeGraphs, "_record", lambda graphs, compute: EmulatedGraph(compute))
     monkeypatch.setattr(KvMemory, "captured_view", _captured_view)
     monkeypatch.setattr(Runner, "submit", recorded)

@@ -1,19 +1,25 @@
 """How many tokens are drafted if `--speculate` is not given."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.threaded import ThreadWorkers
+from harness import run_all
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine import build
+from hotset.engine import build, loading
 from hotset.engine.llm import LLM
 from hotset.engine.model_checks import DEFAULT_DRAFTS, with_default_drafts
+from hotset.models.decoder import Decoder
+from hotset.schedule.draft_costs import StepCosts
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TOPK = json.loads((DEMO / "config.json").read_text())["index_topk"]
 
 
@@ -56,31 +62,60 @@ def test_a_checkpoint_without_the_weights_of_the_layer_drafts_nothing(tmp_path: 
     assert drafts(model=str(tmp_path)) == 0
 
 
-@pytest.mark.parametrize(("given", "pays"), [(None, True), (None, False), (2, False)])
-def test_an_engine_whose_default_drafts_do_not_pay_starts_again_without_their_layer(
-    given: int | None, pays: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+NEVER_PAY = StepCosts((1,), (1.0,), ((1.0, 9.0, 9.0, 9.0),))
+ALWAYS_PAY = StepCosts((1,), (1.0,), ((1.0, 1.0, 1.0, 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("settings", "costs"),
+    [({}, ALWAYS_PAY), ({}, NEVER_PAY), ({"speculate": 2}, NEVER_PAY), ({"tensor_parallel_size": 2}, NEVER_PAY)],
+    ids=["they pay", "they do not", "explicit", "several workers"],
+)
+def test_default_drafts_that_do_not_pay_are_dropped_with_their_layer_and_nothing_is_loaded_twice(
+    settings: dict[str, Any], costs: StepCosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    built: list[int] = []
+    loaded: list[Decoder] = []
+    warmed: list[int] = []
 
-    def measured(engine: Any, config: EngineConfig, *_: Any) -> bool:
-        built.append(config.max_drafts)
-        return pays
+    class CountedDecoder(Decoder):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            loaded.append(self)
 
+    def measured(started: Any, config: EngineConfig, *_: Any) -> StepCosts | None:
+        warmed.append(config.max_drafts)
+        return costs if config.max_drafts else None
+
+    monkeypatch.setattr(loading, "Decoder", CountedDecoder)
     monkeypatch.setattr(build, "_warm_up", measured)
     monkeypatch.setattr(build, "with_default_drafts", lambda config, on_gpu: with_default_drafts(config, on_gpu=True))
-    settings: dict[str, Any] = {"model": str(DEMO), "device": "cpu", "device_kv_tokens": 512, "host_kv_tokens": 1024}
-    settings |= {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 2, "speculate": given}
-    engine = build.build_engine(EngineConfig(**settings))
-    kept = pays or given is not None
+    monkeypatch.setattr(build, "_launcher", lambda *_: None)
+    monkeypatch.setattr(
+        build, "MultiprocessExecutor", lambda config, splits, _, kv_heads, *__: ThreadWorkers(config, splits, kv_heads)
+    )
+    sizes: dict[str, Any] = {"device_kv_tokens": 512, "host_kv_tokens": 1024, "max_model_len": 256, "max_num_seqs": 2}
+    config = EngineConfig(model=str(DEMO), device="cpu", dtype="bfloat16", **sizes, **settings)
+    engine = build.build_engine(config)
+    kept = costs is ALWAYS_PAY or "speculate" in settings
     try:
-        assert built == ([given or DEFAULT_DRAFTS] if kept else [DEFAULT_DRAFTS, 0])
+        assert len(loaded) == config.workers and {decoder.spec.mtp is not None for decoder in loaded} == {kept}
+        drafts = settings.get("speculate", DEFAULT_DRAFTS)
+        assert warmed == ([drafts] if kept else [drafts, 0])
         (replica,) = engine.replicas
         assert (replica.scheduler._speculation is not None) == kept
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
-        assert engine.executor.pool is not None and engine.executor.pool.shape.layers == layers + kept
-        assert ("--speculate 2 does not pay" in caplog.text) == (given is not None)
+        assert {decoder.kv_shape.layers for decoder in loaded} == {layers + kept}
+        assert ("--speculate 2 does not pay" in caplog.text) == ("speculate" in settings)
+        answer = run_all(engine, [[5, 6, 7] * 20], [GREEDY])[0].token_ids
     finally:
         engine.close()
+    monkeypatch.undo()
+    if not kept:
+        engine = build.build_engine(replace(config, speculate=0, tensor_parallel_size=1))
+        try:
+            assert run_all(engine, [[5, 6, 7] * 20], [GREEDY])[0].token_ids == answer
+        finally:
+            engine.close()
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from hotset.engine import build, loading
 from hotset.engine.build import build_engine, in_process_executor
 from hotset.engine.core import Engine
 from hotset.engine.loading import ModelLoader
+from hotset.engine.model_workers import Started
 from hotset.engine.sizing import DeviceMemory, KvBudget
 from hotset.engine.start_plan import check_start
 from hotset.engine.warm_up import run_largest_steps
@@ -76,16 +77,16 @@ def test_a_step_that_does_not_fit_into_memory_ends_the_start_with_the_settings_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = []
-    close = Engine.close
+    close = InProcessExecutor.close
 
-    def recording(self: Engine) -> None:
+    def recording(self: InProcessExecutor) -> None:
         closed.append(self)
         close(self)
 
     def too_large(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Engine, "close", recording)
+    monkeypatch.setattr(InProcessExecutor, "close", recording)
     monkeypatch.setattr(build, "run_first_steps", too_large)
     with pytest.raises(StartupError, match=r"KV cache leave; lower --device-kv-gib.*--max-num-batched-tokens"):
         build_engine(EngineConfig(model=DEMO, device="cpu", device_kv_tokens=2048, max_num_seqs=4))
@@ -157,15 +158,14 @@ def test_the_largest_steps_run_after_all_captures(monkeypatch: pytest.MonkeyPatc
     """A capture returns all memory that torch has cached, so that the first requests would allocate it again."""
     order: list[str] = []
 
-    class RecordingEngine:
-        executor = None
-
+    class RecordingExecutor:
         def warm_up(self, progress: object) -> None:
             order.append("captures")
 
     monkeypatch.setattr(build, "run_largest_steps", lambda *_: order.append("largest steps"))
     budget = KvBudget(Geometry(page_rows=1, layers=1, layer_page_bytes=1), 1, 0, 1)
-    build._warm_up(RecordingEngine(), EngineConfig(model=DEMO), budget, torch.device("cuda"), ignore_progress)  # type: ignore[arg-type]
+    started = Started(budget, RecordingExecutor())  # type: ignore[arg-type]
+    build._warm_up(started, EngineConfig(model=DEMO), torch.device("cuda"), ignore_progress)
     assert order == ["captures", "largest steps"]
 
 

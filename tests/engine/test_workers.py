@@ -19,13 +19,14 @@ from torch import Tensor
 
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
+from hotset.engine import build_runner
 from hotset.engine import progress as progress_module
 from hotset.engine import runner as runner_module
 from hotset.engine.decode_graphs import SampledLogits, StepGraph, columns_of_tokens, graph_sizes
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sampled_segments import SeatDrafts
-from hotset.engine.workers import worker as worker_module
+from hotset.engine.workers.distributed import Stage
 from hotset.engine.workers.worker import Worker
 from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
@@ -288,7 +289,7 @@ class FailingGraphs(FakeGraphs):
 
 
 def test_a_worker_that_fails_during_capture_is_named_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(build_runner, "captures_graphs", lambda config, model: isinstance(model, Stage))
     monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FailingGraphs, log=defaultdict(list)))
     settings = SPLITS["TP 2"] | SMALL | {"device_kv_tokens": 96, "tiers": "off"}
     with closing(split_engine(SPECS["qwen3"], SEED, **settings)) as engine:
@@ -304,7 +305,7 @@ def test_a_worker_that_fails_during_capture_is_named_and_the_others_end(monkeypa
 @pytest.mark.parametrize(("model", "split"), [("deepseek_v32", "DP 2"), ("glm_moe_dsa", "PP 3, uneven")])
 def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log: ReplayLog = defaultdict(list)
-    monkeypatch.setattr(worker_module, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(build_runner, "captures_graphs", lambda config, model: isinstance(model, Stage))
     monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FakeGraphs, log=log))
     captured: list[tuple[int, int]] = []
     prompts = [[5, 6, 7, 8] * 6, [9], [3, 1, 4] * 8]
@@ -356,7 +357,7 @@ def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_al
         return submit(runner, plan, graph)
 
     monkeypatch.setattr(Runner, "submit", recording_submit)
-    monkeypatch.setattr(worker_module, "captures_graphs", lambda config, model: True)
+    monkeypatch.setattr(build_runner, "captures_graphs", lambda config, model: isinstance(model, Stage))
     monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FakeGraphs, log=log))
     spec, prefix, answers = SPECS["deepseek_v32"], [7, 5, 3, 1] * 10, []
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -11,10 +11,9 @@ from harness import tiny_directory
 
 from hotset.base.config import EngineConfig, hub_cache
 from hotset.base.errors import CheckpointError
-from hotset.engine.build import model_name
 from hotset.engine.model_checks import check_model
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.model_names import downloaded_models, local_models
+from hotset.models.checkpoint.model_names import downloaded_models, local_models, model_name
 
 NAME = "some-lab/Tiny-Model-1.0"
 OLD, NEW = "0" * 40, "1" * 40

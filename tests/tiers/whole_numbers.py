@@ -295,7 +295,7 @@ class Bench:
         runner = Runner(self.model, self.memory, seats, context, VOCAB, mtp_drafts=max_drafts if mtp else 0)
         self._tokens = runner._tokens
         replica = Replica(self.scheduler, self.ledger)
-        self.engine = Engine(card, [replica], InProcessExecutor(runner, self.memory), depth)
+        self.engine = Engine(card, [replica], InProcessExecutor(runner), depth)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}

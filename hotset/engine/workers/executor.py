@@ -128,8 +128,8 @@ class InProcessExecutor:
     addresses: Sequence[Address] = ()
     maps_all_hosts = True
 
-    def __init__(self, runner: Runner, memory: KvMemory) -> None:
-        self.runner, self.memory = runner, memory
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.memory = runner, runner.memory
         self.newest_traffic: TrafficCopy | None = None  # as of the last step whose results were returned
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
@@ -171,4 +171,3 @@ class InProcessExecutor:
 
     def close(self) -> None:
         self.runner.close()
-        self.memory.close()

@@ -70,7 +70,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Commands a worker to load what it has planned."""
+    """Commands a worker to load what it has planned, unless it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,14 @@ class CacheProgress:
 @dataclass(frozen=True, slots=True)
 class CacheReady:
     """Reports that the KV memory is allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropMtp:
+    """Commands a worker to release its KV memory and its MTP layer. It then plans again, for this `config` without
+    drafts, and waits for `LoadWeights`, after which it reads nothing."""
+
+    config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +259,7 @@ WorkerCommand = (
     | WarmUp
     | ExecuteStep
     | RunAudit
+    | DropMtp
     | AbortSteps
     | StopWorker
 )

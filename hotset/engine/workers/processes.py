@@ -33,6 +33,7 @@ from hotset.engine.workers.messages import (
     ConnectionAddress,
     CreateStore,
     Description,
+    DropMtp,
     ExecuteStep,
     InitCache,
     Loaded,
@@ -206,6 +207,17 @@ class MultiprocessExecutor:
         for shared in self._shared:
             shared.close()
         self._group.serving = True
+
+    def drop_mtp(self, config: EngineConfig) -> None:
+        """Makes every worker release its KV memory and the MTP layer, but no other weights. `plan`, `load` and
+        `init_cache` must follow. `config` has no drafts."""
+        self._drain()
+        self._group.serving = False
+        self._config = config
+        self._stores, self._shared, self._store_names = [], [], []
+        for worker in self.workers:
+            worker.bytes_pinned = 0
+            self._group.send(worker, DropMtp(config))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         self._drain()

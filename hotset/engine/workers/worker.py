@@ -24,11 +24,11 @@ from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
-from hotset.engine.decode_graphs import StepGraph, captures_graphs, max_decoded
-from hotset.engine.frontend import structure_processes
+from hotset.engine.build_runner import SharedStore, build_runner
+from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.progress import Progress
-from hotset.engine.runner import Runner, SubmittedStep
+from hotset.engine.runner import Neighbours, SubmittedStep
 from hotset.engine.sizing import free_bytes
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
@@ -39,6 +39,7 @@ from hotset.engine.workers.messages import (
     CacheProgress,
     CacheReady,
     CreateStore,
+    DropMtp,
     ExecuteStep,
     InitCache,
     InitWorker,
@@ -62,11 +63,9 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
-from hotset.memory.device_pool import DevicePool
-from hotset.memory.host_store import HostStore
 from hotset.memory.mapping import store_nodes
 from hotset.models.collectives import SINGLE_RANK
-from hotset.tiers.kv_memory import KvMemory, TrafficCopy
+from hotset.tiers.kv_memory import TrafficCopy
 
 LOGGER = logging.getLogger("hotset.engine")
 ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure
@@ -224,27 +223,48 @@ def _serve(
     world = join_world(rank, device)
     inbox.set_on_abort(world.abort)
     loader = ModelLoader(init.config, device, rank.split, world.collectives, rank.ranks_on_gpu)
-    send(Planned(replace(loader.plan, node=rank.node, host_free=free_bytes(torch.device("cpu")))))
-    if isinstance(command := inbox.get(), StopWorker):
-        return
-    assert isinstance(command, LoadWeights), f"the second command must be LoadWeights or StopWorker, not {command}"
-    stage = _load(loader, rank, world, send, progress.advance)
+    while True:
+        send(Planned(replace(loader.plan, node=rank.node, host_free=free_bytes(torch.device("cpu")))))
+        if isinstance(command := inbox.get(), StopWorker):
+            return
+        assert isinstance(command, LoadWeights), f"LoadWeights or StopWorker must follow, not {command}"
+        stage = _load(loader, rank, world, send, progress.advance)
+        dropping = _execute_commands(inbox, init, stage, world, send, progress, cleanup)
+        if dropping is None:
+            return
+        cleanup.close()  # releases the KV memory
+        loader.drop_mtp(dropping.config)
+        init = replace(init, config=dropping.config)
+
+
+def _execute_commands(
+    inbox: Inbox,
+    init: InitWorker,
+    stage: Stage,
+    world: World,
+    send: Callable[[WorkerReport], None],
+    progress: Progress,
+    cleanup: contextlib.ExitStack,
+) -> DropMtp | None:
+    """Allocates the KV memory, and executes commands until `StopWorker` or `DropMtp`. Returns the latter."""
     cache = inbox.get()
     if isinstance(cache, CreateStore):
         shared = SharedMemory(cache.nbytes, nodes=store_nodes(cache.gpus))
         cleanup.callback(shared.close)  # not before, because other workers may not have mapped it yet
-        send(StoreCreated(shared.name(rank.node)))
+        send(StoreCreated(shared.name(init.rank.node)))
         cache = inbox.get()
     if isinstance(cache, StopWorker):
-        return
+        return None
     assert isinstance(cache, InitCache), f"InitCache or StopWorker must follow, not {cache}"
     worker = Worker(init, world, stage, cache, send)
     cleanup.callback(worker.close)
     send(CacheReady())
-    while worker.handle(command := _next_command(inbox, progress)):
+    while not isinstance(command := _next_command(inbox, progress), StopWorker | DropMtp):
+        worker.handle(command)
         progress.advance()
         if isinstance(command, ExecuteStep):
             progress.record_step(command.number)
+    return command if isinstance(command, DropMtp) else None
 
 
 def _next_command(inbox: Inbox, progress: Progress) -> WorkerCommand:
@@ -291,49 +311,40 @@ class Worker:
         cache: InitCache,
         send: Callable[[WorkerReport], None],
     ) -> None:
-        config, budget, shape = init.config, cache.budget, stage.kv_shape
+        rank, barrier = init.rank, world.collectives.barrier
         self._writer = cache.writer
-        self._rank: WorkerRank = init.rank
+        self._rank: WorkerRank = rank
         self._services: list[RunningService[object]] = []
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
-        pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
-        host = None
-        if cache.store is not None:
-            memory = SharedMemory.open(cache.store, init.rank.node)
-            host = HostStore(
-                shape,
-                budget.host_pages,
-                config.page_rows,
-                stage.device,
-                lambda done, _total: send(CacheProgress(done)),
-                memory=memory.bytes,
-                writer=cache.writer,
-                writers=cache.writers,
-            )
-            memory.close()
-        self._memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
-        self._runner = Runner(
-            stage,
-            self._memory,
-            config.max_num_seqs,
-            budget.max_model_len,
-            stage.vocab,
-            graphs=captures_graphs(config, stage),
-            collectives=world.collectives if init.rank.split.tp_size > 1 else SINGLE_RANK,
-            barrier=world.collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier,
-            before_capture=lambda size: self._set_tokens([size] * init.rank.split.dp_size),
-            structures=structure_processes(config, stage.vocab) if self._reports_samples else None,
-            steps_alone=init.rank.split.dp_size == 1 and init.rank.stages == 1,
-            mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
-            draws_drafts=config.accept == "distribution",
-            max_verified=max_decoded(config),
+        neighbours = Neighbours(
+            collectives=world.collectives if rank.split.tp_size > 1 else SINGLE_RANK,
+            barrier=barrier if cache.writers > 1 else SINGLE_RANK.barrier,
+            before_capture=lambda size: self._set_tokens([size] * rank.split.dp_size),
+            wait_for_steps=rank.split.dp_size > 1 or rank.stages > 1,
         )
+        with contextlib.ExitStack() as opened:
+            store = None
+            if cache.store is not None:
+                shared = SharedMemory.open(cache.store, rank.node)
+                opened.callback(shared.close)
+                store = SharedStore(shared.bytes, cache.writer, cache.writers)
+            self._runner = build_runner(
+                init.config,
+                stage,
+                cache.budget,
+                stage.device,
+                stage.vocab,
+                lambda done, _total: send(CacheProgress(done)),
+                store=store,
+                neighbours=neighbours,
+                samples=self._reports_samples,
+            )
+        self._memory = self._runner.memory
         self._submitted: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
         self._reporter.start()
 
-    def handle(self, command: WorkerCommand) -> bool:
-        """Executes one command. Returns False for `StopWorker`."""
+    def handle(self, command: WorkerCommand) -> None:
         match command:
             case ExecuteStep():
                 self._execute(command)
@@ -347,17 +358,13 @@ class Worker:
                 self._start_service(command)
             case RunAudit(tiered):
                 self._send(AuditReport(self._find_flaw(tiered)))
-            case StopWorker():
-                return False
             case _:
                 raise AssertionError(f"a running worker received {command}")
-        return True
 
     def close(self) -> None:
         self._submitted.put(None)
         self._reporter.join()
         self._runner.close()
-        self._memory.close()
 
     def _start_service(self, command: StartService) -> None:
         connection = command.connection if isinstance(command.connection, Connection) else command.connection.open()

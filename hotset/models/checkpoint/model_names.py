@@ -21,6 +21,18 @@ MAX_ENTRIES = 1000  # entries of a folder among which models are looked for
 MAX_LISTED = 3  # models in an error message
 
 
+def model_name(model: str) -> str:
+    """Returns the default name of a model: the last component of its path, or the name of the embedded model.
+
+    The path of a snapshot in a Hugging Face cache ends in a hash, so its name is that of the repository.
+    """
+    if model == EMBEDDED:
+        return EMBEDDED_NAME
+    path = Path(model).resolve()
+    repository = path.parent.parent.name
+    return repository.rpartition("--")[2] if repository.startswith("models--") else path.name
+
+
 def model_path(name: str) -> Path:
     """Returns the path that a user gave, or the downloaded snapshot of a hub's model. It may not exist.
 

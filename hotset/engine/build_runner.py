@@ -1,0 +1,70 @@
+"""Allocates the KV memory of one worker and builds its runner, in a worker process or in the engine's process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotset.base.config import EngineConfig
+from hotset.engine.decode_graphs import RunnerModel, captures_graphs, max_decoded
+from hotset.engine.frontend import structure_processes
+from hotset.engine.runner import NO_NEIGHBOURS, Neighbours, Runner
+from hotset.engine.sizing import KvBudget
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
+from hotset.tiers.kv_memory import KvMemory
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """The memory of a host store to which several workers write, and one worker's index among them."""
+
+    memory: Tensor
+    writer: int
+    writers: int
+
+
+def build_runner(
+    config: EngineConfig,
+    model: RunnerModel,
+    budget: KvBudget,
+    device: torch.device,
+    vocab: int,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    store: SharedStore | None = None,
+    neighbours: Neighbours = NO_NEIGHBOURS,
+    samples: bool = True,
+) -> Runner:
+    """Allocates KV memory for a loaded model, or for a part of it, and returns the runner that owns it.
+
+    `progress(done, total)` counts bytes of the host store. It is not called if there is none. The memory of the host
+    store is new unless there is a `store`. A worker that never `samples` follows no structures.
+    """
+    pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
+    host = None
+    if budget.host_pages:
+        host = HostStore(
+            model.kv_shape,
+            budget.host_pages,
+            config.page_rows,
+            device,
+            progress,
+            memory=None if store is None else store.memory,
+            writer=0 if store is None else store.writer,
+            writers=1 if store is None else store.writers,
+        )
+    return Runner(
+        model,
+        KvMemory(pool, host, config.max_num_seqs, budget.max_model_len),
+        config.max_num_seqs,
+        budget.max_model_len,
+        vocab,
+        graphs=captures_graphs(config, model),
+        neighbours=neighbours,
+        structures=structure_processes(config, vocab) if samples else None,
+        mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
+        draws_drafts=config.accept == "distribution",
+        max_verified=max_decoded(config),
+    )

@@ -1,0 +1,150 @@
+"""The workers of one engine: they load the weights once, and can allocate KV memory for them more than once."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hotset.base.config import EngineConfig
+from hotset.base.status_line import ShowProgress, show_counts
+from hotset.base.units import show_bytes
+from hotset.engine.build_runner import build_runner
+from hotset.engine.decode_graphs import RunnerModel
+from hotset.engine.loading import ModelLoader, release_unused, use_device
+from hotset.engine.sizing import KvBudget, WorkerMemory, free_bytes, shared_budget
+from hotset.engine.start_plan import check_start
+from hotset.engine.warm_up import run_largest_steps
+from hotset.engine.workers.executor import Executor, InProcessExecutor
+from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.checkpoint.model_names import model_name
+
+LOGGER = logging.getLogger("hotset.engine")
+WARM_UP_PAGES = 16  # pages of the KV memory on which steps are measured
+
+
+class Started(NamedTuple):
+    """Workers with KV memory, ready to execute steps."""
+
+    budget: KvBudget
+    executor: Executor
+
+
+class ModelWorkers(Protocol):
+    """The workers of one engine. Before the first `start` they have nothing loaded."""
+
+    def start(self, config: EngineConfig) -> Started:
+        """Loads the weights, unless they are loaded, sizes the KV memory and allocates it."""
+
+    def drop_mtp(self, config: EngineConfig) -> None:
+        """Releases the KV memory and the MTP layer, so that workers can `start` again with `config`, which has no
+        drafts. All other weights stay."""
+
+    def close(self) -> None:
+        """Releases everything. Idempotent."""
+
+
+class WorkerInProcess:
+    """Implements `ModelWorkers` with one worker, in this process."""
+
+    def __init__(
+        self, config: EngineConfig, device: torch.device, show: ShowProgress, advance: Callable[[], None]
+    ) -> None:
+        """`advance` is called after each layer that a step computes."""
+        use_device(device)
+        self._device, self._show, self._advance = device, show, advance
+        self._loader = ModelLoader(config, device)
+        self._executor: Executor | None = None
+
+    def start(self, config: EngineConfig) -> Started:
+        loader, device = self._loader, self._device
+        spec = loader.files.spec
+        planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
+        model = loader.load(show_counts(self._show, f"Loading {model_name(config.model)}", in_bytes=True))
+        model.on_layer = self._advance
+        steps = None
+        if device.type == "cuda" and config.device_kv_tokens is None and config.device_kv_gib is None:
+            steps = _measure_steps(config, model, planned, device, spec.vocab, self._show)
+        budget = shared_budget(config, [WorkerMemory(model.kv_shape, loader.free_for_kv(steps))], spec.context, device)
+        if steps is not None:
+            LOGGER.info(
+                "steps need %s (%s were estimated); KV cache: %s",
+                show_bytes(steps),
+                show_bytes(loader.plan.steps),
+                show_bytes(budget.device_bytes),
+            )
+        pinned = show_counts(self._show, "Preparing the KV cache", in_bytes=True)
+        self._executor = InProcessExecutor(build_runner(config, model, budget, device, spec.vocab, pinned))
+        return Started(budget, self._executor)
+
+    def drop_mtp(self, config: EngineConfig) -> None:
+        self.close()
+        self._loader.drop_mtp(config)
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+        self._executor = None
+
+
+class WorkerProcesses:
+    """Implements `ModelWorkers` with worker processes, each of which has a part of the model."""
+
+    def __init__(
+        self,
+        executor: MultiprocessExecutor,
+        files: ModelFiles,
+        device: torch.device,
+        dtype: torch.dtype,
+        show: ShowProgress,
+    ) -> None:
+        """Owns the `executor`, whose workers have been started. `device` is that of its first worker."""
+        self._executor, self._files, self._device, self._dtype, self._show = executor, files, device, dtype, show
+
+    def start(self, config: EngineConfig) -> Started:
+        workers = self._executor
+        loading = show_counts(self._show, f"Loading {model_name(config.model)}", in_bytes=True)
+        plans = workers.plan()
+        check_start(config, self._files, plans, workers.owns_store, self._device, self._dtype)
+        budget = shared_budget(config, workers.load(loading), self._files.spec.context, self._device)
+        workers.init_cache(budget, show_counts(self._show, "Preparing the KV cache", in_bytes=True))
+        return Started(budget, workers)
+
+    def drop_mtp(self, config: EngineConfig) -> None:
+        self._executor.drop_mtp(config)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def _measure_steps(
+    config: EngineConfig, model: RunnerModel, planned: KvBudget, device: torch.device, vocab: int, show: ShowProgress
+) -> int:
+    """Returns the memory that the largest steps, the tables of all seats and all graphs take on a GPU.
+
+    They run on a KV memory of a few pages, which is freed again. Graphs contain addresses, so they are captured once
+    more on the real one. What libraries and loaded kernels keep is not counted, because the memory that is free for KV
+    is measured after this.
+    """
+    torch.cuda.empty_cache()
+    free = free_bytes(device)
+    small = replace(
+        planned,
+        device_pages=min(WARM_UP_PAGES, planned.device_pages),
+        host_pages=min(WARM_UP_PAGES, planned.host_pages),
+    )
+    executor = InProcessExecutor(build_runner(config, model, small, device, vocab))
+    try:
+        executor.warm_up(show_counts(show, "Compiling kernels of decode steps"))
+        run_largest_steps(executor, config, small, 1, show_counts(show, "Compiling kernels of prompts"))
+        torch.cuda.synchronize(device)
+        # torch keeps what it has freed until the next capture, so this includes the peaks of all steps.
+        taken = free - free_bytes(device) - executor.pool.bytes.nbytes
+    finally:
+        executor.close()
+        del executor
+        release_unused(device)
+    kept = free - free_bytes(device)
+    return max(0, taken - kept)
