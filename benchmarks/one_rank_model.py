@@ -21,7 +21,8 @@ from hotset.kernels import EMPTY
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.dummy_source import dummy_weights
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.layers import Moe
@@ -115,9 +116,9 @@ class SimulatedRanks:
         self.calls.append(CollectiveCall(name, link_bytes))
 
 
-def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DummySource:
+def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> WeightSource:
     """Returns a source of random weights, in fp8 where the model's checkpoint has fp8."""
-    return DummySource(dtype, device, formats=spec.weight_formats)
+    return dummy_weights(dtype, device, formats=spec.weight_formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class WeightBytes:
 def planned_bytes(spec: ModelSpec, split: Split, dtype: torch.dtype, device: torch.device) -> int:
     """Returns the bytes of one rank's weights, without loading any."""
     source = random_weights(spec, dtype, device)
-    return plan_weights(spec, source, FP8_KV, split, dtype, device, pack_weights=False).device_bytes
+    return plan_weights(spec, source, FP8_KV, split, pack_weights=False).device_bytes
 
 
 class SharedHostPages(PrefixCache):

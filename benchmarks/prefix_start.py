@@ -18,7 +18,7 @@ from hotset.base.units import ceil_div
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.sizing import kv_budget
 from hotset.memory.device_pool import KvShape
-from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.tiers.commands import Command, Load
@@ -129,7 +129,7 @@ class PrefixStart:
         storage: KvStorage = FP8_KV,
     ) -> None:
         self.sizes, self._device, self._clock, self._vocab = sizes, device, clock, spec.vocab
-        decoder = Decoder(spec, DummySource(dtype, device), storage)
+        decoder = Decoder(spec, dummy_weights(dtype, device), storage)
         # The prefix, the prompts that are computed, and one more: nothing is evicted.
         host_tokens = (sizes.computed + 2) * ceil_div(sizes.longest, 64) * 64
         config = EngineConfig(

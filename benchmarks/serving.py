@@ -68,8 +68,10 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
 from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import TensorSlice
 from hotset.schedule.scheduler import Scheduler
@@ -110,10 +112,13 @@ class ModelSetup:
         return self.spec.attention.index
 
 
-class CountedWeights(DummySource):
+class CountedWeights(WeightSource):
     """Random weights whose bytes are counted. The embedding is not counted: a step reads only a few of its rows."""
 
     bytes = 0
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(DummySource(device, 0, PLAIN_WEIGHTS), dtype, device)
 
     def load(
         self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None

@@ -3,7 +3,7 @@ requests."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,24 @@ from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
-from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
+from hotset.models.checkpoint.source import WeightSource
+from hotset.models.formats.weight_format import PLAIN, WeightFormat
 from hotset.models.spec import ModelSpec
-from hotset.models.split import TensorSlice
 from hotset.schedule.plan import LogprobColumns
 
 CPU = torch.device("cpu")
 
 
-class RandomWeights:
-    """A source of random weights. Their scale keeps activations from vanishing or exploding, so sampled tokens vary."""
+class RandomTensors:
+    """Random tensors. Their scale keeps activations from vanishing or exploding, so sampled tokens vary."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self._dtype = dtype
+    def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def load(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
-    ) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -49,26 +46,24 @@ class RandomWeights:
             values *= 1.5 * shape[1] ** -0.5
         else:
             values *= 0.1
-        values = values if tensor_slice is None else tensor_slice.of(values).clone()
-        return values.to(self._dtype) if out is None else out.copy_(values)
+        return values
 
-    def is_fp8(self, name: str) -> bool:
-        return False
-
-    def load_weight(
-        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
-    ) -> Tensor:
-        assert not isinstance(out, Fp8Weight)
-        return self.load(name, shape, out=out, tensor_slice=tensor_slice)
+    def format_of(self, name: str) -> WeightFormat:
+        return PLAIN
 
     def stored_bytes(self, name: str) -> int:
         return 0
 
-    def skip(self, name: str) -> None:
+    def title(self, name: str) -> str:
+        return name
+
+    def finish(self, used: Set[str]) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
+
+class RandomWeights(WeightSource):
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__(RandomTensors(seed), dtype, CPU)
 
 
 class Recorder:

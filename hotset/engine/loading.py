@@ -138,15 +138,7 @@ class ModelLoader:
         )
         steps = estimated_steps(config, spec, self._split, device, self.dtype)
         self.plan = WorkerPlan(
-            weights=plan_weights(
-                spec,
-                self._weights,
-                self._storage,
-                self._split,
-                self.dtype,
-                device,
-                pack_weights=config.pack_weights,
-            ),
+            weights=plan_weights(spec, self._weights, self._storage, self._split, pack_weights=config.pack_weights),
             memory=self._memory,
             usable=usable_bytes(config, self._memory, device, steps, self._ranks_on_gpu),
             steps=steps,

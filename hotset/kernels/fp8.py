@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
+from hotset.kernels.weights import QuantisedWeight
 
 SCALE_BLOCK = 128  # the number of consecutive values that share one scale
 E4M3_MAX = 448.0
@@ -41,7 +42,7 @@ def round_to_fp8(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Weight:
+class Fp8Weight(QuantisedWeight):
     """A weight [out, in], or one per expert [experts, out, in], in fp8. Views of it share its memory.
 
     `block_rows` outputs by SCALE_BLOCK inputs share one scale. Checkpoints have SCALE_BLOCK for both. A slice that does
@@ -52,6 +53,9 @@ class Fp8Weight:
     codes: Tensor  # [..., out, in] float8_e4m3fn
     scales: Tensor  # [..., ceil(out / block_rows), ceil(in / SCALE_BLOCK)] float32
     block_rows: int = SCALE_BLOCK
+
+    format_name = "fp8"
+    kernels = "triton_fp8"
 
     def __post_init__(self) -> None:
         if SCALE_BLOCK % self.block_rows != 0:
@@ -66,22 +70,6 @@ class Fp8Weight:
         scales_shape = (*shape[:-2], ceil_div(shape[-2], block_rows), ceil_div(shape[-1], SCALE_BLOCK))
         codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
         return Fp8Weight(codes, torch.empty(scales_shape, dtype=torch.float32, device=device), block_rows)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    def __getitem__(self, expert: int) -> "Fp8Weight":
-        """Returns a view of the weight of one expert."""
-        return Fp8Weight(self.codes[expert], self.scales[expert], self.block_rows)
 
     def outputs(self, first: int, last: int) -> "Fp8Weight":
         """Returns a view of the outputs [first, last). `first` must be a multiple of `block_rows`."""
@@ -103,6 +91,3 @@ class Fp8Weight:
 def common_block_rows(*boundaries: int) -> int:
     """Returns the largest `block_rows` with which all these boundaries between outputs fall between blocks."""
     return gcd(SCALE_BLOCK, *boundaries)
-
-
-Weight = Tensor | Fp8Weight  # as a checkpoint stores it: in the model's dtype or in fp8

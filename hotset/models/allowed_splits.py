@@ -46,21 +46,23 @@ def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
 def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
     """Returns the counts of experts, heads and columns that `size` does not divide.
 
-    The number of KV heads is also accepted if it divides `size`. The columns are inputs of a weight,
-    whose format may have blocks that must not be divided.
+    The number of KV heads is also accepted if it divides `size`. The columns are inputs of a weight, whose
+    format may have blocks that must not be divided.
     """
     moe, attention = spec.moe, spec.attention
-    columns = {
-        "columns of a dense MLP": 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width,
-        "columns of the shared experts": moe.shared_width if moe else 0,
-    }
+    dense_width = 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width
+    columns = [
+        ("columns of a dense MLP", dense_width, "mlp.down_proj"),
+        ("columns of the shared experts", moe.shared_width if moe else 0, "mlp.shared_experts.down_proj"),
+    ]
     indivisible = [f"{attention.heads} attention heads"] if attention.heads % size else []
-    indivisible += [f"{count} {what}" for what, count in columns.items() if count % size]
+    indivisible += [f"{count} {what}" for what, count, _ in columns if count % size]
     if size > 1 and not indivisible:
-        columns["columns of the attention's output"] = attention.output_columns
-        format = spec.weight_formats.of("model.layers.0.self_attn.o_proj.weight")
-        unit = size * format.input_block
-        indivisible = [f"{count} {what} in {format.blocks}" for what, count in columns.items() if count % unit]
+        columns.append(("columns of the attention's output", attention.output_columns, "self_attn.o_proj"))
+        for what, count, name in columns:
+            format = spec.weight_formats.of(f"model.layers.0.{name}.weight")
+            if count % (size * format.input_block):
+                indivisible.append(f"{count} {what} in {format.blocks}")
     kv_heads = attention.divided_kv_heads
     if kv_heads % size and size % kv_heads:
         indivisible.append(f"{kv_heads} KV heads")

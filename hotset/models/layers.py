@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.kernels.experts import experts
-from hotset.kernels.fp8 import Fp8Weight, Weight, common_block_rows
 from hotset.kernels.linear import Fp32Linear, Linear
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import Routes, RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
+from hotset.kernels.weights import Weight, output_range
 from hotset.models.beside import beside
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.feed_forward import MlpTensors, MoeSpec, MoeTensors
+from hotset.models.formats.weight_format import PLAIN
 from hotset.models.model_tensors import end_tensors, feed_forward_tensors
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
@@ -46,17 +47,14 @@ def empty_weight(
 ) -> Weight:
     """Returns memory for a weight [..., out, in], for the tensors `names` or a part of them.
 
-    It is in fp8 if all of them are, else in the dtype of `like`: an operation needs one format for its weights. A block
-    of scales begins at each of the `boundaries` between outputs.
+    It is in the format that all of them have, else in the dtype of `like`: an operation needs one format for its
+    weights. A block of scales begins at each of the `boundaries` between outputs.
     """
-    if all(weights.is_fp8(name) for name in names):
-        return Fp8Weight.empty(shape, like.device, common_block_rows(*boundaries))
+    first, *others = names
+    format = weights.format_of(first)
+    if format != PLAIN and all(weights.format_of(name) == format for name in others):
+        return format.codec().empty(shape, like.device, boundaries)
     return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-def output_range(weight: Weight, first: int, last: int) -> Weight:
-    """Returns a view of the outputs [first, last) of a weight [out, in]."""
-    return weight.outputs(first, last) if isinstance(weight, Fp8Weight) else weight[first:last]
 
 
 class RowParallelLinear:

@@ -178,7 +178,7 @@ def split_engine(
         ) -> None:
             self._weights, self._split, self._collectives = RandomWeights(torch.float64, seed), split, collectives
             storage, memory = kv_storage(config, spec), device_memory(device)
-            weights = plan_weights(spec, self._weights, storage, split, torch.float64, device)
+            weights = plan_weights(spec, self._weights, storage, split)
             self.plan = WorkerPlan(weights, memory, memory.free, steps=0)
 
         def load(self, _progress: Callable[[int, int], None]) -> Decoder:

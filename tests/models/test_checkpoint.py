@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import model_names
-from hotset.models.checkpoint import source as source_module
+from hotset.models.checkpoint import stored_tensors as tensors_module
 from hotset.models.checkpoint.files import MAX_HEADER_BYTES, find_model, tensor_names
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.split import TensorSlice
@@ -148,7 +148,7 @@ def test_progress_never_decreases_and_ends_at_the_size_of_all_tensors(sharded_di
     source = open_weights(find_model(str(sharded_dir)), torch.float32, "cpu", progress=reports.append)
     stored = stored_tensors(sharded_dir)
     for name, tensor in stored.items():
-        assert source.stored_bytes(name) == tensor.nbytes
+        assert source.tensor_source.stored_bytes(name) == tensor.nbytes
         source.load(name, tuple(tensor.shape))
     source.finish()
     assert reports == sorted(reports) and reports[-1] == sum(tensor.nbytes for tensor in stored.values())
@@ -327,7 +327,7 @@ def test_the_names_of_a_damaged_header_are_none(tmp_path: Path) -> None:
 def test_defect_26_weights_that_are_not_finite_are_refused_by_name(
     llama_dir: Path, value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "BLOCK_BYTES", 200)  # a few rows
+    monkeypatch.setattr(tensors_module, "PIECE_BYTES", 200)  # a few rows
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors[Q_PROJ] = tensors[Q_PROJ].to(dtype)

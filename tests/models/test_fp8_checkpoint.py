@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hotset.base.errors import CheckpointError, ConfigError
 from hotset.kernels.fp8 import Fp8Weight, common_block_rows
-from hotset.models.checkpoint import fp8_tensors
+from hotset.models.checkpoint import stored_tensors
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.checkpoint.weights import open_weights
-from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
+from hotset.models.formats.fp8_blocks import FP8_BLOCKS, FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.split import TensorSlice
 
@@ -115,7 +115,7 @@ def check_kept_slice(tensors: dict[str, Tensor], part: TensorSlice | None, befor
     elif part is not None:
         codes, scales = part.of(codes), scales[:, part.first // 128 : math.ceil(part.last / 128)]
     source = open_tensors(folder, tensors)
-    assert source.is_fp8(NAME)
+    assert source.format_of(NAME) == FP8_BLOCKS
     alone = source.load_weight(NAME, (rows, columns), tensor_slice=part)
     block_rows = common_block_rows(before, first_output)
     merged = Fp8Weight.empty((before + codes.shape[0], codes.shape[1]), CPU, block_rows)
@@ -206,7 +206,7 @@ BAD = {
 def test_damaged_fp8_weights_are_refused_by_file_and_name(
     case: str, keeps_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_tensors, "BLOCK_BYTES", 1000)  # a few rows
+    monkeypatch.setattr(stored_tensors, "PIECE_BYTES", 1000)  # a few rows
     changes, words = BAD[case]
     tensors = {name: tensor for name, tensor in (random_fp8(200, 200, 3) | changes).items() if tensor is not None}
     source = open_tensors(tmp_path, tensors, keeps_fp8)
@@ -240,8 +240,9 @@ def test_progress_counts_the_bytes_of_slices(tmp_path: Path) -> None:
     source.load_weight(NAME, (256, 256), tensor_slice=TensorSlice(0, 0, 64))
     source.load("plain.weight", (64, 8), tensor_slice=TensorSlice(0, 8, 16))
     scales = 4 * 4
-    assert reports == [64 * 256 + scales, 64 * 256 + scales + 8 * 8 * 4]
-    assert source.stored_bytes(NAME) == 256 * 256 + scales and source.stored_bytes("plain.weight") == 64 * 8 * 4
+    assert reports == [64 * 256 + scales // 4, 64 * 256 + scales // 4 + 8 * 8 * 4]
+    tensors = source.tensor_source
+    assert tensors.stored_bytes(NAME) == 256 * 256 + scales and tensors.stored_bytes("plain.weight") == 64 * 8 * 4
 
 
 def test_scales_of_one_byte_are_read_too(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_made_up_weights_are_fp8_where_published_checkpoints_are(tmp_path: Path)
             tmp_path, replace(SPECS["deepseek_v32"], weight_formats=FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS)
         )
         source = open_weights(files, torch.float32, CPU, load_format="dummy")
-        found = {name: source.is_fp8(name) for name in DUMMY_KINDS}
+        found = {name: source.format_of(name) == FP8_BLOCKS for name in DUMMY_KINDS}
         assert found == (DUMMY_KINDS if fp8 else dict.fromkeys(DUMMY_KINDS, False))
         for name, kind in found.items():
             assert isinstance(source.load_weight(name, (130, 140)), Fp8Weight) == kind

@@ -26,14 +26,14 @@ from split_workers import CPU, STEPS, Memory, RecordingView, StepResults, build_
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels.fp8 import Fp8Weight, Weight
+from hotset.kernels.fp8 import Fp8Weight
 from hotset.kernels.linear import Linear
+from hotset.kernels.weights import Weight
 from hotset.memory.resident import make_batch
 from hotset.models.allowed_splits import check_tensor_parallel, stage_layers
-from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.planned import PlannedSource
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.source import PlannedWeights, WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
@@ -75,21 +75,20 @@ def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
     return cache(lambda family: Fp8Model(tmp_path_factory.mktemp(family), family))
 
 
-class RecordingSource:
-    """Passes calls on to a source and records what it returns, by tensor name and slice."""
+class RecordingSource(WeightSource):
+    """Records what it returns, by tensor name and slice."""
 
-    def __init__(self, inner: WeightSource) -> None:
-        self._inner = inner
+    def __init__(self, opened: WeightSource) -> None:
+        super().__init__(opened.tensor_source, opened.dtype, opened.device, opened.formats)
         self.loaded: dict[str, tuple[TensorSlice | None, Weight]] = {}
-        self.skip, self.is_fp8, self.finish = inner.skip, inner.is_fp8, inner.finish
 
     def load(self, name: str, shape: tuple[int, ...], **options: Any) -> Tensor:
-        values = self._inner.load(name, shape, **options)
+        values = super().load(name, shape, **options)
         self.loaded[name] = (options.get("tensor_slice"), values)
         return values
 
     def load_weight(self, name: str, shape: tuple[int, ...], **options: Any) -> Weight:
-        weight = self._inner.load_weight(name, shape, **options)
+        weight = super().load_weight(name, shape, **options)
         self.loaded[name] = (options.get("tensor_slice"), weight)
         return weight
 
@@ -345,9 +344,9 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
         check_tensor_parallel(whole, ranks)
     spec = read_spec(config | {"num_hidden_layers": 5, "n_routed_experts": 16}, {}, str(path))
     assert whole.weight_formats == spec.weight_formats == FP8_CHECKPOINT and spec.moe is not None
-    planned = DummySource(torch.bfloat16, torch.device("meta"), formats=FP8_CHECKPOINT)
+    planned = dummy_weights(torch.bfloat16, torch.device("meta"), formats=FP8_CHECKPOINT)
     for split in (WHOLE_MODEL, Split(0, 8), Split(7, 8), Split(dp_rank=7, dp_size=8)):
-        decoder = Decoder(spec, PlannedSource(planned, torch.bfloat16), split=split, collectives=Silent(split))
+        decoder = Decoder(spec, PlannedWeights(planned), split=split, collectives=Silent(split))
         weights = fp8_weights_in(decoder)
         # In each layer: two merged projections and the attention's output; gate and up, and down, of an MLP or of
         # shared experts; in a layer with experts, two more.

@@ -15,14 +15,16 @@ from split_workers import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hotset.models.checkpoint import fp8_tensors
-from hotset.models.checkpoint import source as source_module
+from hotset.kernels.fp8 import Fp8Weight
+from hotset.kernels.weights import Weight
+from hotset.models.checkpoint import stored_tensors
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
-from hotset.models.split import WHOLE_MODEL, Split, TensorSlice
+from hotset.models.split import WHOLE_MODEL, Split
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,34 +32,28 @@ SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4
 MIB = 1 << 20
 
 
-class Storages:
-    """A source of made-up fp8 weights that collects all of them, to write a checkpoint."""
+class Storages(DummySource):
+    """A source of made-up fp8 tensors that collects all of them, to write a checkpoint."""
 
     def __init__(self) -> None:
-        self._made_up = DummySource(torch.bfloat16, CPU, formats=FP8_CHECKPOINT)
+        super().__init__(CPU, 0, FP8_CHECKPOINT)
         self.tensors: dict[str, torch.Tensor] = {}
-        self.skip, self.is_fp8, self.finish = self._made_up.skip, self._made_up.is_fp8, self._made_up.finish
-        self.stored_bytes = self._made_up.stored_bytes
 
-    def load(
-        self, name: str, shape: tuple[int, ...], *, out: Any = None, tensor_slice: TensorSlice | None = None
-    ) -> Any:
-        self.tensors[name] = self._made_up.load(name, shape)
-        return self._made_up.load(name, shape, out=out, tensor_slice=tensor_slice)
-
-    def load_weight(self, name: str, shape: tuple[int, ...], **options: Any) -> Any:
-        if not self.is_fp8(name):
-            return self.load(name, shape, **options)
-        weight: Any = self._made_up.load_weight(name, shape)
-        self.tensors |= {name: weight.codes, f"{name}_scale_inv": weight.scales}
-        return self._made_up.load_weight(name, shape, **options)
+    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+        weight = super().read(name, shape)
+        if isinstance(weight, Fp8Weight):
+            self.tensors |= {name: weight.codes, f"{name}_scale_inv": weight.scales}
+        else:
+            assert isinstance(weight, torch.Tensor)
+            self.tensors[name] = weight.to(torch.bfloat16)
+        return weight
 
 
 def save_checkpoint(folder: Path, **changes: Any) -> Path:
     """Writes an fp8 llama in four shards."""
     directory = Path(tiny_directory(folder, **SIZES | changes, quantization_config=QUANTISATION))
     collected = Storages()
-    Decoder(find_model(str(directory)).spec, collected)
+    Decoder(find_model(str(directory)).spec, WeightSource(collected, torch.bfloat16, CPU, FP8_CHECKPOINT))
     names = sorted(collected.tensors)
     for shard in range(4):
         part = {name: collected.tensors[name] for name in names[shard::4]}
@@ -112,8 +108,7 @@ def test_no_temporary_tensor_is_larger_than_two_pieces(
 ) -> None:
     """Pieces are 16 KiB here; the largest weight has 512 KiB."""
     piece = 16 << 10
-    monkeypatch.setattr(source_module, "BLOCK_BYTES", piece)
-    monkeypatch.setattr(fp8_tensors, "BLOCK_BYTES", piece)
+    monkeypatch.setattr(stored_tensors, "PIECE_BYTES", piece)
     files = find_model(str(save_checkpoint(tmp_path)))
     splits = [Split(rank, ranks) for rank in range(ranks)] if ranks > 1 else [WHOLE_MODEL]
 

@@ -196,11 +196,11 @@ def test_sizes_and_plans_count_the_layer(name: str) -> None:
         *(Split(layers=layers) for layers in stage_layers(spec, 2)),
     ):
         decoder = Decoder(spec, weights, split=split, collectives=planning_collectives(split.rank, split.size))
-        plan = plan_weights(spec, weights, AS_COMPUTED, split, torch.bfloat16, CPU)
+        plan = plan_weights(spec, weights, AS_COMPUTED, split)
         assert plan.device_bytes == weight_bytes(decoder)
         assert plan.device_bytes == pytest.approx(worker_weight_bytes(spec, split, 2), rel=0.002)
         assert plan.kv_shape == decoder.kv_shape
-    without = plan_weights(replace(spec, mtp=None), weights, AS_COMPUTED, WHOLE_MODEL, torch.bfloat16, CPU)
+    without = plan_weights(replace(spec, mtp=None), weights, AS_COMPUTED, WHOLE_MODEL)
     assert without.device_bytes < worker_weight_bytes(spec, WHOLE_MODEL, 2)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from hotset.base.errors import CheckpointError
 from hotset.models.allowed_splits import stage_layers
 from hotset.models.attention.gqa_spec import GqaSpec
-from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.planned import PlannedSource
+from hotset.models.checkpoint.source import PlannedWeights
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import planning_collectives
 from hotset.models.config_fields import read_json
@@ -68,7 +68,7 @@ def test_the_plan_is_what_the_loaded_weights_take(name: str) -> None:
     for split in splits_of(spec):
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             source = RandomWeights(dtype, seed=1)
-            plan = plan_weights(spec, source, AS_COMPUTED, split, dtype, CPU)
+            plan = plan_weights(spec, source, AS_COMPUTED, split)
             decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
             assert plan.device_bytes == pytest.approx(measured_bytes(decoder), rel=0.01), f"{split} {dtype}"
             assert plan.kv_shape == decoder.kv_shape
@@ -77,10 +77,7 @@ def test_the_plan_is_what_the_loaded_weights_take(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_without_packed_copies_the_plan_and_the_loaded_weights_are_smaller(name: str) -> None:
     spec, source = SPECS[name], RandomWeights(torch.float32, seed=1)
-    packed, plain = (
-        plan_weights(spec, source, AS_COMPUTED, WHOLE_MODEL, torch.float32, CPU, pack_weights=pack)
-        for pack in (True, False)
-    )
+    packed, plain = (plan_weights(spec, source, AS_COMPUTED, WHOLE_MODEL, pack_weights=pack) for pack in (True, False))
     assert plain.packed_bytes == 0 and plain.device_bytes == packed.device_bytes - packed.packed_bytes
     assert plain.device_bytes == pytest.approx(measured_bytes(Decoder(spec, source, pack_weights=False)), rel=0.01)
     assert packed.packed_bytes == pytest.approx(measured_bytes(Decoder(spec, source)) - plain.device_bytes, rel=0.03)
@@ -99,8 +96,8 @@ def wider(spec: ModelSpec) -> ModelSpec:
 def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name: str, fp8: bool) -> None:
     spec = replace(wider(SPECS[name]), weight_formats=FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS)
     for split in splits_of(spec):
-        source = DummySource(torch.bfloat16, CPU, formats=spec.weight_formats)
-        plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
+        source = dummy_weights(torch.bfloat16, CPU, formats=spec.weight_formats)
+        plan = plan_weights(spec, source, AS_COMPUTED, split)
         assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.03), f"{split}"
         decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
         assert plan.device_bytes == pytest.approx(measured_bytes(decoder), rel=0.01), f"{split}"
@@ -108,8 +105,8 @@ def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name
 
 def test_each_data_parallel_rank_has_the_whole_mtp_layer() -> None:
     spec = replace(wider(SPECS["deepseek_v32"]), mtp=MtpSpec(carries_normed=False, shares_selection=False))
-    split, source = Split(dp_rank=1, dp_size=2), DummySource(torch.bfloat16, CPU)
-    plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
+    split, source = Split(dp_rank=1, dp_size=2), dummy_weights(torch.bfloat16, CPU)
+    plan = plan_weights(spec, source, AS_COMPUTED, split)
     assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.03)
     decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
     assert plan.device_bytes == pytest.approx(measured_bytes(decoder), rel=0.01)
@@ -132,8 +129,8 @@ def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
 ) -> None:
     path = ROOT / "hotset" / "lab" / "plan" / "configs" / f"{name}.json"
     spec = read_spec(read_json(path), {}, str(path))
-    source = DummySource(torch.bfloat16, CPU, formats=spec.weight_formats)
-    plan = plan_weights(spec, source, AS_COMPUTED, split, torch.bfloat16, CPU)
+    source = dummy_weights(torch.bfloat16, CPU, formats=spec.weight_formats)
+    plan = plan_weights(spec, source, AS_COMPUTED, split)
     assert worker_weight_bytes(spec, split, dtype_bytes=2) == pytest.approx(plan.device_bytes, rel=0.001)
     if gigabytes is not None:
         assert plan.device_bytes / GB == pytest.approx(gigabytes, rel=0.02), "the size that the project's tables state"
@@ -144,7 +141,7 @@ def test_the_bytes_to_read_are_those_that_are_then_read() -> None:
     for split in (WHOLE_MODEL, Split(tp_rank=1, tp_size=2), Split(layers=range(2))):
         reports: list[int] = []
         source = open_weights(files, torch.float32, CPU, progress=reports.append)
-        plan = plan_weights(files.spec, source, AS_COMPUTED, split, torch.float32, CPU)
+        plan = plan_weights(files.spec, source, AS_COMPUTED, split)
         assert not reports, "a plan reads no weights"
         Decoder(files.spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
         source.finish()
@@ -156,9 +153,9 @@ def test_a_missing_tensor_is_reported_by_the_plan() -> None:
     source = open_weights(files, torch.float32, CPU)
     spec = replace(files.spec, layers=files.spec.layers + 1)
     with pytest.raises(CheckpointError, match=rf"tensor model\.layers\.{files.spec.layers}\.\S+ is missing"):
-        plan_weights(spec, source, AS_COMPUTED, WHOLE_MODEL, torch.float32, CPU)
+        plan_weights(spec, source, AS_COMPUTED, WHOLE_MODEL)
 
 
 def test_planned_tensors_have_no_memory() -> None:
-    source = PlannedSource(RandomWeights(torch.float32, 1), torch.float32)
+    source = PlannedWeights(RandomWeights(torch.float32, 1))
     assert source.load("w", (1 << 20, 1 << 20)).is_meta

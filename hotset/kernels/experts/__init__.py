@@ -7,7 +7,7 @@ from hotset.base.errors import ConfigError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.experts import reference
 from hotset.kernels.fast_path import has_fast_path, kernels_of
-from hotset.kernels.fp8 import Fp8Weight, Weight
+from hotset.kernels.weights import QuantisedWeight, Weight
 
 MAX_EXPERTS = 512  # limit of the fast path: each program of its sort holds one counter per expert
 # The fast path keeps vectors for this many pairs of a token and an expert at a time: 3 GB with 7168 inputs, a width of
@@ -26,13 +26,13 @@ def experts(
 ) -> Tensor:  # [tokens, hidden]
     """Returns sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)). Reads only the experts in use.
 
-    Weights in fp8 are multiplied as `fp8_linear` does. On a GPU, calls in bfloat16 and float32 can be captured in a
-    graph; other dtypes use the reference. If other ranks hold a part of the experts, ids of their experts count as
+    Quantised weights are multiplied as `quantised_linear` does. On a GPU, calls in bfloat16 and float32 can be captured
+    in a graph; other dtypes use the reference. If other ranks hold a part of the experts, ids of their experts count as
     EMPTY, and `routed_experts` counts all ranks' experts: the kernels expect tokens to be spread evenly over this
     number. It affects the speed and the order of additions, but not which products are computed.
 
-    Raises ConfigError before anything runs if one of gate_up and down is in fp8 and the other is not, if weights that
-    are not in fp8 differ from x in dtype, or if the fast path would get more than MAX_EXPERTS experts.
+    Raises ConfigError before anything runs if gate_up and down are in different formats, if plain weights differ from x
+    in dtype, or if the fast path would get more than MAX_EXPERTS experts.
     """
     if expert_ids.shape != weights.shape:
         raise InternalError(f"expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} differ in shape")
@@ -42,14 +42,7 @@ def experts(
         raise InternalError(f"x {shapes[0]} does not match {tokens} tokens and down {shapes[2]}")
     if gate_up.shape != (count, 2 * width, hidden):
         raise InternalError(f"gate_up {shapes[1]} does not match down {shapes[2]}")
-    module = "triton_impl"
-    if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
-        module = "triton_fp8"
-    elif isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
-        in_fp8, other = ("gate_up", "down") if isinstance(gate_up, Fp8Weight) else ("down", "gate_up")
-        raise ConfigError(f"the experts' {in_fp8} is in fp8, but {other} is not: both or neither must be in fp8")
-    elif not x.dtype == gate_up.dtype == down.dtype:
-        raise ConfigError(f"x is {x.dtype}, but the experts are {gate_up.dtype} and {down.dtype}: all must be the same")
+    module = _kernels_for(x, gate_up, down)
     if not has_fast_path(x):
         return reference.experts(x, expert_ids, weights, gate_up, down, first_expert)
     if count > MAX_EXPERTS:
@@ -62,3 +55,21 @@ def experts(
         pairs_per_expert = ceil_div(some[1].numel(), routed_experts or count)
         parts.append(kernels.experts(*some, gate_up, down, pairs_per_expert, first_expert))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _kernels_for(x: Tensor, gate_up: Weight, down: Weight) -> str:
+    """Returns the module with the GPU kernels for these weights. Raises ConfigError if they do not go together."""
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        if not x.dtype == gate_up.dtype == down.dtype:
+            raise ConfigError(
+                f"x is {x.dtype}, but the experts are {gate_up.dtype} and {down.dtype}: all must be the same"
+            )
+        return "triton_impl"
+    if isinstance(gate_up, QuantisedWeight) and isinstance(down, QuantisedWeight) and gate_up.kernels == down.kernels:
+        return gate_up.kernels
+    name, other, quantised = "gate_up", "down", gate_up
+    if not isinstance(quantised, QuantisedWeight):
+        name, other, quantised = "down", "gate_up", down
+    assert isinstance(quantised, QuantisedWeight)
+    kind = quantised.format_name
+    raise ConfigError(f"the experts' {name} is in {kind}, but {other} is not: both or neither must be in {kind}")

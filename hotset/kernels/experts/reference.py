@@ -1,7 +1,8 @@
 """The specification of experts: pairs (token, expert) are sorted by expert; each expert in use is applied once.
 
-If the weights are in fp8, the outputs of gate and up and their activation are computed in the accumulation dtype. The
-activation is rounded to the dtype of x, quantised, and multiplied with down. The result is rounded to the dtype of x.
+If the weights are quantised, the outputs of gate and up and their activation are computed in the accumulation dtype.
+The activation is rounded to the dtype of x, and multiplied with down as `quantised_linear` does. The result is rounded
+to the dtype of x.
 """
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.kernels import EMPTY
-from hotset.kernels.fp8 import Fp8Weight, Weight
-from hotset.kernels.linear.reference import fp8_linear, linear
+from hotset.kernels.linear.reference import linear, quantised_linear
 from hotset.kernels.rows import accumulation_dtype
+from hotset.kernels.weights import QuantisedWeight, Weight
 
 
 def experts(
@@ -36,10 +37,10 @@ def experts(
 
 
 def _gated_mlp(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    if isinstance(gate_up, Fp8Weight):
-        assert isinstance(down, Fp8Weight), "both weights or neither must be in fp8"
-        gate, up = fp8_linear(x.to(accumulation_dtype(x.dtype)), gate_up, None).chunk(2, dim=-1)
-        return fp8_linear((F.silu(gate) * up).to(x.dtype), down, None)
-    assert isinstance(down, Tensor), "both weights or neither must be in fp8"
+    if isinstance(gate_up, QuantisedWeight):
+        assert isinstance(down, QuantisedWeight), "both weights or neither must be quantised"
+        gate, up = quantised_linear(x.to(accumulation_dtype(x.dtype)), gate_up, None).chunk(2, dim=-1)
+        return quantised_linear((F.silu(gate) * up).to(x.dtype), down, None)
+    assert isinstance(down, Tensor), "both weights or neither must be quantised"
     gate, up = linear(x, gate_up, None).chunk(2, dim=-1)
     return linear(F.silu(gate) * up, down, None)

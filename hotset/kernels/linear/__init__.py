@@ -5,9 +5,9 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels.fast_path import FAST_DTYPES, kernels_of
-from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.kernels.linear import packed, reference
 from hotset.kernels.norm import rms_norm
+from hotset.kernels.weights import QuantisedWeight, Weight
 
 # The kernels for few tokens multiply with one token after the other. Beyond these numbers, cuBLAS is faster.
 MAX_FEW_TOKENS, MAX_FEW_VALUES = 2, 8192  # values: of all tokens
@@ -18,9 +18,10 @@ MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `Fp32Linear` 
 class Linear:
     """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
 
-    If the weight is in fp8, x is quantised too (`fp8_linear` in `reference.py`). On a GPU in bfloat16 or float32, such
-    a product has kernels that a graph can capture (`triton_fp8.py`). Two streams must not use the same instance at the
-    same time, because its calls share counters. A product of very few tokens in bfloat16 has a kernel, too.
+    A quantised weight is multiplied as `quantised_linear` in `reference.py` specifies: if it is in fp8, x is quantised
+    too. On a GPU in bfloat16 or float32, such a product has kernels that a graph can capture, in the module that the
+    weight names (`triton_fp8.py`). Two streams must not use the same instance at the same time, because its calls share
+    counters. A product of very few tokens in bfloat16 has a kernel, too.
 
     After `pack`, on a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in
     blocked order (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1
@@ -31,12 +32,12 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self._packed: Tensor | None = None
-        self._counters: Tensor | None = None  # only for an fp8 weight on a GPU
-        if isinstance(weight, Fp8Weight):
-            if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
-                raise InternalError("an fp8 weight must be contiguous")
+        self._counters: Tensor | None = None  # only for a quantised weight on a GPU
+        if isinstance(weight, QuantisedWeight):
+            if not weight.is_contiguous():
+                raise InternalError("a quantised weight must be contiguous")
             if weight.device.type == "cuda":
-                self._counters = kernels_of("linear", "triton_fp8").make_counters(weight)
+                self._counters = kernels_of("linear", weight.kernels).make_counters(weight)
 
     def pack(self) -> None:
         """Adds the packed copy of the weight. Does nothing if the weight or this build of torch has none."""
@@ -44,8 +45,8 @@ class Linear:
             self._packed = packed.pack(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
-        if isinstance(self.weight, Fp8Weight):
-            return self._fp8_product(x, self.weight)
+        if isinstance(self.weight, QuantisedWeight):
+            return self._quantised_product(x, self.weight)
         if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
         if self._has_few_tokens(x):
@@ -78,11 +79,11 @@ class Linear:
             and self.weight.is_contiguous()
         )
 
-    def _fp8_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
+    def _quantised_product(self, x: Tensor, weight: QuantisedWeight) -> Tensor:
         if self._counters is not None and x.dtype in FAST_DTYPES:
-            out: Tensor = kernels_of("linear", "triton_fp8").fp8_linear(x, weight, self.bias, self._counters)
+            out: Tensor = kernels_of("linear", weight.kernels).linear(x, weight, self.bias, self._counters)
             return out
-        return reference.fp8_linear(x, weight, self.bias)
+        return reference.quantised_linear(x, weight, self.bias)
 
 
 def _are_few_bf16_tokens(x: Tensor, weight: Tensor, most: int) -> bool:

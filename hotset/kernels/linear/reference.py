@@ -11,10 +11,18 @@ from torch.nn import functional as F
 
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, quantise
 from hotset.kernels.rows import accumulation_dtype
+from hotset.kernels.weights import QuantisedWeight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
+
+
+def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """Computes the product of a format. Without arithmetic of its own, it is that of the dequantised weight."""
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear(x, weight, bias)
+    return linear(x, weight.dequantised(x.dtype), bias)
 
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:

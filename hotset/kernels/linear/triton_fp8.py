@@ -84,7 +84,7 @@ def make_counters(weight: Fp8Weight) -> Tensor:
     return torch.zeros(ceil_div(weight.shape[0], MIN_TILE_OUTPUTS), dtype=torch.int32, device=weight.device)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, counters: Tensor) -> Tensor:
     tokens = x.shape[0]
     most = MAX_WIDE_TOKENS if is_wide(weight) else MAX_NARROW_TOKENS
     if tokens > most and library_supports(x.dtype, weight, bias):

@@ -13,7 +13,7 @@ from hotset.engine.model_checks import context_length, kv_storage, model_splits
 from hotset.engine.sizing import KvBudget, shared_budget, store_writer
 from hotset.engine.start_plan import WorkerPlan, estimated_steps, planned_memories, usable_bytes
 from hotset.lab.plan.gpus import Machine
-from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.model_tensors import worker_weight_bytes
@@ -101,8 +101,8 @@ def _worker_plan(
     dtype, storage = choose_dtype(config.dtype, spec, device), kv_storage(config, spec)
     if machine.gpu is None:
         memory = DeviceMemory(machine.host_bytes, machine.host_bytes)
-        source = DummySource(dtype, device, formats=spec.weight_formats)
-        weights = plan_weights(spec, source, storage, split, dtype, device, pack_weights=config.pack_weights)
+        source = dummy_weights(dtype, device, formats=spec.weight_formats)
+        weights = plan_weights(spec, source, storage, split, pack_weights=config.pack_weights)
     else:
         memory = DeviceMemory(machine.gpu.memory_bytes, machine.gpu.memory_bytes)
         size = worker_weight_bytes(spec, split, dtype.itemsize)

@@ -2,11 +2,12 @@
 
 GGUF files store the rows of the Q and K matrices in another order than Hugging Face checkpoints. In the latter, rope
 rotates value `i` of a head together with value `i + d/2`; llama.cpp rotates neighbours, so its converter moves row
-`half * d/2 + i` of each head to row `2 * i + half`. `load` undoes this permutation on the quantised rows, which is
+`half * d/2 + i` of each head to row `2 * i + half`. `read` undoes this permutation on the quantised rows, which is
 possible because each row is quantised separately.
 """
 
 import re
+from collections.abc import Set
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ import numpy
 import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
-from hotset.kernels.fp8 import Fp8Weight, Weight
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
-from hotset.models.checkpoint.source import Progress, check_shape, check_unused_tensors, copy_finite, sliced
+from hotset.models.checkpoint.stored_tensors import check_shape
+from hotset.models.checkpoint.unused_tensors import check_unused_tensors
+from hotset.models.formats.weight_format import PLAIN, WeightFormat
 from hotset.models.spec import ModelSpec
-from hotset.models.split import TensorSlice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,69 +49,35 @@ def gguf_name(name: str) -> str | None:
 
 
 class GgufSource:
-    """Dequantises each tensor when it is loaded."""
+    """Dequantises each tensor when it is read."""
 
-    def __init__(
-        self,
-        file: GgufFile,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, file: GgufFile, spec: ModelSpec) -> None:
         self._attention = spec.attention
         self._spec = spec
-        self._dtype = dtype
-        self._device = torch.device(device)
-        self._progress = progress
         self._file = file
         self._gguf = _import_gguf()
-        self._loaded: set[str] = set()
-        self._skipped: set[str] = set()  # loaded by other workers
-        self._bytes_loaded = 0
         self._file_bytes = file.path.stat().st_size
 
-    def load(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        out: torch.Tensor | None = None,
-        tensor_slice: TensorSlice | None = None,
-    ) -> torch.Tensor:
+    def format_of(self, name: str) -> WeightFormat:
+        return PLAIN
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._tensor(name)
-        check_shape(str(self._file.path), tensor.name, tensor.shape, shape)
+        check_shape(self.title(name), tensor.shape, shape)
         packed, kind = self._packed(tensor)
         heads = {"q_proj": self._attention.heads, "k_proj": self._attention.divided_kv_heads}.get(name.split(".")[-2])
         if heads is not None:
             packed = unpermute(packed, heads)
-        values = self._dequantise(tensor, packed, kind)
-        part = sliced(values.view(shape), tensor_slice)
-        self._count(tensor.name, packed.nbytes * part.numel() // values.numel())
-        device = self._device if out is None else out.device
-        title = f"{self._file.path}: tensor {tensor.name}"
-        return copy_finite(title, out, part, self._dtype, device)
-
-    def is_fp8(self, name: str) -> bool:
-        """Returns False: every tensor is dequantised."""
-        return False
-
-    def load_weight(
-        self, name: str, shape: tuple[int, ...], *, out: Weight | None = None, tensor_slice: TensorSlice | None = None
-    ) -> torch.Tensor:
-        assert not isinstance(out, Fp8Weight), f"{name} is not in fp8, but its place is"
-        return self.load(name, shape, out=out, tensor_slice=tensor_slice)
+        return self._dequantise(tensor, packed, kind).view(shape)
 
     def stored_bytes(self, name: str) -> int:
         return self._packed(self._tensor(name))[0].nbytes
 
-    def skip(self, name: str) -> None:
-        stored_name = gguf_name(name)
-        if stored_name is not None:
-            self._skipped.add(stored_name)
+    def title(self, name: str) -> str:
+        return f"{self._file.path}: tensor {gguf_name(name)}"
 
-    def finish(self) -> None:
-        unused = self._file.tensors.keys() - self._loaded - self._skipped - {ROPE_FACTORS}
+    def finish(self, used: Set[str]) -> None:
+        unused = self._file.tensors.keys() - {gguf_name(name) for name in used} - {ROPE_FACTORS}
         check_unused_tensors(str(self._file.path), unused, self._spec)
 
     def _tensor(self, name: str) -> GgufTensor:
@@ -146,13 +113,6 @@ class GgufSource:
             raise CheckpointError(f"{self._file.path}: tensor {tensor.name} is of type {kind.name}: {error}") from error
         # F32 values are a read-only view of the file, and torch requires writable arrays.
         return torch.from_numpy(numpy.require(values, requirements="W"))
-
-    def _count(self, stored_name: str, read_bytes: int) -> None:
-        if stored_name not in self._loaded:
-            self._loaded.add(stored_name)
-            self._bytes_loaded += read_bytes
-        if self._progress is not None:
-            self._progress(self._bytes_loaded)
 
 
 def unpermute(rows: "NDArray[Any]", heads: int) -> "NDArray[Any]":

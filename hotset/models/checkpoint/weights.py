@@ -4,11 +4,12 @@ from typing import Literal
 
 import torch
 
-from hotset.models.checkpoint.dummy_source import DummySource
+from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.gguf_source import GgufSource
 from hotset.models.checkpoint.safetensors_source import SafetensorsSource
-from hotset.models.checkpoint.source import Progress, WeightSource
+from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.stored_tensors import Progress
 
 
 def open_weights(
@@ -25,7 +26,7 @@ def open_weights(
     Matrices stay in the formats that `files.spec.weight_formats` keeps. All others are expanded to `dtype`.
     """
     if load_format == "dummy":
-        return DummySource(dtype, device, seed, files.spec.weight_formats)
-    if files.gguf is not None:
-        return GgufSource(files.gguf, files.spec, dtype, device, progress)
-    return SafetensorsSource(files.path, files.spec, dtype, device, progress)
+        return dummy_weights(dtype, device, seed, files.spec.weight_formats)
+    spec = files.spec
+    tensors = SafetensorsSource(files.path, spec) if files.gguf is None else GgufSource(files.gguf, spec)
+    return WeightSource(tensors, dtype, device, spec.weight_formats, progress)

@@ -12,6 +12,11 @@ QUANTISATION_READERS: dict[str, Callable[[ConfigFields], WeightFormats]] = {"fp8
 SELF_DESCRIBING: tuple[WeightFormat, ...] = (FP8_BLOCKS,)
 
 
+def readable_formats(formats: WeightFormats) -> tuple[WeightFormat, ...]:
+    """Returns the formats in which matrices of a checkpoint may be stored, other than plain."""
+    return tuple(dict.fromkeys((*(rule.format for rule in formats.rules), *SELF_DESCRIBING)))
+
+
 def read_weight_formats(fields: ConfigFields) -> WeightFormats:
     """Returns the formats that `config.json` describes. Raises `CheckpointError` for every unknown quantisation."""
     if "quantization_config" not in fields:

@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hotset.base.units import ceil_div
 from hotset.models.config_fields import ConfigFields
 from hotset.models.formats.weight_format import FormatRule, WeightFormat, WeightFormats
 
+if TYPE_CHECKING:
+    from hotset.models.formats.codec import MatrixCodec
+
 FP8_BLOCK = 128  # a weight has one scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs
 SCALE_BYTES = 4
+SCALE_SUFFIX = "_scale_inv"
 # The names of the matrices that published checkpoints store in fp8.
 PUBLISHED_NAMES = r"model\.layers\.\d+\..*(?<!weights)(_proj|_proj_with_mqa|\.wq_b|\.wk)\.weight"
 
@@ -30,6 +35,14 @@ class Fp8Blocks(WeightFormat):
 
     def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
         return stored_type(name) == "F8_E4M3"
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        return (name, name + SCALE_SUFFIX)
+
+    def codec(self) -> "MatrixCodec":
+        from hotset.models.formats.fp8_blocks_codec import Fp8BlocksCodec
+
+        return Fp8BlocksCodec(FP8_BLOCK, SCALE_SUFFIX)
 
 
 FP8_BLOCKS = Fp8Blocks()

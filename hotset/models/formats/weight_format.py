@@ -4,7 +4,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from hotset.base.errors import ConfigError, InternalError
+from hotset.models.split import TensorSlice
+
+if TYPE_CHECKING:
+    from hotset.models.formats.codec import MatrixCodec
 
 ProductType = Literal["fp8", "bf16", "fp32"]  # what the tensor cores multiply
 
@@ -33,6 +39,29 @@ class WeightFormat(ABC):
         of that name.
         """
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names of the tensors that hold the matrix `name` in a checkpoint."""
+        return (name,)
+
+    @abstractmethod
+    def codec(self) -> "MatrixCodec":
+        """Returns what reads the format. Imports torch."""
+
+    def check_input_slice(self, title: str, inputs: int, tensor_slice: TensorSlice | None) -> None:
+        """Raises `ConfigError` if a slice of a weight divides the inputs inside a block.
+
+        `title` is the file and the tensor's name, for the error message.
+        """
+        if tensor_slice is None or tensor_slice.dim == 0:
+            return
+        first, last, block = tensor_slice.first, tensor_slice.last, self.input_block
+        if first % block or (last % block and last != inputs):
+            raise ConfigError(
+                f"{title}: a rank would have inputs {first} to {last} of {inputs}, but {self.name} weights can only be "
+                f"divided at multiples of {block} inputs, here among ranks whose number divides "
+                f"{max(1, inputs // block)}; change --tensor-parallel-size, or use --weight-dtype bfloat16"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Plain(WeightFormat):
@@ -46,6 +75,9 @@ class Plain(WeightFormat):
 
     def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
         return True
+
+    def codec(self) -> "MatrixCodec":
+        raise InternalError("plain weights are tensors, which need no codec")
 
 
 PLAIN = Plain()

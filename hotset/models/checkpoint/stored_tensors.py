@@ -1,0 +1,89 @@
+"""Stored tensors: what reads them, and how they are copied to their place piece by piece and checked."""
+
+import math
+from collections.abc import Callable, Iterator, Set
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hotset.base.errors import CheckpointError
+from hotset.kernels.weights import Weight
+from hotset.models.formats.weight_format import WeightFormat
+from hotset.models.split import TensorSlice
+
+Progress = Callable[[int], None]  # is called with the number of bytes that were read so far
+
+PIECE_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
+
+
+class TensorSource(Protocol):
+    """The stored tensors of a checkpoint, under the names of Hugging Face checkpoints."""
+
+    def format_of(self, name: str) -> WeightFormat:
+        """Returns the format in which the matrix `name` is stored: PLAIN if there is no such tensor."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """Returns the whole tensor as it is stored, if possible as a view of the mapped file.
+
+        Raises `CheckpointError`, with file and tensor name, if it is missing, damaged or not of shape `shape`, if its
+        type is unknown, or if the scales of a quantised matrix are. Does not check all values.
+        """
+        ...
+
+    def stored_bytes(self, name: str) -> int:
+        """Returns the size of the tensor `name` in the files, with its scales: 0 if it is not read from a file.
+
+        Reads no values. Raises `CheckpointError` if the tensor is missing.
+        """
+        ...
+
+    def title(self, name: str) -> str:
+        """Returns the file and the name of the tensor, as error messages begin."""
+        ...
+
+    def finish(self, used: Set[str]) -> None:
+        """Closes the files. Raises `CheckpointError` if they hold tensors that do not belong to the model.
+
+        `used` are the tensors that were read, or that other workers read.
+        """
+        ...
+
+
+def sliced(values: Tensor, tensor_slice: TensorSlice | None) -> Tensor:
+    """Returns a view of the slice, or the whole tensor if `tensor_slice` is None."""
+    return values if tensor_slice is None else tensor_slice.of(values)
+
+
+def pieces(target: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the rows of both tensors in pieces.
+
+    On a CPU, each piece is checked while it is in the cache, so the check reads no memory again. A GPU gets all rows
+    at once.
+    """
+    piece_bytes = PIECE_BYTES if target.device.type == "cpu" else target.nbytes
+    rows = max(1, piece_bytes * target.shape[0] // max(1, target.nbytes))
+    return zip(target.split(rows), stored.split(rows), strict=True)
+
+
+def copy_finite(title: str, target: Tensor, stored: Tensor) -> None:
+    """Copies the values to `target`. Raises `CheckpointError` if the result contains NaN or infinity."""
+    check_finite(title, target, [piece.copy_(values).sum() for piece, values in pieces(target, stored)])
+
+
+def check_finite(title: str, values: Tensor, piece_sums: list[Tensor]) -> None:
+    """Raises `CheckpointError` if `values` contain NaN or infinity. `piece_sums` are sums that add up to theirs.
+
+    A sum that contains NaN or infinity is not finite. A sum of finite values can overflow too, so the values decide.
+    """
+    total = torch.stack([values.new_zeros(()), *piece_sums]).sum()
+    if not math.isfinite(total.item()) and not bool(values.isfinite().all()):
+        bad = int((~values.isfinite()).sum())
+        kind = str(values.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{title}: {bad} of {values.numel()} values are NaN or infinite as {kind}")
+
+
+def check_shape(title: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(f"{title} has shape {list(found)}, but the configuration requires {list(expected)}")
