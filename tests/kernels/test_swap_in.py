@@ -168,22 +168,6 @@ def test_a_second_plan_with_the_same_stamp_evicts_no_slot_of_the_first(op: Op) -
 
 
 @with_each_op
-def test_k_positions_can_use_every_slot(op: Op) -> None:
-    model = SwapInModel(Shape(k=5, slots=5, page_rows=3, words_per_page=4, context_pages=9), seed=4)
-    for stamp in range(4):
-        model.check_step(op, one_seat(model, [(7 * stamp + 4 * i) % 27 for i in range(5)], stamp=stamp))
-
-
-@with_each_op
-def test_a_context_that_fits_the_slots_misses_every_position_at_most_once(op: Op) -> None:
-    model = SwapInModel(Shape(k=6, slots=20, page_rows=5, words_per_page=8, context_pages=4), seed=5)
-    for stamp in range(40):
-        chosen = model.random.sample(range(20), 6)
-        model.check_step(op, one_seat(model, chosen, stamp=stamp))
-    assert int(model.counts[1]) <= 20
-
-
-@with_each_op
 @pytest.mark.parametrize(
     "positions",
     [
@@ -207,38 +191,12 @@ def test_empty_padding_and_duplicates_do_not_corrupt_counts_defect_5(op: Op, pos
 
 
 @with_each_op
-def test_positions_in_the_tail_touch_neither_maps_nor_counts(op: Op) -> None:
-    model = SwapInModel(ODD, seed=7)
-    before = model.words.clone()
-    # Page 8 holds the newest row, so the tail holds positions from 35 on.
-    swap = model.check_step(op, one_seat(model, [40, 44, 35, 39, 35], stamp=44, ignore_tail=False))
-    assert torch.equal(model.words, before) and model.counts.tolist() == [0, 0]
-    assert swap.copies.counts.tolist() == [0]
-
-
-@with_each_op
 def test_pages_of_drafts_are_in_a_longer_tail(op: Op) -> None:
     model = SwapInModel(replace(ODD, tail_pages=3), seed=9)
     # The first token of the step is in page 6, so the tail holds positions from 25 on. Drafts are in pages 6 and 7.
     swap = model.check_step(op, one_seat(model, [39, 25, 34, 24, 30, 35], stamp=32, ignore_tail=False))
     assert model.counts.tolist() == [1, 1] and swap.copies.counts.tolist() == [1]
     assert len({row // ODD.page_rows for row in swap.rows[0].tolist()}) == 4, "three tail pages and a slot"
-
-
-@with_each_op
-def test_padded_queries_write_nothing(op: Op) -> None:
-    model = SwapInModel(ODD, seed=8)
-    before = model.words.clone()
-    swap = model.check_step(op, Batch([[2**40, 0, 1, 2, 3, -7]], [EMPTY], [2**40]))
-    assert torch.equal(model.words, before) and (swap.rows == EMPTY).all()
-    assert swap.copies.counts.tolist() == [0]
-
-
-@with_each_op
-def test_a_batch_may_contain_only_resident_seats(op: Op) -> None:
-    model = SwapInModel(replace(ODD, tiered=0, resident=2), seed=9)
-    positions = [[3, EMPTY, 44, 3, 0, 1], [40, 41, 42, 43, 44, EMPTY], [5, 4, 3, 2, 1, 0]]
-    model.check_step(op, Batch(positions, [1, 0, 1], [0, 7, 45]))
 
 
 @with_each_copy
@@ -297,17 +255,6 @@ def test_row_offsets_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
     host[rows - 1], device[rows - 2 : rows] = torch.arange(24, dtype=torch.uint8), POISON
     op.copy(make_copies([(rows - 1, rows - 2)]), host, device)
     assert torch.equal(device[rows - 2], host[rows - 1]) and (device[rows - 1] == POISON).all()
-
-
-@with_each_op
-@pytest.mark.parametrize("misses", [4, 8])
-def test_a_full_page_of_misses_is_copied_row_by_row_defect_8(op: Op, misses: int) -> None:
-    model = SwapInModel(Shape(k=8, slots=12, page_rows=4, words_per_page=8, context_pages=12), seed=14)
-    scattered = [(5 * i + 3) % 48 for i in range(misses)]
-    model.check_step(op, one_seat(model, scattered, stamp=1))
-    assert int((model.device_rows != POISON).any(1).sum()) == misses  # no row of 5 random bytes equals the poison
-    consecutive = list(range(16, 16 + misses))
-    model.check_step(op, one_seat(model, consecutive, stamp=2))
 
 
 def tiny_tables(**changed: int) -> SeatTables:

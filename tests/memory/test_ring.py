@@ -2,9 +2,7 @@
 
 import itertools
 import random
-from collections import deque
 
-import pytest
 from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -144,37 +142,6 @@ def test_defect_09_an_empty_ring_grants_the_whole_ring_after_leases_of_any_sizes
         assert ring.lease_of("whole") == Lease(2, "whole", 0, 30)
 
 
-def test_defect_09_a_gap_around_the_end_of_the_newest_lease_can_be_granted_as_a_whole() -> None:
-    ring = Ring(1024)
-    assert all(ring.request(owner, nbytes) for owner, nbytes in (("lost", 256), ("a", 256)))
-    lost, _ = ring.take_granted()
-    ring.quarantine(lost.number)
-    assert ring.request("all others", 768)
-    ring.withdraw("a")  # the end of the newest lease, where the search begins, is now inside the gap
-    assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(256, 768)]
-
-
-def test_a_request_for_the_whole_ring_is_not_starved_by_small_requests() -> None:
-    ring = Ring(1024)
-    assert all(ring.request(owner, 256) for owner in range(4))
-    assert ring.request("whole", 1024) and ring.request("late", 1)
-    for owner in (2, 0, 3):
-        ring.withdraw(owner)
-        assert ring.lease_of("whole") is None and ring.lease_of("late") is None
-    ring.withdraw(1)
-    assert ring.lease_of("whole") is not None and ring.lease_of("late") is None
-    ring.withdraw("whole")
-    assert ring.lease_of("late") is not None
-
-
-def test_a_withdrawn_request_no_longer_blocks_the_requests_behind_it() -> None:
-    ring = Ring(1024)
-    assert ring.request("a", 512) and ring.request("large", 1024) and ring.request("small", 256)
-    assert ring.lease_of("small") is None
-    ring.withdraw("large")
-    assert ring.lease_of("small") is not None
-
-
 def test_leases_are_placed_in_ring_order_so_that_released_bytes_are_reused_last() -> None:
     ring = Ring(1000, align=100)
     firsts = []
@@ -186,50 +153,11 @@ def test_leases_are_placed_in_ring_order_so_that_released_bytes_are_reused_last(
     assert firsts == [0, 300, 600, 0, 300, 600, 0, 300]
 
 
-def test_the_first_lease_of_an_empty_ring_begins_at_byte_0() -> None:
-    ring = Ring(1000, align=100)
-    for owner in range(5):
-        assert ring.request(owner, 300)
-        (lease,) = ring.take_granted()
-        assert lease.first == 0
-        ring.release(lease.number)
-
-
-def test_all_bytes_can_be_granted_if_the_size_is_not_a_multiple_of_the_alignment() -> None:
-    ring = Ring(1000)
-    assert ring.request("a", 700) and ring.request("b", 232) and ring.request("c", 1)
-    assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(0, 700), (768, 232)]
-    assert ring.free == 0 and ring.waiting == 1
-    ring.audit()
-
-
-def test_a_request_that_can_never_fit_is_refused_at_once_and_blocks_no_other() -> None:
-    ring = Ring(1000)
-    assert not ring.request("large", 1001) and not ring.request("zero", 0) and not ring.request("negative", -5)
-    assert ring.request("whole", 1000) and ring.waiting == 0
-
-
 def test_take_granted_leaves_out_a_lease_that_was_withdrawn_before() -> None:
     ring = Ring(1000)
     assert ring.request("a", 1000) and ring.request("b", 1000)
     ring.withdraw("a")
     assert [lease.owner for lease in ring.take_granted()] == ["b"] and ring.take_granted() == []
-
-
-def test_the_number_of_an_ended_lease_does_not_end_a_later_lease_of_the_same_owner() -> None:
-    ring = Ring(1000)
-    assert ring.request("a", 1000)
-    (old,) = ring.take_granted()
-    ring.quarantine(old.number)
-    ring.end_quarantine(old.number)
-    assert ring.request("a", 1000)
-    (new,) = ring.take_granted()
-    assert (new.first, new.owner) == (old.first, old.owner) and new.number != old.number
-    ring.end_quarantine(old.number)
-    ring.quarantine(old.number)
-    ring.end_quarantine(new.number)  # the new lease was never in quarantine
-    assert not ring.release(old.number)
-    assert ring.lease_of("a") == new and ring.free == 0
 
 
 def test_bytes_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
@@ -244,67 +172,3 @@ def test_bytes_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     assert ring.stuck and ring.take_granted() == []
     ring.end_quarantine(lost.number)
     assert [lease.nbytes for lease in ring.take_granted()] == [1024] and not ring.stuck
-
-
-def test_bytes_between_two_quarantined_leases_can_still_be_granted() -> None:
-    ring = Ring(1024)
-    assert all(ring.request(owner, 256) for owner in range(4))
-    leases = ring.take_granted()
-    ring.quarantine(leases[0].number)
-    ring.quarantine(leases[3].number)
-    for number in range(20):
-        assert ring.request(("next", number), 512) and not ring.stuck
-        ring.withdraw(1 if number == 0 else ("next", number - 1))
-        ring.withdraw(2)
-        (lease,) = ring.take_granted()
-        assert (lease.first, lease.nbytes) == (256, 512)
-
-
-class FaultyNetwork:
-    """Delivers messages in any order, and each one up to three times or not at all."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng, self._messages = rng, deque[tuple[str, tuple[int, ...]]]()
-
-    def send(self, kind: str, *fields: int) -> None:
-        for _ in range(self._rng.choice([0, 1, 1, 2, 3])):
-            self._messages.insert(self._rng.randint(0, len(self._messages)), (kind, fields))
-
-    def receive(self) -> tuple[str, tuple[int, ...]] | None:
-        return self._messages.popleft() if self._messages else None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_leases_survive_lost_and_repeated_messages(seed: int) -> None:
-    """Six senders each send twelve chunks through one ring, and retransmit every request until they get its ack."""
-    rng, network = random.Random(seed), FaultyNetwork(random.Random(seed + 1000))
-    ring = Ring(64, align=1)
-    sizes = [[rng.randint(1, 64) for _ in range(12)] for _ in range(6)]
-    received = [0] * 6  # chunks of each sender that the receiver has read from the ring
-    acked = [0] * 6  # chunks for which each sender has received an ack
-    for _ in range(20_000):
-        for sender in range(6):
-            if acked[sender] < 12:
-                network.send("request", sender, acked[sender])
-        for _ in range(rng.randint(0, 24)):
-            if (message := network.receive()) is None:
-                break
-            kind, (sender, chunk, *number) = message
-            if kind == "request" and chunk < received[sender]:
-                network.send("ack", sender, received[sender])
-            elif kind == "request" and chunk == received[sender]:
-                assert ring.request((sender, chunk), sizes[sender][chunk])
-                lease = ring.lease_of((sender, chunk))
-                if lease is not None:
-                    network.send("grant", sender, chunk, lease.number)
-            elif kind == "grant" and chunk == acked[sender]:
-                network.send("written", sender, chunk, *number)
-            elif kind == "written" and ring.release(number[0]):
-                assert chunk == received[sender], "a lease ended twice"
-                received[sender] += 1
-            elif kind == "ack":
-                acked[sender] = max(acked[sender], chunk)
-        ring.audit()
-        if acked == [12] * 6:
-            break
-    assert acked == [12] * 6 and ring.free == 64 and ring.waiting == 0

@@ -1,7 +1,6 @@
 """The built-in message formats: expected prompts are written by hand, from the published descriptions."""
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -230,31 +229,6 @@ def test_transformers_renders_a_built_in_template_in_the_same_way(
 
 # Texts without markers. A text with markers makes the prompt ambiguous: nothing in a prompt tells who wrote a marker.
 TEXTS = st.text(st.characters(exclude_characters="<", exclude_categories=("Cs",)), max_size=12)
-ROLES = st.sampled_from(["system", "user", "assistant"])
-
-
-@examples(20)
-@given(conversation=st.lists(st.tuples(ROLES, TEXTS), min_size=1))
-def test_texts_without_markers_can_be_read_back_from_a_glm_prompt(
-    formats: dict[str, ChatFormat], conversation: list[tuple[str, str]]
-) -> None:
-    messages = [{"role": role, "content": text} for role, text in conversation]
-    prompt = formats["glm_moe_dsa"].render(messages, ChatOptions(add_generation_prompt=False))
-    read = [piece.partition("|>") for piece in prompt.replace("</think>", "").split("<|")[1:]]
-    trimmed = [(role, text.strip() if role == "assistant" else text) for role, text in conversation]
-    assert [(role, text) for role, _, text in read] == trimmed
-
-
-@examples(20)
-@given(instructions=TEXTS, turns=st.lists(st.tuples(TEXTS, TEXTS)), thinks=st.booleans())
-def test_texts_without_markers_can_be_read_back_from_a_deepseek_prompt(
-    formats: dict[str, ChatFormat], instructions: str, turns: list[tuple[str, str]], thinks: bool
-) -> None:
-    messages = [system(instructions), *(message for q, a in turns for message in (user(q), assistant(a)))]
-    options = ChatOptions(add_generation_prompt=False, template_kwargs={"thinking": thinks})
-    prompt = formats["deepseek_v32"].render(messages, options)
-    read = re.split(r"<｜User｜>|<｜Assistant｜>(?:<think>)?</think>", prompt.removeprefix(BOS).replace(EOS, ""))
-    assert read == [instructions, *(text for turn in turns for text in turn)]
 
 
 def test_what_a_format_cannot_express_is_refused(formats: dict[str, ChatFormat]) -> None:

@@ -16,9 +16,9 @@ from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 # The number of prompts by their length in tokens:
-TWO_PROMPTS = {512: 2}
+TWO_PROMPTS = {256: 2}
 FIFTY_PROMPTS = {1024: 20, 2048: 20, 4096: 10}
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import open_gguf
-from hotset.models.checkpoint.gguf_source import gguf_name, unpermute
+from hotset.models.checkpoint.gguf_source import gguf_name
 from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.tokenizer import Tokenizer
@@ -51,29 +51,6 @@ def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarra
             for i in range(d // 2):
                 stored[head * d + 2 * i + half] = rows[head * d + half * (d // 2) + i]
     return stored
-
-
-def test_unpermuted_rows_give_the_same_attention_scores() -> None:
-    """Rope that pairs neighbouring stored rows gives the same scores as rope that pairs halves of unpermuted rows."""
-    heads, d, hidden, rng = 2, 8, 5, numpy.random.default_rng(0)
-    stored_q, stored_k = rng.normal(size=(2, heads * d, hidden))
-    x, y = rng.normal(size=(2, hidden))
-    angles = rng.normal(size=(2, d // 2))
-
-    def rotate_neighbours(v: Any, angle: Any) -> Any:
-        rotated = (v[0::2] + 1j * v[1::2]) * numpy.exp(1j * angle)
-        return numpy.stack([rotated.real, rotated.imag], axis=1).reshape(-1)
-
-    def rotate_halves(v: Any, angle: Any) -> Any:
-        rotated = (v[: d // 2] + 1j * v[d // 2 :]) * numpy.exp(1j * angle)
-        return numpy.concatenate([rotated.real, rotated.imag])
-
-    ours_q, ours_k = unpermute(stored_q, heads), unpermute(stored_k, heads)
-    for head in range(heads):
-        rows = slice(head * d, (head + 1) * d)
-        expected = rotate_neighbours(stored_q[rows] @ x, angles[0]) @ rotate_neighbours(stored_k[rows] @ y, angles[1])
-        found = rotate_halves(ours_q[rows] @ x, angles[0]) @ rotate_halves(ours_k[rows] @ y, angles[1])
-        assert found == pytest.approx(expected)
 
 
 def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
@@ -247,6 +224,7 @@ def test_tensors_and_metadata_equal_those_that_the_gguf_package_reads(tmp_path: 
     assert all(ours.metadata[name] == field.contents() for name, field in reader.fields.items() if "." in name[5:])
 
 
+@pytest.mark.slow
 def test_the_decoder_of_transformers_answers_correctly_with_weights_of_the_embedded_model(embedded: ModelFiles) -> None:
     """Without `unpermute`, the answer would be wrong."""
     spec = embedded.spec

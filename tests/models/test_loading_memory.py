@@ -1,8 +1,5 @@
 """Loading copies tensors from the mapped files straight to their place, without temporary copies of whole tensors."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +24,7 @@ from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.split import WHOLE_MODEL, Split
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
-MIB = 1 << 20
 
 
 class Storages(DummySource):
@@ -124,68 +119,3 @@ def test_no_temporary_tensor_is_larger_than_two_pieces(
         assert any(tensor.untyped_storage().data_ptr() in held for tensor in new.tensors)
         temporary = [tensor for tensor in new.tensors if tensor.untyped_storage().data_ptr() not in held]
         assert not [(tuple(tensor.shape), tensor.dtype) for tensor in temporary]
-
-
-# Loads a checkpoint and measures anonymous memory after every operation of torch. Prints in bytes: the most that there
-# was above the start, and what the weights take.
-MEASURE = """
-import ctypes, gc, sys, torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.weights import open_weights
-from hotset.models.decoder import Decoder
-from hotset.models.split import Split
-
-class Peers:
-    rank, size = 1, 2
-    def all_reduce(self, x):
-        return x
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
-
-class Peak(TorchDispatchMode):
-    most, weights = 0, 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.most = max(self.most, anonymous())
-        return result
-
-def load(directory, split, peers):
-    files = find_model(directory)
-    source = open_weights(files, torch.bfloat16, "cpu")
-    decoder = Decoder(files.spec, source, split=split, **peers)
-    source.finish()
-    return decoder
-
-small, large, divided = sys.argv[1:]
-split, peers = (Split(1, 2), {"collectives": Peers()}) if divided == "True" else (Split(), {})
-with Peak():  # what is allocated once: threads, caches, modules
-    load(small, split, peers)
-gc.collect()
-ctypes.CDLL(None).malloc_trim(0)  # otherwise, memory that imports have freed could be returned later
-before = anonymous()
-with Peak() as peak:
-    decoder = load(large, split, peers)
-print(peak.most - before, anonymous() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("divided", [False, True])
-def test_host_memory_beyond_the_weights_is_at_most_twice_the_largest_tensor(divided: bool, tmp_path: Path) -> None:
-    """Anonymous memory does not contain the page cache. The largest tensor, the embedding, has 12 MiB."""
-    (tmp_path / "small").mkdir()
-    (tmp_path / "large").mkdir()
-    small = save_checkpoint(tmp_path / "small")
-    large = save_checkpoint(tmp_path / "large", vocab_size=6 * 1024, hidden_size=1024, intermediate_size=4096)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", MEASURE, str(small), str(large), str(divided)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    most, held = (int(number) for number in done.stdout.split())
-    stored = sum(path.stat().st_size for path in large.glob("*.safetensors"))
-    share = (0.5 if divided else 1.0) * stored
-    print(f"{most / MIB:.1f} MiB at most, {held / MIB:.1f} MiB afterwards, {share / MIB:.1f} MiB of weights")
-    assert 0.9 * share < held and max(held, most) <= share + 2 * 12 * MIB

@@ -229,40 +229,6 @@ def test_uniform_numbers_equal_those_of_the_oracle(seed: int) -> None:
     assert found == [oracle.uniform(seed, position) for position in positions.tolist()]
 
 
-def chi_square(counts: Tensor, expected: Tensor) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-PROBABILITIES = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01])
-
-
-def drawn_over_seeds(count: int, first: int, position: int) -> Tensor:
-    requests = [Request(SamplingParams(seed=first + i), [], 0) for i in range(count)]
-    sampler = seated(requests, len(PROBABILITIES))
-    logits = PROBABILITIES.log().expand(count, -1)
-    return sampler.sample(logits, range(count), torch.full((count,), position)).token_ids
-
-
-def drawn_over_positions(count: int, seed: int) -> Tensor:
-    sampler = seated([Request(SamplingParams(seed=seed), [], 0)], len(PROBABILITIES))
-    return sampler.sample(PROBABILITIES.log().expand(count, -1), [0] * count, torch.arange(count)).token_ids
-
-
-@pytest.mark.parametrize("varied", ["seeds", "positions"])
-def test_draws_follow_the_probabilities_and_neighbours_are_independent(varied: str) -> None:
-    count = 6000
-    tokens = drawn_over_seeds(count, 100, 17) if varied == "seeds" else drawn_over_positions(count, 5)
-    kinds = len(PROBABILITIES)
-    single = torch.bincount(tokens, minlength=kinds)
-    # With 6 degrees of freedom, chance alone exceeds 33 in 1 of 100,000 runs.
-    assert chi_square(single, PROBABILITIES * count) < 33.0
-    pairs = torch.bincount(tokens[:-1] * kinds + tokens[1:], minlength=kinds * kinds)
-    expected_pairs = (PROBABILITIES.unsqueeze(1) * PROBABILITIES).flatten() * (count - 1)
-    likely = expected_pairs >= 5.0
-    freedom = int(likely.sum())
-    assert chi_square(pairs[likely], expected_pairs[likely]) < freedom + 5.0 * math.sqrt(2.0 * freedom)
-
-
 def rules_for(n: int, **columns: Tensor) -> DrawRules:
     columns = {
         "temperature": torch.ones(n, dtype=torch.float64),
@@ -296,24 +262,6 @@ def test_a_draw_from_the_shortlist_equals_the_draw_from_all_sorted_tokens(spread
     assert torch.equal(draw(x[narrow], rules.of(narrow), uniform[narrow]), from_all[narrow])
 
 
-def test_top_k_keeps_exactly_k_and_lower_ids_win_ties() -> None:
-    logits = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
-    drawn = {sample_one(logits, position, top_k=3, temperature=10.0) for position in range(200)}
-    assert drawn == {1, 2, 3}
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it_and_at_least_one() -> None:
-    logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
-    reach = {p: {sample_one(logits, i, top_p=p) for i in range(200)} for p in (0.01, 0.39, 0.41, 0.71, 0.95)}
-    assert reach == {0.01: {1}, 0.39: {1}, 0.41: {1, 2}, 0.71: {1, 2, 3}, 0.95: {0, 1, 2, 3}}
-
-
-def test_min_p_is_relative_to_the_likeliest_token() -> None:
-    logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
-    reach = {p: {sample_one(logits, i, min_p=p) for i in range(200)} for p in (0.2, 0.3, 0.6, 1.0)}
-    assert reach == {0.2: {0, 1, 2, 3}, 0.3: {1, 2, 3}, 0.6: {1, 2}, 1.0: {1}}
-
-
 @examples(40)
 @given(rng=rngs, vocab=st.integers(1, 60), n=st.integers(1, 4), share=st.floats(0, 1))
 def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, vocab: int, n: int, share: float) -> None:
@@ -322,16 +270,6 @@ def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, voca
     found, expected = leading(x, count), x.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(found.ids, expected.indices[:, :count])
     assert torch.equal(found.values, expected.values[:, :count])
-
-
-def test_min_tokens_bans_the_stop_ids_until_the_answer_is_long_enough() -> None:
-    params = SamplingParams(temperature=0.0, seed=0, min_tokens=2, max_tokens=None)
-    current = Request(params, [0, 0, 0], 3, frozenset({1, 3, 99}))  # an id beyond the vocabulary is never sampled
-    sampler = seated([current], 4)
-    for expected in (2, 2, 3, 3):
-        token = int(sampler.sample(torch.tensor([[0.0, 4.0, 1.0, 5.0]]), [0], positions_of([current])).token_ids)
-        assert token == expected
-        current = current.followed_by(token)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RandomWeights
+from matrix import matrix
 from split_workers import SPECS, STEPS, Step, StepResults, build_stages, on_ranks, run_steps
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from hotset.models.collectives import SINGLE_RANK
 from hotset.models.split import TensorSlice
 
 DSA = [name for name, spec in SPECS.items() if isinstance(spec.attention, MlaSpec)]
+STAGES: list[Any] = [[2, 2], [3, 1], [1, 2, 1], "balanced"]  # layers of each stage
 WHOLE: dict[str, StepResults] = {}  # the results of whole models, by name
 
 
@@ -43,8 +45,7 @@ def expect_same_bits(ranks: list[StepResults]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ranks[0].selected, rank.selected, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "ranks"), matrix([*SPECS], [2, 4], together=1))
 def test_tensor_parallel_ranks_agree_bitwise_and_match_the_whole_model(name: str, ranks: int) -> None:
     found = on_ranks(ranks, lambda peers: run_steps(build_stages(SPECS[name], weights(), None, peers), STEPS))
     for rank_result in found:
@@ -95,8 +96,7 @@ def test_ties_between_positions_are_broken_the_same_way_on_every_rank(name: str)
     assert found[3].selected[-1][2].tolist() == list(range(6))  # the earlier positions win
 
 
-@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (1, 2, 1), "balanced"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "counts"), matrix([*SPECS], STAGES, together=1))
 def test_stages_match_the_whole_model(name: str, counts: Any) -> None:
     spec = SPECS[name]
     if counts == "balanced":
@@ -104,7 +104,7 @@ def test_stages_match_the_whole_model(name: str, counts: Any) -> None:
     elif name == "glm_moe_dsa":
         layers = stage_layers(spec, len(counts), {2: (3, 2), 3: (1, 2, 2)}[len(counts)])
     else:
-        layers = stage_layers(spec, len(counts), counts)
+        layers = stage_layers(spec, len(counts), tuple(counts))
     found = run_steps(build_stages(spec, weights(), layers), STEPS)
     expect_close(found, whole(name))
     assert [stage.first for stage in found.stages] == [True] + [False] * (len(layers) - 1)
@@ -134,8 +134,7 @@ STEPS_BY_RANK: list[list[Step | None]] = [  # None: only the other rank has toke
 ]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("name", [*DSA, "qwen3"])
+@pytest.mark.parametrize(("name", "stages"), matrix([*DSA, "qwen3"], [1, 2], together=1))
 def test_data_parallel_ranks_match_a_single_rank(name: str, stages: int) -> None:
     """The two ranks compute different numbers of tokens in each step, sometimes none."""
     spec = SPECS[name]

@@ -1,8 +1,6 @@
 """Tokens, text and chat prompts equal those of transformers, and streams return the complete text."""
 
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -226,18 +224,6 @@ def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, smol
     ours = not_none(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
     assert ours.encode("Hi") == [1, *ours.encode("Hi", add_special=False)]
     assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # the post-processor adds BOS
-
-
-def test_other_threads_run_while_a_long_text_is_encoded(smol: Tokenizer) -> None:
-    encoding = threading.Thread(target=smol.encode, args=("The quick brown fox doesn't jump. " * 20_000,))
-    began = last = time.monotonic()
-    longest_pause = 0.0
-    encoding.start()
-    while encoding.is_alive():
-        time.sleep(0.001)
-        now = time.monotonic()
-        longest_pause, last = max(longest_pause, now - last), now
-    assert longest_pause < (last - began) / 2
 
 
 class CountingBackend:

@@ -66,7 +66,7 @@ def splits_of(spec: ModelSpec) -> list[Split]:
 def test_the_plan_is_what_the_loaded_weights_take(name: str) -> None:
     spec = SPECS[name]
     for split in splits_of(spec):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
             source = RandomWeights(dtype, seed=1)
             plan = plan_weights(spec, source, AS_COMPUTED, split)
             decoder = Decoder(spec, source, split=split, collectives=planning_collectives(split.rank, split.size))

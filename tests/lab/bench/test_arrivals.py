@@ -32,7 +32,7 @@ def test_times_begin_at_zero_never_decrease_and_depend_only_on_the_seed(
     assert times(rate * 2, burstiness, seed, count=50) == pytest.approx([time / 2 for time in found])
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_have_the_mean_and_the_spread_of_a_gamma_distribution(burstiness: float, seed: int) -> None:
     """The coefficient of variation is 1 / sqrt(shape): 1 for a Poisson process, above it for bursts."""
@@ -41,16 +41,6 @@ def test_gaps_have_the_mean_and_the_spread_of_a_gamma_distribution(burstiness: f
     spread = 1 / math.sqrt(burstiness)
     assert statistics.mean(gaps) == pytest.approx(1 / 8, rel=6 * spread / math.sqrt(COUNT))
     assert statistics.stdev(gaps) * 8 == pytest.approx(spread, rel=0.25)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_number_of_poisson_arrivals_per_second_has_a_variance_equal_to_its_mean(seed: int) -> None:
-    counts = [0] * 400
-    for time in times(10.0, seed=seed, count=6000):
-        if time < len(counts):
-            counts[int(time)] += 1
-    assert statistics.mean(counts) == pytest.approx(10, rel=0.1)
-    assert statistics.variance(counts) == pytest.approx(10, rel=0.4)
 
 
 def test_an_infinite_burstiness_spaces_requests_evenly_and_an_infinite_rate_sends_them_at_once() -> None:

@@ -1,7 +1,6 @@
 """The demo model answers through the engine and a server, and each way of reading wrong rows lowers its accuracy."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,10 +145,3 @@ def test_bad_input_is_refused_in_one_line(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1 and message in err
-
-
-def test_the_command_exits_with_1_if_it_refuses_its_arguments() -> None:
-    command = [sys.executable, "-m", "hotset", "eval", "retrieval", "--lengths", "1k"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1 and "--lengths '1k'" in done.stderr

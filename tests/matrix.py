@@ -1,6 +1,7 @@
 """Builds lists of parameters. `make test` runs a part of each list, and `make test-all` the whole list."""
 
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -13,23 +14,23 @@ def slow_if(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
-def matrix(*axes: Sequence[Any]) -> list[Any]:
+def matrix(*axes: Sequence[Any], together: int = 2) -> list[Any]:
     """Returns every combination of one value per axis, for `pytest.mark.parametrize`.
 
-    A small subset stays unmarked, in which every pair of values from two axes occurs at least once. All other
-    combinations are marked `slow`. A value that is a tuple supplies several parameters.
+    A small subset stays unmarked, in which all values of any two axes occur together at least once, or those of any
+    `together` axes. All other combinations are marked `slow`. A value that is a tuple supplies several parameters.
     """
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))  # as indices into the axes
     shuffled = random.Random(0).sample(combinations, len(combinations))
     covered: set[tuple[tuple[int, int], ...]] = set()
     quick = set()
-    # Combinations that cover many new pairs are chosen first, so that fewer are needed.
-    for new_pairs in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
+    # Combinations that cover many new tuples of values are chosen first, so that fewer are needed.
+    for new in range(math.comb(len(axes), together), 0, -1):
         for combination in shuffled:
-            pairs = set(itertools.combinations(enumerate(combination), 2))
-            if combination not in quick and len(pairs - covered) >= new_pairs:
+            tuples = set(itertools.combinations(enumerate(combination), together))
+            if combination not in quick and len(tuples - covered) >= new:
                 quick.add(combination)
-                covered |= pairs
+                covered |= tuples
     marks = {combination: () if combination in quick else (pytest.mark.slow,) for combination in combinations}
     return [pytest.param(*_values(axes, combination), marks=marks[combination]) for combination in combinations]
 
