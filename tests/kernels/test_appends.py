@@ -257,7 +257,9 @@ def test_mla_kernel_writes_the_same_bytes_as_the_reference(dtype: torch.dtype, r
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("dtype", "dim", "rope_dim", "fp8", "interleaved", "parts"), matrix(DTYPES, KEY_SHAPES, KEY_OPTIONS), ids=str
+    ("dtype", "dim", "rope_dim", "fp8", "interleaved", "parts"),
+    matrix(DTYPES, KEY_SHAPES, KEY_OPTIONS, together=1),
+    ids=str,
 )
 def test_key_kernel_writes_the_same_bytes_as_the_reference(
     dtype: torch.dtype, dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
@@ -313,7 +315,7 @@ def stored_values(case: Mla | Keys, stored: Tensor) -> Tensor:
 @needs_interpreter
 @pytest.mark.parametrize(
     ("dtype", "normed", "heads", "kv_heads", "dim"),
-    matrix(DTYPES, [False, True], [(4, 2, 8), (3, 3, 10), (1, 1, 2)]),
+    matrix(DTYPES, [False, True], [(4, 2, 8), (3, 3, 10), (1, 1, 2)], together=1),
     ids=str,
 )
 def test_gqa_kernel_writes_the_same_bytes_as_the_reference(

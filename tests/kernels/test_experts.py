@@ -15,6 +15,7 @@ from examples import examples
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
+from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -158,8 +159,7 @@ def test_tiled_products_equal_a_loop_over_tokens(tokens: int, hidden: int, width
 
 
 @needs_interpreter
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (17, 5), (33, 70)])
+@pytest.mark.parametrize(("hidden", "width", "first"), matrix([(17, 5), (33, 70), (64, 32)], [0, 2], together=1))
 def test_a_single_token_equals_a_loop_over_its_experts(hidden: int, width: int, first: int) -> None:
     torch.manual_seed(hidden + first)
     case = draw_case(1, 5, *draw_weights(7, hidden, width, torch.bfloat16, "cpu"))

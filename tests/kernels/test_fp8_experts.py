@@ -84,7 +84,7 @@ def test_experts_in_fp8_equal_a_loop_over_tokens_and_read_only_the_selected_expe
 @pytest.mark.parametrize(
     ("hidden", "width", "block_rows", "block_pairs", "tile_out", "dtype"),
     [
-        (256, 128, 128, 16, 128, torch.bfloat16),
+        pytest.param(256, 128, 128, 16, 128, torch.bfloat16, marks=pytest.mark.slow),
         (200, 96, 32, 16, 128, torch.float32),
         (136, 160, 64, 64, 64, torch.bfloat16),
         pytest.param(576, 256, 64, 32, 64, torch.float32, marks=pytest.mark.slow),

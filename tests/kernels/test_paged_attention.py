@@ -21,7 +21,7 @@ needs_interpreter = pytest.mark.interpreted
 @needs_interpreter
 @pytest.mark.parametrize(
     ("page_rows", "heads", "kv_heads", "dim", "min_split_rows"),
-    matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], [32, 10**6]),
+    matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], [32, 10**6], together=1),
 )
 def test_kernel_equals_the_reference(
     page_rows: int, heads: int, kv_heads: int, dim: int, min_split_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +51,7 @@ def prefill(impl: ModuleType, batch: Batch) -> Tensor:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("page_rows", "heads", "kv_heads", "dim"), matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)])
+    ("page_rows", "heads", "kv_heads", "dim"), matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], together=1)
 )
 def test_prompts_equal_the_reference_also_where_a_tile_crosses_segments(
     page_rows: int, heads: int, kv_heads: int, dim: int
@@ -64,10 +64,10 @@ def test_prompts_equal_the_reference_also_where_a_tile_crosses_segments(
 @needs_interpreter
 def test_the_result_of_a_token_does_not_depend_on_its_place_in_the_batch() -> None:
     impl = triton_impl("paged_attention", "triton_prefill")
-    batch = Batch([90], 2, 1, 16, 16, torch.float32, [50])
+    batch = Batch([60], 2, 1, 16, 16, torch.float32, [36])
     whole = prefill(impl, batch)[:-1]
-    for first in (1, 31, 33):
-        later = Batch([90], 2, 1, 16, 16, torch.float32, [50 - first])
+    for first in (1, 33):
+        later = Batch([60], 2, 1, 16, 16, torch.float32, [36 - first])
         later.blocks, later.table, later.q = batch.blocks, batch.table, batch.q[first:]
         assert torch.equal(prefill(impl, later)[:-1], whole[first:])
 
@@ -80,9 +80,7 @@ def test_contexts_are_split_if_the_batch_is_small() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("counts", "decoded"), [([1, 16, 3, 17, 2], 20), ([17, 1, 1], 0), ([1, 1, 4], 7), ([40, 1], 0)], ids=str
-)
+@pytest.mark.parametrize(("counts", "decoded"), [([1, 16, 3, 17, 2], 20), ([1, 1, 4], 7), ([17, 1], 0)], ids=str)
 def test_the_few_tokens_of_leading_requests_are_decoded_and_the_others_computed_as_prompts(
     counts: list[int], decoded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

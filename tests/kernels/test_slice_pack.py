@@ -245,6 +245,8 @@ def tensor_parallel_degrees(heads: int) -> list[int]:
 @pytest.mark.parametrize("heads", slow_if((1, 2), slow={1}) if INTERPRETED else range(1, 9))
 def test_heads_are_transferred_between_any_two_degrees_of_tensor_parallelism(heads: int) -> None:
     for source, target in itertools.product(tensor_parallel_degrees(heads), repeat=2):
+        if INTERPRETED and source == target:
+            continue  # copies whole rows, as several cases do
         check_transfer(heads, source, target, head_bytes=6 if (source + target) % 2 else 32)
 
 

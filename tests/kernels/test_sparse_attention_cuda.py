@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-# Except for the long tiles, every property of these cases also occurs in a case that is not slow.
+# Except for the long tiles and 20 splits, every property of these cases also occurs in a case that is not slow.
 SLOW = {
     "plain, more heads than a block",
     "plain, long tiles",
@@ -96,6 +96,16 @@ SLOW = {
     "plain, many heads, gaps between rows",
     "fp8, many heads, gaps between rows",
     "fp8, many heads, large",
+    "plain, 5 heads, one tile",
+    "plain, 20 splits",
+    "plain, 2 splits, more heads than a block",
+    "fp8, 16 heads",
+    "fp8, 20 heads, 3 splits",
+    "fp8, large",
+    "fp8, gaps between rows",
+    "plain, many heads, one tile",
+    "plain, many heads, empty splits",
+    "fp8, more heads than 64, 3 splits",
 }
 
 

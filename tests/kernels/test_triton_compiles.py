@@ -1,7 +1,7 @@
 """Tests that the Triton kernels compile for sm_90 with the expected instructions and resources.
 
 The tests need no GPU. They run this file as a program, which compiles a group of cases and prints the results. There is
-one process for each of the two groups, because Triton is slow to import. Each process runs without TRITON_INTERPRET
+one process for each group, because Triton is slow to import. Each process runs without TRITON_INTERPRET
 and starts with an empty cache, so that no result comes from an earlier run.
 """
 
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import fp8_experts_cases
 import fp8_linear_cases
 import pytest
+from matrix import slow_if
 
 from hotset.kernels.sparse_attention.launch import PORTABLE, LaunchConfig
 
@@ -92,7 +94,7 @@ SLICES = {  # (alignment in bytes, unpack, parts of a page)
     "slices of 1 byte, unpacked": (1, True, 1),
 }
 INDEX_TOPK = ("score fp8", "score bf16", "score shared context", "count", "gather", "finish")
-QUICK = (*EXPERTS, *ONE_TOKEN, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
+ALL = (*EXPERTS, *ONE_TOKEN, *SMALL_OPS, *SLICES, *fp8_linear_cases.NAMES, *fp8_experts_cases.NAMES, *INDEX_TOPK)
 # Kernels that are launched early, and wait for the launch before them.
 EARLY = (
     *("sort of one chunk", "sort of several chunks", "sort: counts of a chunk", "sum", "quantise pairs", "router"),
@@ -106,6 +108,8 @@ STARTS_NEXT = (
     *(name for name in EXPERTS if name.startswith("down")),
     *("fp8 down, decoding", "fp8 linear, 16 tokens", "fp8 linear, 64 tokens"),
 )
+# Small kernels that compile within a second, so `make test` compiles them. All others are compiled by `make test-all`.
+SAMPLE = ("sum", "swiglu", "add and norm", "rope", "mla append", "decode rows", "page table lookup", "save last topk")
 SPARSE_ATTENTION = ("16 heads", "16 heads, fp8", "32 heads", "64 heads")
 
 
@@ -399,6 +403,10 @@ def sparse_attention_case(name: str) -> Case:
     )
 
 
+def in_sample(names: Sequence[str]) -> list[Any]:
+    return slow_if(names, {*names} - {*SAMPLE})
+
+
 def compile_for_sm90(case: Case) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -433,7 +441,7 @@ def compile_for_sm90(case: Case) -> CompiledKernel:
 
 def compile_in_new_process(group: str, cache: Path) -> dict[str, CompiledKernel]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, "-W", "error", __file__, group]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
@@ -442,8 +450,9 @@ def compile_in_new_process(group: str, cache: Path) -> dict[str, CompiledKernel]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompiledKernel]:
-    return compile_in_new_process("quick", tmp_path_factory.mktemp("triton"))
+def compiled(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, CompiledKernel]:
+    group = "sample" if "not slow" in pytestconfig.getoption("markexpr") else "all"
+    return compile_in_new_process(group, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +460,7 @@ def compiled_attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Co
     return compile_in_new_process("sparse_attention", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", in_sample(ALL))
 def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, CompiledKernel], name: str) -> None:
     kernel = compiled[name]
     assert ".target sm_90" in kernel.ptx
@@ -459,7 +468,7 @@ def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, Compiled
     assert kernel.shared_bytes <= MAX_SHARED, f"{kernel.shared_bytes} B shared"
 
 
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize("name", in_sample(EARLY))
 def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
     compiled: dict[str, CompiledKernel], name: str
 ) -> None:
@@ -470,6 +479,7 @@ def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
     assert not re.search(r"\bst\.global|\batom\.|\bred\.|\bret;", before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS_NEXT)
 def test_a_kernel_that_is_launched_in_order_can_let_the_next_one_start_early(
     compiled: dict[str, CompiledKernel], name: str
@@ -478,6 +488,7 @@ def test_a_kernel_that_is_launched_in_order_can_let_the_next_one_start_early(
     assert "griddepcontrol.launch_dependents" in ptx and "griddepcontrol.wait" not in ptx
 
 
+@pytest.mark.slow
 def test_experts_use_wgmma_and_asynchronous_16_byte_copies(compiled: dict[str, CompiledKernel]) -> None:
     products = [name for name in EXPERTS if name.startswith(("gate_up", "down"))]
     assert len(products) == 6
@@ -487,6 +498,7 @@ def test_experts_use_wgmma_and_asynchronous_16_byte_copies(compiled: dict[str, C
         assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx, name
 
 
+@pytest.mark.slow
 def test_two_programs_of_a_routed_layer_fit_on_a_multiprocessor(compiled: dict[str, CompiledKernel]) -> None:
     for name in EXPERTS:
         assert compiled[name].shared_bytes <= SHARED_OF_TWO, f"{name}: {compiled[name].shared_bytes} B"
@@ -497,6 +509,7 @@ def test_sum_and_swiglu_use_16_byte_accesses(compiled: dict[str, CompiledKernel]
         assert "ld.global.v4.b32" in compiled[name].ptx and "st.global.v4.b32" in compiled[name].ptx, name
 
 
+@pytest.mark.slow
 def test_decoding_prefetches_rows_with_16_byte_copies_and_uses_tensor_cores(
     compiled: dict[str, CompiledKernel],
 ) -> None:
@@ -504,17 +517,20 @@ def test_decoding_prefetches_rows_with_16_byte_copies_and_uses_tensor_cores(
     assert "cp.async.cg.shared.global" in ptx and "mma.sync" in ptx and "cp.async.ca" not in ptx
 
 
+@pytest.mark.slow
 def test_attention_of_prompts_prefetches_rows_and_uses_wgmma(compiled: dict[str, CompiledKernel]) -> None:
     ptx = compiled["prompts"].ptx
     assert "cp.async.cg.shared.global" in ptx and "wgmma.mma_async" in ptx and "cp.async.ca" not in ptx
 
 
+@pytest.mark.slow
 def test_fp8_values_are_divided_exactly_and_rounded_by_the_hardware(compiled: dict[str, CompiledKernel]) -> None:
     for name in ("mla append", "index append", "quantise", "fp8 linear, 16 tokens", "quantise pairs"):
         ptx = compiled[name].ptx
         assert "div.rn.f32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx
 
 
+@pytest.mark.slow
 def test_fp8_products_use_wgmma_and_read_codes_and_scales_asynchronously(compiled: dict[str, CompiledKernel]) -> None:
     operands = {"fp8 linear, 16 tokens": "n16k32", "fp8 linear, 64 tokens": "n64k32"}
     operands |= dict.fromkeys(fp8_experts_cases.DECODING, "n16k32")
@@ -526,11 +542,13 @@ def test_fp8_products_use_wgmma_and_read_codes_and_scales_asynchronously(compile
         assert compiled[name].shared_bytes <= SHARED_OF_TWO, f"{name}: {compiled[name].shared_bytes} B"
 
 
+@pytest.mark.slow
 def test_chunks_score_fp8_keys_without_conversion(compiled: dict[str, CompiledKernel]) -> None:
     ptx = compiled["score shared context"].ptx
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx and ".f16.f16" not in ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLICES)
 def test_slices_are_copied_in_the_widest_accesses_that_alignment_allows(
     compiled: dict[str, CompiledKernel], name: str
@@ -543,6 +561,7 @@ def test_slices_are_copied_in_the_widest_accesses_that_alignment_allows(
         assert compiled[name].ptx.count(f"{access}.global.{suffix} ") == 32 * 512 // 128 // width
 
 
+@pytest.mark.slow
 def test_scoring_prefetches_keys_and_uses_wgmma(compiled: dict[str, CompiledKernel]) -> None:
     for name, copied in (("score fp8", 4), ("score shared context", 4), ("score bf16", 16)):
         ptx = compiled[name].ptx
@@ -569,7 +588,8 @@ def all_cases(group: str) -> dict[str, Case]:
     slices = {name: slice_case(*options) for name, options in SLICES.items()}
     fp8 = fp8_linear_cases.cases() | fp8_experts_cases.cases()
     fp8_cases = {name: Case(**fields) for name, fields in fp8.items()}
-    return experts_cases() | small_op_cases() | slices | fp8_cases | index_topk_cases()
+    cases = experts_cases() | small_op_cases() | slices | fp8_cases | index_topk_cases()
+    return {name: cases[name] for name in (SAMPLE if group == "sample" else cases)}
 
 
 if __name__ == "__main__":

@@ -36,15 +36,11 @@ def end_copy(selected: Any) -> None:
         selected.arrived.end()
 
 
-@pytest.mark.parametrize("max_drafts", [0, 3])
-def test_the_lists_of_a_plan_stay_until_the_layers_have_their_rows(
-    max_drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lists_of_a_plan_stay_until_the_layers_have_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HotBuffers, "prefetch", lambda *arguments: LateCopy(*arguments))
     monkeypatch.setattr(Selected, "wait", end_copy)
     LateCopy.count = 0
-    slots = 4 * (1 + max_drafts) + 2
-    bench = Bench(60, 120, tiers="always", slots=slots, max_drafts=max_drafts)
+    bench = Bench(60, 120, tiers="always", slots=4 * (1 + 3) + 2, max_drafts=3)
     for number in range(3):
         bench.add(f"r{number}", 20 + number, 40)
     bench.finish()

@@ -62,8 +62,9 @@ def test_loaded_rows_are_those_of_the_host(
 
 def test_long_runs_are_copied_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_calls: list[torch.Tensor] = []
+    monkeypatch.setattr(mirror, "LONG_RUN_BYTES", 1 << 14)
     monkeypatch.setattr(page_copy, "to_device", lambda runs, *_: kernel_calls.append(runs))
-    page_rows = 1024
+    page_rows = 256
     adjacent = list(range(mirror.LONG_RUN_BYTES // ROW_BYTES // page_rows))
     context = RowsOnHost(page_rows, adjacent, adjacent)
     context.mirror.load_rows(0, 0, context.length, adjacent)

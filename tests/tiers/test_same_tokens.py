@@ -68,13 +68,13 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
     model_spec = SPECS[family]
     store = kv_storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
     generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (1, 60, 215)]
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (1, 150)]
     recorders, tokens = [], []
     for tiers in ("off", "always"):
         recorder = Recorder(Decoder(model_spec, RandomWeights(dtype, seed=5), store))
         hot_slots = None if tiers == "off" else SLOTS
         chunks = {"max_num_batched_tokens": 37, "page_rows": 8, "hot_slots": hot_slots, "kv_dtype": kv_dtype}
-        tokens.append(answers(recorder, model_spec, prompts, 40, device_kv_tokens=CONTEXT, tiers=tiers, **chunks))
+        tokens.append(answers(recorder, model_spec, prompts, 24, device_kv_tokens=CONTEXT, tiers=tiers, **chunks))
         recorders.append(recorder)
     off, always = recorders
     assert tokens[0] == tokens[1]
@@ -85,21 +85,21 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
         )
 
 
-@pytest.mark.parametrize(("length", "tokens"), [(448, 12), pytest.param(1024, 40, marks=pytest.mark.slow)])
-def test_the_demo_model_gives_the_same_answers_with_tiers_always_and_off(length: int, tokens: int) -> None:
+@pytest.mark.slow
+def test_the_demo_model_gives_the_same_answers_with_tiers_always_and_off() -> None:
     files = find_model(str(DEMO))
     tokenizer = Tokenizer.load(files, None)
     assert tokenizer is not None
-    questions = make_questions(["lookup", "several"], length, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    questions = make_questions(["lookup", "several"], 1024, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
     weights = open_weights(files, torch.float32, CPU)
     recorder = Recorder(Decoder(files.spec, weights))
     weights.finish()
     chunks = {"device_kv_tokens": 2048, "max_num_batched_tokens": 512}
-    off = answers(recorder, files.spec, prompts, tokens, tiers="off", **chunks)
+    off = answers(recorder, files.spec, prompts, 40, tiers="off", **chunks)
     logits_off = recorder.recorded
     recorder.recorded = {}
-    always = answers(recorder, files.spec, prompts, tokens, tiers="always", hot_slots=128, **chunks)
+    always = answers(recorder, files.spec, prompts, 40, tiers="always", hot_slots=128, **chunks)
     assert off == always
     for context, rows in logits_off.items():
         assert torch.equal(torch.stack(rows), torch.stack(recorder.recorded[context]))

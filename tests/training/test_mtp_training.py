@@ -49,6 +49,7 @@ def tiny_config():
     )
 
 
+@pytest.mark.slow
 def test_the_loss_of_drafts_falls():
     from model import DemoModel
     from train_mtp import MtpStage, MtpTrainer

@@ -21,7 +21,7 @@ from hotset.memory.view import View
 LOOKUPS = ("lookup", "several", "last")
 
 
-@pytest.fixture(scope="module", params=[512, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(length, marks=pytest.mark.slow) for length in (512, 4096)])
 def prepared(request: pytest.FixtureRequest) -> Prepared:
     model, tokenizer = load()
     count = 6 if request.param == 512 else 24
