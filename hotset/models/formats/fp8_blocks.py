@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 FP8_BLOCK = 128  # a weight has one scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs
 SCALE_BYTES = 4
-SCALE_SUFFIX = "_scale_inv"
 # The names of the matrices that published checkpoints store in fp8.
 PUBLISHED_NAMES = r"model\.layers\.\d+\..*(?<!weights)(_proj|_proj_with_mqa|\.wq_b|\.wk)\.weight"
 
@@ -37,12 +36,12 @@ class Fp8Blocks(WeightFormat):
         return stored_type(name) == "F8_E4M3"
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        return (name, name + SCALE_SUFFIX)
+        return (name, name + "_scale_inv")
 
     def codec(self) -> "MatrixCodec":
         from hotset.models.formats.fp8_blocks_codec import Fp8BlocksCodec
 
-        return Fp8BlocksCodec(FP8_BLOCK, SCALE_SUFFIX)
+        return Fp8BlocksCodec(self)
 
 
 FP8_BLOCKS = Fp8Blocks()

@@ -13,6 +13,7 @@ from hotset.base.errors import CheckpointError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, common_block_rows
 from hotset.models.checkpoint.stored_tensors import check_finite, check_shape, pieces, sliced
+from hotset.models.formats.weight_format import WeightFormat
 from hotset.models.split import TensorSlice
 
 MAGNITUDE_BITS, NAN_MAGNITUDE = 0x7F, 0x7F  # of a code: a sign, then the magnitude, whose largest value is NaN
@@ -23,15 +24,15 @@ CODES_RMS = 100.06  # the root mean square of all finite codes
 class Fp8BlocksCodec:
     """Implements `MatrixCodec`."""
 
-    def __init__(self, block: int, scale_suffix: str) -> None:
-        if block != SCALE_BLOCK:
+    def __init__(self, format: WeightFormat) -> None:
+        if format.input_block != SCALE_BLOCK:
             raise InternalError("the kernels and the format must agree on the size of a block")
-        self._scale_suffix = scale_suffix
+        self._format = format
 
     def read(
         self, name: str, shape: tuple[int, ...], stored: Mapping[str, Tensor], title: Callable[[str], str]
     ) -> Fp8Weight:
-        codes, scale_name = stored[name], name + self._scale_suffix
+        codes, (_, scale_name) = stored[name], self._format.stored_names(name)
         check_shape(title(name), tuple(codes.shape), shape)
         if codes.dim() != 2:
             raise CheckpointError(f"{title(name)} is fp8 of shape {list(codes.shape)}; supported: matrices")
