@@ -139,25 +139,6 @@ def test_more_than_two_ranks_reduce_large_messages_in_two_shots(size: int, kib: 
     assert launched == [f"all_reduce_{name}_shot"]
 
 
-def test_several_tensors_of_unequal_tokens_are_gathered_in_one_launch() -> None:
-    ranks, tokens = Ranks(3), [4, 0, 5]
-    tensors = [[randn(count, width, dtype=torch.float32) for width in (16, 3, 2)] for count in tokens]
-    launches = []
-
-    def run(rank: int) -> list[Tensor]:
-        return cuda_impl.all_gather_tokens(ranks.staging[rank], tensors[rank], tokens)
-
-    launch = cuda_impl._launch
-    with mock.patch.object(
-        cuda_impl, "_launch", lambda *given, **element: (launches.append(given[2]), launch(*given, **element))
-    ):
-        results = ranks.run(run)
-    assert launches == ["gather_tokens"] * 3
-    for gathered in results:
-        for i, tensor in enumerate(gathered):
-            assert torch.equal(tensor, torch.cat([of_rank[i] for of_rank in tensors]))
-
-
 def test_tensors_pass_between_workers_in_order_and_both_directions() -> None:
     rng, size = random.Random(3), 3
     torch.manual_seed(3)

@@ -311,18 +311,6 @@ def test_on_a_gpu_odd_sizes_equal_the_reference(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Fp8Weight, Fp8Weight]) -> None:
-    gate_up, down = (Fp8Weight(weight.codes[:4].clone(), weight.scales[:4].clone()) for weight in production)
-    case = draw_case(70, 1, (gate_up, down), torch.bfloat16)
-    case.expert_ids[:] = 2
-    case.expert_ids[::5] = EMPTY
-    poison(case, [0, 1, 3])
-    poison_free_memory()
-    out = experts(*case.arguments)
-    assert out.isfinite().all() and not out[::5].any() and out[1].any()
-
-
-@pytest.mark.gpu
 def test_on_a_gpu_a_token_has_the_same_result_in_every_batch_of_the_same_tiles(
     production: tuple[Fp8Weight, Fp8Weight],
 ) -> None:
@@ -350,12 +338,3 @@ def test_on_a_gpu_a_graph_reads_its_inputs_at_replay(production: tuple[Fp8Weight
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, experts(*other.arguments))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_batch_of_only_padded_tokens_results_in_zeros(production: tuple[Fp8Weight, Fp8Weight]) -> None:
-    case = draw_case(16, 2, production, torch.bfloat16)
-    case.expert_ids[:] = EMPTY
-    poison_free_memory()
-    assert not experts(*case.arguments).any()
-    assert experts(*case.first(0).arguments).shape == (0, 7168)

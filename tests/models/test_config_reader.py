@@ -15,8 +15,6 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hotset.base.errors import CheckpointError
 from hotset.models import families
-from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.config_reader import read_spec
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
@@ -121,50 +119,6 @@ def read(values: dict[str, Any], generation: dict[str, Any] | None = None) -> Mo
     return read_spec(values, generation or {}, "config.json")
 
 
-def written_by(config_object: Any) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(config_object.to_json_string())
-    return values
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [("LlamaConfig", {}), ("LlamaConfig", {"head_dim": 24, "num_key_value_heads": 8}), ("Qwen3Config", {})],
-)
-def test_gqa_specs_have_the_values_that_transformers_wrote(name: str, fields: dict[str, Any]) -> None:
-    oracle = getattr(transformers, name)(**fields)
-    spec = read(written_by(oracle))
-    assert isinstance(spec.attention, GqaSpec)
-    assert (spec.vocab, spec.hidden, spec.layers) == (oracle.vocab_size, oracle.hidden_size, oracle.num_hidden_layers)
-    assert (spec.attention.heads, spec.attention.kv_heads) == (oracle.num_attention_heads, oracle.num_key_value_heads)
-    assert spec.attention.head_dim == spec.rope.dim == oracle.head_dim
-    assert spec.attention.qk_norm == (oracle.model_type == "qwen3")
-    assert spec.context == oracle.max_position_embeddings
-
-
-@pytest.mark.parametrize("name", ["DeepseekV32Config", "GlmMoeDsaConfig"])
-def test_dsa_specs_have_the_values_that_transformers_wrote(name: str) -> None:
-    kind = getattr(transformers, name)
-    oracle = kind(**SIZES, **DSA_SIZES, first_k_dense_replace=1, attention_bias=True)
-    spec = read(written_by(oracle))
-    assert isinstance(spec.attention, MlaSpec) and spec.moe is not None
-    mla, index, moe = spec.attention, spec.attention.index, spec.moe
-    assert (mla.q_lora_rank, mla.kv_lora_rank) == (oracle.q_lora_rank, oracle.kv_lora_rank)
-    assert (mla.nope_dim, mla.rope_dim, mla.v_dim, mla.bias) == (12, 8, 10, True)
-    assert (index.heads, index.head_dim, index.topk) == (3, 16, 5)
-    assert index.interleaved_rope == (name == "GlmMoeDsaConfig")
-    assert index.full_layers == (0, 1, 2, 3)
-    assert moe.layers == (1, 2, 3)
-    assert (moe.experts, moe.experts_per_token, moe.groups, moe.topk_group, moe.width, moe.shared) == (
-        8,
-        2,
-        2,
-        1,
-        24,
-        1,
-    )
-    assert (moe.scale, moe.normalise, spec.rope.dim) == (oracle.routed_scaling_factor, True, 8)
-
-
 class Recorded(dict[str, Any]):
     """A JSON object that adds the paths of the fields that are looked up to `names`."""
 
@@ -254,51 +208,12 @@ def test_of_several_numbers_of_experts_the_one_that_transformers_takes_counts(na
     assert moe is not None and moe.experts == transformers.AutoConfig.for_model(**values).n_routed_experts == 64
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"index_topk_freq": 2},
-        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
-        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
-        {"index_topk_freq": 0},
-        {"index_topk_pattern": "FSSF"},
-        {"index_topk_pattern": ["full", "shared", "full", "shared"], "index_topk_freq": 2},
-        {"indexer_types": ["full", "full", "shared", "shared"], "index_topk_pattern": "FSSF"},
-    ],
-)
-def test_the_same_layers_run_an_indexer_as_in_transformers(fields: dict[str, Any]) -> None:
-    oracle = transformers.GlmMoeDsaConfig(**SIZES, **DSA_SIZES, **fields)
-    spec = read(dsa("glm_moe_dsa", **fields))
-    assert isinstance(spec.attention, MlaSpec)
-    expected = tuple(layer for layer, kind in enumerate(oracle.indexer_types) if kind == "full")
-    assert spec.attention.index.full_layers == expected
-
-
 def test_older_fields_determine_the_dense_and_the_moe_layers() -> None:
     moe = read(dsa("deepseek_v32", first_k_dense_replace=1, moe_layer_freq=2)).moe
     assert moe is not None and moe.layers == (2,)
     assert read(dsa("deepseek_v32", first_k_dense_replace=9)).moe is None
     by_list = read(dsa("deepseek_v32", first_k_dense_replace=9, mlp_layer_types=["sparse", "dense"] * 2)).moe
     assert by_list is not None and by_list.layers == (0, 2)
-
-
-def test_rope_scaling_in_older_files_means_the_same_as_rope_parameters() -> None:
-    new = read(dsa("deepseek_v32", rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **YARN}))
-    old = read(dsa("deepseek_v32", rope_theta=5000.0, rope_scaling={"type": "yarn", **YARN}))
-    assert old == new
-    assert (new.rope.kind, new.rope.theta, new.rope.factor, new.rope.original_context) == ("yarn", 5000.0, 4.0, 64)
-    assert (new.rope.mscale, new.rope.mscale_all_dim, new.rope.beta_fast) == (1.0, 0.5, 32.0)
-
-
-def test_every_kind_of_rope_keeps_its_parameters() -> None:
-    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}
-    llama3 = read(config("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 7.0, **scaled})).rope
-    assert (llama3.kind, llama3.theta, llama3.high_freq_factor, llama3.original_context) == ("llama3", 7.0, 2.0, 16)
-    assert read(config("llama", rope_scaling={"type": "linear", "factor": 2.0})).rope.factor == 2.0
-    stretched = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
-    assert read(config("llama", max_position_embeddings=256, rope_parameters=stretched)).rope.factor == 4.0
-    assert read(config("llama", rope_scaling=None, rope_theta=500.0)).rope.theta == 500.0
 
 
 def test_the_dtype_is_read_under_either_name() -> None:

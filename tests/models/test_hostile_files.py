@@ -143,21 +143,6 @@ def check_config(model_dir: Path, architecture: str, changes: Iterable[tuple[tup
             check_weights_fit(files, [WHOLE_MODEL], torch.float32.itemsize, 1 << 40)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "values"),
-    [
-        pytest.param("glm_moe_dsa", FEW_VALUES, id="few"),
-        *(pytest.param(name, HOSTILE_VALUES, id=name, marks=pytest.mark.slow) for name in FAMILIES),
-    ],
-)
-def test_defect_26_absurd_values_in_each_field_of_config_json_are_accepted_or_refused_by_name(
-    model_dir: Path, architecture: str, values: list[Any]
-) -> None:
-    for path in FIELDS:
-        for value in values:
-            check_config(model_dir, architecture, [(path, value)])
-
-
 @examples(25)
 @given(
     architecture=st.sampled_from(sorted(FAMILIES)),

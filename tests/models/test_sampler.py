@@ -262,16 +262,6 @@ def test_a_draw_from_the_shortlist_equals_the_draw_from_all_sorted_tokens(spread
     assert torch.equal(draw(x[narrow], rules.of(narrow), uniform[narrow]), from_all[narrow])
 
 
-@examples(40)
-@given(rng=rngs, vocab=st.integers(1, 60), n=st.integers(1, 4), share=st.floats(0, 1))
-def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, vocab: int, n: int, share: float) -> None:
-    rows = [[rng.choice([-math.inf, -1.0, 0.0, 0.5, 2.0]) for _ in range(vocab)] for _ in range(n)]
-    x, count = torch.tensor(rows), max(1, int(share * vocab))
-    found, expected = leading(x, count), x.sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(found.ids, expected.indices[:, :count])
-    assert torch.equal(found.values, expected.values[:, :count])
-
-
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 0.01}]
 )

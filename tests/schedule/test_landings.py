@@ -123,17 +123,6 @@ def test_pages_of_an_aborted_landing_stay_held_until_the_writer_has_stopped() ->
     assert scheduler.counters.lost == 0, "a landing that was cancelled is not lost"
 
 
-def test_an_abort_before_the_reservation_was_sent_releases_the_pages_at_once() -> None:
-    scheduler, runner, ledger = make()
-    scheduler.add(prefilled_by_peer("a", 9, 12))
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.abort("a")
-    assert ledger.host is not None and ledger.host.held == 0
-    scheduler.commit(runner.submit(plan))
-    assert scheduler.take_landing_updates() == [] and scheduler.idle
-
-
 def test_a_request_that_cannot_fit_because_of_quarantine_ends_with_that_error() -> None:
     """The worker would have computed the prompt of "b" itself, so "lost" would be a misleading reason."""
     scheduler, runner, ledger = make(host=6)
@@ -274,13 +263,6 @@ def test_rows_avoid_the_device_for_a_peer_that_reaches_it_slowly_unless_the_clie
     assert (reservation.on_device, reservation.keys_on_host) == (on_device, peer == "peer" and not on_device)
 
 
-@pytest.mark.parametrize(("salt", "first"), [("", 8), ("tenant", 0)])
-def test_a_prompt_with_another_salt_lands_whole(salt: str, first: int) -> None:
-    scheduler, runner, _, _ = make_cached()
-    scheduler.add(landing_after_prefix("a", "host", salt=salt))
-    assert next_reservation(scheduler, runner).first == first
-
-
 @pytest.mark.parametrize(("length", "extended"), [(12, True), (13, False)])
 def test_a_prompt_is_extended_here_if_its_unknown_part_is_short(length: int, extended: bool) -> None:
     scheduler, runner, _, _ = make_cached(extend_locally=4)
@@ -419,51 +401,6 @@ def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_w
     scheduler.end_quarantine("a", 1)
     scheduler.audit()
     assert cache.held == 0 and cache.evictions == 0
-
-
-def publish_next_pages(cache: PrefixCache, runner: ListRunner, request: Request, count: int) -> None:
-    """Puts the pages after those that the request uses into the cache, as if another request had computed them."""
-    used, tokens = list(request.holding.cached), request.prompt.token_ids
-    pages, first = cache.allocate(count), len(used) * GEOMETRY.page_rows
-    assert pages is not None
-    cache.use(used)
-    last = first + count * GEOMETRY.page_rows
-    cache.publish(used, pages, request.page_hashes[len(used) : len(used) + count], tokens[first:last])
-    cache.stop_using(used)
-    for position in range(first, last):
-        row = pages[(position - first) // GEOMETRY.page_rows], position % GEOMETRY.page_rows
-        runner.host[row] = runner.host_keys[row] = tokens[: position + 1]
-
-
-@pytest.mark.parametrize("longer", [False, True])
-def test_another_attempt_looks_the_prefix_up_again(longer: bool) -> None:
-    scheduler, runner, _, cache = make_cached()
-    request = landing_after_prefix("a", "host")
-    scheduler.add(request)
-    assert next_reservation(scheduler, runner).first == 8
-    if longer:
-        publish_next_pages(cache, runner, request, 2)
-    scheduler.fail_landing("a", 1, quiesced=True, retry=True)
-    if not longer:
-        cache.evict(60)
-    second = next_reservation(scheduler, runner)
-    assert second.first == (12 if longer else 0) and request.num_cached == 8
-    runner.land(second)
-    scheduler.complete_landing("a", 2, next_token(second.prompt.token_ids), None)
-    assert answer_of(scheduler, runner, "a") == answer_alone(second.prompt.token_ids, 20)
-
-
-def test_a_landing_that_is_not_whole_is_never_in_the_cache() -> None:
-    scheduler, runner, _, cache = make_cached()
-    request = landing_after_prefix("a", "host")
-    scheduler.add(request)
-    reservation = next_reservation(scheduler, runner)
-    runner.write_late(reservation)  # as if not all rows had arrived
-    scheduler.abort("a")
-    scheduler.fail_landing("a", 1, quiesced=True, retry=False)
-    assert scheduler.take_outputs().finished == {"a": "abort"} and scheduler.idle
-    assert len(cache.find(request.page_hashes)) == 4 and cache.held == 0
-    scheduler.audit()
 
 
 def test_a_full_host_is_no_error_for_a_landing_after_a_prefix() -> None:

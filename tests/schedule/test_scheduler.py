@@ -443,18 +443,6 @@ def test_log_probabilities_of_a_prompt_are_in_the_plans_that_compute_their_logit
     assert ranges == [[(1, 5, 2)], [(5, 9, 2)], [(9, 10, 2)]], "the logits of token 3 predict token 4"
 
 
-def test_no_token_is_computed_past_the_maximal_length() -> None:
-    scheduler, runner = make(pages=64, page_rows=2)
-    scheduler.add(request("r", 3, 6))
-    results = []
-    while (plan := scheduler.plan()) is not None:  # all plans are in flight at once
-        results.append(runner.submit(plan))
-    assert len(results) == 3
-    for result in results:
-        outputs = scheduler.commit(result)
-    assert outputs.finished == {"r": "length"}
-
-
 def test_a_phase_change_outside_the_table_is_refused() -> None:
     waiting = request("r", 1, 2)
     with pytest.raises(IllegalTransition):

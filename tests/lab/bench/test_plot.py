@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from math import log10
 
 import pytest
 from examples import examples
@@ -14,7 +13,7 @@ from hotset.lab.bench.benchmark import BenchReport
 from hotset.lab.bench.config import BenchConfig, Load
 from hotset.lab.bench.plot import picture
 from hotset.lab.bench.results import GeneratorHealth, LoadResult, RequestRecord
-from hotset.lab.bench.svg import BOTTOM, LEFT, PANEL_HEIGHT, RIGHT, TOP, WIDTH, Line, Panel, log_ticks, page, ticks
+from hotset.lab.bench.svg import BOTTOM, LEFT, PANEL_HEIGHT, RIGHT, TOP, WIDTH, Line, Panel, page
 from hotset.lab.bench.target import ServerReport
 
 EXAMPLES = examples(20)
@@ -56,13 +55,3 @@ def test_points_lie_where_their_values_are() -> None:
     top = bottom - (bottom - TOP) / 1.05  # there is some room above the highest point
     expected = [(LEFT, bottom), ((LEFT + right) / 2, (bottom + top) / 2), (right, top)]
     assert points == [pytest.approx(point, abs=0.1) for point in expected]
-
-
-@EXAMPLES
-@given(st.floats(1e-6, 1e9))
-def test_ticks_are_few_round_numbers_within_the_axis(limit: float) -> None:
-    found = ticks(limit)
-    assert found[0] == 0.0 and 2 <= len(found) <= 6 and found[-1] <= limit * (1 + 1e-6)
-    step = found[1]
-    assert any(step == pytest.approx(factor * 10.0 ** round(log10(step / factor))) for factor in (1, 2, 2.5, 5))
-    assert all(limit / 10**3 <= tick <= limit for tick in log_ticks(limit / 10**3, limit))

@@ -7,7 +7,7 @@ from prepared import DEMO
 from tokenizers import Tokenizer
 
 from hotset.base.errors import ConfigError
-from hotset.lab.evaluate.tasks import NUMBERS, TASKS, Question, filler, held_out, make_questions, words
+from hotset.lab.evaluate.tasks import NUMBERS, TASKS, Question, held_out, make_questions, words
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 LENGTH = 1024
@@ -56,27 +56,6 @@ def test_every_word_is_one_token_so_that_text_and_tokens_agree() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
-    """Training joins the tokens of parts. If tokens spanned two parts, the model would see tokens it never learned."""
-    for question in ask(task, 4):
-        parts = re.findall(r"\s\S+", question.prompt)
-        assert "".join(parts) == question.prompt
-        assert [token for part in parts for token in tokens_of(part)] == tokens_of(question.prompt)
-        together = tokens_of(question.prompt + question.answer)
-        assert together == tokens_of(question.prompt) + tokens_of(question.answer)
-
-
-def test_records_and_questions_are_worded_token_by_token() -> None:
-    records = " note work could own. list work could and own work; count work could three."
-    text = records + " sum work could; work five + three = eight"
-    expected = (
-        "Ġnote Ġwork Ġcould Ġown . Ġlist Ġwork Ġcould Ġand Ġown Ġwork ; Ġcount Ġwork Ġcould Ġthree . "
-        "Ġsum Ġwork Ġcould ; Ġwork Ġfive Ġ+ Ġthree Ġ= Ġe ight"
-    )
-    assert " ".join(TOKENIZER.encode(text).tokens) == expected
-
-
-@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_prompt_has_the_requested_length_including_the_answer(task: str, length: int) -> None:
     for question in ask(task, 4, length=length):
@@ -91,11 +70,6 @@ def test_the_record_is_at_the_reported_depth(task: str) -> None:
         key = " ".join(asked_keys(question)[0])
         offset = max(question.prompt.rfind(f" {kind} {key} ") for kind in ("note", "text", "count"))
         assert abs(offset / len(question.prompt) - question.depth) < 0.08
-
-
-def test_depths_spread_over_the_whole_context() -> None:
-    buckets = {int(question.depth * 4) for question in ask("lookup", 40)}
-    assert buckets == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -120,14 +94,6 @@ def test_the_answer_follows_from_the_only_record_under_its_key(task: str) -> Non
         assert question.answer == f" {expected}"
 
 
-def test_stale_values_precede_the_last_one() -> None:
-    for question in ask("last"):
-        key = asked_keys(question)[0]
-        values = [" ".join(value) for _, k, value in records(question) if k == key]
-        assert 2 <= len(values) <= 4
-        assert f" {values[-1]}" == question.answer
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_keys_are_held_out_and_have_near_misses(task: str) -> None:
     for question in ask(task, 6):
@@ -148,12 +114,6 @@ def test_the_same_seed_gives_the_same_questions_and_another_gives_others() -> No
     other = make_questions(tasks, LENGTH, 12, 4, count_tokens)
     assert not {question.prompt for question in first} & {question.prompt for question in other}
     assert [question.task for question in first] == tasks * 2
-
-
-def test_filler_is_running_text_of_useful_size() -> None:
-    assert len(filler()) > 100_000
-    assert not any("Copyright 2001" in word for word in filler()[:50])
-    assert all(word[0] in " \n" and not word[1:].isspace() for word in filler())
 
 
 @pytest.mark.parametrize(("task", "length"), [("riddle", 1024), ("lookup", 255)])

@@ -82,16 +82,6 @@ def test_flags_repeat_the_plan() -> None:
     assert again.splits == plan.splits[:1]
 
 
-def test_more_context_fits_fewer_requests_and_tiers_fit_more() -> None:
-    best = plan_of("glm-5.2").best
-    assert best is not None
-    for decodes in (best.tiers_off, best.tiers_on):
-        requests = [decode.requests for decode in decodes]
-        assert requests == sorted(requests, reverse=True) and requests[-1] > 0
-    assert all(on.requests > off.requests for off, on in zip(best.tiers_off, best.tiers_on, strict=True))
-    assert all(off.tiered == 0 for off in best.tiers_off)
-
-
 def test_the_command_prints_tables_json_and_a_picture(tmp_path: Path) -> None:
     machine = ("--gpu", "h200", "--gpus", "8", "--host-gib", "2048")
     shown = run("deepseek-v3.2", *machine, "--plot", str(tmp_path / "plan.svg"))
