@@ -1,11 +1,11 @@
 """Models swap_in in plain Python, and compares implementations with the model."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from lru_slots import LruSlots
 from torch import Tensor
 
 from hotset.kernels import EMPTY
@@ -51,35 +51,6 @@ class Shape:
 ODD = Shape(k=6, slots=11, page_rows=5, words_per_page=7, context_pages=9)
 
 
-@dataclass
-class SeatMaps:
-    """The maps of one tiered seat. `slot_of` searches `position_of`, so nothing is stored twice."""
-
-    slots: int
-    position_of: list[int] = field(init=False)
-    last_used: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.position_of = [EMPTY] * self.slots
-        self.last_used = [-1] * self.slots
-
-    def slot_of(self, position: int) -> int:
-        return self.position_of.index(position) if position in self.position_of else EMPTY
-
-    def swap_in(self, positions: Sequence[int], stamp: int) -> list[int]:
-        """Assigns slots to `positions`. Returns the missing positions, each once, in the order of first occurrence."""
-        for position in positions:
-            if position in self.position_of:
-                self.last_used[self.slot_of(position)] = stamp
-        missing = list(dict.fromkeys(position for position in positions if position not in self.position_of))
-        oldest_first = sorted((used, slot) for slot, used in enumerate(self.last_used) if used != stamp)
-        victims = sorted(slot for _, slot in oldest_first[: len(missing)])
-        for position, slot in zip(missing, victims, strict=True):
-            self.position_of[slot] = position
-            self.last_used[slot] = stamp
-        return missing
-
-
 @dataclass(frozen=True)
 class Batch:
     """The inputs of one plan, as lists."""
@@ -117,7 +88,7 @@ class SwapInModel:
         self.free_device = self.random.sample(range(device_pages), device_pages)
         self.free_host = self.random.sample(range(host_pages), host_pages)
         self.tables = self._make_tables()
-        self.maps = [SeatMaps(shape.slots) for _ in range(shape.tiered)]
+        self.maps = [LruSlots.empty(shape.slots) for _ in range(shape.tiered)]
         if full:
             self._fill_slots()
         self.words = torch.randint(
@@ -227,7 +198,7 @@ class SwapInModel:
             if seat == EMPTY:
                 positions = [EMPTY] * len(positions)
             looked_up = [position for position in positions if self.is_looked_up(batch, seat, stamp, position)]
-            missing = self.maps[seat].swap_in(looked_up, stamp) if looked_up else []
+            missing = self.maps[seat].use(looked_up, stamp) if looked_up else []
             self.expected_counts[0] += len(looked_up)
             self.expected_counts[1] += len(missing)
             tail_stamp = None if batch.ignore_tail else stamp

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from lru_slots import LruSlots
 from torch import Tensor
 
 from hotset.kernels import EMPTY
@@ -15,7 +16,6 @@ from hotset.memory.geometry import Geometry
 from hotset.memory.host_store import HostStore
 from hotset.memory.view import View
 from hotset.tiers.commands import Command, Demote, Load, Promote
-from hotset.tiers.hot_buffers import NEVER
 from hotset.tiers.residence import Residence
 
 POISON = 0xAB
@@ -160,26 +160,6 @@ class Attention:
         return sorted(list(dict.fromkeys(again + recent + anywhere))[:count])
 
 
-@dataclass(slots=True)
-class Slots:
-    """The slots of one seat and index group. The least recently used slot is evicted; ties evict the lower slot."""
-
-    position_of: list[int]
-    last_used: list[int]
-
-    def use(self, positions: Sequence[int], stamp: int) -> int:
-        """Puts missing positions into slots and stamps the slots of all `positions`. Returns how many were missing."""
-        missing = list(dict.fromkeys(position for position in positions if position not in self.position_of))
-        for slot, position in enumerate(self.position_of):
-            if position in positions:
-                self.last_used[slot] = stamp
-        idle = [slot for slot, used in enumerate(self.last_used) if used != stamp]
-        victims = sorted(idle, key=lambda slot: self.last_used[slot])[: len(missing)]
-        for slot, position in zip(sorted(victims), missing, strict=True):
-            self.position_of[slot], self.last_used[slot] = position, stamp
-        return len(missing)
-
-
 class SlotModel:
     """The slots of every tiered seat, as lists, and the numbers of lookups and misses per index group."""
 
@@ -187,7 +167,7 @@ class SlotModel:
         self._geometry = geometry
         self._tail_first: dict[int, int] = {}  # the first position that each tiered seat reads from its tail
         self.last_chosen: list[list[list[int]]] = [[[] for _ in range(shape.groups)] for _ in range(seats)]
-        self.slots: dict[int, list[Slots]] = {}  # by seat, one for each index group
+        self.slots: dict[int, list[LruSlots]] = {}  # by seat, one for each index group
         self.lookups, self.misses = [0] * shape.groups, [0] * shape.groups
 
     def execute(self, command: Command) -> None:
@@ -230,28 +210,28 @@ class SlotModel:
         tail_first = self._geometry.tail_first(start)
         for group, slots in enumerate(self.slots.get(seat, [])):
             looked_up = [position for of_token in chosen[group] for position in of_token if position < tail_first]
-            missed = slots.use(looked_up, start)
+            missed = len(slots.use(looked_up, start))
             assert not missed or tail_first > self._geometry.slots, "a row was missing, but all rows fit into slots"
             self.lookups[group] += len(looked_up)
             self.misses[group] += missed
 
-    def _opened(self, chosen: Sequence[int], length: int) -> Slots:
+    def _opened(self, chosen: Sequence[int], length: int) -> LruSlots:
         slots, tail_first = self._geometry.slots, self._geometry.tail_first(length)
-        opened = Slots([EMPTY] * slots, [NEVER] * slots)
+        opened = LruSlots.empty(slots)
         loaded = (
             range(tail_first) if tail_first <= slots else [position for position in chosen if position < tail_first]
         )
         opened.use(loaded, length - 1)
         return opened
 
-    def _demoted(self, chosen: Sequence[int], length: int, first: int) -> Slots:
+    def _demoted(self, chosen: Sequence[int], length: int, first: int) -> LruSlots:
         """Keeps rows in place as slots.
 
         Selected rows that are neither in slots nor in the tail replace rows in slots that are not selected.
         """
         begin, tail_first = first * self._geometry.page_rows, self._geometry.tail_first(length)
         held = list(range(begin, begin + self._geometry.slots))
-        demoted = Slots(held, [length - 1 if position in chosen else position for position in held])
+        demoted = LruSlots(held, [length - 1 if position in chosen else position for position in held])
         moved = [position for position in chosen if position < tail_first and position not in held]
         free = [slot for slot, position in enumerate(held) if position not in chosen]
         for slot, position in zip(free, moved, strict=False):
