@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import triton_impl
+from kernel_tensors import all_bytes, draw_exact, draw_rotation
 from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,16 +27,6 @@ needs_interpreter = pytest.mark.interpreted
 Draw = Callable[..., Tensor]
 
 
-def draw_exact(*shape: int) -> Tensor:
-    """Draws multiples of 1/8 in [-1, 1]. Sums of their squares are exact in float32, in any order of summation."""
-    return torch.randint(-8, 9, shape) / 8
-
-
-def draw_rotation(tokens: int, dim: int, dtype: torch.dtype) -> Rotation:
-    angles = torch.randn(tokens, 1, dim // 2) * 3
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
-
-
 def poisoned(*shape: int, layout: RowLayout) -> Tensor:
     """Returns blocks of poisoned rows as `layout` stores them, with a gap of 16 bytes after each block."""
     *blocks, block_rows = shape
@@ -50,11 +41,6 @@ def without_first_row(rows: Tensor) -> Tensor:
     A kernel that uses EMPTY (-1) as a row number would write to that row.
     """
     return rows[0, 1:]
-
-
-def all_bytes(tensor: Tensor) -> Tensor:
-    """Returns every byte of the memory that a tensor is a view of."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage().cpu()).clone()
 
 
 def copy_to(device: str, tensor: Tensor) -> Tensor:
@@ -288,7 +274,7 @@ def check_bytes(case: Mla | Keys, op: Callable[..., Any], same_values: bool, dev
         if values.dtype == torch.bfloat16:  # few values lie so near to the middle of two numbers
             assert int((difference > 0).sum()) <= 2 + difference.numel() // 100
         values = computed.to(values.dtype)
-    assert torch.equal(all_bytes(case.run(op, device)), case.expect(values))
+    assert torch.equal(all_bytes(case.run(op, device)).cpu(), case.expect(values))
 
 
 def with_plain_layout(case: Mla | Keys) -> Mla | Keys:
@@ -380,7 +366,7 @@ def test_gqa_append_on_a_gpu_writes_the_same_rows(
     q, rows = case.run(gqa_append.gqa_append, "cuda")
     expected_q, expected_rows = case.expect()
     if not normed:
-        assert torch.equal(q.cpu(), expected_q) and torch.equal(all_bytes(rows), expected_rows)
+        assert torch.equal(q.cpu(), expected_q) and torch.equal(all_bytes(rows).cpu(), expected_rows)
         return
     torch.testing.assert_close(q.cpu(), expected_q)  # the kernel sums in another order, which may change a rounding
     kept = case.new_rows[case.new_rows != EMPTY]

@@ -15,6 +15,7 @@ from examples import examples
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
+from kernel_tensors import poison_free_memory
 from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
@@ -272,13 +273,6 @@ def with_other_strides(case: Case, *, transposed: bool = False) -> Case:
         return torch.stack((torch.full_like(tensor, 77), tensor), dim=1)[:, 1]
 
     return Case(strided(case.x), strided(case.expert_ids), strided(case.weights), case.gate_up, case.down)
-
-
-def poison_free_memory() -> None:
-    """Fills the memory that the allocator will return next with NaN, whose bits are out of range as an index."""
-    freed = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
-    freed.append(torch.full((1 << 28,), float("nan"), device="cuda"))
-    torch.cuda.synchronize()
 
 
 def check_on_gpu(case: Case, tolerance: float = BF16_ERROR) -> Tensor:

@@ -27,6 +27,7 @@ from fp8_experts_model import (
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
+from kernel_tensors import poison_free_memory
 from torch import Tensor
 
 import hotset.kernels.experts as op
@@ -248,13 +249,6 @@ def test_a_batch_with_too_many_pairs_is_computed_in_parts(
     assert [len(arguments[0]) for arguments in recorded] == [2, 2, 1]
     for number, whole in enumerate(case.arguments[:3]):
         assert torch.equal(torch.cat([arguments[number] for arguments in recorded]), whole)
-
-
-def poison_free_memory() -> None:
-    """Fills the memory that the allocator will return next with NaN, whose bits are out of range as an index."""
-    freed = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
-    freed.append(torch.full((1 << 28,), float("nan"), device="cuda"))
-    torch.cuda.synchronize()
 
 
 @pytest.fixture(scope="module")

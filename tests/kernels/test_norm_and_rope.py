@@ -3,6 +3,7 @@
 import pytest
 import torch
 from interpreted import triton_impl
+from kernel_tensors import draw_exact, draw_rotation
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of
@@ -17,16 +18,6 @@ EPS = 1e-6
 BF16 = torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 needs_interpreter = pytest.mark.interpreted
-
-
-def draw_exact(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Draws multiples of 1/8 in [-1, 1]. Sums of their squares are exact in float32, in any order of summation."""
-    return (torch.randint(-8, 9, shape) / 8).to(dtype)
-
-
-def draw_rotation(tokens: int, dim: int, dtype: torch.dtype) -> Rotation:
-    angles = torch.randn(tokens, 1, dim // 2) * 3
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def rotation_on(device: str, rotation: Rotation) -> Rotation:

@@ -10,6 +10,7 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from kernel_tensors import all_bytes
 from matrix import matrix
 from torch import Tensor
 
@@ -56,11 +57,6 @@ def draw_pieces(rows: int, count: int) -> list[tuple[int, int, int]]:
     """Draws pieces that overlap neither on the device nor on the host. Some are empty."""
     device, host = ([block * 8 for block in random.sample(range(rows // 8), count)] for _ in range(2))
     return [(device[i], host[i], random.choice([0, 1, 5, 8])) for i in range(count)]
-
-
-def all_bytes(tensor: Tensor) -> Tensor:
-    """Returns every byte of the memory that a tensor is a view of."""
-    return torch.as_strided(tensor, (tensor.untyped_storage().nbytes(),), (1,), 0)
 
 
 def check_copy(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import INTERPRETED, triton_impl
+from kernel_tensors import all_bytes
 from matrix import slow_if
 from numpy.typing import NDArray
 from torch import Tensor
@@ -85,11 +86,6 @@ def copy(
         triton_impl("slice_pack").copy(blocks, pages, first, last, packed.data_ptr(), device, unpack=unpack)
     else:
         reference.copy(blocks, pages, first, last, packed.data_ptr(), unpack=unpack)
-
-
-def all_bytes(tensor: Tensor) -> Tensor:
-    """Returns every byte of the memory that a tensor is a view of."""
-    return torch.as_strided(tensor, (tensor.untyped_storage().nbytes(),), (1,), 0)
 
 
 def slice_locations(case: Case, pages: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
