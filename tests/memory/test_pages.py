@@ -54,19 +54,6 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = examples(60, stateful_step_count=40)
 
 
-def test_an_error_names_the_page_that_is_released_twice() -> None:
-    pages = PageAllocator(4)
-    got = pages.allocate(2)
-    assert got is not None
-    pages.release(got)
-    try:
-        pages.release(got)
-    except AssertionError as error:
-        assert "page 0" in str(error)
-    else:
-        raise AssertionError("pages were released twice without an error")
-
-
 def test_only_consecutive_pages_are_merged_into_a_run() -> None:
     runs: list[tuple[int, int]] = []
     extend_runs(runs, [3, 4, 7])

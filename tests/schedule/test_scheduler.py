@@ -449,16 +449,6 @@ def test_a_phase_change_outside_the_table_is_refused() -> None:
         waiting.move(Phase.HANDOFF)
 
 
-def test_plans_must_be_committed_in_order() -> None:
-    scheduler, runner = make(pages=64)
-    scheduler.add(request("r", 3, 8))
-    first, second = scheduler.plan(), scheduler.plan()
-    assert first is not None and second is not None
-    results = [runner.submit(first), runner.submit(second)]
-    with pytest.raises(AssertionError, match="before"):
-        scheduler.commit(results[1])
-
-
 def test_with_several_stages_a_decoding_request_is_in_only_one_plan_in_flight() -> None:
     """The first stage can compute a sampled token only after the last stage has sampled it.
 
