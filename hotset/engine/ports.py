@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hotset.base.address import Address, EventsEndpoint
+from hotset.base.metric import counter, counts, gauge
 from hotset.schedule.plan import Plan
 
 
@@ -56,18 +57,30 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Counters since the start; `num_open`, `num_peers` and `ring_quarantined_bytes` are current values."""
+    """The state of the handoffs of one worker, and totals since its start."""
 
-    outcomes: Mapping[str, int]
-    num_open: int  # handoffs that have not ended
-    num_peers: int  # peers on which a handoff depends
-    nbytes: int  # bytes that have landed here, or were written to peers
-    throughput: Throughput | None  # None at a decode worker, which writes nothing
-    phase_seconds: Mapping[str, float]  # total time that handoffs have spent in each phase
-    num_retransmits: int
-    dropped: Mapping[str, int]  # dropped messages, by cause
-    num_pieces: int = 0  # pieces that were packed or unpacked here
-    ring_quarantined_bytes: int = 0
+    num_open: int = gauge("hotset_handoffs_open", "Handoffs in progress.")
+    num_peers: int = gauge("hotset_handoff_peers", "Peers on which a handoff depends.")
+    ring_quarantined_bytes: int = gauge(
+        "hotset_staging_bytes_quarantined", "Bytes of the staging ring that a lost peer may still write."
+    )
+    nbytes: int = counter(
+        "hotset_handoff_bytes", "Bytes of KV received from prefill workers or sent to decode workers."
+    )
+    num_retransmits: int = counter("hotset_handoff_messages_retransmitted", "Control messages that were retransmitted.")
+    num_pieces: int = counter("hotset_staging_pieces", "Pieces of KV packed into or unpacked from the staging ring.")
+    outcomes: Mapping[str, int] = field(
+        default_factory=dict, metadata=counts("hotset_handoffs", "Finished handoffs by outcome.", "outcome")
+    )
+    phase_seconds: Mapping[str, float] = field(
+        default_factory=dict,
+        metadata=counts("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
+    )
+    dropped: Mapping[str, int] = field(
+        default_factory=dict,
+        metadata=counts("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
+    )
+    throughput: Throughput | None = None  # None at a decode worker, which writes nothing
     routes: Mapping[str, tuple[Route, ...]] = field(default_factory=dict)  # as measured when each peer connected
 
 

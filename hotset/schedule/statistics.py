@@ -3,35 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
+from hotset.base.metric import Metric, counter, counts, gauge
 from hotset.schedule.request import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """How /metrics shows a statistic."""
-
-    kind: Literal["gauge", "counter"]
-    name: str
-    help: str
-    label: str | None = None  # of a statistic with a count for each value of a label
-    label_values: tuple[str, ...] = ()  # values that are shown even if nothing was counted
-
-
-def _gauge(name: str, help: str, *, of_ranks: bool = False) -> Any:
-    """Declares a current number. If `of_ranks`, the live page shows it for each data parallel rank."""
-    return field(default=0, metadata={"metric": Metric("gauge", name, help), "of_ranks": of_ranks})
-
-
-def _counter(name: str, help: str) -> Any:
-    """Declares a total since the start."""
-    return field(default=0, metadata={"metric": Metric("counter", name, help)})
-
-
-def _by(label: str, name: str, help: str, values: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Declares totals since the start, by the value of a label."""
-    return {"metric": Metric("counter", name, help, label, values)}
 
 
 @dataclass(slots=True)
@@ -42,97 +17,93 @@ class RankStats:
     that only the queues and the ledger know, and `Engine.stats` the copies, which workers count for all ranks together.
     """
 
-    running: int = _gauge("hotset_requests_running", "Requests that are being prefilled or decoded.", of_ranks=True)
-    waiting: int = _gauge("hotset_requests_waiting", "Requests in the queue that are not parked.", of_ranks=True)
+    running: int = gauge("hotset_requests_running", "Requests that are being prefilled or decoded.", of_ranks=True)
+    waiting: int = gauge("hotset_requests_waiting", "Requests in the queue that are not parked.", of_ranks=True)
     # A waiting request whose prompt a prefill worker computes does not count.
-    tokens_to_prefill: int = _gauge(
+    tokens_to_prefill: int = gauge(
         "hotset_tokens_waiting",
         "Tokens of waiting, parked and prefilling requests that this engine has yet to compute.",
     )
-    resident: int = _gauge(
-        "hotset_requests_resident", "Running requests with all KV rows on the device.", of_ranks=True
-    )
-    tiered: int = _gauge(
+    resident: int = gauge("hotset_requests_resident", "Running requests with all KV rows on the device.", of_ranks=True)
+    tiered: int = gauge(
         "hotset_requests_tiered",
         "Running requests with KV rows on the host and the hot ones on the device.",
         of_ranks=True,
     )
-    parked: int = _gauge("hotset_requests_parked", "Preempted requests with all KV rows on the host.", of_ranks=True)
-    device_pages_held: int = _gauge("hotset_device_pages_held", "Pages of the device pool in use.", of_ranks=True)
-    device_pages_total: int = _gauge("hotset_device_pages_total", "Total pages of the device pool.", of_ranks=True)
+    parked: int = gauge("hotset_requests_parked", "Preempted requests with all KV rows on the host.", of_ranks=True)
+    device_pages_held: int = gauge("hotset_device_pages_held", "Pages of the device pool in use.", of_ranks=True)
+    device_pages_total: int = gauge("hotset_device_pages_total", "Total pages of the device pool.", of_ranks=True)
     device_pages_quarantined: int = 0
     # Pages that requests use, and pages in quarantine
-    host_pages_held: int = _gauge("hotset_host_pages_held", "Pages of the host store in use.", of_ranks=True)
+    host_pages_held: int = gauge("hotset_host_pages_held", "Pages of the host store in use.", of_ranks=True)
     host_pages_cached: int = 0  # pages of the prefix cache that no request uses
     host_pages_quarantined: int = 0
-    host_pages_total: int = _gauge("hotset_host_pages_total", "Total pages of the host store.", of_ranks=True)
-    tokens_generated: int = _counter("hotset_tokens_generated", "Tokens sampled.")
-    tokens_prefilled: int = _counter(
-        "hotset_tokens_prefilled", "Tokens prefilled, including those that are recomputed."
-    )
-    tokens_queried: int = _counter(
+    host_pages_total: int = gauge("hotset_host_pages_total", "Total pages of the host store.", of_ranks=True)
+    tokens_generated: int = counter("hotset_tokens_generated", "Tokens sampled.")
+    tokens_prefilled: int = counter("hotset_tokens_prefilled", "Tokens prefilled, including those that are recomputed.")
+    tokens_queried: int = counter(
         "hotset_prefix_cache_tokens_queried",
         "Tokens of admitted requests that were looked up in the prefix cache.",
     )
-    tokens_reused: int = _counter(
+    tokens_reused: int = counter(
         "hotset_prefix_cache_tokens_reused",
         "Tokens that were found in the prefix cache, and therefore not computed.",
     )
-    pages_evicted: int = _counter(
+    pages_evicted: int = counter(
         "hotset_prefix_cache_pages_evicted",
         "Pages that left the prefix cache because their memory was needed.",
     )
-    demotions: int = _counter("hotset_demotions", "Resident requests that became tiered.")
-    promotions: int = _counter("hotset_promotions", "Tiered requests that became resident.")
-    parks: int = _counter("hotset_parks", "Preemptions that kept the KV rows on the host.")
-    resumes: int = _counter("hotset_resumes", "Parked requests that were resumed.")
-    recomputes: int = _counter("hotset_recomputes", "Preemptions that dropped the KV rows, to be recomputed.")
-    rows_mirrored: int = _counter(
+    demotions: int = counter("hotset_demotions", "Resident requests that became tiered.")
+    promotions: int = counter("hotset_promotions", "Tiered requests that became resident.")
+    parks: int = counter("hotset_parks", "Preemptions that kept the KV rows on the host.")
+    resumes: int = counter("hotset_resumes", "Parked requests that were resumed.")
+    recomputes: int = counter("hotset_recomputes", "Preemptions that dropped the KV rows, to be recomputed.")
+    rows_mirrored: int = counter(
         "hotset_rows_mirrored",
         "KV rows copied from the device to the host; the rows of a token in all layers count as one.",
     )
-    bytes_swapped: int = _counter("hotset_bytes_swapped", "Bytes copied from the host into hot buffers.")
-    steps: int = _counter("hotset_steps", "Steps computed.")
+    bytes_swapped: int = counter("hotset_bytes_swapped", "Bytes copied from the host into hot buffers.")
+    steps: int = counter("hotset_steps", "Steps computed.")
     landed: int = 0  # prompts whose KV arrived from a prefill worker
     lost: int = 0  # landings that failed, including those that were retried, but not those that were cancelled
-    retries: int = _counter("hotset_handoff_retries", "Handoffs that were lost and retried.")
-    handed_off: int = _counter("hotset_prompts_handed_off", "Prompts computed for decode workers.")
-    extended: int = _counter(
+    retries: int = counter("hotset_handoff_retries", "Handoffs that were lost and retried.")
+    handed_off: int = counter("hotset_prompts_handed_off", "Prompts computed for decode workers.")
+    extended: int = counter(
         "hotset_prompts_extended",
         "Prompts that a decode worker computed itself, because it had all but a short rest in its prefix cache.",
     )
     slot_lookups: Counter[int] = field(
         default_factory=Counter,
-        metadata=_by(
-            "layer",
+        metadata=counts(
             "hotset_slot_lookups",
             "Positions looked up in hot buffers, by the layer whose indexer selected them.",
+            "layer",
         ),
     )
     slot_misses: Counter[int] = field(
         default_factory=Counter,
-        metadata=_by(
-            "layer",
+        metadata=counts(
             "hotset_slot_misses",
             "Positions looked up that were missing and were copied from the host, by layer.",
+            "layer",
         ),
     )
     drafts_verified: Counter[int] = field(
         default_factory=Counter,
-        metadata=_by(
-            "place",
+        metadata=counts(
             "hotset_drafts_verified",
             "Drafted tokens that were verified, by their place: 1 is the first draft of a step.",
+            "place",
         ),
     )
     drafts_accepted: Counter[int] = field(
         default_factory=Counter,
-        metadata=_by("place", "hotset_drafts_accepted", "Drafted tokens that were accepted, by their place."),
+        metadata=counts("hotset_drafts_accepted", "Drafted tokens that were accepted, by their place.", "place"),
     )
     requests_finished: Counter[str] = field(
         default_factory=Counter,
-        metadata=_by(
-            "reason", "hotset_requests_finished", "Finished requests by finish reason.", get_args(FinishReason)
+        metadata=counts(
+            "hotset_requests_finished", "Finished requests by finish reason.", "reason", get_args(FinishReason)
         ),
     )
 
@@ -174,17 +145,8 @@ class RankStats:
 
 
 STATISTICS: Mapping[str, Mapping[str, Any]] = {declared.name: declared.metadata for declared in fields(RankStats)}
-# By the name of the attribute of RankStats, in the order of /metrics.
-COUNTERS: Mapping[str, Metric] = {
-    name: declared["metric"]
-    for name, declared in STATISTICS.items()
-    if "metric" in declared and declared["metric"].kind == "counter"
-}
-GAUGES: Mapping[str, Metric] = {
-    name: declared["metric"]
-    for name, declared in STATISTICS.items()
-    if "metric" in declared and declared["metric"].kind == "gauge"
-} | {
+# What follows from other statistics: properties of RankStats.
+DERIVED_GAUGES = {
     "kv_usage": Metric(
         "gauge",
         "hotset_kv_usage",

@@ -10,10 +10,11 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from hotset.base.metric import Metric, metrics_of
 from hotset.engine.client import ReceivedStats
 from hotset.engine.outputs import EngineStats
 from hotset.engine.ports import HandoffStats
-from hotset.schedule.statistics import COUNTERS, GAUGES, Metric
+from hotset.schedule.statistics import DERIVED_GAUGES
 from hotset.serve.access_log import SECONDS_BUCKETS
 from hotset.serve.vllm_metrics import (
     FIRST_TOKEN_BUCKETS,
@@ -26,26 +27,6 @@ from hotset.serve.vllm_metrics import (
 # Each histogram that vLLM has too has vLLM's buckets, so that vLLM's can be derived from it.
 MAX_NEWEST = 1024  # newest latencies of one kind that are kept
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
-
-# Each table maps fields of HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
-HANDOFF_GAUGES = {
-    "num_open": ("hotset_handoffs_open", "Handoffs in progress."),
-    "num_peers": ("hotset_handoff_peers", "Peers on which a handoff depends."),
-    "ring_quarantined_bytes": (
-        "hotset_staging_bytes_quarantined",
-        "Bytes of the staging ring that a lost peer may still write.",
-    ),
-}
-HANDOFF_COUNTERS = {
-    "nbytes": ("hotset_handoff_bytes", "Bytes of KV received from prefill workers or sent to decode workers."),
-    "num_retransmits": ("hotset_handoff_messages_retransmitted", "Control messages that were retransmitted."),
-    "num_pieces": ("hotset_staging_pieces", "Pieces of KV packed into or unpacked from the staging ring."),
-}
-HANDOFF_LABELLED = {
-    "outcomes": ("hotset_handoffs", "Finished handoffs by outcome.", "outcome"),
-    "phase_seconds": ("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
-    "dropped": ("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
-}
 
 
 class Metrics:
@@ -141,16 +122,18 @@ def _stats_metrics(received: ReceivedStats) -> Iterator[Family]:
     stats = received.stats
     help = "Age of the engine's statistics, which it sends between steps."
     yield GaugeMetricFamily("hotset_engine_stats_age_seconds", help, value=received.age_seconds)
-    for attribute, metric in GAUGES.items():
-        yield GaugeMetricFamily(metric.name, metric.help, value=getattr(stats, attribute))
+    for name, metric in (*metrics_of(stats, "gauge"), *DERIVED_GAUGES.items()):
+        yield _family(metric, getattr(stats, name))
     yield _host_pages(stats)
-    for attribute, metric in COUNTERS.items():
-        yield _counter(metric, getattr(stats, attribute))
+    for name, metric in metrics_of(stats, "counter"):
+        yield _family(metric, getattr(stats, name))
     if stats.handoff is not None:
         yield from _handoff_metrics(stats.handoff)
 
 
-def _counter(metric: Metric, value: Any) -> Family:
+def _family(metric: Metric, value: Any) -> Family:
+    if metric.kind == "gauge":
+        return GaugeMetricFamily(metric.name, metric.help, value=value)
     if metric.label is None:
         return CounterMetricFamily(metric.name, metric.help, value=value)
     family = CounterMetricFamily(metric.name, metric.help, labels=(metric.label,))
@@ -177,15 +160,8 @@ def _host_pages(stats: EngineStats) -> Family:
 
 def _handoff_metrics(stats: HandoffStats) -> Iterator[Family]:
     """Yields the metrics that only prefill and decode workers have."""
-    for field, (name, help) in HANDOFF_GAUGES.items():
-        yield GaugeMetricFamily(name, help, value=getattr(stats, field))
-    for field, (name, help) in HANDOFF_COUNTERS.items():
-        yield CounterMetricFamily(name, help, value=getattr(stats, field))
-    for field, (name, help, label) in HANDOFF_LABELLED.items():
-        family = CounterMetricFamily(name, help, labels=(label,))
-        for key, value in getattr(stats, field).items():
-            family.add_metric((key,), value)
-        yield family
+    for name, metric in (*metrics_of(stats, "gauge"), *metrics_of(stats, "counter")):
+        yield _family(metric, getattr(stats, name))
     if stats.throughput is not None:
         speed = stats.throughput.gb_per_s
         help = "Mean speed of writes to decode workers since start-up, over the time in which a write was in flight."
