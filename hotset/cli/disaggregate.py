@@ -20,7 +20,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import url_of
 from hotset.base.logs import log_to_stderr
-from hotset.base.serve_config import ServeConfig
+from hotset.base.serve_config import HttpSettings, ServeConfig
 from hotset.base.settings import flag_words
 from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
@@ -40,8 +40,7 @@ POLL_SECONDS = 0.1  # interval between checks whether a child has ended
 HEALTH_POLL_SECONDS = 1.0  # interval between checks whether a child answers
 HEALTH_TIMEOUT_SECONDS = 2.0  # time for an answer
 SECRET_SETTINGS = ("api_key", "handoff_secret")
-CONNECTION_SETTINGS = ("max_connections", "receive_timeout_seconds", "send_timeout_seconds")
-ROUTER_SETTINGS = ("page", "cors_origin", "max_body_mib", "max_concurrency", "drain_seconds", *CONNECTION_SETTINGS)
+ROUTER_SETTINGS = {setting.name for setting in fields(HttpSettings)} - {"host", "port", "api_key"}
 WORKER_SETTINGS = ("page", "otlp", "served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxies of the environment

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.serve.errors import MAX_MESSAGE_CHARACTERS, error_response
+from hotset.serve.http_middleware import HttpMiddleware
 from hotset.serve.protocol import REQUEST_ID_HEADER
 
 logger = logging.getLogger("hotset.serve")
@@ -60,21 +61,18 @@ class ErrorLines:
         self._counts.clear()
 
 
-class AccessLog:
+class AccessLog(HttpMiddleware):
     """Writes one log line and updates the metrics for each request. It handles uncaught errors.
 
     The line of a refused request, and of a stream that ends with an error, includes the error's message and field.
     """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
-        self._app = app
+        super().__init__(app)
         self._metrics = metrics
         self._errors = ErrorLines()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
         status: int | None = None
         error_body = b""

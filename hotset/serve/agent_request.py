@@ -1,8 +1,7 @@
 """What `/v1/responses` and `/v1/messages` share: fields of requests, and the way from a request to its response."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -11,7 +10,6 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotset.base.errors import RequestError
 from hotset.base.structure import Structure
 from hotset.serve.conversation import AnswerReader, Conversation, encode_conversation
 from hotset.serve.fair_queue import client_of
@@ -44,17 +42,6 @@ class AgentFields(OptionFields):
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables of the chat template, like enable_thinking."
     )
-
-
-@contextmanager
-def naming(fields: Mapping[str, str]) -> Iterator[None]:
-    """Changes the field that a RequestError names: the chat template and the engine client name those of other
-    endpoints."""
-    try:
-        yield
-    except RequestError as error:
-        error.param = fields.get(error.param or "", error.param)
-        raise
 
 
 @dataclass(frozen=True, slots=True)

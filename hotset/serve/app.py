@@ -24,7 +24,6 @@ from hotset.serve.conversation import encode_conversation
 from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.fair_queue import client_of
-from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
 from hotset.serve.live import Live
 from hotset.serve.messages_api.answer import MessageObject, MessagesError, MessageStreamEvent, TokenCount
@@ -52,6 +51,7 @@ from hotset.serve.responses_api.answer import ResponseObject, ResponseStreamEven
 from hotset.serve.responses_api.endpoint import create_response
 from hotset.serve.responses_api.request import ResponsesRequest
 from hotset.serve.service import Service
+from hotset.serve.streams import json_response
 from hotset.serve.traces import Traces
 
 Responses = dict[int | str, dict[str, Any]]

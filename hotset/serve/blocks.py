@@ -62,6 +62,11 @@ class AnswerBlocks:
                 block.text += piece.text
                 yield BlockChange("grows", block, piece.text)
 
+    def add(self, pieces: Iterable[AnswerPiece]) -> None:
+        """Adds pieces of a whole answer, whose changes nobody watches."""
+        for _ in self.push(pieces):
+            pass
+
     def end(self) -> Iterator[BlockChange]:
         """Ends the open block, if there is one."""
         if self._is_open:

@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotset.base.errors import RequestError
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.chat_prompt import ChatOptions
 from hotset.models.tokenizer import Tokenizer
@@ -22,6 +21,7 @@ from hotset.serve.conversation import (
     Conversation,
     ReasoningPiece,
     encode_conversation,
+    naming,
     thinking_kwargs,
 )
 from hotset.serve.fair_queue import client_of
@@ -215,14 +215,8 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         stream=bool(body.stream),
         logprobs_field="top_logprobs" if body.top_logprobs else "logprobs",
     )
-    try:
-        with prompt.naming_tools():
-            return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
-    except RequestError as error:
-        # The engine client reports errors of the field `prompt`; in this endpoint that field is `messages`.
-        if error.param == "prompt":
-            error.param = "messages"
-        raise
+    with naming({"prompt": "messages"}), prompt.naming_tools():
+        return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
 
 
 def conversation_of(

@@ -12,20 +12,12 @@ from starlette.responses import Response
 
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.errors import error_body
-from hotset.serve.generation import (
-    Deltas,
-    GenerationJob,
-    PiecewiseResponse,
-    chained,
-    event_of,
-    event_pieces,
-    json_response,
-    usage_of,
-)
+from hotset.serve.generation import Deltas, GenerationJob, usage_of
 from hotset.serve.json_pieces import PIECE_BYTES, json_pieces
 from hotset.serve.protocol import StreamOptions
 from hotset.serve.responses import ChunkBase, Usage
 from hotset.serve.service import Service
+from hotset.serve.streams import PiecewiseResponse, chained, event_of, event_pieces, json_response
 
 DONE = b"data: [DONE]\n\n"
 

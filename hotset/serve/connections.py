@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from hotset.base.descriptors import descriptor_limit, free_descriptors, raise_descriptor_limit
 from hotset.base.errors import ConfigError, RequestTimeout
-from hotset.base.serve_config import MIN_CONNECTIONS, ConnectionSettings
+from hotset.base.serve_config import MIN_CONNECTIONS, HttpSettings
 from hotset.serve.access_log import ErrorLines
 from hotset.serve.errors import error_body
 
@@ -40,7 +40,7 @@ LOG_SECONDS = 60.0  # warnings about connections are logged at most this often
 RESERVED_DESCRIPTORS = 128  # kept free for everything other than connections of clients
 SPARE_CONNECTIONS = 64  # kept free for requests other than completions
 
-Config = TypeVar("Config", bound=ConnectionSettings)
+Config = TypeVar("Config", bound=HttpSettings)
 
 
 def fit_to_descriptors(config: Config, *, to_workers: bool = False) -> Config:
@@ -85,7 +85,7 @@ class ConnectionLimits:
     send_seconds: float  # for a client that reads nothing of a response that is being sent
 
     @classmethod
-    def of(cls, config: ConnectionSettings) -> "ConnectionLimits":
+    def of(cls, config: HttpSettings) -> "ConnectionLimits":
         return cls(config.max_connections, config.receive_timeout_seconds, config.send_timeout_seconds)
 
     @property

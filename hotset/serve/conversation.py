@@ -4,7 +4,7 @@ An endpoint makes a `Conversation`, encodes it, and calls `generation.respond` w
 reads the deltas through `events_of`, or through one `AnswerReader` per choice.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
@@ -186,6 +186,17 @@ def thinking_kwargs(effort: str) -> dict[str, Any]:
     """Returns the variables, under all their names, with which chat templates turn thinking on or off."""
     thinks = effort != "none"
     return {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
+
+
+@contextmanager
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Changes the field that a RequestError names: the chat template and the engine client name those of other
+    endpoints."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = fields.get(error.param or "", error.param)
+        raise
 
 
 async def encode_conversation(

@@ -8,15 +8,14 @@ small messages. Therefore a new watcher replaces the oldest one when all places 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from hotset.base.errors import QueueFull
-from hotset.serve.http_server import unless_disconnected
+from hotset.serve.streams import PiecewiseResponse
 
 MAX_WATCHERS = 64
 MAX_BEHIND = 8  # messages that a watcher may be behind
@@ -106,28 +105,11 @@ class Feed:
         return _FeedResponse(self.watch())
 
 
-class _FeedResponse(Response):
+class _FeedResponse(PiecewiseResponse):
     """Streams lines until the client disconnects or the feed is closed."""
 
     media_type = "application/x-ndjson"
-
-    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
-        self.status_code = 200
-        self.background = None
-        self._lines = lines
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, self._send_all(send))
-        finally:
-            await self._lines.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in self._lines:
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    own_headers: Mapping[str, str] = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def _empty(queue: asyncio.Queue[Any]) -> None:

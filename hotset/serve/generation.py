@@ -2,16 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.request_options import RequestOptions
@@ -21,11 +19,11 @@ from hotset.engine.input_processor import ModelCard
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.fair_queue import client_of
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.json_pieces import json_pieces
 from hotset.serve.metrics import Metrics
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.responses import PromptTokensDetails, Usage
 from hotset.serve.service import Load, Service
+from hotset.serve.streams import EventStream, chained
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[Delta, None]
@@ -33,8 +31,6 @@ Deltas = AsyncGenerator[Delta, None]
 # Log-probabilities of one request: each token counts, and so do its alternatives. Their JSON takes up to 130 MiB.
 # One prompt of the longest context with one alternative is always allowed.
 MAX_LOGPROBS_OF_REQUEST = 2_000_000
-# These characters are valid in JSON and do not end a line of an event stream, but many clients split lines at them.
-LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True)
@@ -168,43 +164,6 @@ def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "lengt
     return piece.finish_reason
 
 
-def json_response(body: BaseModel) -> Response:
-    return Response(body.model_dump_json(), media_type="application/json")
-
-
-class PiecewiseResponse(Response):
-    """A body that is sent in pieces, each when the client has room for it. Owns `pieces` and their source `deltas`, and
-    closes both on every exit path."""
-
-    media_type = "application/json"
-    own_headers: Mapping[str, str] = {}
-
-    def __init__(self, pieces: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
-        self.status_code = 200
-        self.background = None
-        self._pieces = pieces
-        self._deltas = deltas
-        self.init_headers(self.own_headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The sending task cannot close the generators: it may be cancelled before it has started to run.
-        async with aclosing(self._deltas), aclosing(self._pieces):
-            await unless_disconnected(receive, self._send_all(send))
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class EventStream(PiecewiseResponse):
-    """A stream of server-sent events."""
-
-    media_type = "text/event-stream"
-    own_headers: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
 async def _first(deltas: Deltas) -> Delta:
     return await anext(deltas)
 
@@ -216,32 +175,6 @@ def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> 
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )
-
-
-def event_of(body: BaseModel, name: str | None = None) -> bytes:
-    """Returns one event of a stream. Some APIs name their events."""
-    line = b"" if name is None else f"event: {name}\n".encode()
-    return line + b"data: " + _without_line_ends(body.model_dump_json().encode()) + b"\n\n"
-
-
-def event_pieces(body: BaseModel) -> Iterator[bytes]:
-    """Yields the bytes of `event_of(body)` in pieces."""
-    yield b"data: "
-    for piece in json_pieces(body):
-        yield _without_line_ends(piece)
-    yield b"\n\n"
-
-
-def _without_line_ends(json: bytes) -> bytes:
-    for end, escaped in LINE_ENDS.items():
-        json = json.replace(end, escaped)
-    return json
-
-
-async def chained(first: T, others: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    yield first
-    async for other in others:
-        yield other
 
 
 async def _measured(deltas: Deltas, job: GenerationJob, metrics: Metrics) -> Deltas:

@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import uuid
-from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -11,10 +10,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotset.base.errors import AmbiguousLength, BodyTooLarge, NotAllowed, QueueFull, RequestTimeout, WrongApiKey
+from hotset.base.errors import (
+    AmbiguousLength,
+    BodyTooLarge,
+    HotsetError,
+    NotAllowed,
+    QueueFull,
+    RequestTimeout,
+    WrongApiKey,
+)
+from hotset.base.serve_config import HttpSettings
 from hotset.base.units import MIB
 from hotset.serve.access_log import REQUEST_ID, AccessLog, HttpMetrics
 from hotset.serve.errors import error_response
+from hotset.serve.http_middleware import HttpMiddleware
 from hotset.serve.messages_api.errors import MessagesErrors
 from hotset.serve.protocol import IGNORED_TOOLS_HEADER, REQUEST_ID_HEADER
 from hotset.serve.retry_after import Turnover
@@ -31,22 +40,7 @@ PUBLIC_PATHS = frozenset(
 )
 
 
-class HttpConfig(Protocol):
-    """The settings of the HTTP port that servers and routers share."""
-
-    @property
-    def api_key(self) -> str | None: ...
-    @property
-    def cors_origin(self) -> str | None: ...
-    @property
-    def max_concurrency(self) -> int: ...
-    @property
-    def max_body_mib(self) -> float: ...
-    @property
-    def receive_timeout_seconds(self) -> float: ...
-
-
-def middleware_of(config: HttpConfig, metrics: HttpMetrics) -> list[Middleware]:
+def middleware_of(config: HttpSettings, metrics: HttpMetrics) -> list[Middleware]:
     """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
     layers = [
         Middleware(RequestId),
@@ -74,19 +68,13 @@ def middleware_of(config: HttpConfig, metrics: HttpMetrics) -> list[Middleware]:
     return layers
 
 
-class RequestId:
+class RequestId(HttpMiddleware):
     """Gives every request an id: the client's x-request-id if it is valid, else a new one.
 
     The id replaces the header of the request, and is a header of the response.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         if not REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
@@ -100,38 +88,41 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class UnambiguousLength:
+class Guard(HttpMiddleware):
+    """Middleware that refuses requests by their headers."""
+
+    def check(self, scope: Scope) -> None:
+        """Raises the HotsetError with which the request is refused."""
+        raise NotImplementedError
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self.check(scope)
+        except HotsetError as error:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class UnambiguousLength(Guard):
     """Rejects a request that has both a Content-Length and a Transfer-Encoding, and closes its connection.
 
     A proxy in front of the server may follow one header and the server the other. Bytes that the proxy considers part
     of this request would then be a second request for the server (request smuggling; RFC 9112, 6.1).
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope["headers"]} if scope["type"] == "http" else set()
-        if {b"content-length", b"transfer-encoding"} <= names:
-            message = "a request must not have both a Content-Length and a Transfer-Encoding header"
-            await error_response(AmbiguousLength(message))(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    def check(self, scope: Scope) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            raise AmbiguousLength("a request must not have both a Content-Length and a Transfer-Encoding header")
 
 
-class CanonicalRequest:
+class CanonicalRequest(HttpMiddleware):
     """Answers HEAD like GET, and a path with a slash at its end like the path without it.
 
     The HTTP server sends no body in response to HEAD.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].rstrip("/") and scope["raw_path"].endswith(b"/"):
             scope["path"], scope["raw_path"] = scope["path"].rstrip("/"), scope["raw_path"].rstrip(b"/")
         if scope["method"] != "HEAD":
@@ -144,38 +135,36 @@ class CanonicalRequest:
             scope["route"] = inner.get("route")  # for the access log
 
 
-class ApiKey:
+class ApiKey(Guard):
     """Requires the API key on every path that is not public, as a bearer token or in the header x-api-key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
+        super().__init__(app)
         self._api_key = api_key.encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            headers = dict(scope["headers"])
-            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            bearer = token.strip() if scheme.lower() == b"bearer" else b""
-            if not any(hmac.compare_digest(key, self._api_key) for key in (bearer, headers.get(b"x-api-key", b""))):
-                message = "missing or wrong API key; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
-                await error_response(WrongApiKey(message))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def check(self, scope: Scope) -> None:
+        if scope["path"] in PUBLIC_PATHS:
+            return
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        if not any(hmac.compare_digest(key, self._api_key) for key in (bearer, headers.get(b"x-api-key", b""))):
+            raise WrongApiKey("missing or wrong API key; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'")
 
 
-class ConcurrencyLimit:
+class ConcurrencyLimit(HttpMiddleware):
     """Rejects a POST request to `/v1/…` if the limit of requests in progress is reached, before reading its body.
 
     A request is in progress until its response has been sent or its client has disconnected.
     """
 
     def __init__(self, app: ASGIApp, max_concurrency: int) -> None:
-        self._app = app
+        super().__init__(app)
         self._limit = max_concurrency
         self._requests = Turnover()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
         if self._requests.present >= self._limit:
@@ -190,7 +179,7 @@ class ConcurrencyLimit:
             self._requests.leave()
 
 
-class JsonBody:
+class JsonBody(Guard):
     """Treats bodies of every content type as JSON, except those that a web page of another origin may have sent.
 
     Many clients name no content type, or that of a form (curl -d). But every web page can make the browser of its
@@ -199,29 +188,24 @@ class JsonBody:
     """
 
     def __init__(self, app: ASGIApp, allowed_origin: str | None) -> None:
-        self._app = app
+        super().__init__(app)
         self._allowed_origin = allowed_origin
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "OPTIONS"):
-            await self._app(scope, receive, send)
-            return
+    def check(self, scope: Scope) -> None:
         headers = MutableHeaders(scope=scope)
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            origin = headers.get("origin")
-            if origin is not None and self._allowed_origin not in ("*", origin):
-                message = (
-                    f"a web page of {origin} sent this request, with a body that is not declared as application/json; "
-                    "pages of other origins need --cors-origin"
-                )
-                await error_response(NotAllowed(message))(scope, receive, send)
-                return
-            headers["content-type"] = "application/json"
-        await self._app(scope, receive, send)
+        if scope["method"] in ("GET", "OPTIONS") or content_type == "application/json":
+            return
+        origin = headers.get("origin")
+        if origin is not None and self._allowed_origin not in ("*", origin):
+            raise NotAllowed(
+                f"a web page of {origin} sent this request, with a body that is not declared as application/json; "
+                "pages of other origins need --cors-origin"
+            )
+        headers["content-type"] = "application/json"
 
 
-class BodyLimit:
+class BodyLimit(HttpMiddleware):
     """Reads the whole body before it is parsed, and rejects one that is larger than the limit or takes too long.
 
     The declared length, if any, is checked first; every body is counted as it arrives. The inner application receives
@@ -229,15 +213,12 @@ class BodyLimit:
     """
 
     def __init__(self, app: ASGIApp, max_body_mib: float, receive_timeout_seconds: float) -> None:
-        self._app = app
+        super().__init__(app)
         self._timeout_seconds = receive_timeout_seconds
         self._limit_bytes = int(max_body_mib * MIB)
         self._message = f"the request body exceeds the limit of {max_body_mib:g} MiB"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 body = await self._read(Headers(scope=scope), receive)

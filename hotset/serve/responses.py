@@ -77,7 +77,7 @@ class PromptTokenLogprob(TypedDict):
 FormattedPromptLogprobs = LongList[dict[str, PromptTokenLogprob] | None]
 
 
-def _omitted_if_none() -> Any:
+def omitted_if_none() -> Any:
     """Declares a field that is omitted from the JSON if it is None."""
     return Field(None, exclude_if=lambda value: value is None)
 
@@ -87,9 +87,9 @@ class Choice(BaseModel):
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: str | int | None = _omitted_if_none()
-    prompt_token_ids: list[int] | None = _omitted_if_none()
-    token_ids: list[int] | None = _omitted_if_none()
+    stop_reason: str | int | None = omitted_if_none()
+    prompt_token_ids: list[int] | None = omitted_if_none()
+    token_ids: list[int] | None = omitted_if_none()
 
 
 class FunctionCall(BaseModel):
@@ -106,8 +106,8 @@ class MessageToolCall(BaseModel):
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None  # None if the answer ended within its reasoning, or has only calls
-    reasoning_content: str | None = _omitted_if_none()
-    tool_calls: list[MessageToolCall] | None = _omitted_if_none()
+    reasoning_content: str | None = omitted_if_none()
+    tool_calls: list[MessageToolCall] | None = omitted_if_none()
 
 
 class ChatChoice(Choice):
@@ -116,7 +116,7 @@ class ChatChoice(Choice):
 
 
 class FunctionCallDelta(BaseModel):
-    name: str | None = _omitted_if_none()
+    name: str | None = omitted_if_none()
     arguments: str
 
 
@@ -124,16 +124,16 @@ class ToolCallDelta(BaseModel):
     """New text of a call. Its first delta has the id, the type and the name."""
 
     index: int
-    id: str | None = _omitted_if_none()
-    type: Literal["function"] | None = _omitted_if_none()
+    id: str | None = omitted_if_none()
+    type: Literal["function"] | None = omitted_if_none()
     function: FunctionCallDelta
 
 
 class DeltaMessage(BaseModel):
-    role: Literal["assistant"] | None = _omitted_if_none()
-    content: str | None = _omitted_if_none()
-    reasoning_content: str | None = _omitted_if_none()
-    tool_calls: list[ToolCallDelta] | None = _omitted_if_none()
+    role: Literal["assistant"] | None = omitted_if_none()
+    content: str | None = omitted_if_none()
+    reasoning_content: str | None = omitted_if_none()
+    tool_calls: list[ToolCallDelta] | None = omitted_if_none()
 
 
 class ChatChunkChoice(Choice):
@@ -144,7 +144,7 @@ class ChatChunkChoice(Choice):
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
+    prompt_logprobs: FormattedPromptLogprobs | None = omitted_if_none()
 
 
 class CompletionBase(BaseModel):
@@ -159,20 +159,20 @@ class CompletionBase(BaseModel):
 class ChunkBase(CompletionBase):
     """The fields of a chunk in both endpoints."""
 
-    usage: Usage | None = _omitted_if_none()
+    usage: Usage | None = omitted_if_none()
 
 
 class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"] = "chat.completion"
     choices: LongList[ChatChoice]
     usage: Usage
-    prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
+    prompt_logprobs: FormattedPromptLogprobs | None = omitted_if_none()
 
 
 class ChatCompletionChunk(ChunkBase):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    prompt_logprobs: FormattedPromptLogprobs | None = _omitted_if_none()
+    prompt_logprobs: FormattedPromptLogprobs | None = omitted_if_none()
 
 
 class Completion(CompletionBase):
@@ -221,13 +221,13 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
     add_bos_token: bool
     chat_template: str | None
-    bos_token: str | None = _omitted_if_none()
-    eos_token: str | None = _omitted_if_none()
-    unk_token: str | None = _omitted_if_none()
-    sep_token: str | None = _omitted_if_none()
-    pad_token: str | None = _omitted_if_none()
-    cls_token: str | None = _omitted_if_none()
-    mask_token: str | None = _omitted_if_none()
+    bos_token: str | None = omitted_if_none()
+    eos_token: str | None = omitted_if_none()
+    unk_token: str | None = omitted_if_none()
+    sep_token: str | None = omitted_if_none()
+    pad_token: str | None = omitted_if_none()
+    cls_token: str | None = omitted_if_none()
+    mask_token: str | None = omitted_if_none()
 
 
 class Version(BaseModel):

@@ -7,7 +7,7 @@ import pytest
 
 from hotset.base.errors import RequestError
 from hotset.serve.errors import error_body
-from hotset.serve.generation import event_of
+from hotset.serve.streams import event_of
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"])

@@ -8,14 +8,8 @@ from urllib.parse import urlsplit
 
 from hotset.base.address import MIN_SECRET_CHARACTERS
 from hotset.base.errors import ConfigError
-from hotset.base.serve_config import (
-    MAX_CONNECTIONS_HELP,
-    MIN_CONNECTIONS,
-    PAGE_HELP,
-    RECEIVE_TIMEOUT_HELP,
-    SEND_TIMEOUT_HELP,
-)
-from hotset.base.settings import check_settings, setting
+from hotset.base.serve_config import HttpSettings
+from hotset.base.settings import setting
 
 MAX_URL_CHARACTERS = 512
 LOOPBACK_HOSTS = ("127.0.0.0/8", "::1", "localhost")
@@ -23,7 +17,7 @@ HOST_NAME = re.compile(r"(?=.*[a-z])[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(HttpSettings):
     """Worker addresses, limits and timeouts of a router."""
 
     prefill: tuple[str, ...] = setting((), "URLs of prefill workers (hotset serve --role prefill).")
@@ -43,24 +37,11 @@ class RouterConfig:
         "Secret of the workers, with which the router signs the prefill worker of a request. Required if they have "
         "one. Default: the environment variable HOTSET_HANDOFF_SECRET.",
     )
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
-    port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = setting(
         None,
         "Bearer token that clients must send. Adding and removing workers requires one. Other users of this machine "
         "can see the flag; prefer --api-key-file or the environment variable HOTSET_API_KEY. Default: no key.",
     )
-    cors_origin: str | None = setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
-    page: bool = setting(True, PAGE_HELP)
-    max_body_mib: float = setting(
-        8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
-    )
-    max_concurrency: int = setting(
-        4096, "Maximum number of completion requests in progress; further ones are answered with 429.", positive=True
-    )
-    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, minimum=MIN_CONNECTIONS)
-    receive_timeout_seconds: float = setting(60.0, RECEIVE_TIMEOUT_HELP, positive=True)
-    send_timeout_seconds: float = setting(60.0, SEND_TIMEOUT_HELP, positive=True)
     response_timeout_seconds: float = setting(
         600.0,
         "Time limit for the first byte of a response, including retries, in seconds; then the router answers 504.",
@@ -75,14 +56,9 @@ class RouterConfig:
     health_timeout_seconds: float = setting(
         2.0, "Time limit for the answer to a health check, in seconds.", positive=True
     )
-    drain_seconds: float = setting(
-        30.0, "Time that running requests get to finish after SIGTERM, in seconds.", positive=True
-    )
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        if self.api_key == "":
-            raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
+        HttpSettings.__post_init__(self)
         if self.handoff_secret is not None and len(self.handoff_secret) < MIN_SECRET_CHARACTERS:
             raise ConfigError(f"the handoff secret must have at least {MIN_SECRET_CHARACTERS} characters")
         for host in self.allow_workers:

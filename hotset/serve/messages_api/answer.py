@@ -2,20 +2,18 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
+
+from hotset.serve.responses import omitted_if_none
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-
-
-def _omitted_if_none() -> Any:
-    return Field(None, exclude_if=lambda value: value is None)
 
 
 class MessagesErrorDetails(BaseModel):
     """The code and the field of an error, as in the errors of other endpoints."""
 
     error_code: str | None
-    param: str | None = _omitted_if_none()
+    param: str | None = omitted_if_none()
 
 
 class MessagesErrorDetail(BaseModel):
@@ -29,7 +27,7 @@ class MessagesError(BaseModel):
 
     type: Literal["error"] = "error"
     error: MessagesErrorDetail
-    request_id: str | None = _omitted_if_none()
+    request_id: str | None = omitted_if_none()
 
 
 class TextContent(BaseModel):

@@ -2,14 +2,14 @@
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotset.serve.agent_request import AgentTurn, answer, naming
+from hotset.serve.agent_request import AgentTurn, answer
 from hotset.serve.blocks import AnswerBlocks, Block, BlockChange
 from hotset.serve.conversation import (
     AnswerPiece,
@@ -19,9 +19,10 @@ from hotset.serve.conversation import (
     collected,
     encode_conversation,
     events_of,
+    naming,
 )
 from hotset.serve.fair_queue import client_of
-from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response
+from hotset.serve.generation import Deltas, GenerationJob
 from hotset.serve.messages_api.answer import (
     BlockDelta,
     BlockStart,
@@ -45,6 +46,7 @@ from hotset.serve.messages_api.answer import (
 from hotset.serve.messages_api.errors import error_event
 from hotset.serve.messages_api.request import CountTokensRequest, MessagesRequest
 from hotset.serve.service import Service
+from hotset.serve.streams import event_of, json_response
 
 FIELDS = {"prompt": "messages"}
 
@@ -88,8 +90,7 @@ class MessagesResponder:
 
     async def full(self, deltas: Deltas) -> Response:
         pieces, finished = await collected(events_of(self._watched(deltas), self.job, self.reader))
-        for piece in pieces:
-            list(self._changes(piece))
+        self.blocks.add(piece for piece in pieces if self._is_shown(piece))
         message = self._message(finished)
         message.content = [_content(block) for block in self.blocks.blocks]
         return json_response(message)
@@ -111,7 +112,7 @@ class MessagesResponder:
                     yield _event(MessageDelta(delta=end, usage=message.usage))
                     yield _event(MessageStop())
                 else:
-                    for change in self._changes(event):
+                    for change in self.blocks.push([event] if self._is_shown(event) else ()):
                         yield _event(_shown(change))
         except Exception as error:
             yield error_event(error)
@@ -122,9 +123,8 @@ class MessagesResponder:
             self.cached_tokens = delta.cached_tokens
             yield delta
 
-    def _changes(self, piece: AnswerPiece) -> Iterator[BlockChange]:
-        if self.shows_thinking or not isinstance(piece, ReasoningPiece):
-            yield from self.blocks.push([piece])
+    def _is_shown(self, piece: AnswerPiece) -> bool:
+        return self.shows_thinking or not isinstance(piece, ReasoningPiece)
 
     def _message(self, finished: Finished | None) -> MessageObject:
         """Returns the message without its content."""

@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hotset.serve.errors import error_body, error_kind
+from hotset.serve.http_middleware import HttpMiddleware
 from hotset.serve.messages_api.answer import MessagesError, MessagesErrorDetail, MessagesErrorDetails
 from hotset.serve.protocol import REQUEST_ID_HEADER
 
@@ -35,15 +36,12 @@ def error_event(error: BaseException) -> bytes:
     return f"event: error\ndata: {body}\n\n".encode()
 
 
-class MessagesErrors:
+class MessagesErrors(HttpMiddleware):
     """Gives the responses of `/v1/messages…` Anthropic's header with the id of the request, and the bodies of errors
     Anthropic's shape. A router gets errors from workers that have it already."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_messages_path(scope["path"]):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_messages_path(scope["path"]):
             await self._app(scope, receive, send)
             return
         request_id = Headers(scope=scope)[REQUEST_ID_HEADER]  # set by the middleware RequestId

@@ -2,14 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
+
+from hotset.serve.responses import omitted_if_none
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-def _omitted_if_none() -> Any:
-    return Field(None, exclude_if=lambda value: value is None)
 
 
 class OutputText(BaseModel):
@@ -46,7 +44,7 @@ class FunctionCallItem(BaseModel):
     status: ItemStatus
     call_id: str
     name: str
-    namespace: str | None = _omitted_if_none()
+    namespace: str | None = omitted_if_none()
     arguments: str
 
 
@@ -58,7 +56,7 @@ class CustomCallItem(BaseModel):
     status: ItemStatus
     call_id: str
     name: str
-    namespace: str | None = _omitted_if_none()
+    namespace: str | None = omitted_if_none()
     input: str
 
 
@@ -163,9 +161,9 @@ class TextEvent(StreamEvent):
     item_id: str
     output_index: int
     content_index: int = 0
-    delta: str | None = _omitted_if_none()
-    text: str | None = _omitted_if_none()
-    logprobs: list[Any] | None = _omitted_if_none()
+    delta: str | None = omitted_if_none()
+    text: str | None = omitted_if_none()
+    logprobs: list[Any] | None = omitted_if_none()
 
 
 class CallEvent(StreamEvent):
@@ -179,10 +177,10 @@ class CallEvent(StreamEvent):
     ]
     item_id: str
     output_index: int
-    delta: str | None = _omitted_if_none()
-    name: str | None = _omitted_if_none()
-    arguments: str | None = _omitted_if_none()
-    input: str | None = _omitted_if_none()
+    delta: str | None = omitted_if_none()
+    name: str | None = omitted_if_none()
+    arguments: str | None = omitted_if_none()
+    input: str | None = omitted_if_none()
 
 
 class ResponseStreamEvent(BaseModel):

@@ -10,11 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hotset.models.chat_prompt import ChatOptions
-from hotset.serve.agent_request import AgentTurn, answer, naming
+from hotset.serve.agent_request import AgentTurn, answer
 from hotset.serve.blocks import AnswerBlocks, Block, BlockChange
-from hotset.serve.conversation import AnswerReader, Conversation, Finished, collected, events_of, thinking_kwargs
+from hotset.serve.conversation import (
+    AnswerReader,
+    Conversation,
+    Finished,
+    collected,
+    events_of,
+    naming,
+    thinking_kwargs,
+)
 from hotset.serve.errors import error_body
-from hotset.serve.generation import Deltas, GenerationJob, event_of, json_response
+from hotset.serve.generation import Deltas, GenerationJob
 from hotset.serve.protocol import IGNORED_TOOLS_HEADER
 from hotset.serve.responses import Usage
 from hotset.serve.responses_api.answer import (
@@ -47,6 +55,7 @@ from hotset.serve.responses_api.tools import (
     tool_use,
 )
 from hotset.serve.service import Service
+from hotset.serve.streams import event_of, json_response
 
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
@@ -98,7 +107,7 @@ class ResponsesResponder:
 
     async def full(self, deltas: Deltas) -> Response:
         pieces, finished = await collected(events_of(deltas, self.job, self.reader))
-        list(self.blocks.push(pieces))
+        self.blocks.add(pieces)
         return json_response(self._answered(finished))
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
