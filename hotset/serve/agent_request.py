@@ -15,7 +15,7 @@ from hotset.serve.conversation import AnswerReader, Conversation, encode_convers
 from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import GenerationJob, Responder, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.protocol import OptionFields, with_sampling_parameters
+from hotset.serve.protocol import GenerationFields, with_sampling_parameters
 from hotset.serve.service import Service
 from hotset.serve.tools.calls import TOOL_NAME
 
@@ -34,11 +34,9 @@ ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
 @with_sampling_parameters("all")
-class AgentFields(OptionFields):
+class AgentFields(GenerationFields):
     """The fields that both endpoints have under the same name. `chat_template_kwargs` is Hotset's own."""
 
-    model: str | None = Field(None, description="Default: the served model.")
-    stream: bool | None = None
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables of the chat template, like enable_thinking."
     )

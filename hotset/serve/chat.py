@@ -1,19 +1,16 @@
 """POST /v1/chat/completions."""
 
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.chat_prompt import ChatOptions
-from hotset.models.tokenizer import Tokenizer
-from hotset.serve.chunks import ChunkResponder
+from hotset.serve.chunks import ChunkResponder, ResponseFormatter
 from hotset.serve.conversation import (
     Answer,
     AnswerPiece,
@@ -27,7 +24,7 @@ from hotset.serve.conversation import (
 from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.logprobs import chat_logprobs, prompt_logprobs
+from hotset.serve.logprobs import chat_logprobs
 from hotset.serve.protocol import ChatFields, ChatMessage, ChatRequest
 from hotset.serve.responses import (
     AssistantMessage,
@@ -49,20 +46,14 @@ from hotset.serve.tools.calls import CallArguments, CallBegins, CallBreaks, Text
 from hotset.serve.tools.fields import tool_use_of
 
 
-@dataclass(frozen=True)
-class ChatFormatter:
+@dataclass(frozen=True, kw_only=True)
+class ChatFormatter(ResponseFormatter):
     """Formats output as chat completions. `prompt_token_ids` is None unless the client asked for token ids."""
 
-    id: str
-    model: str
-    fingerprint: str
-    tokenizer: Tokenizer | None
     alternatives: int | None  # number of alternatives listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
-    prompt_alternatives: int | None  # number of alternatives listed per token of the prompt; None: none at all
     new_reader: Callable[[], AnswerReader]
     show_reasoning: bool = True
-    created: int = field(default_factory=lambda: int(time.time()))
     _readers: dict[int, AnswerReader] = field(default_factory=dict)  # of the choices that are being streamed
 
     def first_chunk(self, index: int) -> ChatCompletionChunk:
@@ -98,7 +89,7 @@ class ChatFormatter:
             stop_reason=delta.stop_reason,
             token_ids=self._token_ids(delta),
         )
-        return self._chunk([choice], prompt_logprobs=self._prompt_logprobs(delta))
+        return self._chunk([choice], prompt_logprobs=self.prompt_logprobs(delta) if delta.index == 0 else None)
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         return self._chunk([], usage)
@@ -106,8 +97,8 @@ class ChatFormatter:
     def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> ChatCompletion:
         others = iter(outputs)
         first = next(others)
-        choices, prompt_logprobs = map(self._choice, chain([first], others)), self._prompt_logprobs(first)
-        return ChatCompletion(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
+        choices, prompt_logprobs = map(self._choice, chain([first], others)), self.prompt_logprobs(first)
+        return ChatCompletion(**self.header, choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         reader = self.new_reader()
@@ -138,22 +129,7 @@ class ChatFormatter:
         usage: Usage | None = None,
         prompt_logprobs: FormattedPromptLogprobs | None = None,
     ) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._header(), choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
-
-    def _header(self) -> dict[str, Any]:
-        """Returns the fields that all responses and chunks have."""
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> FormattedPromptLogprobs | None:
-        """Returns the log-probabilities of the prompt, which come with the first choice."""
-        if piece.prompt_logprobs is None or self.prompt_alternatives is None or piece.index != 0:
-            return None
-        return prompt_logprobs(self.tokenizer, piece.prompt_logprobs, self.prompt_alternatives)
+        return ChatCompletionChunk(**self.header, choices=choices, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def _token_ids(self, piece: Delta | CompletionOutput) -> list[int] | None:
         return None if self.prompt_token_ids is None else list(piece.token_ids)

@@ -1,39 +1,70 @@
 """Responses in the form of the OpenAI completion endpoints: one object, or a stream of chunks that ends with [DONE]."""
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from hotset.engine.outputs import CompletionOutput, Delta
+from hotset.models.tokenizer import Tokenizer
 from hotset.serve.errors import error_body
 from hotset.serve.generation import Deltas, GenerationJob, usage_of
 from hotset.serve.json_pieces import PIECE_BYTES, json_pieces
+from hotset.serve.logprobs import prompt_logprobs
 from hotset.serve.protocol import StreamOptions
-from hotset.serve.responses import ChunkBase, Usage
+from hotset.serve.responses import ChunkBase, FormattedPromptLogprobs, Usage
 from hotset.serve.service import Service
 from hotset.serve.streams import PiecewiseResponse, chained, event_of, event_pieces, json_response
 
 DONE = b"data: [DONE]\n\n"
 
 
-class ResponseFormatter(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class ResponseFormatter(ABC):
     """Formats the output of one request for one endpoint. Choices are numbered over the whole response."""
+
+    id: str
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer | None
+    prompt_alternatives: int | None  # alternatives listed per token of a prompt; None: no log-probabilities of prompts
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The fields that all responses and chunks have."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def prompt_logprobs(self, piece: Delta | CompletionOutput) -> FormattedPromptLogprobs | None:
+        if piece.prompt_logprobs is None or self.prompt_alternatives is None:
+            return None
+        return prompt_logprobs(self.tokenizer, piece.prompt_logprobs, self.prompt_alternatives)
 
     def first_chunk(self, index: int) -> ChunkBase | None:
         """Returns the chunk that opens a choice, or None if the endpoint has no such chunk."""
+        return None
 
+    @abstractmethod
     def chunk(self, delta: Delta) -> ChunkBase | None:
         """Returns the chunk for one delta, or None if the delta has nothing to show."""
 
+    @abstractmethod
     def usage_chunk(self, usage: Usage) -> ChunkBase:
         """Returns the chunk that carries the usage. It is the last one, if the client asked for it."""
 
+    @abstractmethod
     def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> BaseModel:
         """Returns the whole response, for a request that is not streamed. It reads `outputs` while it is written."""
 

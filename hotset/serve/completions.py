@@ -1,10 +1,9 @@
 """POST /v1/completions."""
 
-import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,18 +11,16 @@ from starlette.responses import Response
 from hotset.base.errors import RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import CompletionOutput, Delta
-from hotset.models.tokenizer import Tokenizer
-from hotset.serve.chunks import ChunkResponder
+from hotset.serve.chunks import ChunkResponder, ResponseFormatter
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.logprobs import CompletionLogprobWriter, prompt_logprobs
+from hotset.serve.logprobs import CompletionLogprobWriter
 from hotset.serve.protocol import MAX_PROMPTS, CompletionRequest
 from hotset.serve.responses import (
     Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
-    FormattedPromptLogprobs,
     Usage,
 )
 from hotset.serve.service import Service
@@ -32,25 +29,16 @@ DEFAULT_MAX_TOKENS = 16
 MAX_BATCH_TOKENS = 1 << 20  # of all prompts of a request, unless the model's context is longer
 
 
-@dataclass(frozen=True)
-class CompletionFormatter:
+@dataclass(frozen=True, kw_only=True)
+class CompletionFormatter(ResponseFormatter):
     """Formats output as text completions. Choices are numbered prompt by prompt, beginning with the first."""
 
-    id: str
-    model: str
-    fingerprint: str
-    tokenizer: Tokenizer | None
     prompts: Sequence[list[int]]
     params: SamplingParams
     show_token_ids: bool
     echoed: Sequence[str] | None  # the texts of the prompts, if they are shown before the answers
-    prompt_alternatives: int | None  # number of alternatives listed per token of a prompt; None: no prompt_logprobs
-    created: int = field(default_factory=lambda: int(time.time()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
     _started: set[int] = field(default_factory=set)  # choices whose prompts were already shown
-
-    def first_chunk(self, index: int) -> CompletionChunk | None:
-        return None
 
     def chunk(self, delta: Delta) -> CompletionChunk | None:
         shows_prompt = (self.echoed is not None or delta.prompt_logprobs) and delta.index not in self._started
@@ -63,19 +51,10 @@ class CompletionFormatter:
         return self._chunk([], usage)
 
     def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> Completion:
-        return Completion(**self._header(), choices=map(self._choice, outputs), usage=usage)
+        return Completion(**self.header, choices=map(self._choice, outputs), usage=usage)
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionChunk:
-        return CompletionChunk(**self._header(), choices=choices, usage=usage)
-
-    def _header(self) -> dict[str, Any]:
-        """Returns the fields that all responses and chunks have."""
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+        return CompletionChunk(**self.header, choices=choices, usage=usage)
 
     def _choice(self, piece: Delta | CompletionOutput) -> CompletionChoice:
         first = piece.index not in self._started
@@ -90,7 +69,7 @@ class CompletionFormatter:
             stop_reason=piece.stop_reason,
             prompt_token_ids=self.prompts[prompt] if first and self.show_token_ids else None,
             token_ids=list(piece.token_ids) if self.show_token_ids else None,
-            prompt_logprobs=self._prompt_logprobs(piece),
+            prompt_logprobs=self.prompt_logprobs(piece),
         )
 
     def _logprobs(self, piece: Delta | CompletionOutput, echoed: str | None) -> CompletionLogprobs | None:
@@ -106,11 +85,6 @@ class CompletionFormatter:
         assert piece.prompt_logprobs is not None, "echo with logprobs needs the log-probabilities of the prompt"
         of_prompt = writer.write_prompt(self.prompts[piece.index // self.params.n], piece.prompt_logprobs, echoed)
         return of_prompt.followed_by(writer.write(piece.token_ids, piece.logprobs or ()))
-
-    def _prompt_logprobs(self, piece: Delta | CompletionOutput) -> FormattedPromptLogprobs | None:
-        if piece.prompt_logprobs is None or self.prompt_alternatives is None:
-            return None
-        return prompt_logprobs(self.tokenizer, piece.prompt_logprobs, self.prompt_alternatives)
 
 
 async def completion(request: Request, service: Service, body: CompletionRequest) -> Response:

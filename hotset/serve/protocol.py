@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -59,6 +60,7 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # text parts, or tool calls, of one message
 MAX_SHOWN_CHARACTERS = 64  # of a value that an error repeats
+OPTION_NAMES = tuple(field.name for field in fields(RequestOptions))
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -285,9 +287,11 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(None, description="Ignored: chunks are never padded.")
 
 
-class OptionFields(RequestBody):
-    """The options of a request that clients set. They have the names that they have in `RequestOptions`."""
+class GenerationFields(RequestBody):
+    """The fields of all endpoints that generate. Options have the names that they have in `RequestOptions`."""
 
+    model: str | None = Field(None, description="Default: the served model.")
+    stream: bool | None = None
     tiers: TiersChoice | None = Field(
         None, description="Where this request's KV is stored. 'auto': on the device while there is room."
     )
@@ -299,7 +303,7 @@ class OptionFields(RequestBody):
     )
 
     def request_options(self, prefill_at: str | None) -> RequestOptions:
-        given = {name: getattr(self, name) for name in OptionFields.model_fields}
+        given = {name: getattr(self, name) for name in OPTION_NAMES if name in GenerationFields.model_fields}
         return RequestOptions(
             **{name: value for name, value in given.items() if value is not None}, prefill_at=prefill_at
         )
@@ -321,10 +325,9 @@ def with_sampling_parameters(*endpoints: str) -> Callable[[type[B]], type[B]]:
 
 
 @with_sampling_parameters("all", "completions")
-class SamplingFields(OptionFields):
+class SamplingFields(GenerationFields):
     """The fields that both completion endpoints share."""
 
-    model: str | None = Field(None, description="Default: the served model.")
     logit_bias: LogitBias | None = Field(None, description="Maps token ids to the value added to their logits.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=0, description="0 only with echo or prompt_logprobs: nothing is generated.")
@@ -346,7 +349,6 @@ class SamplingFields(OptionFields):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Give the answer a structure. The answer ends where its structure ends."
     )
-    stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Ignored without stream: true.")
 
     @property

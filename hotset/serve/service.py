@@ -32,7 +32,7 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.fair_queue import FairQueue
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
-from hotset.serve.protocol import OptionFields, SamplingFields
+from hotset.serve.protocol import GenerationFields, SamplingFields
 from hotset.serve.responses import Health, KvEventsPorts, TokenizerInfo, WorkerState
 from hotset.serve.retry_after import Turnover
 from hotset.serve.structured_output import structure_of
@@ -168,7 +168,7 @@ class Service:
                 "(hotset router) or to a decode worker"
             )
 
-    def request_options(self, body: OptionFields, headers: Mapping[str, str]) -> RequestOptions:
+    def request_options(self, body: GenerationFields, headers: Mapping[str, str]) -> RequestOptions:
         """Returns the options of a request. Raises the errors of `_prefill_at`."""
         return body.request_options(self._prefill_at(headers))
 
@@ -328,7 +328,7 @@ class Service:
             body, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias or None, structure=structure
         )
 
-    def sampling_params(self, body: OptionFields, **converted: Any) -> SamplingParams:
+    def sampling_params(self, body: GenerationFields, **converted: Any) -> SamplingParams:
         """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams.
 
         `converted` are parameters whose fields have other names or forms. All others are fields of `body`.

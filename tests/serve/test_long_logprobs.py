@@ -137,10 +137,11 @@ def test_a_large_answer_is_sent_in_pieces_that_a_thread_formats_and_choices_shar
     names: set[str] = set()
     for each in scored:
         each.threads = names
+    common: Any = {"id": "c", "model": "m", "fingerprint": "", "tokenizer": None, "prompt_alternatives": 1}
     formatter: Any = (
-        CompletionFormatter("c", "m", "", None, job.prompts, params, False, None, 1)
+        CompletionFormatter(**common, prompts=job.prompts, params=params, show_token_ids=False, echoed=None)
         if endpoint == "completions"
-        else ChatFormatter("c", "m", "", None, 1, None, 1, cast(Any, Reader))
+        else ChatFormatter(**common, alternatives=1, prompt_token_ids=None, new_reader=cast(Any, Reader))
     )
     service = Service(cast(EngineClient, SimpleNamespace()), ServeConfig())
 
