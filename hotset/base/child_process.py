@@ -30,12 +30,6 @@ class ChildProcess:
     ) -> "ChildProcess":
         """Starts the command. `secrets` are environment variables, because any user can read a process's arguments."""
         parent = os.getpid()
-
-        def die_with_parent() -> None:
-            resume_if_parent_dies()  # the command then terminates itself
-            if os.getppid() != parent:  # the parent died before prctl was called
-                os._exit(1)
-
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -46,7 +40,7 @@ class ChildProcess:
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **secrets, PARENT_VARIABLE: str(parent)},
             start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children in order
-            preexec_fn=die_with_parent,
+            preexec_fn=lambda: resume_if_parent_dies(parent),  # the command then terminates itself
         )
         return cls(name, process, print_line)
 

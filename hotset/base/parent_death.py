@@ -9,18 +9,22 @@ PR_SET_PDEATHSIG = 1  # Linux's prctl option that sets the signal a child receiv
 LIBC = ctypes.CDLL(None)  # loaded now, because a child must not load libraries between fork and exec
 
 
-def resume_if_parent_dies() -> None:
-    """Makes Linux send SIGCONT to this process when its parent dies.
+def resume_if_parent_dies(parent: int | None = None) -> None:
+    """Makes Linux send SIGCONT to this process when its parent dies. If `parent` is given and has died, exits.
 
     A process that is stopped then runs again and can notice the end of its parent. Others ignore the signal.
     """
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    _signal_if_parent_dies(signal.SIGCONT, parent)
 
 
 def kill_if_parent_dies(parent: int) -> None:
     """Makes Linux kill this process when `parent` dies, which must be its parent, or now if it has died."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    _signal_if_parent_dies(signal.SIGKILL, parent)
+
+
+def _signal_if_parent_dies(number: signal.Signals, parent: int | None) -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:  # it died before
         os._exit(1)
 
 

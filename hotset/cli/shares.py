@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from hotset.base.config import EngineConfig
+from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
 from hotset.base.units import GIB, show_bytes
 from hotset.cli.roles import RoleEngine
@@ -178,14 +180,17 @@ def _shared_pool(engine: RoleEngine, ranks_on_gpu: Mapping[int, int], free: Free
 
 
 def measure_free_memory() -> FreeMemory:
-    """Measures this machine's free memory in another process, because this one must not import torch."""
+    return FreeMemory(host_memory().free, _measure_gpus() if has_gpu_driver() else ())
+
+
+def _measure_gpus() -> tuple[DeviceMemory, ...]:
+    """Measures the GPUs in another process: this one runs as long as the engines, and must neither import torch nor
+    keep a context on any GPU."""
     command = [sys.executable, "-m", "hotset", "info", "--json"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise StartupError(f"free memory cannot be measured: {result.stderr.strip()[-200:]}; set --device-kv-gib")
-    machine = json.loads(result.stdout)
-    gpus = tuple(DeviceMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in machine["gpus"])
-    return FreeMemory(machine["free_ram_bytes"], gpus)
+    return tuple(DeviceMemory(gpu["memory_bytes"], gpu["free_bytes"]) for gpu in json.loads(result.stdout)["gpus"])
 
 
 def bytes_besides_kv(config: EngineConfig) -> int:

@@ -34,9 +34,9 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprobs | None], most: int
+    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprobs | None], alternatives: int
 ) -> Iterator[dict[str, PromptTokenLogprob] | None]:
-    """Yields one entry per token of a prompt: the token itself, then the `most` likeliest tokens."""
+    """Yields one entry per token of a prompt: the token itself, then the `alternatives` likeliest tokens."""
 
     @lru_cache(CACHED_NAMES)
     def name_of(token: int) -> str | None:
@@ -49,7 +49,7 @@ def prompt_logprobs(
             else {
                 str(token): PromptTokenLogprob(logprob=_finite(value), rank=value.rank, decoded_token=name_of(token))
                 for number, (token, value) in enumerate(entry.items())
-                if number == 0 or value.rank <= most
+                if number == 0 or value.rank <= alternatives
             }
         )
 

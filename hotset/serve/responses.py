@@ -82,7 +82,7 @@ def omitted_if_none() -> Any:
     return Field(None, exclude_if=lambda value: value is None)
 
 
-class Choice(BaseModel):
+class ResponseChoice(BaseModel):
     """The fields of a choice in both endpoints, streamed or not."""
 
     index: int
@@ -110,7 +110,7 @@ class AssistantMessage(BaseModel):
     tool_calls: list[MessageToolCall] | None = omitted_if_none()
 
 
-class ChatChoice(Choice):
+class ChatChoice(ResponseChoice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
@@ -136,12 +136,12 @@ class DeltaMessage(BaseModel):
     tool_calls: list[ToolCallDelta] | None = omitted_if_none()
 
 
-class ChatChunkChoice(Choice):
+class ChatChunkChoice(ResponseChoice):
     delta: DeltaMessage
     logprobs: ChatLogprobs | None
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(ResponseChoice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: FormattedPromptLogprobs | None = omitted_if_none()

@@ -102,7 +102,7 @@ class RoutedWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenWorker:
     """A worker for one attempt, and an estimate of the tokens of the prompt that it has in its prefix cache."""
 
     worker: RoutedWorker
@@ -188,7 +188,7 @@ class Fleet:
         logger.info("%s was removed", url)
         return True
 
-    def choose(self, role: Role, avoid: Collection[str], prompt: PromptPrefixes = NO_PROMPT) -> Choice:
+    def choose(self, role: Role, avoid: Collection[str], prompt: PromptPrefixes = NO_PROMPT) -> ChosenWorker:
         """Returns the live worker of `role` at which a prompt costs least.
 
         A session that goes on stays at the worker that has most of it, unless that worker is overloaded. A new session
@@ -223,7 +223,7 @@ class Fleet:
 
         index = min(range(len(alive)), key=rank)
         alive[index].last_chosen = next(self._choice_numbers)
-        return Choice(alive[index], cached_tokens[index])
+        return ChosenWorker(alive[index], cached_tokens[index])
 
     async def report_failure(self, worker: RoutedWorker) -> None:
         """Counts a failed request like a failed health check, and checks the worker's health at once."""

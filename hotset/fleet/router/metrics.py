@@ -7,7 +7,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotset.fleet.router.fleet import ROLES, Choice, Fleet
+from hotset.fleet.router.fleet import ROLES, ChosenWorker, Fleet
 from hotset.serve.access_log import SECONDS_BUCKETS
 
 OUTCOMES = ("completed", "rejected", "failed", "no_workers", "interrupted", "disconnected")
@@ -78,7 +78,7 @@ class RouterMetrics:
             self.cached_tokens.labels(role)
         registry.register(_WorkerCollector(fleet))
 
-    def count_choice(self, choice: Choice, tokens: int) -> None:
+    def count_choice(self, choice: ChosenWorker, tokens: int) -> None:
         """Counts the choice of a worker for a prompt of `tokens` tokens."""
         role = choice.worker.role
         self.choices.labels(role, "prefix" if choice.cached_tokens else "load").inc()

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from hotset.base.errors import DeadlineExceeded, EngineStopped, HotsetError, NoWorkers, WorkerLost
 from hotset.fleet.router.config import RouterConfig
-from hotset.fleet.router.fleet import NO_PROMPT, Choice, Fleet
+from hotset.fleet.router.fleet import NO_PROMPT, ChosenWorker, Fleet
 from hotset.fleet.router.metrics import RouterMetrics
 from hotset.fleet.router.prefixes import PromptPrefixes
 from hotset.fleet.router.upstream import (
@@ -136,7 +136,7 @@ class Relay:
         return _full_response(last_response, () if b"retry-after" in names else ((b"retry-after", b"1"),))
 
     async def _try(
-        self, request: UpstreamRequest, prompt: PromptPrefixes, decode: Choice, prefill: Choice | None
+        self, request: UpstreamRequest, prompt: PromptPrefixes, decode: ChosenWorker, prefill: ChosenWorker | None
     ) -> Response | FailedAttempt:
         """Makes one attempt. It counts as load of `decode` until the last byte, and of `prefill` until the first.
 
@@ -190,7 +190,9 @@ class Relay:
             on_end=on_end,
         )
 
-    def _headers(self, prompt: PromptPrefixes, decode: Choice, prefill: Choice | None) -> list[tuple[str, str]]:
+    def _headers(
+        self, prompt: PromptPrefixes, decode: ChosenWorker, prefill: ChosenWorker | None
+    ) -> list[tuple[str, str]]:
         """Returns the router's own headers for a decode worker: the address of `prefill`, which the handoff secret
         signs, and a request for the hashes of pages if they can be looked up in KV events."""
         headers = [] if prefill is None else prefill_headers(prefill.worker.control, self._config.handoff_secret)

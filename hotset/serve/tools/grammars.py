@@ -55,12 +55,12 @@ class GrammarWriter:
         before = re.escape(closer[: special.start()]).replace("/", r"\/")
         return f"{self.terminal(f'/(?s:.*){before}/')} {self.literal(closer[special.start() :])}"
 
-    def limited(self, least: int, most: int | None, pattern: str, closer: str) -> str:
+    def limited(self, shortest: int, longest: int | None, pattern: str, closer: str) -> str:
         """Returns the expression for a text of limited length that a regular expression matches, followed by `closer`.
         The text contains no <, unless a special token ends it: a lexer that counts characters cannot also search."""
         special = self._specials.search(closer)
         ends_with_token = special is not None and special.start() == 0
-        length = f"{{{least},{'' if most is None else most}}}"
+        length = f"{{{shortest},{'' if longest is None else longest}}}"
         conditions = [f"(?s:.){length}" if ends_with_token else f"[^<]{length}", *([pattern] if pattern else [])]
         escaped = [each.replace("/", r"\/").replace("\n", r"\n") for each in conditions]
         text = self.terminal(" & ".join(f"/{each}/" for each in escaped))
@@ -215,12 +215,12 @@ class MarkupGrammar:
         if not schema.keys() & TEXT_LIMITS:
             free = _joined(writer.until(self.value_closer), writer.literal(self.newline))
             return ValueForm(free, is_text=True, is_free_text=True)
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
         pattern = schema.get("pattern", "")
-        if not isinstance(pattern, str) or type(least) is not int or type(most) not in (int, NoneType):
+        if not isinstance(pattern, str) or type(shortest) is not int or type(longest) not in (int, NoneType):
             raise invalid_tool(f"in the tool {tool.name}, a pattern must be a text, and lengths must be whole numbers")
         closer = self.value_newline + self.value_closer
-        limited = writer.limited(least, most, whole_pattern(pattern) if pattern else "", closer)
+        limited = writer.limited(shortest, longest, whole_pattern(pattern) if pattern else "", closer)
         return ValueForm(_joined(limited, writer.literal(self.newline)), is_text=True, is_limited=True)
 
 
