@@ -3,6 +3,7 @@
 With a headless Chromium, the page is used against servers under load (`make test-all`).
 """
 
+import asyncio
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,6 +29,8 @@ from processes import children_of, command_line
 from pseudo_terminal import run_on_terminal
 from running_server import API_KEY, RunningServer, error_of, serving
 
+from hotset.base.serve_config import ServeConfig
+from hotset.serve.app import create_app
 from hotset.serve.page import page_response
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo-dsa")
@@ -117,21 +121,17 @@ def test_the_page_is_public_and_its_data_needs_the_key_and_shows_a_request(serve
         server.wait_for_log(r"GET /live")  # a stream is logged when it ends: the server has noticed it
 
 
-def test_an_open_page_does_not_delay_the_end_of_a_server_and_no_page_means_no_data(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    flags = ["--load-format", "dummy", "--device", "cpu", "--drain-seconds", "300"]
-    with serving(tmp_path, tiny_model, *flags) as server, plain_http.Client(timeout=WAIT_SECONDS) as http:
-        with http.stream("GET", f"{server.url}/live") as stream:
-            messages = lines_of(stream)
-            next(messages)
-            server.process.terminate()
-            assert all("hello" not in message for message in messages)
-        assert server.process.wait(WAIT_SECONDS) == 0
-    with serving(tmp_path, tiny_model, *flags, "--no-page") as server:
-        answer = plain_http.get(f"{server.url}/", timeout=WAIT_SECONDS, follow_redirects=False)
-        assert (answer.status_code, answer.headers["location"]) == (307, "/docs")
-        error_of(plain_http.get(f"{server.url}/live", timeout=WAIT_SECONDS), 404)
+def test_no_page_means_no_data() -> None:
+    client: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
+    transport = httpx.ASGITransport(app=create_app(client, ServeConfig(page=False)))
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            root = await http.get("/")
+            assert (root.status_code, root.headers["location"]) == (307, "/docs")
+            error_of(await http.get("/live"), 404)
+
+    asyncio.run(scenario())
 
 
 def test_top_shows_requests_in_a_terminal_until_it_is_interrupted(server: RunningServer, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
 
 import hotset
+from hotset.base.sampling import PARAMETERS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -85,18 +86,10 @@ VOCABULARY = 257
 MAX_REPR = 1 << 19  # characters of a body in Python; JSON has at most 12 bytes for each, below the limit of 8 MiB
 # Generated values are clamped to these ranges: the document does not declare all limits, and answers must be short.
 SAMPLING_RANGES = {
-    "temperature": (0.0, 10.0),
-    "top_p": (0.01, 1.0),
-    "top_k": (0, 1 << 20),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "seed": (-(1 << 63), (1 << 63) - 1),
-    "max_completion_tokens": (1, 2),
-    "min_tokens": (0, 2),
-    "n": (1, 2),
-}
+    name: (parameter.low, parameter.high)
+    for name, parameter in PARAMETERS.items()
+    if parameter.fields is not None and parameter.high is not None
+} | {"top_p": (0.01, 1.0), "top_k": (0, 1 << 20), "max_completion_tokens": (1, 2), "min_tokens": (0, 2), "n": (1, 2)}
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,12 @@ def test_sigterm_drains_running_requests_and_exits_with_0(tiny_model: str, tmp_p
         plain_http.Client(base_url=server.url, timeout=60) as http,
         http.stream("POST", TEXT, json=body_of(8000)) as endless,
         http.stream("POST", TEXT, json=body_of(10)) as short,
+        http.stream("GET", "/live") as page,
     ):
+        watched = page.iter_lines()
+        assert "hello" in json.loads(next(watched))
         server.process.send_signal(signal.SIGTERM)
+        assert not any("hello" in json.loads(line) for line in watched), "an open page must not delay the end"
         finished = events_of(short)
         assert finished[-1] == "[DONE]" and finished[-2]["choices"][0]["finish_reason"] == "length"
         wait_until_refused(server.url)
