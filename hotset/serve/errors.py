@@ -28,7 +28,7 @@ from hotset.base.errors import (
     WrongApiKey,
     WrongRole,
 )
-from hotset.serve.protocol import UNION_TAG
+from hotset.serve.bodies import UNION_TAG
 from hotset.serve.responses import ErrorDetail, ErrorResponse
 
 logger = logging.getLogger("hotset.serve")

@@ -12,8 +12,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
     GetJsonSchemaHandler,
     Tag,
@@ -40,6 +38,15 @@ from hotset.base.sampling import (
     MAX_STOP_TOKEN_IDS,
     PARAMETERS,
 )
+from hotset.serve.bodies import (
+    MAX_SHOWN_CHARACTERS,
+    LenientModel,
+    StrictModel,
+    Text,
+    one_of,
+    shown,
+    text_or_list,
+)
 from hotset.serve.fields import (
     IGNORED,
     UNSUPPORTED,
@@ -54,20 +61,11 @@ B = TypeVar("B", bound="RequestBody")
 
 REQUEST_ID_HEADER = "x-request-id"
 IGNORED_TOOLS_HEADER = "x-hotset-ignored-tools"  # of a response
-# Union tags appear in the location of a validation error; this prefix distinguishes them from field names.
-UNION_TAG = "|"
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # text parts, or tool calls, of one message
-MAX_SHOWN_CHARACTERS = 64  # of a value that an error repeats
 OPTION_NAMES = tuple(field.name for field in fields(RequestOptions))
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-
-
-def _text_or_list(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "|text"
-    return "|list" if isinstance(value, list) else None
 
 
 def _prompt_form(value: Any) -> str | None:
@@ -80,20 +78,6 @@ def _prompt_form(value: Any) -> str | None:
     return "|id_lists" if isinstance(first, list) else "|ids"
 
 
-def one_of(choose: Any, forms: str) -> Discriminator:
-    return Discriminator(choose, custom_error_type="form", custom_error_message=f"must be {forms}")
-
-
-def _well_formed(text: str) -> str:
-    """Rejects lone surrogates: JSON can express them, but they are not characters and no tokenizer accepts them."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("unicode", "must not contain lone surrogates") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_well_formed)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag("|text")]
@@ -105,19 +89,13 @@ Prompt = Annotated[
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     Annotated[StopText, Tag("|text")] | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Tag("|list")],
-    one_of(_text_or_list, "a string or a list of strings"),
+    one_of(text_or_list, "a string or a list of strings"),
 ]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS), BeforeValidator(check_cache_salt)]
 LogitBias = Annotated[
     dict[TokenIdText, float], Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False})
 ]
-
-
-class StrictModel(BaseModel):
-    """The base of what clients send. It converts no type except int to float, and rejects unknown keys, inf and NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _other_fields(model: type[BaseModel]) -> dict[str, Any]:
@@ -154,19 +132,11 @@ class RequestBody(StrictModel):
         return schema
 
 
-class LenientModel(StrictModel):
-    """The base of messages and their parts. Unknown keys are ignored: clients send back everything that they received,
-    from us or from other servers."""
-
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
-
-
 def _readable(part_type: Any) -> Any:
     """Rejects the content parts that a text model cannot read, by the name of their type."""
     if isinstance(part_type, str) and part_type not in TEXT_PARTS:
         message = "is '{given}', but the model reads text only; send parts of type 'text'"
-        given = part_type[:MAX_SHOWN_CHARACTERS].encode(errors="backslashreplace").decode()  # no lone surrogates
-        raise PydanticCustomError("part_type", message, {"given": given})
+        raise PydanticCustomError("part_type", message, {"given": shown(part_type)})
     return part_type
 
 
@@ -198,7 +168,7 @@ Part = Annotated[
 ]
 Content = Annotated[
     Annotated[Text, Tag("|text")] | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("|list")],
-    one_of(_text_or_list, "a string or a list of text parts"),
+    one_of(text_or_list, "a string or a list of text parts"),
 ]
 
 

@@ -256,7 +256,8 @@ class Service:
     async def encode(self, text: str, max_tokens: int | None = None, *, add_special: bool = True) -> list[int]:
         """Returns the token ids of a prompt. Raises ContextLengthExceeded for a long text with more than `max_tokens`
         tokens; the default is the model's context length."""
-        return await self._encode(text, add_special=add_special, max_tokens=max_tokens)
+        limit = max_tokens or self.client.model.max_model_len
+        return await self.in_text_thread(lambda: self.tokenizer.encode(text, add_special=add_special, max_tokens=limit))
 
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo(model_max_length=self.client.model.max_model_len, **self.tokenizer.description)
@@ -268,13 +269,7 @@ class Service:
             message = f"tokens has {len(token_ids)} ids, and the limit is {self.max_text_tokens}; send fewer"
             raise RequestError(message, param="tokens", code="invalid_value")
         check_token_ids("tokens", token_ids, self.client.model.vocab)
-        return await self._run(self.text_threads, lambda: self.tokenizer.decode(token_ids, skip_special=False))
-
-    async def _encode(self, text: str, *, add_special: bool, max_tokens: int | None) -> list[int]:
-        limit = max_tokens or self.client.model.max_model_len
-        return await self._run(
-            self.text_threads, lambda: self.tokenizer.encode(text, add_special=add_special, max_tokens=limit)
-        )
+        return await self.in_text_thread(lambda: self.tokenizer.decode(token_ids, skip_special=False))
 
     def max_untruncated(self, body: SamplingFields) -> int:
         """Returns how many tokens a prompt may have before it is truncated. Without truncation, the context length."""
@@ -309,11 +304,7 @@ class Service:
 
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Does work that takes too long for the event loop."""
-        return await self._run(self.text_threads, work)
-
-    @staticmethod
-    async def _run(threads: Executor, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
 
     def completion_params(
         self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None

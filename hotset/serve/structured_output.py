@@ -3,16 +3,17 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from hotset.base.errors import RequestError
 from hotset.base.structure import MAX_STRUCTURE_CHARACTERS, MAX_STRUCTURE_CHOICES, Structure
+from hotset.serve.bodies import StrictModel
 
 SourceText = Annotated[str, Field(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+class _Strict(StrictModel):
+    model_config = ConfigDict(populate_by_name=True)
 
     @model_validator(mode="before")
     @classmethod

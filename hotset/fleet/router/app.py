@@ -17,10 +17,10 @@ from hotset.fleet.router.fleet import ROLES, Fleet, RoutedWorker
 from hotset.fleet.router.live import LiveFleet
 from hotset.fleet.router.metrics import RouterMetrics
 from hotset.fleet.router.relay import Relay
+from hotset.serve.bodies import StrictModel
 from hotset.serve.errors import error_response, http_error_response
 from hotset.serve.middleware import DOCS_PATHS, middleware_of
 from hotset.serve.page import page_response
-from hotset.serve.protocol import StrictModel
 
 
 class WorkerAddress(StrictModel):

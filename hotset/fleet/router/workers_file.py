@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hotset.base.errors import ConfigError
 from hotset.fleet.router.config import worker_url
 from hotset.fleet.router.fleet import MAX_WORKERS, Fleet, Role
-from hotset.serve.protocol import StrictModel
+from hotset.serve.bodies import StrictModel
 
 logger = logging.getLogger("hotset.router")
 

@@ -12,16 +12,9 @@ from hotset.base.sampling import MAX_STOP_STRINGS
 from hotset.base.structure import Structure
 from hotset.models.chat_prompt import ChatOptions
 from hotset.serve.agent_request import AgentFields, JsonObject, ToolName
+from hotset.serve.bodies import MAX_SHOWN_CHARACTERS, LenientModel, Text, one_of, text_or_list
 from hotset.serve.conversation import Conversation, thinking_kwargs
-from hotset.serve.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_SHOWN_CHARACTERS,
-    LenientModel,
-    StopText,
-    Text,
-    one_of,
-)
+from hotset.serve.protocol import MAX_MESSAGES, MAX_PARTS, StopText
 from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolChoice, ToolSpec, ToolUse
 
 # Claude Code puts this line, which differs in every request, before its system prompt. With it, no two prompts would
@@ -53,14 +46,10 @@ class ToolUseInput(LenientModel):
     input: JsonObject
 
 
-def _text_or_blocks(value: Any) -> str | None:
-    return "|text" if isinstance(value, str) else "|blocks" if isinstance(value, list) else None
-
-
 Blocks = Field(max_length=MAX_PARTS, fail_fast=True)
 TextBlocks = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[TextInput], Blocks, Tag("|blocks")],
-    one_of(_text_or_blocks, "a text or a list of text blocks"),
+    Annotated[Text, Tag("|text")] | Annotated[list[TextInput], Blocks, Tag("|list")],
+    one_of(text_or_list, "a text or a list of text blocks"),
 ]
 
 
@@ -87,8 +76,8 @@ Block = Annotated[
     one_of(_block_form, f"a block of one of these types: {', '.join(BLOCK_FORMS)}; the model reads text only"),
 ]
 MessageContent = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[Block], Blocks, Tag("|blocks")],
-    one_of(_text_or_blocks, "a text or a list of blocks"),
+    Annotated[Text, Tag("|text")] | Annotated[list[Block], Blocks, Tag("|list")],
+    one_of(text_or_list, "a text or a list of blocks"),
 ]
 
 

@@ -8,16 +8,8 @@ from pydantic_core import PydanticCustomError
 
 from hotset.base.structure import Structure
 from hotset.serve.agent_request import AgentFields, JsonObject
-from hotset.serve.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_SHOWN_CHARACTERS,
-    Content,
-    LenientModel,
-    StrictModel,
-    Text,
-    one_of,
-)
+from hotset.serve.bodies import MAX_SHOWN_CHARACTERS, LenientModel, StrictModel, Text, one_of, text_or_list
+from hotset.serve.protocol import MAX_MESSAGES, MAX_PARTS, Content
 from hotset.serve.responses_api.tools import ResponseTools, ToolChoiceField, flat_name
 
 # What a client may ask to be included. Answers of this server have none of it.
@@ -91,10 +83,6 @@ def _item_form(item: Any) -> str | None:
     return ITEM_FORMS.get(kind) if isinstance(kind, str) else None
 
 
-def _input_form(value: Any) -> str | None:
-    return "|text" if isinstance(value, str) else "|items" if isinstance(value, list) else None
-
-
 InputItem = Annotated[
     Annotated[MessageInput, Tag("|message")]
     | Annotated[ReasoningInput, Tag("|reasoning")]
@@ -105,8 +93,8 @@ InputItem = Annotated[
 ]
 Input = Annotated[
     Annotated[Text, Tag("|text")]
-    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("|items")],
-    one_of(_input_form, "a text or a list of items"),
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("|list")],
+    one_of(text_or_list, "a text or a list of items"),
 ]
 
 

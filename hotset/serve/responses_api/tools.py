@@ -13,7 +13,7 @@ from pydantic import Field, Tag
 
 from hotset.base.errors import RequestError
 from hotset.serve.agent_request import JsonObject, ToolName
-from hotset.serve.protocol import LenientModel, Text, one_of
+from hotset.serve.bodies import LenientModel, Text, one_of
 from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolSpec, ToolUse
 
 # Tools that OpenAI's own servers run, or that only its own models call. Clients like Codex declare them in every

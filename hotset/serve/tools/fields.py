@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from hotset.serve.bodies import LenientModel, one_of, shown
 from hotset.serve.tools.calls import MAX_TOOLS, TOOL_NAME, NamedTool, ToolChoice, ToolSpec, ToolUse
-
-MAX_SHOWN_CHARACTERS = 64  # of a value that an error repeats
-
 
 # What the API's document says about the schema of arguments.
 PARAMETERS: JsonDict = {
@@ -22,26 +20,17 @@ PARAMETERS: JsonDict = {
 }
 
 
-class ToolModel(BaseModel):
-    """The base of tools and choices. Keys that no model reads are ignored."""
-
-    model_config = ConfigDict(
-        extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": True}
-    )
-
-
 def _is_function(kind: Any) -> Any:
     if isinstance(kind, str) and kind != "function":
         message = "is '{given}', but only tools of type 'function' are supported"
-        given = kind[:MAX_SHOWN_CHARACTERS].encode(errors="backslashreplace").decode()  # without lone surrogates
-        raise PydanticCustomError("tool_type", message, {"given": given})
+        raise PydanticCustomError("tool_type", message, {"given": shown(kind)})
     return kind
 
 
 ToolType = Annotated[Literal["function"], BeforeValidator(_is_function)]
 
 
-class Function(ToolModel):
+class Function(LenientModel):
     name: str = Field(json_schema_extra={"pattern": f"^{TOOL_NAME.pattern}$"})
     description: str | None = None
     parameters: Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS)] | None = Field(
@@ -52,7 +41,7 @@ class Function(ToolModel):
     )
 
 
-class FunctionTool(ToolModel):
+class FunctionTool(LenientModel):
     """A function that the model may call."""
 
     type: ToolType
@@ -64,11 +53,11 @@ class FunctionTool(ToolModel):
         return ToolSpec(function.name, function.description, function.parameters, bool(function.strict))
 
 
-class FunctionName(ToolModel):
+class FunctionName(LenientModel):
     name: str
 
 
-class FunctionChoice(ToolModel):
+class FunctionChoice(LenientModel):
     """The answer must be a call of this function."""
 
     type: ToolType
@@ -84,11 +73,7 @@ def _choice_form(value: Any) -> str | None:
 Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoiceField = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("|mode")] | Annotated[FunctionChoice, Tag("|function")],
-    Discriminator(
-        _choice_form,
-        custom_error_type="form",
-        custom_error_message="must be 'none', 'auto', 'required', or an object that names a function",
-    ),
+    one_of(_choice_form, "'none', 'auto', 'required', or an object that names a function"),
 ]
 
 
