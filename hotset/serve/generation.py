@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hotset.base.errors import EngineStopped, RequestError
-from hotset.base.request_options import RequestOptions
+from hotset.base.request_options import DEFAULT_OPTIONS, RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import ModelCard
@@ -40,8 +40,8 @@ class GenerationJob:
     request_id: str
     prompts: Sequence[list[int]]
     params: SamplingParams
-    options: RequestOptions
     stream: bool
+    options: RequestOptions = DEFAULT_OPTIONS
     # The fields of the request that ask for log-probabilities, for error messages
     logprobs_field: str = "logprobs"
     prompt_logprobs_field: str = "prompt_logprobs"
