@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
 from hotset.base.paged_span import PagedSpan
-from hotset.base.sampling import MAX_CACHE_SALT_CHARACTERS, PromptSpec, SamplingParams
+from hotset.base.request_options import MAX_CACHE_SALT_CHARACTERS
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.structure import Structure
 from hotset.fleet.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.fleet.handoff.layout import whole_rows
