@@ -3,7 +3,7 @@ requests."""
 
 import hashlib
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class RandomTensors:
     def title(self, name: str) -> str:
         return name
 
-    def finish(self, used: Set[str]) -> None:
+    def finish(self) -> None:
         pass
 
 

@@ -11,7 +11,7 @@ from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel
 from hotset.models.attention.kinds import KINDS
-from hotset.models.checkpoint.source import SkippedWeights, WeightSource
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder_layer import build_layer
 from hotset.models.layer_step import Layer, Residual, StepInputs
@@ -57,27 +57,18 @@ class Decoder:
         self.on_residual: Callable[[int, Tensor], None] | None = None
         self._storage, self._split, self._collectives = storage, split, collectives
         loader = ShardLoader(weights, split, collectives)
-        skipping = ShardLoader(SkippedWeights(weights), split, collectives)
         stage = split.layer_range(spec.layers)
         self.first, self.last = stage.start == 0, stage.stop == spec.layers
-        self._layers: list[Layer] = []
-        for layer in range(spec.layers):
-            built = build_layer(loader if layer in stage else skipping, layer, layer - stage.start, spec)
-            if layer in stage:
-                self._layers.append(built)
+        self._layers: list[Layer] = [build_layer(loader, layer, layer - stage.start, spec) for layer in stage]
         drafts = self.last and spec.mtp is not None
-        embeds = self.first or drafts
-        embedding = Embedding(loader if embeds else skipping, spec)
-        tied = embedding.weight if embeds and spec.tied_embeddings else None
-        head = LmHead(loader if self.last else skipping, spec, tied)
-        self._embedding, self._head = embedding if embeds else None, head if self.last else None
+        self._embedding = Embedding(loader, spec) if self.first or drafts else None
+        tied = self._embedding.weight if self._embedding is not None and spec.tied_embeddings else None
+        self._head = LmHead(loader, spec, tied) if self.last else None
         self._mtp: MtpLayer | None = None
-        if spec.mtp is not None:
-            mtp_loader = loader if drafts else skipping
-            if split.dp_size > 1:  # replicas draft for different numbers of requests, so each has all experts
-                mtp_loader = ShardLoader(mtp_loader.weights, WHOLE_MODEL, SINGLE_RANK)
-            mtp = MtpLayer(mtp_loader, len(stage), spec, spec.mtp)
-            self._mtp = mtp if drafts else None
+        if self.last and spec.mtp is not None:
+            # Replicas draft for different numbers of requests, so each has all experts of this layer.
+            mtp_loader = loader if split.dp_size == 1 else ShardLoader(weights, WHOLE_MODEL, SINGLE_RANK)
+            self._mtp = MtpLayer(mtp_loader, len(stage), spec, spec.mtp)
         like = self._layers[0].like
         self.dtype, self.device = like.dtype, like.device
         self._rope = Rope(spec.rope, like.dtype, like.device)

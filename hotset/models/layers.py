@@ -17,7 +17,7 @@ from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
 from hotset.kernels.weights import Weight, output_range
 from hotset.models.beside import beside
-from hotset.models.checkpoint.source import SkippedWeights, WeightSource
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.feed_forward import MlpTensors, MoeSpec, MoeTensors
 from hotset.models.formats.weight_format import PLAIN
@@ -215,12 +215,10 @@ def _load_experts(loader: ShardLoader, spec: MoeSpec, expert: MlpTensors, like: 
     names = [tensor.of_expert(number).name for number in range(spec.experts) for tensor in expert]
     gate_up = empty_weight(loader.weights, names, (len(local), 2 * width, hidden), [width], like)
     down = empty_weight(loader.weights, names, (len(local), hidden, width), [], like)
-    skipping = replace(loader, weights=SkippedWeights(loader.weights))
-    for number in range(spec.experts):
-        loads, index = (loader, number - local.start) if number in local else (skipping, 0)
-        loads.load_matrix(expert.gate.of_expert(number), output_range(gate_up[index], 0, width))
-        loads.load_matrix(expert.up.of_expert(number), output_range(gate_up[index], width, 2 * width))
-        loads.load_matrix(expert.down.of_expert(number), down[index])
+    for index, number in enumerate(local):
+        loader.load_matrix(expert.gate.of_expert(number), output_range(gate_up[index], 0, width))
+        loader.load_matrix(expert.up.of_expert(number), output_range(gate_up[index], width, 2 * width))
+        loader.load_matrix(expert.down.of_expert(number), down[index])
     return gate_up, down
 
 

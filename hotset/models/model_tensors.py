@@ -3,7 +3,6 @@
 `weight_plan.py` computes the bytes from the decoder itself and from the files. A test compares the two.
 """
 
-import re
 from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from hotset.models.feed_forward import ROUTED, MlpTensors, MoeTensors, mlp_tensors
 from hotset.models.spec import ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
-from hotset.models.tensors import WeightTensor, shard_slice, vector
+from hotset.models.tensors import WeightTensor, layer_of, shard_slice, vector
 
 
 class EndTensors(NamedTuple):
@@ -93,12 +92,12 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
     These are rotary frequencies, which are computed; the LM head of tied embeddings; what the kind of attention leaves
     out; and the copies of embedding and LM head that belong to an MTP layer.
     """
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = layer_of(name)
     copies = tuple(f"model.layers.{spec.layers}.{copy}.weight" for copy in ("embed_tokens", "shared_head.head"))
     return (
         name.endswith("rotary_emb.inv_freq")
         or (spec.tied_embeddings and name == "lm_head.weight")
-        or (layer is not None and spec.attention.is_unused(name, int(layer[1])))
+        or (layer is not None and spec.attention.is_unused(name, layer))
         or (spec.mtp is not None and name.startswith(copies))
     )
 

@@ -1,5 +1,6 @@
 """Descriptions of tensors, from which loading, sizes and matrix products follow. This module does not import torch."""
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -44,6 +45,12 @@ class WeightTensor:
 
     def of_expert(self, expert: int) -> "WeightTensor":
         return replace(self, name=self.name.replace("*", str(expert)), copies=1)
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the layer to which the tensor `name` of a checkpoint belongs."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if layer is None else int(layer[1])
 
 
 def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:

@@ -1,7 +1,6 @@
 """Random weights for a configuration without a checkpoint."""
 
 import hashlib
-from collections.abc import Set
 
 import torch
 
@@ -41,7 +40,7 @@ class DummySource:
     def title(self, name: str) -> str:
         return f"made-up tensor {name}"
 
-    def finish(self, used: Set[str]) -> None:
+    def finish(self) -> None:
         """Does nothing: there is no file whose tensors must all be used."""
 
 

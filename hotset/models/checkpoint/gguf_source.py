@@ -7,7 +7,6 @@ possible because each row is quantised separately.
 """
 
 import re
-from collections.abc import Set
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
 from hotset.models.checkpoint.stored_tensors import check_shape
 from hotset.models.checkpoint.unused_tensors import check_unused_tensors
 from hotset.models.formats.weight_format import PLAIN, WeightFormat
+from hotset.models.model_tensors import tensor_names
 from hotset.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ class GgufSource:
     def title(self, name: str) -> str:
         return f"{self._file.path}: tensor {gguf_name(name)}"
 
-    def finish(self, used: Set[str]) -> None:
-        unused = self._file.tensors.keys() - {gguf_name(name) for name in used} - {ROPE_FACTORS}
+    def finish(self) -> None:
+        used = {gguf_name(name) for name in tensor_names(self._spec)}
+        unused = self._file.tensors.keys() - used - {ROPE_FACTORS}
         check_unused_tensors(str(self._file.path), unused, self._spec)
 
     def _tensor(self, name: str) -> GgufTensor:

@@ -1,6 +1,5 @@
 """Reads the files of Hugging Face checkpoints: one `model.safetensors`, or shards with or without an index."""
 
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from hotset.models.checkpoint.stored_tensors import check_shape
 from hotset.models.checkpoint.unused_tensors import check_unused_tensors
 from hotset.models.formats import readable_formats
 from hotset.models.formats.weight_format import PLAIN, WeightFormat
+from hotset.models.model_tensors import tensor_names
 from hotset.models.spec import ModelSpec
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -84,7 +84,9 @@ class SafetensorsSource:
     def title(self, name: str) -> str:
         return f"{self._file_of[name]}: tensor {name}"
 
-    def finish(self, used: Set[str]) -> None:
+    def finish(self) -> None:
+        names = tensor_names(self._spec)
+        used = {stored for name in names for stored in self.format_of(name).stored_names(name)}
         self._handles.clear()
         check_unused_tensors(str(self._directory), self._file_of.keys() - used, self._spec)
 

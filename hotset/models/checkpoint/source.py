@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hotset.kernels.weights import Weight
 from hotset.models.checkpoint.stored_tensors import Progress, TensorSource, copy_finite, sliced
-from hotset.models.formats import readable_formats
 from hotset.models.formats.weight_format import PLAIN, PLAIN_WEIGHTS, WeightFormat, WeightFormats
 from hotset.models.split import TensorSlice
 
@@ -31,9 +30,8 @@ class WeightSource:
         self.tensor_source, self.formats = tensor_source, formats
         self.dtype, self.device = dtype, torch.device(device)
         self._progress = progress
-        self._kept, self._readable = formats.kept_formats, readable_formats(formats)
+        self._kept = formats.kept_formats
         self._counted: set[str] = set()  # the tensors whose bytes `read_bytes` contains
-        self._used: set[str] = set()  # the stored tensors that were read, and those that other workers read
         self.read_bytes = 0
 
     def load(
@@ -75,13 +73,9 @@ class WeightSource:
         format = self.tensor_source.format_of(name) if self._kept else PLAIN
         return format if format in self._kept else PLAIN
 
-    def skip(self, name: str) -> None:
-        """Records that the tensor belongs to the model and that another worker loads it."""
-        self._used |= {name, *(stored for format in self._readable for stored in format.stored_names(name))}
-
     def finish(self) -> None:
         """Ends loading. Raises `CheckpointError` if the files hold tensors that do not belong to the model."""
-        self.tensor_source.finish(self._used)
+        self.tensor_source.finish()
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Weight | None:
         """Returns the whole stored tensor, before memory is taken for it; None if its place is not to be filled."""
@@ -107,7 +101,6 @@ class WeightSource:
 
     def _copy(self, target: Weight, name: str, stored: Weight, tensor_slice: TensorSlice | None) -> None:
         format, title = self.tensor_source.format_of(name), self.tensor_source.title(name)
-        self._used.update(format.stored_names(name))
         if isinstance(stored, Tensor):
             assert isinstance(target, Tensor), f"{name} is plain, but its place is not"
             copy_finite(title, target, sliced(stored, tensor_slice))
@@ -116,26 +109,6 @@ class WeightSource:
         else:
             format.check_input_slice(title, stored.shape[1], tensor_slice)
             format.codec().copy(title, target, stored, tensor_slice)
-
-
-class SkippedWeights(WeightSource):
-    """A source for the parts of a model that other workers hold. It returns tensors without memory, or `out` unchanged.
-
-    Every requested tensor is marked as skipped, so only the code that loads weights lists their names.
-    """
-
-    def __init__(self, weights: WeightSource) -> None:
-        super().__init__(weights.tensor_source, weights.dtype, META, weights.formats)
-        self._weights = weights
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> None:
-        self._weights.skip(name)
-
-    def _fill(self, *_: object) -> None:
-        """Does nothing."""
-
-    def skip(self, name: str) -> None:
-        self._weights.skip(name)
 
 
 class PlannedWeights(WeightSource):

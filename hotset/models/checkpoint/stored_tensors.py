@@ -1,7 +1,7 @@
 """Stored tensors: what reads them, and how they are copied to their place piece by piece and checked."""
 
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -43,11 +43,8 @@ class TensorSource(Protocol):
         """Returns the file and the name of the tensor, as error messages begin."""
         ...
 
-    def finish(self, used: Set[str]) -> None:
-        """Closes the files. Raises `CheckpointError` if they hold tensors that do not belong to the model.
-
-        `used` are the tensors that were read, or that other workers read.
-        """
+    def finish(self) -> None:
+        """Closes the files. Raises `CheckpointError` if they hold tensors that do not belong to the model."""
         ...
 
 
