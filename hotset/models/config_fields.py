@@ -84,6 +84,13 @@ class ConfigFields:
             self.refuse(name, f"a number above {max(above, 1 / MAX_NUMBER):g}")
         return float(value)
 
+    def even_count(self, name: str, default: int | None = None) -> int:
+        """Returns how many values rope rotates."""
+        value = self.count(name, default)
+        if value % 2:
+            self.refuse(name, "an even number (rotary embedding rotates pairs of values)")
+        return value
+
     def optional_number(self, name: str) -> float | None:
         """Returns a number from 0, or None if the field is absent."""
         if name not in self:

@@ -69,9 +69,9 @@ class Decoder:
             # Replicas draft for different numbers of requests, so each has all experts of this layer.
             mtp_loader = loader if split.dp_size == 1 else ShardLoader(weights, WHOLE_MODEL, SINGLE_RANK)
             self._mtp = MtpLayer(mtp_loader, len(stage), spec, spec.mtp)
-        like = self._layers[0].like
-        self.dtype, self.device = like.dtype, like.device
-        self._rope = Rope(spec.rope, like.dtype, like.device)
+        self.dtype = weights.dtype
+        self.device = torch.empty(0, device=weights.device).device  # with the number of the GPU
+        self._rope = Rope(spec.rope, self.dtype, self.device)
         if pack_weights:
             pack_linears(self)
 

@@ -18,10 +18,6 @@ class DecoderLayer:
     post_attention_norm: RmsNorm
     mlp: Mlp | Moe
 
-    @property
-    def like(self) -> Tensor:
-        return self.input_norm.weight
-
     def __call__(self, residual: Residual, step: StepInputs, selected: Tensor | None) -> tuple[Residual, Tensor | None]:
         x, delta = residual
         x, normed = (x, self.input_norm(x)) if delta is None else self.input_norm.add_then_norm(x, delta)
@@ -36,11 +32,9 @@ class DecoderLayer:
 def build_layer(loader: ShardLoader, layer: int, local_layer: int, spec: ModelSpec) -> Layer:
     """Builds layer `layer` of the whole model, which this worker's views number `local_layer`."""
     norms = layer_norms(spec, layer)
-    input_norm = loader.norm(norms.input, spec.norm_eps)
-    like = input_norm.weight
     return DecoderLayer(
-        input_norm,
-        KINDS[type(spec.attention)].layer(loader, layer, local_layer, spec, like),
+        loader.norm(norms.input, spec.norm_eps),
+        KINDS[type(spec.attention)].layer(loader, layer, local_layer, spec),
         loader.norm(norms.post_attention, spec.norm_eps),
-        feed_forward(loader, layer, spec, like),
+        feed_forward(loader, layer, spec),
     )

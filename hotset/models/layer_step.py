@@ -44,11 +44,6 @@ class Attention(Protocol):
 class Layer(Protocol):
     """One layer of a decoder."""
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor that has the dtype and the device of the residual stream."""
-        ...
-
     def __call__(self, residual: Residual, step: StepInputs, selected: Tensor | None) -> tuple[Residual, Tensor | None]:
         """Computes the layer. Takes and returns the selected positions as `Attention` does."""
         ...

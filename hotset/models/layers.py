@@ -43,18 +43,18 @@ class RmsNorm:
 
 
 def empty_weight(
-    weights: WeightSource, names: Iterable[str], shape: tuple[int, ...], boundaries: Iterable[int], like: Tensor
+    weights: WeightSource, names: Iterable[str], shape: tuple[int, ...], boundaries: Iterable[int]
 ) -> Weight:
     """Returns memory for a weight [..., out, in], for the tensors `names` or a part of them.
 
-    It is in the format that all of them have, else in the dtype of `like`: an operation needs one format for its
+    It is in the format that all of them have, else in the model's dtype: an operation needs one format for its
     weights. A block of scales begins at each of the `boundaries` between outputs.
     """
     first, *others = names
     format = weights.format_of(first)
     if format != PLAIN and all(weights.format_of(name) == format for name in others):
-        return format.codec().empty(shape, like.device, boundaries)
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return format.codec().empty(shape, weights.device, boundaries)
+    return torch.empty(shape, dtype=weights.dtype, device=weights.device)
 
 
 class RowParallelLinear:
@@ -96,9 +96,9 @@ class ShardLoader:
         """Returns the bias of a tensor whose outputs are not divided."""
         return self.weights.load(tensor.bias_name, tensor.shape[:1])
 
-    def load_fp32(self, tensor: WeightTensor, like: Tensor) -> Tensor:
+    def load_fp32(self, tensor: WeightTensor) -> Tensor:
         """Loads a tensor in the accumulation dtype (fp32, or fp64 in a float64 model), not in the model's dtype."""
-        out = torch.empty(tensor.local_shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+        out = torch.empty(tensor.local_shape, dtype=accumulation_dtype(self.weights.dtype), device=self.weights.device)
         return self.weights.load(tensor.name, tensor.shape, out=out, tensor_slice=tensor.tensor_slice)
 
     def load_matrix(self, tensor: WeightTensor, out: Weight | None = None) -> Weight:
@@ -113,17 +113,17 @@ class ShardLoader:
         bias = self.load_bias(tensor) if tensor.bias else None
         return RowParallelLinear(self.load_matrix(tensor), bias, self.tp_collectives)
 
-    def merged_linear(self, tensors: Sequence[WeightTensor], like: Tensor) -> Linear:
+    def merged_linear(self, tensors: Sequence[WeightTensor]) -> Linear:
         """Merges several matrices along their outputs, so that one matrix product computes all of them."""
         bounds = list(pairwise([0, *accumulate(tensor.local_shape[0] for tensor in tensors)]))
         boundaries = (*(first for first, _ in bounds), *(tensor.first_boundary for tensor in tensors))
         shape = (bounds[-1][1], tensors[0].shape[1])
-        weight = empty_weight(self.weights, [tensor.name for tensor in tensors], shape, boundaries, like)
+        weight = empty_weight(self.weights, [tensor.name for tensor in tensors], shape, boundaries)
         for tensor, (first, last) in zip(tensors, bounds, strict=True):
             self.load_matrix(tensor, output_range(weight, first, last))
         if not any(tensor.bias for tensor in tensors):
             return Linear(weight)
-        bias = torch.zeros(shape[0], dtype=like.dtype, device=like.device)
+        bias = torch.zeros(shape[0], dtype=self.weights.dtype, device=self.weights.device)
         for tensor, (first, last) in zip(tensors, bounds, strict=True):
             if tensor.bias:
                 part, tensor_slice = bias[first:last], tensor.tensor_slice
@@ -134,8 +134,8 @@ class ShardLoader:
 class Mlp:
     """Computes down(silu(gate(x)) * up(x)). Tensor parallel ranks divide the columns of gate and up."""
 
-    def __init__(self, loader: ShardLoader, tensors: MlpTensors, like: Tensor) -> None:
-        self._gate_up = loader.merged_linear([tensors.gate, tensors.up], like)
+    def __init__(self, loader: ShardLoader, tensors: MlpTensors) -> None:
+        self._gate_up = loader.merged_linear([tensors.gate, tensors.up])
         self._down = loader.row_parallel(tensors.down)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
@@ -156,7 +156,7 @@ class Moe:
     is padding.
     """
 
-    def __init__(self, loader: ShardLoader, spec: MoeSpec, tensors: MoeTensors, like: Tensor) -> None:
+    def __init__(self, loader: ShardLoader, spec: MoeSpec, tensors: MoeTensors) -> None:
         split = loader.split
         self._rule = RoutingRule(
             experts=spec.experts,
@@ -166,15 +166,15 @@ class Moe:
             normalise=spec.normalise,
             scale=spec.scale,
         )
-        self._router = loader.load_fp32(tensors.router, like)
-        self._correction = loader.load_fp32(tensors.correction, like)
+        self._router = loader.load_fp32(tensors.router)
+        self._correction = loader.load_fp32(tensors.correction)
         self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
         self._first_expert = split.experts(spec.experts).start
-        self._gate_up, self._down = _load_experts(loader, spec, tensors.expert, like)
+        self._gate_up, self._down = _load_experts(loader, spec, tensors.expert)
         self._shared: Mlp | None = None
         if tensors.shared is not None:
             # Tensor parallel ranks add the partial sums of shared and routed experts before one common all_reduce.
-            self._shared = Mlp(replace(loader, collectives=SINGLE_RANK), tensors.shared, like)
+            self._shared = Mlp(replace(loader, collectives=SINGLE_RANK), tensors.shared)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
         # Shared experts need nothing of the routing, so both can run at the same time.
@@ -207,14 +207,14 @@ class Moe:
         return experts(x, expert_ids, weights, self._gate_up, self._down, self._rule.experts, self._first_expert)
 
 
-def _load_experts(loader: ShardLoader, spec: MoeSpec, expert: MlpTensors, like: Tensor) -> tuple[Weight, Weight]:
+def _load_experts(loader: ShardLoader, spec: MoeSpec, expert: MlpTensors) -> tuple[Weight, Weight]:
     """Loads this rank's experts. Returns the weights of gate and up [experts, 2 * width, hidden], and those of down
     [experts, hidden, width]."""
     local, (hidden, width) = loader.split.experts(spec.experts), expert.down.shape
     # Experts of other ranks count too: all ranks compute in the same format.
     names = [tensor.of_expert(number).name for number in range(spec.experts) for tensor in expert]
-    gate_up = empty_weight(loader.weights, names, (len(local), 2 * width, hidden), [width], like)
-    down = empty_weight(loader.weights, names, (len(local), hidden, width), [], like)
+    gate_up = empty_weight(loader.weights, names, (len(local), 2 * width, hidden), [width])
+    down = empty_weight(loader.weights, names, (len(local), hidden, width), [])
     for index, number in enumerate(local):
         loader.load_matrix(expert.gate.of_expert(number), output_range(gate_up[index], 0, width))
         loader.load_matrix(expert.up.of_expert(number), output_range(gate_up[index], width, 2 * width))
@@ -222,13 +222,13 @@ def _load_experts(loader: ShardLoader, spec: MoeSpec, expert: MlpTensors, like: 
     return gate_up, down
 
 
-def feed_forward(loader: ShardLoader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
+def feed_forward(loader: ShardLoader, layer: int, spec: ModelSpec) -> Mlp | Moe:
     """Builds the layer's MLP or MoE, according to the spec."""
     tensors = feed_forward_tensors(spec, layer, loader.split)
     if isinstance(tensors, MlpTensors):
-        return Mlp(loader, tensors, like)
+        return Mlp(loader, tensors)
     assert spec.moe is not None
-    return Moe(loader, spec.moe, tensors, like)
+    return Moe(loader, spec.moe, tensors)
 
 
 class Embedding:

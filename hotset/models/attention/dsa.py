@@ -40,8 +40,7 @@ class Indexer:
         self._spec = spec
         self._group = group
         self._norm_weight, self._norm_bias = loader.load(tensors.key_norm), loader.load_bias(tensors.key_norm)
-        head_weights = loader.load_fp32(tensors.head_weights, self._norm_weight)
-        self.head_weights = Fp32Linear(head_weights, spec.heads**-0.5)
+        self.head_weights = Fp32Linear(loader.load_fp32(tensors.head_weights), spec.heads**-0.5)
 
     def begin_head_weights(self, x: Tensor, computed: Tensor | None) -> Beside[Tensor]:
         """Begins to compute the weights of the heads, [tokens, heads], from the input of the layer, unless they have
@@ -79,7 +78,7 @@ class DsaAttention:
     latent, those of the layer's indexer included.
     """
 
-    def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, like: Tensor) -> None:
+    def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec) -> None:
         """Loads layer `layer` of the whole model, which this worker's views number `local_layer`."""
         spec = model.attention
         assert isinstance(spec, MlaSpec)
@@ -95,8 +94,8 @@ class DsaAttention:
             up.append(index_tensors.query)
             group = len(spec.local_index_layers(range(layer - local_layer, layer)))  # local groups before this layer
             self._indexer = Indexer(loader, index_tensors, group, spec.index)
-        self._down, self._down_sizes = loader.merged_linear(down, like), [part.local_shape[0] for part in down]
-        self._up, self._up_sizes = loader.merged_linear(up, like), [part.local_shape[0] for part in up]
+        self._down, self._down_sizes = loader.merged_linear(down), [part.local_shape[0] for part in down]
+        self._up, self._up_sizes = loader.merged_linear(up), [part.local_shape[0] for part in up]
         self._q_norm = loader.norm(tensors.q_norm, LATENT_NORM_EPS)
         self._kv_norm = loader.norm(tensors.kv_norm, LATENT_NORM_EPS)
         by_head = loader.load(tensors.kv_up).view(self._heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
@@ -105,7 +104,7 @@ class DsaAttention:
         self._out = loader.row_parallel(tensors.out)
         self._scale = (spec.nope_dim + spec.rope_dim) ** -0.5 * softmax_gain(model.rope)
         # On a GPU, with so many heads, converting fp8 rows for every token again takes a third of attention's time.
-        self._decodes_contexts = like.is_cuda and self._heads >= MIN_HEADS_TO_DECODE
+        self._decodes_contexts = loader.weights.device.type == "cuda" and self._heads >= MIN_HEADS_TO_DECODE
 
     def __call__(self, x: Tensor, step: StepInputs, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         rotation, view = step.rotation, step.view

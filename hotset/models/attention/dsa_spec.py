@@ -95,7 +95,7 @@ class MlaSpec(AttentionSpec):
             q_lora_rank=fields.count("q_lora_rank", q_lora_rank),
             kv_lora_rank=fields.count("kv_lora_rank", 512),
             nope_dim=fields.count("qk_nope_head_dim", nope_dim),
-            rope_dim=fields.count("qk_rope_head_dim", 64),
+            rope_dim=fields.even_count("qk_rope_head_dim", 64),
             v_dim=fields.count("v_head_dim", v_dim),
             bias=fields.flag("attention_bias", False),
             index=index,

@@ -17,14 +17,14 @@ from hotset.models.split import Split
 class GqaAttention:
     """One layer's attention. A row holds K of every local KV head after rope, then V of every local KV head."""
 
-    def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, like: Tensor) -> None:
+    def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec) -> None:
         """Loads layer `layer` of the whole model, which this worker's views number `local_layer`."""
         spec = model.attention
         assert isinstance(spec, GqaSpec)
         self._layer, self._head_dim = local_layer, spec.head_dim
         self._heads, self._kv_heads = len(loader.split.tp_shard(spec.heads)), len(loader.split.kv_heads(spec.kv_heads))
         tensors = spec.tensors(model.hidden, layer, loader.split)
-        self._qkv = loader.merged_linear([tensors.q, tensors.k, tensors.v], like)
+        self._qkv = loader.merged_linear([tensors.q, tensors.k, tensors.v])
         self._out = loader.row_parallel(tensors.out)
         self._head_norms: HeadNorms | None = None
         if tensors.q_norm is not None and tensors.k_norm is not None:

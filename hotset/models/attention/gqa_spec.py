@@ -40,7 +40,7 @@ class GqaSpec(AttentionSpec):
         if heads % read_kv_heads:
             fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
         hidden = fields.count("hidden_size")
-        read_head_dim = fields.count("head_dim", head_dim or hidden // heads)
+        read_head_dim = fields.even_count("head_dim", head_dim or hidden // heads)
         if "head_dim" not in fields and head_dim is None and hidden % heads:
             fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}), unless head_dim is set")
         bias = fields.flag("attention_bias", False)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hotset.memory.device_pool import KvShape
 from hotset.models.attention.dsa import DsaAttention, dsa_kv_shape
@@ -20,9 +19,8 @@ from hotset.models.split import Split
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    # (loader, layer of the whole model, its number in this worker's views, model, a tensor of its dtype and device)
-    # -> the attention of that layer
-    layer: Callable[[ShardLoader, int, int, ModelSpec, Tensor], Attention]
+    # (loader, layer of the whole model, its number in this worker's views, model) -> the attention of that layer
+    layer: Callable[[ShardLoader, int, int, ModelSpec], Attention]
     # (model, layers, split, dtype, storage) -> the shape of what this rank stores for these layers
     kv_shape: Callable[[ModelSpec, range, Split, torch.dtype, KvStorage], KvShape]
 

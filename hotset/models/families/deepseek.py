@@ -40,7 +40,6 @@ def _read(
         architecture,
         attention,
         attention.rope_dim,
-        rope_field="qk_rope_head_dim",
         context=context,
         norm_eps=norm_eps,
         eos_ids=(1,),

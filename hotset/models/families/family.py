@@ -39,15 +39,12 @@ def read_decoder(
     attention: AttentionSpec,
     rope_dim: int,
     *,
-    rope_field: str,
     context: int,
     norm_eps: float,
     eos_ids: tuple[int, ...],
 ) -> ModelSpec:
-    """Returns a model whose layers have this attention and dense MLPs. `rope_field` is the field of `rope_dim`.
-
-    The last three arguments are what absent fields mean.
-    """
+    """Returns a model whose layers have this attention and dense MLPs. The last three arguments are what absent fields
+    mean."""
     context = fields.count("max_position_embeddings", context)
     fields.choice("hidden_act", "silu", ("silu",))
     return ModelSpec(
@@ -60,7 +57,7 @@ def read_decoder(
         norm_eps=fields.number("rms_norm_eps", norm_eps),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         context=context,
-        rope=_read_rope(fields, rope_dim, rope_field, context),
+        rope=_read_rope(fields, rope_dim, context),
         attention=attention,
         moe=None,
         dtype=_read_dtype(fields),
@@ -69,14 +66,12 @@ def read_decoder(
     )
 
 
-def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> RopeSpec:
+def _read_rope(fields: ConfigFields, dim: int, context: int) -> RopeSpec:
     """Reads `rope_scaling` (older files) or `rope_parameters`. `rope_theta` is in that section or at the top level."""
     rope = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     for section in (fields, rope):
         if section.number("partial_rotary_factor", 1.0) != 1.0:
             section.refuse("partial_rotary_factor", "1.0")
-    if dim % 2:
-        fields.refuse(dim_field, "an even number (rotary embedding rotates pairs of values)")
     for layer_type in (*FULL_ATTENTION, *INDEXED_ATTENTION, "sliding_attention"):
         if layer_type in rope:
             rope.refuse(layer_type, "one rope for all layers")

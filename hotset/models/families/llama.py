@@ -10,15 +10,7 @@ def _read_llama(fields: ConfigFields, generation: ConfigFields) -> ModelSpec:
     attention = GqaSpec.read(fields, head_dim=None, kv_heads=None, qk_norm=False)
     _refuse_windows(fields, has_window=False)
     return read_decoder(
-        fields,
-        generation,
-        "llama",
-        attention,
-        attention.head_dim,
-        rope_field="head_dim",
-        context=2048,
-        norm_eps=1e-6,
-        eos_ids=(2,),
+        fields, generation, "llama", attention, attention.head_dim, context=2048, norm_eps=1e-6, eos_ids=(2,)
     )
 
 
@@ -28,15 +20,7 @@ def _read_qwen3(fields: ConfigFields, generation: ConfigFields) -> ModelSpec:
         fields.refuse("mlp_bias", "false")
     _refuse_windows(fields, has_window=True)
     return read_decoder(
-        fields,
-        generation,
-        "qwen3",
-        attention,
-        attention.head_dim,
-        rope_field="head_dim",
-        context=32768,
-        norm_eps=1e-6,
-        eos_ids=(),
+        fields, generation, "qwen3", attention, attention.head_dim, context=32768, norm_eps=1e-6, eos_ids=()
     )
 
 
