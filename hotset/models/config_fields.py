@@ -85,7 +85,7 @@ class ConfigFields:
         return float(value)
 
     def even_count(self, name: str, default: int | None = None) -> int:
-        """Returns how many values rope rotates."""
+        """Returns a number of values that rope rotates, in pairs."""
         value = self.count(name, default)
         if value % 2:
             self.refuse(name, "an even number (rotary embedding rotates pairs of values)")

@@ -1,11 +1,11 @@
 """The feed-forward parts of layers: dense MLPs, and mixtures of experts (MoE). This module does not import torch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hotset.models.config_fields import MAX_PARTS, ConfigFields
-from hotset.models.split import Split
+from hotset.models.split import WHOLE_MODEL, Split, TensorSlice
 from hotset.models.tensors import WeightTensor, shard_slice
 
 ROUTED = "routed experts"  # the name of their products
@@ -34,17 +34,16 @@ def mlp_tensors(
     prefix: str, hidden: int, width: int, split: Split, *, bias: bool = False, product: str = "dense MLP"
 ) -> MlpTensors:
     """Returns the tensors of an MLP. Tensor parallel ranks divide its columns: the outputs of gate and up."""
-    shard = split.tp_shard(width)
+    rows, columns = (shard_slice(dim, split.tp_shard(width)) for dim in (0, 1))
 
-    def columns(name: str) -> WeightTensor:
-        return WeightTensor(
-            f"{prefix}.{name}.weight", (width, hidden), shard_slice(0, shard), bias=bias, product=product
-        )
+    def tensor(name: str, shape: tuple[int, int], tensor_slice: TensorSlice) -> WeightTensor:
+        return WeightTensor(f"{prefix}.{name}.weight", shape, product, tensor_slice, bias=bias)
 
-    down = WeightTensor(
-        f"{prefix}.down_proj.weight", (hidden, width), shard_slice(1, shard), bias=bias, product=product
+    return MlpTensors(
+        tensor("gate_proj", (width, hidden), rows),
+        tensor("up_proj", (width, hidden), rows),
+        tensor("down_proj", (hidden, width), columns),
     )
-    return MlpTensors(columns("gate_proj"), columns("up_proj"), down)
 
 
 def mlp_step_values(width: int, split: Split, tokens: int) -> int:
@@ -113,23 +112,13 @@ class MoeSpec:
         ranks divide the shared experts."""
         tokens = split.dp_size * self.experts_per_token / self.experts  # data parallel ranks compute all ranks' tokens
         copies = len(split.experts(self.experts))
-
-        def of_experts(name: str, shape: tuple[int, int]) -> WeightTensor:
-            name = f"{prefix}.experts.*.{name}.weight"
-            return WeightTensor(name, shape, product=ROUTED, copies=copies, tokens=tokens)
-
-        router = WeightTensor(f"{prefix}.gate.weight", (self.experts, hidden), storage="fp32", product="router")
+        expert = mlp_tensors(f"{prefix}.experts.*", hidden, self.width, WHOLE_MODEL, product=ROUTED)
+        shared = mlp_tensors(f"{prefix}.shared_experts", hidden, self.shared_width, split, product="shared experts")
         return MoeTensors(
-            router,
-            WeightTensor(f"{prefix}.gate.e_score_correction_bias", (self.experts,), storage="fp32"),
-            MlpTensors(
-                of_experts("gate_proj", (self.width, hidden)),
-                of_experts("up_proj", (self.width, hidden)),
-                of_experts("down_proj", (hidden, self.width)),
-            ),
-            mlp_tensors(f"{prefix}.shared_experts", hidden, self.shared_width, split, product="shared experts")
-            if self.shared
-            else None,
+            router=WeightTensor(f"{prefix}.gate.weight", (self.experts, hidden), "router", storage="fp32"),
+            correction=WeightTensor(f"{prefix}.gate.e_score_correction_bias", (self.experts,), storage="fp32"),
+            expert=MlpTensors(*(replace(tensor, copies=copies, tokens=tokens) for tensor in expert)),
+            shared=shared if self.shared else None,
         )
 
     def step_values(self, hidden: int, split: Split, tokens: int) -> int:

@@ -39,7 +39,7 @@ def end_tensors(spec: ModelSpec, split: Split = WHOLE_MODEL) -> EndTensors:
     shard = shard_slice(0, split.vocabulary(spec.vocab))
 
     def vocabulary(name: str) -> WeightTensor:
-        return WeightTensor(name, (spec.vocab, spec.hidden), shard, storage="plain")
+        return WeightTensor(name, (spec.vocab, spec.hidden), tensor_slice=shard, storage="plain")
 
     head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
     norm = vector("model.norm.weight", spec.hidden)
@@ -69,7 +69,7 @@ def mtp_tensors(spec: ModelSpec) -> MtpTensors:
     return MtpTensors(
         token_norm=vector(f"{prefix}.enorm.weight", hidden),
         hidden_norm=vector(f"{prefix}.hnorm.weight", hidden),
-        projection=WeightTensor(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden), product="MTP projection"),
+        projection=WeightTensor(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden), "MTP projection"),
         norm=vector(f"{prefix}.shared_head.norm.weight", hidden),
     )
 

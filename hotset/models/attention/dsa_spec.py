@@ -59,14 +59,12 @@ class IndexSpec:
 
     def tensors(self, hidden: int, q_lora_rank: int, layer: int) -> IndexTensors:
         """Returns the tensors of one indexer. Every tensor parallel rank holds the whole indexer."""
-        prefix, product = f"model.layers.{layer}.self_attn.indexer", "indexer projections"
+        prefix, product, heads = f"model.layers.{layer}.self_attn.indexer", "indexer projections", self.heads
         return IndexTensors(
-            key=WeightTensor(f"{prefix}.wk.weight", (self.head_dim, hidden), product=product),
-            query=WeightTensor(f"{prefix}.wq_b.weight", (self.heads * self.head_dim, q_lora_rank), product=product),
+            key=WeightTensor(f"{prefix}.wk.weight", (self.head_dim, hidden), product),
+            query=WeightTensor(f"{prefix}.wq_b.weight", (heads * self.head_dim, q_lora_rank), product),
             key_norm=vector(f"{prefix}.k_norm.weight", self.head_dim, bias=True),
-            head_weights=WeightTensor(
-                f"{prefix}.weights_proj.weight", (self.heads, hidden), storage="fp32", product="head weights"
-            ),
+            head_weights=WeightTensor(f"{prefix}.weights_proj.weight", (heads, hidden), "head weights", storage="fp32"),
         )
 
 
@@ -135,37 +133,21 @@ class MlaSpec(AttentionSpec):
     def projections(self, hidden: int, layer: int, split: Split) -> MlaTensors:
         """Returns the tensors of one layer's attention without its indexer."""
         prefix, product, heads = f"model.layers.{layer}.self_attn", "attention projections", split.tp_shard(self.heads)
-        head_dim, up_dim, rank = self.nope_dim + self.rope_dim, self.nope_dim + self.v_dim, self.kv_lora_rank
+        q_rank, rank, rope_dim = self.q_lora_rank, self.kv_lora_rank, self.rope_dim
+        head_dim, up_dim = self.nope_dim + rope_dim, self.nope_dim + self.v_dim
+        q_rows, kv_rows = shard_slice(0, heads, head_dim), shard_slice(0, heads, up_dim)
+        out_shape, columns = (hidden, self.output_columns), shard_slice(1, heads, self.v_dim)
+        kv_name, kv_shape = f"{prefix}.kv_a_proj_with_mqa.weight", (rank + rope_dim, hidden)
+        kv_up_name, kv_up_shape = f"{prefix}.kv_b_proj.weight", (self.heads * up_dim, rank)
         return MlaTensors(
-            q_down=WeightTensor(
-                f"{prefix}.q_a_proj.weight", (self.q_lora_rank, hidden), bias=self.bias, product=product
-            ),
-            q_norm=vector(f"{prefix}.q_a_layernorm.weight", self.q_lora_rank),
-            q_up=WeightTensor(
-                f"{prefix}.q_b_proj.weight",
-                (self.heads * head_dim, self.q_lora_rank),
-                shard_slice(0, heads, head_dim),
-                product=product,
-            ),
-            kv_down=WeightTensor(
-                f"{prefix}.kv_a_proj_with_mqa.weight", (rank + self.rope_dim, hidden), bias=self.bias, product=product
-            ),
+            q_down=WeightTensor(f"{prefix}.q_a_proj.weight", (q_rank, hidden), product, bias=self.bias),
+            q_norm=vector(f"{prefix}.q_a_layernorm.weight", q_rank),
+            q_up=WeightTensor(f"{prefix}.q_b_proj.weight", (self.heads * head_dim, q_rank), product, q_rows),
+            kv_down=WeightTensor(kv_name, kv_shape, product, bias=self.bias),
             kv_norm=vector(f"{prefix}.kv_a_layernorm.weight", rank),
             # Each head's part is multiplied on its own, with queries and attended rows: it is never in fp8.
-            kv_up=WeightTensor(
-                f"{prefix}.kv_b_proj.weight",
-                (self.heads * up_dim, rank),
-                shard_slice(0, heads, up_dim),
-                storage="plain",
-                product="absorbed kv_b",
-            ),
-            out=WeightTensor(
-                f"{prefix}.o_proj.weight",
-                (hidden, self.output_columns),
-                shard_slice(1, heads, self.v_dim),
-                bias=self.bias,
-                product=product,
-            ),
+            kv_up=WeightTensor(kv_up_name, kv_up_shape, "absorbed kv_b", kv_rows, storage="plain"),
+            out=WeightTensor(f"{prefix}.o_proj.weight", out_shape, product, columns, bias=self.bias),
         )
 
     def is_unused(self, name: str, layer: int) -> bool:

@@ -55,32 +55,22 @@ class GqaSpec(AttentionSpec):
         return self.heads * self.head_dim
 
     def tensors(self, hidden: int, layer: int, split: Split) -> GqaTensors:
-        prefix, head_dim = f"model.layers.{layer}.self_attn", self.head_dim
+        prefix, product = f"model.layers.{layer}.self_attn", "attention projections"
         heads, kv_heads = split.tp_shard(self.heads), split.kv_heads(self.kv_heads)
 
         def projection(name: str, count: int, local: range) -> WeightTensor:
-            return WeightTensor(
-                f"{prefix}.{name}.weight",
-                (count * head_dim, hidden),
-                shard_slice(0, local, head_dim),
-                bias=self.qkv_bias,
-                product="attention projections",
-            )
+            shape, rows = (count * self.head_dim, hidden), shard_slice(0, local, self.head_dim)
+            return WeightTensor(f"{prefix}.{name}.weight", shape, product, rows, bias=self.qkv_bias)
 
         def norm(name: str) -> WeightTensor | None:
-            return vector(f"{prefix}.{name}.weight", head_dim) if self.qk_norm else None
+            return vector(f"{prefix}.{name}.weight", self.head_dim) if self.qk_norm else None
 
+        out_shape, columns = (hidden, self.output_columns), shard_slice(1, heads, self.head_dim)
         return GqaTensors(
             q=projection("q_proj", self.heads, heads),
             k=projection("k_proj", self.kv_heads, kv_heads),
             v=projection("v_proj", self.kv_heads, kv_heads),
-            out=WeightTensor(
-                f"{prefix}.o_proj.weight",
-                (hidden, self.output_columns),
-                shard_slice(1, heads, head_dim),
-                bias=self.out_bias,
-                product="attention projections",
-            ),
+            out=WeightTensor(f"{prefix}.o_proj.weight", out_shape, product, columns, bias=self.out_bias),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
         )
