@@ -13,7 +13,7 @@ from hotset.lab.plan.costs import RankCosts, StepTime
 from hotset.lab.plan.gpus import H200
 from hotset.lab.plan.model_configs import EXAMPLES
 from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.config_reader import read_spec
+from hotset.models.families import read_spec
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
 

@@ -23,8 +23,8 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.layers import Moe
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import Split

@@ -69,8 +69,8 @@ from hotset.memory.pages import PageAllocator
 from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.models.split import TensorSlice

@@ -42,8 +42,8 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.view import View
 from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.mtp import MtpOutput
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.tiers.kv_memory import KvMemory

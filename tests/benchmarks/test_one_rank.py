@@ -34,8 +34,8 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.lab.plan.products import prefill_products
 from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder, worker_kv_shape
+from hotset.models.families import read_spec
 from hotset.models.spec import ModelSpec
 from hotset.models.split import WHOLE_MODEL
 

@@ -10,8 +10,8 @@ from speculation import DRAFTS
 from test_one_rank import small_config
 from tiered_drafts import Modes, measure_all
 
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.spec import KvStorage
 
 CPU = torch.device("cpu")

@@ -52,8 +52,8 @@ from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import process_and_address
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.spec import AS_COMPUTED, KvStorage, MtpSpec
 
 DEADLINE_S = 200.0

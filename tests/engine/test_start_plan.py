@@ -27,8 +27,8 @@ from hotset.engine.step_memory import step_bytes
 from hotset.kernels.linear import packed
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.config_fields import read_json
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import worker_kv_shape
+from hotset.models.families import read_spec
 from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL, Split

@@ -16,8 +16,8 @@ from hotset.memory.geometry import Geometry
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
 from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import worker_kv_shape
+from hotset.models.families import read_spec
 from hotset.models.spec import KvStorage
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hotset.base.errors import CheckpointError
 from hotset.models import families
-from hotset.models.config_reader import read_spec
+from hotset.models.families import read_spec
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.rope import amplitude, inverse_frequencies

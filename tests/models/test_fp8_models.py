@@ -35,8 +35,8 @@ from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.source import PlannedWeights, WeightSource
 from hotset.models.checkpoint.weights import open_weights
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.split import WHOLE_MODEL, Split, TensorSlice
 

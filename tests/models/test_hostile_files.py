@@ -25,9 +25,8 @@ from hotset.models import tokenizer as tokenizer_module
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_spec
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import worker_kv_shape
-from hotset.models.families import FAMILIES
+from hotset.models.families import FAMILIES, read_spec
 from hotset.models.rope import Rope, softmax_gain
 from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL

@@ -20,8 +20,8 @@ from hotset.models.checkpoint.source import PlannedWeights
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import planning_collectives
 from hotset.models.config_fields import read_json
-from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
+from hotset.models.families import read_spec
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.model_tensors import worker_weight_bytes

@@ -7,7 +7,7 @@ from typing import Literal
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.config_fields import read_json
-from hotset.models.config_reader import read_spec
+from hotset.models.families import read_spec
 
 EXAMPLES = Path(__file__).parent / "configs"
 

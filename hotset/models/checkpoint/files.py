@@ -16,7 +16,7 @@ from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.checkpoint.model_names import MAX_LISTED, embedded_path, model_path, models_in, unknown_model
 from hotset.models.config_fields import read_json, read_optional_json
-from hotset.models.config_reader import read_spec
+from hotset.models.families import read_spec
 from hotset.models.model_tensors import mtp_tensors
 from hotset.models.spec import ModelSpec
 

@@ -5,7 +5,7 @@ from typing import Any
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.config_fields import ConfigFields
-from hotset.models.config_reader import read_spec
+from hotset.models.families import read_spec
 from hotset.models.spec import ModelSpec
 
 F32, F16 = 0, 1
