@@ -62,7 +62,7 @@ from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
 from hotset.engine.ports import HandoffEndpoint, HandoffStats
 from hotset.engine.workers.executor import Step
-from hotset.schedule.plan import RowsWritten
+from hotset.schedule.handoffs import RowsComputed
 
 Table = list[dict[str, Any]]
 
@@ -155,7 +155,7 @@ class EndpointProbe:
     def on_submitted(self, step: Step) -> None:
         arrived = self._endpoint.stats().nbytes
         announcements = [item for plan in step if plan is not None for item in plan.announcements]
-        if any(isinstance(item, RowsWritten) and item.last == self._prompt for item in announcements):
+        if any(isinstance(item, RowsComputed) and item.last == self._prompt for item in announcements):
             self.bytes_before_end = arrived
         self._endpoint.on_submitted(step)
 

@@ -38,14 +38,7 @@ from hotset.engine.workers.executor import HostShard
 from hotset.fleet.handoff.agent import open_channel
 from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.endpoints import DecodeEndpoint
-from hotset.fleet.handoff.messages import (
-    ContextPages,
-    FirstTokenSampled,
-    Hello,
-    ModelIdentity,
-    RowsComputed,
-    StartPrefill,
-)
+from hotset.fleet.handoff.messages import Hello, ModelIdentity, StartPrefill
 from hotset.fleet.handoff.packing import EngineCopies
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.sender import Sender
@@ -62,6 +55,7 @@ from hotset.fleet.transfer.engines import open_transfer
 from hotset.fleet.transfer.workers import WorkerTransfers
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
+from hotset.schedule.handoffs import ContextPages, FirstTokenSampled, RowsComputed
 
 BAR = 1.05
 LANDING_TOKENS = 4096

@@ -27,13 +27,10 @@ from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.messages import (
     Fetch,
     FetchFailed,
-    FirstTokenSampled,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Landed,
     ModelIdentity,
-    RowsComputed,
     StartPrefill,
     Store,
 )
@@ -60,6 +57,7 @@ from hotset.fleet.transfer.regions import Regions, decode_description, split_wri
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, RowsComputed
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU, the device is ordinary memory
 HOST = "127.0.0.1"

@@ -25,13 +25,10 @@ from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.messages import (
     Fetch,
     FetchFailed,
-    FirstTokenSampled,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Landed,
     ModelIdentity,
-    RowsComputed,
     StartPrefill,
     Store,
 )
@@ -43,6 +40,7 @@ from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.transfer.api import MemoryKind, Region
 from hotset.fleet.transfer.engines import LANES
 from hotset.fleet.transfer.lanes import Lanes
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, RowsComputed
 
 HEADS, HEAD_BYTES = 8, 128 * 2  # bf16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES

@@ -21,7 +21,7 @@ from enum import Enum
 import numpy as np
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.engine.ports import DeviceEvent, Throughput
+from hotset.engine.ports import Throughput
 from hotset.fleet.transfer.api import (
     MemoryKind,
     Meter,
@@ -31,6 +31,7 @@ from hotset.fleet.transfer.api import (
     WriteTicket,
 )
 from hotset.fleet.transfer.regions import Description, Regions, decode_description, merge_registered
+from hotset.schedule.handoffs import DeviceEvent
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
+Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
 
 def _refuse(param: str, message: str) -> None:

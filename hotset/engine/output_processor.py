@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from hotset.base.sampling import Alternatives
 from hotset.engine.input_processor import Choice
 from hotset.engine.outputs import AnswerLogprobs, Delta, PromptLogprobs
 from hotset.engine.text import TextAssembler
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.plan import Alternatives, LogprobColumns, TokenOutputs
+from hotset.schedule.plan import LogprobColumns, TokenOutputs
 from hotset.schedule.request import FinishReason
 
 

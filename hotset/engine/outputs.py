@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from hotset.base.errors import InternalError
+from hotset.base.sampling import Alternatives
 from hotset.engine.ports import HandoffStats
-from hotset.schedule.plan import Alternatives, LogprobColumns
+from hotset.schedule.plan import LogprobColumns
 from hotset.schedule.request import FinishReason
 from hotset.schedule.statistics import RankStats
 

@@ -13,13 +13,6 @@ from hotset.base.metric import counter, counts, gauge
 from hotset.schedule.plan import Plan
 
 
-class DeviceEvent(Protocol):
-    """An event on a device, for which handoffs wait. `torch.cuda.Event` satisfies this protocol."""
-
-    def query(self) -> bool:
-        """Returns whether the event has happened."""
-
-
 class Messages(Protocol):
     """One end of a connection that carries messages. A `Connection` of `multiprocessing` is one.
 

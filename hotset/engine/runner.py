@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotset.base.sampling import Alternatives
 from hotset.engine.constraints import Constraints, Run, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
 from hotset.engine.mtp_drafts import DraftedTokens, MtpDrafts, MtpModel, rows_of
@@ -20,7 +21,7 @@ from hotset.memory.resident import ResidentView
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
 from hotset.models.sampler import DrawnDrafts, Sampler, SamplerOutput
-from hotset.schedule.plan import DRAFTED, Alternatives, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
+from hotset.schedule.plan import DRAFTED, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import Residence

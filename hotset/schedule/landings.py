@@ -7,15 +7,18 @@ an announcement until the next plan carries it.
 
 from dataclasses import dataclass
 
+from hotset.base.sampling import Alternatives
 from hotset.memory.geometry import Geometry
-from hotset.schedule.plan import (
-    Alternatives,
+from hotset.schedule.handoffs import (
     Announcement,
-    PromptComputed,
-    PromptFailed,
+    CancelFetch,
+    ContextPages,
+    FirstTokenSampled,
+    HandoffId,
+    HandoffKey,
+    PrefillFailed,
     Reservation,
-    RowsWritten,
-    Withdrawal,
+    RowsComputed,
 )
 from hotset.schedule.request import Phase, Request
 from hotset.tiers.residence import PageUse, Residence
@@ -35,7 +38,7 @@ class Landings:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._unsent: dict[Request, _Unsent] = {}
-        self._withdrawn: list[Withdrawal] = []
+        self._withdrawn: list[CancelFetch] = []
 
     def __bool__(self) -> bool:
         return bool(self._unsent) or bool(self._withdrawn)
@@ -51,8 +54,7 @@ class Landings:
         first = num_cached * self._geometry.page_rows
         rows = pages[PageUse.ROWS if on_device else PageUse.HOST]
         reservation = Reservation(
-            request_id=request.request_id,
-            attempt=request.attempt,
+            key=HandoffKey(request.request_id, request.attempt),
             prefill_at=request.prefill_at,
             prompt=request.prompt,
             on_device=on_device,
@@ -74,14 +76,14 @@ class Landings:
         """
         if self._unsent.pop(request, None) is not None:
             return True
-        self._withdrawn.append(Withdrawal(request.request_id, request.attempt))
+        self._withdrawn.append(CancelFetch(HandoffKey(request.request_id, request.attempt)))
         return False
 
     def reserved_in(self, plan: int) -> bool:
         """Returns True if a reservation was made for this plan. The plan is then needed even if it computes nothing."""
         return any(unsent.last_plan == plan for unsent in self._unsent.values())
 
-    def take(self, first_in_flight: int) -> list[Reservation | Withdrawal]:
+    def take(self, first_in_flight: int) -> list[Reservation | CancelFetch]:
         """Returns the messages that can be sent now, each of them once.
 
         All plans before number `first_in_flight` have been committed.
@@ -116,21 +118,29 @@ class Announcements:
             holding, num_pages = request.holding, self._geometry.row_pages(last)
             on_device = None
             if request.stays_on_device and holding.residence is Residence.RESIDENT:
-                on_device = tuple(holding.pages[PageUse.ROWS][:num_pages]), tuple(holding.pages[PageUse.KEYS])
+                rows_there, keys_there = holding.pages[PageUse.ROWS][:num_pages], holding.pages[PageUse.KEYS]
+                on_device = ContextPages(tuple(rows_there), tuple(keys_there))
             pages = tuple(holding.pages[PageUse.HOST][:num_pages])
-            self._pending.append(RowsWritten(request.request_id, request.num_announced, last, pages, on_device))
+            peer, key = _handoff(request)
+            announcement = RowsComputed(peer, key, request.num_announced, last, pages, device_pages=on_device)
+            self._pending.append(announcement)
             request.num_announced = last
 
     def announce_first_token(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
-        self._pending.append(PromptComputed(request.request_id, token, alternatives))
+        self._pending.append(FirstTokenSampled(*_handoff(request), token, alternatives))
 
     def announce_failure(self, request: Request, reason: str) -> None:
-        self._pending.append(PromptFailed(request.request_id, reason))
+        self._pending.append(PrefillFailed(*_handoff(request), retry=False, reason=reason))
 
     def discard(self, request: Request) -> None:
         """Removes the announcements of a request that was dropped."""
-        self._pending = [kept for kept in self._pending if kept.request_id != request.request_id]
+        self._pending = [kept for kept in self._pending if (kept.peer, kept.key) != request.for_peer]
 
     def take(self) -> list[Announcement]:
         announcements, self._pending = self._pending, []
         return announcements
+
+
+def _handoff(request: Request) -> HandoffId:
+    assert request.for_peer is not None, "only prompts that are computed for a peer are announced"
+    return request.for_peer

@@ -1,18 +1,18 @@
-"""Plans and results: the values that the scheduler exchanges with the runner and with the handoff endpoint."""
+"""Plans and results: the values that the scheduler exchanges with the runner."""
 
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotset.base.errors import InternalError
-from hotset.base.sampling import PromptSpec
+from hotset.base.sampling import Alternatives, PromptSpec
+from hotset.schedule.handoffs import Announcement
 from hotset.schedule.request import FinishReason, Request
 from hotset.tiers.commands import Command
 from hotset.tiers.residence import Residence
 
 NO_DRAFT = -1  # EMPTY in tensors
 DRAFTED = -2  # a draft that only the worker knows: its MTP layer drafted it after the previous step of the seat
-Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,71 +52,6 @@ class AssignSeat:
     prompt: PromptSpec
     answer: tuple[int, ...]  # the answer so far; empty for a new request
     request_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RowsWritten:
-    """Announces that rows and index keys [first, last) of a prompt computed for a peer are on the host.
-
-    This is true once the plan that carries the announcement has been executed. `pages` are the host pages of rows
-    [0, last). If the rows also stay on the device until the request is dropped, `device_pages` are the pages of rows
-    and of index keys there.
-    """
-
-    request_id: str
-    first: int
-    last: int
-    pages: tuple[int, ...]
-    device_pages: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptComputed:
-    """Announces the token sampled after a prompt computed for a peer. All rows of the prompt were announced before."""
-
-    request_id: str
-    token_id: int
-    alternatives: Alternatives | None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptFailed:
-    """Announces that no token can be sampled after a prompt computed for a peer."""
-
-    request_id: str
-    reason: str
-
-
-Announcement = RowsWritten | PromptComputed | PromptFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Requests a prompt from the prefill worker at `prefill_at`, which writes the KV into the reserved pages.
-
-    Rows [0, first) are in the prefix cache, and only the others are written. `row_pages` are the pages of rows from
-    `first` on: device pages if `on_device`, otherwise host pages. `key_pages` are the device pages from the one with
-    index key `first` on, or the same host pages if `keys_on_host`. Pages in the prefix cache are in neither, so no peer
-    can write to them.
-    """
-
-    request_id: str
-    attempt: int
-    prefill_at: str
-    prompt: PromptSpec
-    on_device: bool
-    row_pages: tuple[int, ...]
-    key_pages: tuple[int, ...]
-    first: int = 0
-    keys_on_host: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawal:
-    """Cancels a reservation that was sent to a prefill worker. The reserved pages stay held until the landing ends."""
-
-    request_id: str
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Literal
 from hotset.base.errors import IllegalTransition, InternalError
 from hotset.base.request_options import DEFAULT_OPTIONS, RequestOptions
 from hotset.base.sampling import PromptSpec
+from hotset.schedule.handoffs import HandoffId
 from hotset.tiers.residence import Holding
 
 NEVER = 1 << 62  # more rows than any request has
@@ -88,14 +89,14 @@ class Request:
         prompt: PromptSpec,
         max_length: int,
         options: RequestOptions = DEFAULT_OPTIONS,
-        for_peer: bool = False,
+        for_peer: HandoffId | None = None,
         stays_on_device: bool = False,
     ) -> None:
         """`max_length` is the maximal number of tokens of prompt and answer together.
 
-        `for_peer` marks a prompt that is computed for a decode worker, which needs only the KV of the prompt and the
-        first token of the answer. `stays_on_device` means that the peer reads this KV from the device, if the prompt is
-        resident there.
+        `for_peer` identifies the handoff of a prompt that is computed for a decode worker, which needs only the KV of
+        the prompt and the first token of the answer. `stays_on_device` means that the peer reads this KV from the
+        device, if the prompt is resident there.
         """
         if not 0 < len(prompt) < max_length:
             raise InternalError(f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}")

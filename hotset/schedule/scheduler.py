@@ -16,20 +16,14 @@ from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.base.errors import InternalError
+from hotset.base.sampling import Alternatives
 from hotset.schedule.admission import Admission
 from hotset.schedule.batching import Batching
 from hotset.schedule.draft_costs import StepCosts
 from hotset.schedule.drafts import Drafter, Speculation, max_verified
+from hotset.schedule.handoffs import CancelFetch, Reservation
 from hotset.schedule.landings import Announcements, Landings
-from hotset.schedule.plan import (
-    Alternatives,
-    Plan,
-    PlanBuilder,
-    Reservation,
-    StepResult,
-    TokenOutputs,
-    Withdrawal,
-)
+from hotset.schedule.plan import Plan, PlanBuilder, StepResult, TokenOutputs
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
@@ -279,7 +273,7 @@ class Scheduler:
         """Decides where prompts that this prefill worker computes will land. Existing reservations stay as they are."""
         self._ledger.landing_of_peer[peer] = policy
 
-    def take_landing_updates(self) -> list[Reservation | Withdrawal]:
+    def take_landing_updates(self) -> list[Reservation | CancelFetch]:
         """Returns the reservations and withdrawals to send to prefill workers, each of them once.
 
         A peer can write as soon as it has a reservation. A reservation is therefore returned only after every plan

@@ -36,16 +36,7 @@ from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import prefill_agent
 from hotset.fleet.handoff.endpoints import DecodeEndpoint, PrefillEndpoint
 from hotset.fleet.handoff.layout import landing_pages
-from hotset.fleet.handoff.messages import (
-    Fetch,
-    HandoffKey,
-    HandoffRequest,
-    Landed,
-    ReleasePages,
-    Route,
-    RowsComputed,
-    Store,
-)
+from hotset.fleet.handoff.messages import Fetch, HandoffRequest, Landed, ReleasePages, Route, Store
 from hotset.fleet.handoff.stores import host_store_name
 from hotset.fleet.transfer.api import MemoryKind
 from hotset.fleet.transfer.engines import TransferSettings
@@ -55,6 +46,7 @@ from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.families import read_spec
 from hotset.models.spec import AS_COMPUTED, KvStorage, MtpSpec
+from hotset.schedule.handoffs import HandoffKey, RowsComputed
 
 DEADLINE_S = 200.0
 Speeds = dict[tuple[MemoryKind, MemoryKind], float]  # bytes per second between kinds of memory

@@ -24,10 +24,11 @@ from hotset.engine.sizing import kv_budget
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
 from hotset.fleet.handoff.endpoints import DecodeEndpoint, PrefillEndpoint
-from hotset.fleet.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePages, RowsComputed, StartPrefill
+from hotset.fleet.handoff.messages import Fetch, ReleasePages, StartPrefill
 from hotset.fleet.transfer.api import Region
 from hotset.fleet.transfer.lanes import CLOSE_S
 from hotset.memory.host_store import HostStore
+from hotset.schedule.handoffs import HandoffKey, PrefillFailed, RowsComputed
 
 SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 16, "page_rows": 16, "device_kv_tokens": 800}
 PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)

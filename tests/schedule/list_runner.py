@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from hotset.memory.geometry import Geometry
-from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, Reservation, StepResult
+from hotset.schedule.handoffs import Reservation
+from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 from hotset.tiers.residence import PageUse, Residence

@@ -7,7 +7,7 @@ from hotset.base.request_options import LandingChoice, RequestOptions
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
-from hotset.schedule.plan import Reservation, Withdrawal
+from hotset.schedule.handoffs import CancelFetch, HandoffKey, Reservation
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.commands import Command, Load, MirrorLanded
@@ -51,7 +51,7 @@ def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_co
     assert scheduler.take_landing_updates() == []
     scheduler.commit(result)
     (outgoing,) = scheduler.take_landing_updates()
-    assert isinstance(outgoing, Reservation) and outgoing.request_id == "a"
+    assert isinstance(outgoing, Reservation) and outgoing.key.request_id == "a"
     assert scheduler.take_landing_updates() == []
 
 
@@ -63,7 +63,7 @@ def test_pages_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     reserved_pages = PageCounts(len(first.key_pages), len(first.row_pages))
     assert ledger.quarantined == reserved_pages != NO_PAGES
     second = next_reservation(scheduler, runner)
-    assert second.attempt == 2
+    assert second.key.attempt == 2
     assert not {*first.row_pages} & {*second.row_pages} and not {*first.key_pages} & {*second.key_pages}
     scheduler.audit()
     scheduler.end_quarantine("a", 1)
@@ -77,7 +77,7 @@ def test_a_failed_landing_is_retried_until_no_attempt_is_left_and_then_the_reque
     scheduler, runner, ledger = make()
     scheduler.add(prefilled_by_peer("a", 9, 12))
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        assert next_reservation(scheduler, runner).attempt == attempt
+        assert next_reservation(scheduler, runner).key.attempt == attempt
         assert scheduler.fail_landing("a", attempt, quiesced=True, retry=True, reason=f"reason {attempt}")
         assert scheduler.counters.retries == min(attempt, MAX_ATTEMPTS - 1)
     outputs = scheduler.take_outputs()
@@ -115,7 +115,7 @@ def test_pages_of_an_aborted_landing_stay_held_until_the_writer_has_stopped() ->
     scheduler.add(prefilled_by_peer("a", 9, 12))
     next_reservation(scheduler, runner)
     scheduler.abort("a")
-    assert scheduler.take_landing_updates() == [Withdrawal("a", 1)]
+    assert scheduler.take_landing_updates() == [CancelFetch(HandoffKey("a", 1))]
     assert scheduler.take_outputs().finished == {"a": "abort"}
     assert ledger.host is not None and ledger.host.held > 0
     assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "the request was already cancelled"
@@ -325,10 +325,10 @@ def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, sal
         return
     if outcome == "is aborted":
         scheduler.abort("a")
-        assert scheduler.take_landing_updates() == [Withdrawal("a", 1)]
+        assert scheduler.take_landing_updates() == [CancelFetch(HandoffKey("a", 1))]
     scheduler.fail_landing("a", 1, quiesced=True, retry=False)
     scheduler.take_outputs()
-    assert next_reservation(scheduler, runner).request_id == "b"
+    assert next_reservation(scheduler, runner).key.request_id == "b"
 
 
 def test_a_prompt_does_not_wait_for_a_landing_that_would_spare_it_little() -> None:

@@ -19,7 +19,8 @@ from hotset.base.request_options import LandingChoice, RequestOptions, TiersChoi
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
-from hotset.schedule.plan import Plan, PromptComputed, Reservation, RowsWritten, StepResult, TokenOutputs, Withdrawal
+from hotset.schedule.handoffs import CancelFetch, FirstTokenSampled, HandoffKey, Reservation, RowsComputed
+from hotset.schedule.plan import Plan, StepResult, TokenOutputs
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy, Ledger
@@ -80,7 +81,7 @@ class SchedulerMachine(RandomMachine):
         self.given_up: list[Reservation] = []  # reservations of failed landings whose peers may still write
         self.quarantine = False  # whether pages were ever quarantined
         self.lost: set[str] = set()  # requests with a failed landing that is not retried
-        self.withdrawn: set[tuple[str, int]] = set()
+        self.withdrawn: set[HandoffKey] = set()
         # Prompts that peers read from the device: number of announced rows, pages of rows and of index keys.
         self.on_device: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.announced: dict[str, int] = {}  # number of announced rows of each prompt computed for a peer
@@ -139,7 +140,9 @@ class SchedulerMachine(RandomMachine):
         length = len(self.prompts[name])
         prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), cache_salt=self.random.choice(SALTS))
         stays = self.random.random() < 0.5
-        self.scheduler.add(Request(name, prompt, length + 1, for_peer=True, stays_on_device=stays))
+        self.scheduler.add(
+            Request(name, prompt, length + 1, for_peer=("127.0.0.1:1", HandoffKey(name, 0)), stays_on_device=stays)
+        )
 
     @rule(lambda self: self.announced)
     def drop(self) -> None:
@@ -154,7 +157,7 @@ class SchedulerMachine(RandomMachine):
         """Completes a landing or lets it fail. The scheduler receives the report twice."""
         reservation = self.random.choice(self.reserved)
         self.reserved.remove(reservation)
-        name, attempt = reservation.request_id, reservation.attempt
+        name, attempt = reservation.key.request_id, reservation.key.attempt
         if self.random.random() < 0.7:
             self.land(reservation)
             return
@@ -174,17 +177,16 @@ class SchedulerMachine(RandomMachine):
         self.runner.write_late(late)
         if self.flip():
             self.given_up.remove(late)
-            self.scheduler.end_quarantine(late.request_id, late.attempt)
+            self.scheduler.end_quarantine(late.key.request_id, late.key.attempt)
 
     def land(self, reservation: Reservation) -> None:
         self.runner.land(reservation)
         SEEN["landings with keys on the host"] += self.runner.keys_on_host(reservation)
         SEEN["landings beside a device without writers"] += not self.ledger.landing.on_device
         for _ in range(2):
-            self.scheduler.complete_landing(
-                reservation.request_id, reservation.attempt, next_token(reservation.prompt.token_ids), None
-            )
-        if (reservation.request_id, reservation.attempt) in self.withdrawn:
+            first_token = next_token(reservation.prompt.token_ids)
+            self.scheduler.complete_landing(reservation.key.request_id, reservation.key.attempt, first_token, None)
+        if reservation.key in self.withdrawn:
             self.runner.landed -= self.runner.device_pages(reservation)
 
     @rule(lambda self: self.prompts)
@@ -200,8 +202,8 @@ class SchedulerMachine(RandomMachine):
             self.in_flight.append(self.runner.submit(plan))
             self.check_announcements(plan)
         for outgoing in self.scheduler.take_landing_updates():
-            if isinstance(outgoing, Withdrawal):
-                self.withdrawn.add((outgoing.request_id, outgoing.attempt))
+            if isinstance(outgoing, CancelFetch):
+                self.withdrawn.add(outgoing.key)
             else:
                 self.check_reservation(outgoing)
                 self.reserved.append(outgoing)
@@ -217,17 +219,18 @@ class SchedulerMachine(RandomMachine):
     def check_announcements(self, plan: Plan) -> None:
         """Checks that rows are announced in order, are on the host, and precede the announcement of the first token."""
         for announcement in plan.announcements:
-            prompt = self.prompts[announcement.request_id]
+            name = announcement.key.request_id
+            prompt = self.prompts[name]
             match announcement:
-                case RowsWritten(name, first, last, pages, device_pages):
+                case RowsComputed(first=first, last=last, pages=pages, device_pages=device_pages):
                     assert first == self.announced[name], "rows were announced twice or out of order"
                     self.announced[name] = last
                     for position in range(first, last):
                         assert self.runner.host_row(pages, position) == tuple(prompt[: position + 1])
                     if device_pages is not None:
-                        self.on_device[name] = last, *device_pages
+                        self.on_device[name] = last, device_pages.rows, device_pages.keys
                         SEEN["prompts on the device"] += 1
-                case PromptComputed(name, token, _):
+                case FirstTokenSampled(token_id=token):
                     assert self.announced[name] == len(prompt) and name not in self.first_tokens
                     assert token == next_token(tuple(prompt))
                     self.first_tokens[name] = token
@@ -285,7 +288,7 @@ class SchedulerMachine(RandomMachine):
                 self.drop_prompt(name)
         assert self.scheduler.idle, "a request did not end within 5000 steps"
         for late in self.given_up:
-            self.scheduler.end_quarantine(late.request_id, late.attempt)
+            self.scheduler.end_quarantine(late.key.request_id, late.key.attempt)
         self.scheduler.audit()
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0

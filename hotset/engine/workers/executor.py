@@ -6,11 +6,12 @@ from typing import Generic, Protocol
 
 from hotset.base.address import Address
 from hotset.engine.decode_graphs import choose_graph
-from hotset.engine.ports import DeviceEvent, Messages
+from hotset.engine.ports import Messages
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers.messages import Description, WorkerService
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
+from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, KvMemory, Traffic, TrafficCopy
 

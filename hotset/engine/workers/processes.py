@@ -15,7 +15,6 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
 from hotset.engine.decode_graphs import choose_graph, max_decoded
-from hotset.engine.ports import DeviceEvent
 from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
@@ -56,6 +55,7 @@ from hotset.engine.workers.shared_memory import SharedMemory, SharedName
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.memory.mapping import store_nodes
 from hotset.models.split import Split
+from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
 

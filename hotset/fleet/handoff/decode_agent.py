@@ -10,8 +10,9 @@ from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.agent import AgentOptions, HandoffAgent, HandoffEvent
 from hotset.fleet.handoff.layout import check_peers
 from hotset.fleet.handoff.links import MAX_LINKS, EndpointClosed, EndpointOpened, Endpoints, Links
-from hotset.fleet.handoff.messages import HandoffKey, Hello, Message, Store
+from hotset.fleet.handoff.messages import Hello, Message, Store
 from hotset.fleet.handoff.receiver import OPEN_PHASES, UNREPORTED_PHASES, Receiver
+from hotset.schedule.handoffs import CancelFetch, HandoffKey
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
@@ -61,7 +62,7 @@ class DecodeAgent(HandoffAgent):
         match command:
             case msg.Fetch():
                 self._fetch(command, now)
-            case msg.CancelFetch(key):
+            case CancelFetch(key):
                 self._cancel(key, now)
             case EndpointOpened():
                 self._on_endpoint_opened(command, now)

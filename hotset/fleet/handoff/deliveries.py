@@ -17,10 +17,9 @@ from enum import Enum
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
-from hotset.engine.ports import DeviceEvent
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.layout import plan_context_writes
-from hotset.fleet.handoff.messages import ContextPages, HandoffId, Message, Store
+from hotset.fleet.handoff.messages import Message, Store
 from hotset.fleet.handoff.staging import (
     RING_PIECES,
     SenderBuffers,
@@ -32,6 +31,7 @@ from hotset.fleet.handoff.staging import (
 )
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.fleet.transfer.api import Writes
+from hotset.schedule.handoffs import ContextPages, DeviceEvent, HandoffId, RowsComputed
 
 MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 SMALLEST_PIECE_BYTES = 256 << 10  # a piece waits for rows until it is this large, or full
@@ -98,7 +98,7 @@ class Sources:
     host: Store
     device: Store | None = None  # None if contexts are read from the host store only
 
-    def locate(self, rows: msg.RowsComputed) -> tuple[Store, ContextPages]:
+    def locate(self, rows: RowsComputed) -> tuple[Store, ContextPages]:
         """Returns where announced rows are read, with all pages of their context there."""
         if self.device is not None and rows.device_pages is not None:
             return self.device, rows.device_pages
@@ -146,7 +146,7 @@ class Delivery(ABC):
         return float("inf")
 
     @abstractmethod
-    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+    def add_rows(self, rows: RowsComputed, now: float) -> Sequence[Message]:
         """Adds rows that the engine has announced, in order. Returns the messages to send."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Delivery(ABC):
         return ""
 
 
-def merge_rows(waiting: msg.RowsComputed | None, rows: msg.RowsComputed) -> msg.RowsComputed:
+def merge_rows(waiting: RowsComputed | None, rows: RowsComputed) -> RowsComputed:
     """Merges announced rows with those before them that still wait."""
     if waiting is None:
         return rows
@@ -193,7 +193,7 @@ class DirectDelivery(Delivery):
 
     def __init__(self, sources: Sources, target: Store, pages: ContextPages) -> None:
         self._sources, self._target, self._pages = sources, target, pages
-        self._waiting: msg.RowsComputed | None = None  # rows that are announced but not submitted
+        self._waiting: RowsComputed | None = None  # rows that are announced but not submitted
         self._submitted = 0  # rows [0, submitted) are in the receiver's pages or in a list
         self._landed = 0
 
@@ -205,7 +205,7 @@ class DirectDelivery(Delivery):
     def finished(self) -> bool:
         return self._waiting is None
 
-    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+    def add_rows(self, rows: RowsComputed, now: float) -> Sequence[Message]:
         self._waiting = merge_rows(self._waiting, rows)
         return ()
 
@@ -235,7 +235,7 @@ class _AnnouncedRows:
     """The rows of a prompt from `first` on: which of them are announced, and which are computed."""
 
     def __init__(self, first: int) -> None:
-        self.newest: msg.RowsComputed | None = None  # the newest announcement, which has all pages of the context
+        self.newest: RowsComputed | None = None  # the newest announcement, which has all pages of the context
         self.announced = first  # rows [first, announced) are computed, or their forward pass is in flight
         self._computed = first  # rows [first, computed) are in the prefill worker's pages
         # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
@@ -246,7 +246,7 @@ class _AnnouncedRows:
         """Returns whether a forward pass may still run, as far as is known."""
         return bool(self._events)
 
-    def add(self, rows: msg.RowsComputed) -> None:
+    def add(self, rows: RowsComputed) -> None:
         self.newest, self.announced = rows, rows.last
         self._events.append((rows.last, rows.after))
 
@@ -284,7 +284,7 @@ class PackedDelivery(DirectDelivery):
     def has_pending_events(self) -> bool:
         return self._announced.pending
 
-    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+    def add_rows(self, rows: RowsComputed, now: float) -> Sequence[Message]:
         self._announced.add(rows)
         return ()
 
@@ -362,7 +362,7 @@ class StagedDelivery(Delivery):
     def next_deadline(self) -> float:
         return min((piece.timer.retransmit_at for piece in self._pieces.values()), default=self.deadline)
 
-    def add_rows(self, rows: msg.RowsComputed, now: float) -> Sequence[Message]:
+    def add_rows(self, rows: RowsComputed, now: float) -> Sequence[Message]:
         self._announced.add(rows)
         return self._request_leases(now)
 

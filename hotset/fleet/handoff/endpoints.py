@@ -21,14 +21,14 @@ from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
-from hotset.engine.ports import DeviceEvent, HandoffEndpoint, HandoffStats
+from hotset.engine.ports import HandoffEndpoint, HandoffStats
 from hotset.engine.workers.executor import Executor, Step
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.agent import HandoffAgent, open_channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.links import Endpoints
-from hotset.fleet.handoff.messages import HandoffKey, Hello
+from hotset.fleet.handoff.messages import Hello
 from hotset.fleet.handoff.packing import EngineCopies
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.receiver import Receiver
@@ -53,7 +53,15 @@ from hotset.fleet.handoff.worker_service import TransferService
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import DEADLINE_S, LANES, TransferSettings
 from hotset.fleet.transfer.workers import RemoteTransfer, WorkerConnection, WorkerTransfers, engine_address
-from hotset.schedule.plan import PromptComputed, PromptFailed, Reservation, RowsWritten, Withdrawal
+from hotset.schedule.handoffs import (
+    CancelFetch,
+    DeviceEvent,
+    HandoffId,
+    HandoffKey,
+    PrefillFailed,
+    Reservation,
+    RowsComputed,
+)
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
@@ -156,7 +164,7 @@ class DecodeEndpoint(_Endpoint):
                 if isinstance(update, Reservation):
                     self._pending.append(_PendingReservation(replica, update, self._executor.mirrored_event()))
                 else:
-                    self._withdraw(replica, update)
+                    self._cancel(replica, update.key)
         ready = [pending for pending in self._pending if pending.after is None or pending.after.query()]
         self._pending = [pending for pending in self._pending if pending not in ready]
         for pending in ready:
@@ -179,18 +187,17 @@ class DecodeEndpoint(_Endpoint):
         text = "routes from %s: %s; rows land on %s, index keys of rows on the host on %s"
         LOGGER.info(text, measured.peer, show_routes(measured.routes), rows, keys)
 
-    def _withdraw(self, replica: int, withdrawal: Withdrawal) -> None:
-        name, attempt = withdrawal.request_id, withdrawal.attempt
+    def _cancel(self, replica: int, key: HandoffKey) -> None:
         for pending in self._pending:
-            if (pending.reservation.request_id, pending.reservation.attempt) == (name, attempt):
+            if (pending.replica, pending.reservation.key) == (replica, key):
                 self._pending.remove(pending)
-                self._schedulers[replica].fail_landing(name, attempt, quiesced=True, retry=False)
+                self._schedulers[replica].fail_landing(key.request_id, key.attempt, quiesced=True, retry=False)
                 return
-        self._agent.put(msg.CancelFetch(self._key(replica, name, attempt)))
+        self._agent.put(CancelFetch(self._key(replica, key)))
 
     def _fetch(self, replica: int, reservation: Reservation) -> msg.Fetch:
         request = msg.HandoffRequest(
-            key=self._key(replica, reservation.request_id, reservation.attempt),
+            key=self._key(replica, reservation.key),
             prompt=reservation.prompt,
             landing=landing_store_name(replica, on_device=reservation.on_device, keys_on_host=reservation.keys_on_host),
             row_pages=reservation.row_pages,
@@ -199,8 +206,9 @@ class DecodeEndpoint(_Endpoint):
         )
         return msg.Fetch(reservation.prefill_at, request)
 
-    def _key(self, replica: int, name: str, attempt: int) -> HandoffKey:
-        return HandoffKey(f"{self._prefix}:{replica}:{name}", attempt)
+    def _key(self, replica: int, key: HandoffKey) -> HandoffKey:
+        """Returns the key that peers see for a key of this replica's scheduler."""
+        return replace(key, request_id=f"{self._prefix}:{replica}:{key.request_id}")
 
 
 class PrefillEndpoint(_Endpoint):
@@ -216,8 +224,7 @@ class PrefillEndpoint(_Endpoint):
     ) -> None:
         super().__init__(agent, resources, executor)
         self._scheduler, self._card = scheduler, card
-        self._prefills: dict[str, msg.StartPrefill] = {}  # request id of this engine -> prefill
-        self._request_ids: dict[tuple[str, HandoffKey], str] = {}  # peer and key -> request id of this engine
+        self._request_ids: dict[HandoffId, str] = {}  # request ids of this engine
         self._serials = itertools.count()
 
     def poll(self) -> None:
@@ -228,7 +235,6 @@ class PrefillEndpoint(_Endpoint):
                 case msg.ReleasePages(peer, key):
                     name = self._request_ids.pop((peer, key), None)
                     if name is not None:
-                        del self._prefills[name]
                         self._scheduler.drop_prompt(name)
 
     def on_submitted(self, step: Step) -> None:
@@ -236,15 +242,9 @@ class PrefillEndpoint(_Endpoint):
         assert plan is not None, "an engine with one replica submits no step without a plan"
         after = self._executor.mirrored_event() if plan.announcements else None
         for announcement in plan.announcements:
-            prefill = self._prefills[announcement.request_id]
-            match announcement:
-                case RowsWritten(_, first, last, pages, device_pages):
-                    on_device = None if device_pages is None else msg.ContextPages(*device_pages)
-                    self._agent.put(msg.RowsComputed(prefill.peer, prefill.key, first, last, pages, after, on_device))
-                case PromptComputed(_, token_id, alternatives):
-                    self._agent.put(msg.FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
-                case PromptFailed(_, reason):
-                    self._agent.put(msg.PrefillFailed(prefill.peer, prefill.key, retry=False, reason=reason))
+            if isinstance(announcement, RowsComputed):
+                announcement = replace(announcement, after=after)
+            self._agent.put(announcement)
 
     @property
     def waiting_for_copies(self) -> bool:
@@ -254,17 +254,16 @@ class PrefillEndpoint(_Endpoint):
         refusal = self._refusal(prefill.prompt)
         if refusal is not None:
             LOGGER.warning("refused to compute %s for %s: %s", prefill.key.request_id, prefill.peer, refusal)
-            self._agent.put(msg.PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
+            self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
             return
         # A peer may reuse a key while plans in flight still contain the key's previous request, so ids have a serial.
         name = f"{prefill.peer} {prefill.key.request_id} {prefill.key.attempt} #{next(self._serials)}"
         self._request_ids[prefill.peer, prefill.key] = name
-        self._prefills[name] = prefill
         request = Request(
             name,
             prefill.prompt,
             max_length=len(prefill.prompt) + 1,
-            for_peer=True,
+            for_peer=(prefill.peer, prefill.key),
             stays_on_device=prefill.from_device,
         )
         self._scheduler.add(request)

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from hotset.base.errors import InternalError
 from hotset.base.paged_span import PagedSpan
-from hotset.fleet.handoff.messages import ContextPages, HandoffRequest, Hello, ModelIdentity, RowSlices, Shard, Store
+from hotset.fleet.handoff.messages import HandoffRequest, Hello, ModelIdentity, RowSlices, Shard, Store
 from hotset.fleet.transfer.api import Writes
+from hotset.schedule.handoffs import ContextPages
 
 Numbers = NDArray[np.int64]
 LayerPairs = Sequence[tuple[int, int]]  # (layer of the source, layer of the target)

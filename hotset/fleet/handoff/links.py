@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from hotset.base.processes import ProcessIdentity, has_ended, is_observable
-from hotset.fleet.handoff.messages import HandoffKey, Hello
+from hotset.fleet.handoff.messages import Hello
 from hotset.fleet.transfer.api import Transfer
+from hotset.schedule.handoffs import HandoffKey
 
 LOGGER = logging.getLogger("hotset.fleet.handoff")
 

@@ -32,26 +32,15 @@ from dataclasses import dataclass, field
 
 from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import ProcessIdentity
-from hotset.base.sampling import PromptSpec
-from hotset.engine.ports import DeviceEvent, Route
+from hotset.base.sampling import Alternatives, PromptSpec
+from hotset.engine.ports import Route
 from hotset.fleet.transfer.api import Writes
+from hotset.schedule.handoffs import Announcement, CancelFetch, ContextPages, DeviceEvent, HandoffKey
 
 PROTOCOL = 10
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
-Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank), as in schedule/plan.py
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffKey:
-    """Identifies a handoff at its receiver. Each retry of a request has a higher attempt number."""
-
-    request_id: str
-    attempt: int
-
-
-HandoffId = tuple[str, HandoffKey]  # identifies a handoff at its sender: the requesting peer, and that peer's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,13 +282,6 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelFetch:
-    """Engine to receiver: cancel the handoff. `FetchFailed` follows, unless the handoff has already ended."""
-
-    key: HandoffKey
-
-
-@dataclass(frozen=True, slots=True)
 class Landed:
     """Receiver to engine: every row and index key is in its page."""
 
@@ -355,49 +337,6 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextPages:
-    """All pages of a context in one store, from its first."""
-
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RowsComputed:
-    """Engine to sender: announces rows and index keys [first, last) of a prompt. They are in the host store, and in
-    `device_pages` of the device pool if these are given, when `after` has happened. All earlier rows are there by then
-    too, because the events of a request are recorded on one stream."""
-
-    peer: str
-    key: HandoffKey
-    first: int
-    last: int
-    pages: tuple[int, ...]  # all host pages of the request so far, from its first; rows do not move to other pages
-    after: DeviceEvent | None  # None: the rows are there now
-    device_pages: ContextPages | None = None  # None if the rows do not stay in the device pool
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokenSampled:
-    """Engine to sender: the whole prompt is computed, and all its rows were announced before this."""
-
-    peer: str
-    key: HandoffKey
-    token_id: int
-    alternatives: Alternatives | None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillFailed:
-    """Engine to sender: the prompt will not be computed."""
-
-    peer: str
-    key: HandoffKey
-    retry: bool  # another attempt may succeed
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReleasePages:
     """Sender to engine: the sender no longer needs the request's pages (only a hung write may still read them), and the
     engine can end the request, which may still be running. This event is sent exactly once for every
@@ -409,7 +348,7 @@ class ReleasePages:
 
 ReceiverCommand = Fetch | CancelFetch
 ReceiverEvent = Landed | FetchFailed | Quiesced | RoutesMeasured | PeerLost
-SenderCommand = RowsComputed | FirstTokenSampled | PrefillFailed
+SenderCommand = Announcement
 SenderEvent = StartPrefill | ReleasePages
 
 

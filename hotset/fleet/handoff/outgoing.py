@@ -9,9 +9,10 @@ from enum import Enum
 from hotset.base.processes import ProcessIdentity
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import Delivery, RowWrites, StagingOffer
-from hotset.fleet.handoff.messages import HandoffId, Hello, Store
+from hotset.fleet.handoff.messages import Hello, Store
 from hotset.fleet.handoff.timers import PhaseTimeout, PhaseTimer
 from hotset.fleet.transfer.api import WriteState
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, RowsComputed
 
 NO_ATTEMPT = -1  # lower than any attempt number
 
@@ -75,10 +76,10 @@ class OutgoingHandoff:
     offer: StagingOffer | None = None
     packed_rows: int = 0  # if rows are packed for direct writes: the most rows of a list; else 0
     delivery: Delivery | None = None  # set by StartWrites
-    waiting: msg.RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
+    waiting: RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
     in_flight: list[ListInFlight] = field(default_factory=list)
     announced: int = 0  # the engine has announced rows [0, announced)
-    sampled: msg.FirstTokenSampled | None = None
+    sampled: FirstTokenSampled | None = None
     has_unknown_write: bool = False  # a write ended in an unknown state and may still change the receiver's memory
     pages_released: bool = False
     end_reason: EndReason | None = None

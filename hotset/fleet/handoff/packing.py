@@ -13,11 +13,12 @@ from functools import lru_cache
 import torch
 
 from hotset.base.paged_span import PagedSpan
-from hotset.fleet.handoff.messages import ContextPages, MemoryRange, PackedPiece, Store
+from hotset.fleet.handoff.messages import MemoryRange, PackedPiece, Store
 from hotset.fleet.handoff.staging import piece_layout
 from hotset.fleet.transfer.api import MemoryKind, Region
 from hotset.fleet.transfer.workers import PROCESS_MASK, WorkerConnection, process_and_address
 from hotset.kernels.slice_pack import RowSlices, SlicedRows, slice_pack, slice_unpack
+from hotset.schedule.handoffs import ContextPages
 
 CPU = torch.device("cpu")
 # A GPU copies a piece in less time than Python needs to begin this, so a second thread would only be in the way.

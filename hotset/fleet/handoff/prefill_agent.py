@@ -12,10 +12,11 @@ from hotset.engine.ports import Route, Throughput
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.agent import AgentOptions, HandoffAgent
 from hotset.fleet.handoff.layout import check_peers
-from hotset.fleet.handoff.messages import HandoffId, HandoffKey, Hello, Message
+from hotset.fleet.handoff.messages import Hello, Message
 from hotset.fleet.handoff.routes import measure_routes
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.transfer.api import Transfer, WriteState, WriteTicket
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, HandoffKey, PrefillFailed, RowsComputed
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
@@ -78,7 +79,7 @@ class PrefillAgent(HandoffAgent):
         match command:
             case ConnectFinished():
                 self._on_connect_finished(command)
-            case msg.RowsComputed() | msg.FirstTokenSampled() | msg.PrefillFailed():
+            case RowsComputed() | FirstTokenSampled() | PrefillFailed():
                 self._sender.handle_command(command, now)
             case _:
                 raise InternalError(f"{command!r} is not a command for a prefill worker")

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.messages import HandoffKey, Hello, Message
+from hotset.fleet.handoff.messages import Hello, Message
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
+from hotset.schedule.handoffs import HandoffKey
 
 
 class ReceiverPhase(Enum):

@@ -28,7 +28,7 @@ from hotset.fleet.handoff.deliveries import (
     merge_rows,
 )
 from hotset.fleet.handoff.layout import landing_pages
-from hotset.fleet.handoff.messages import HandoffId, HandoffKey, Hello, Message, Store
+from hotset.fleet.handoff.messages import Hello, Message, Store
 from hotset.fleet.handoff.outgoing import (
     OPEN_PHASES,
     SENDER_TIMEOUTS,
@@ -51,6 +51,7 @@ from hotset.fleet.handoff.staging import (
 )
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.fleet.transfer.api import WriteState, WriteTicket
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, HandoffKey, PrefillFailed, RowsComputed
 
 WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own deadline should be shorter
 # Seconds. Longer than a receiver stays in QUARANTINED: the receiver's late retransmits must still find the tombstone.
@@ -130,15 +131,15 @@ class Sender:
         if handoff is None or handoff.phase not in OPEN_PHASES:
             return
         match command:
-            case msg.RowsComputed():
+            case RowsComputed():
                 self._on_rows_computed(handoff, command, now)
-            case msg.FirstTokenSampled():
+            case FirstTokenSampled():
                 announced, total = handoff.announced, len(handoff.request.prompt)
                 if announced != total:
                     raise InternalError(f"{command.key} was sampled after {announced} of {total} rows were announced")
                 handoff.sampled = command
                 self._finish_if_idle(handoff, now)
-            case msg.PrefillFailed():
+            case PrefillFailed():
                 self._begin_end(handoff, EndReason.FAILED, command.retry, command.reason, now)
 
     def on_submitted(self, peer: str, key: HandoffKey, ticket: WriteTicket) -> None:
@@ -313,7 +314,7 @@ class Sender:
             self._deliver(handoff, handoff.delivery, waiting, now)
         self._finish_if_idle(handoff, now)
 
-    def _deliver(self, handoff: OutgoingHandoff, delivery: Delivery, rows: msg.RowsComputed, now: float) -> None:
+    def _deliver(self, handoff: OutgoingHandoff, delivery: Delivery, rows: RowsComputed, now: float) -> None:
         for message in delivery.add_rows(rows, now):
             self._send(handoff.peer, message)
         self._submit([handoff], now)
@@ -370,7 +371,7 @@ class Sender:
         if handoff.phase is SenderPhase.NOTIFYING:
             self._move(handoff, SenderPhase.CLOSED, now)
 
-    def _on_rows_computed(self, handoff: OutgoingHandoff, rows: msg.RowsComputed, now: float) -> None:
+    def _on_rows_computed(self, handoff: OutgoingHandoff, rows: RowsComputed, now: float) -> None:
         key, announced = handoff.request.key, handoff.announced
         if not announced == rows.first <= rows.last:
             raise InternalError(f"{key}: {announced} rows are announced, but the next begin at {rows.first}")

@@ -35,10 +35,11 @@ from hotset.fleet.handoff.layout import (
     plan_writes,
     row_bytes,
 )
-from hotset.fleet.handoff.messages import ContextPages, HandoffId, HandoffKey, Hello, Store
+from hotset.fleet.handoff.messages import Hello, Store
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.transfer.api import MemoryKind, Writes
 from hotset.memory.ring import Ring
+from hotset.schedule.handoffs import ContextPages, HandoffId, HandoffKey
 
 # A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
 # two additional copies of each byte. Up to MAX_DIRECT_WRITES writes are fast enough at any size.

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.errors import InternalError
-from hotset.engine.ports import DeviceEvent, Throughput
+from hotset.engine.ports import Throughput
+from hotset.schedule.handoffs import DeviceEvent
 
 Writes = NDArray[np.int64]  # [writes, 3]: local address, address in the peer's memory, number of bytes
 

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from hotset.base.errors import TransferError
-from hotset.engine.ports import DeviceEvent, Throughput
+from hotset.engine.ports import Throughput
 from hotset.fleet.transfer.api import Meter, Region, Writes, WriteState, WriteTicket
 from hotset.fleet.transfer.regions import Description, Regions, decode_description, merge_registered, split_writes
+from hotset.schedule.handoffs import DeviceEvent
 
 log = logging.getLogger(__name__)
 

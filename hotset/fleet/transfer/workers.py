@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from hotset.base.errors import EngineStopped, InternalError, TransferError
-from hotset.engine.ports import DeviceEvent, Messages, Throughput
+from hotset.engine.ports import Messages, Throughput
 from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
+from hotset.schedule.handoffs import DeviceEvent
 
 log = logging.getLogger(__name__)
 

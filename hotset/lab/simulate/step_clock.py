@@ -6,11 +6,11 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from hotset.base.address import Address
-from hotset.engine.ports import DeviceEvent
 from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
 from hotset.engine.workers.messages import Description, WorkerService
 from hotset.lab.plan.costs import RankCosts
 from hotset.memory.device_pool import DevicePool
+from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 

@@ -28,19 +28,15 @@ from hotset.fleet.handoff.layout import check_peers, head_shards
 from hotset.fleet.handoff.messages import (
     Fetch,
     FetchFailed,
-    FirstTokenSampled,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Landed,
     MemoryRange,
     Message,
     ModelIdentity,
-    PrefillFailed,
     ProcessIdentity,
     Quiesced,
     ReleasePages,
-    RowsComputed,
     SendMessage,
     Shard,
     StartPrefill,
@@ -57,6 +53,7 @@ from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.transfer.api import Region, WriteState, WriteTicket
 from hotset.memory.pages import PageAllocator
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
 POISON = 0xAB
 LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5

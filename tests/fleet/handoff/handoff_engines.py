@@ -20,7 +20,7 @@ from hotset.base.errors import EngineStopped
 from hotset.base.paged_span import PagedSpan
 from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.engine.ports import DeviceEvent, Throughput
+from hotset.engine.ports import Throughput
 from hotset.fleet.handoff import outgoing, receiver
 from hotset.fleet.handoff.agent import HandoffAgent
 from hotset.fleet.handoff.channel import Channel
@@ -29,23 +29,18 @@ from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.layout import head_shards
 from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.messages import (
-    CancelFetch,
     Fetch,
     FetchFailed,
-    FirstTokenSampled,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Landed,
     ModelIdentity,
     PeerLost,
-    PrefillFailed,
     ProcessIdentity,
     Quiesced,
     ReceiverEvent,
     ReleasePages,
     RoutesMeasured,
-    RowsComputed,
     StartPrefill,
     Store,
 )
@@ -55,6 +50,14 @@ from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.timers import PeerTiming
 from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
+from hotset.schedule.handoffs import (
+    CancelFetch,
+    DeviceEvent,
+    FirstTokenSampled,
+    HandoffKey,
+    PrefillFailed,
+    RowsComputed,
+)
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes

@@ -20,7 +20,8 @@ from handoff_engines import DecodeEngine, FileTransfer, PrefillEngine
 from handoff_world import FaultyChannel
 
 from hotset.fleet.handoff.agent import open_channel
-from hotset.fleet.handoff.messages import FetchFailed, HandoffKey
+from hotset.fleet.handoff.messages import FetchFailed
+from hotset.schedule.handoffs import HandoffKey
 
 
 def print_line(*words: object) -> None:

@@ -13,15 +13,12 @@ from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.layout import check_peers, landing_pages
 from hotset.fleet.handoff.messages import (
     Fetch,
-    FirstTokenSampled,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Message,
     ModelIdentity,
     ReceiverEvent,
     ReleasePages,
-    RowsComputed,
     SendMessage,
     StartPrefill,
     SubmitWrites,
@@ -33,6 +30,7 @@ from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.transfer.api import WriteState, WriteTicket
 from hotset.memory.pages import PageAllocator
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, RowsComputed
 
 HEADS = 4
 DECODE = "decode:1"

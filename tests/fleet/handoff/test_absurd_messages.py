@@ -21,17 +21,14 @@ from hotset.fleet.handoff.layout import whole_rows
 from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.messages import (
     Cancel,
-    CancelFetch,
     Cancelled,
     ChannelEvent,
     Envelope,
     Fetch,
-    FirstTokenSampled,
     HandoffAccepted,
     HandoffAck,
     HandoffDone,
     HandoffFailed,
-    HandoffKey,
     HandoffRequest,
     Hello,
     LeaseGranted,
@@ -45,10 +42,8 @@ from hotset.fleet.handoff.messages import (
     PieceWritten,
     Ping,
     Pong,
-    PrefillFailed,
     Progress,
     Refused,
-    RowsComputed,
     Shard,
     StartPrefill,
     StartWrites,
@@ -60,6 +55,7 @@ from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
+from hotset.schedule.handoffs import CancelFetch, FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
 PEERS = ("10.0.0.1:1", "10.0.0.2:2")
 PAGE_ROWS = 4

@@ -28,14 +28,12 @@ from hotset.fleet.handoff.messages import (
     ChannelEvent,
     Fetch,
     FetchFailed,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Landed,
     Message,
     MessageReceived,
     Refused,
-    RowsComputed,
     StartWrites,
     Welcome,
 )
@@ -45,6 +43,7 @@ from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.timers import PeerTiming
 from hotset.fleet.transfer.api import WriteState, WriteTicket
+from hotset.schedule.handoffs import HandoffKey, RowsComputed
 
 SECRET = "a secret that peers share"
 LENGTHS = (1, 7, 8, 16, 17, 24, 25, 63, 100)

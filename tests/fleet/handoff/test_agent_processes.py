@@ -20,7 +20,8 @@ from ports import reserved_port
 from processes import pause
 
 from hotset.fleet.handoff.channel import Channel
-from hotset.fleet.handoff.messages import FetchFailed, HandoffKey, Landed
+from hotset.fleet.handoff.messages import FetchFailed, Landed
+from hotset.schedule.handoffs import HandoffKey
 
 HERE = Path(__file__).parent
 STAGES = [pytest.param("compute", marks=pytest.mark.slow), "second chunk", "sample"]

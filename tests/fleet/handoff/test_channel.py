@@ -23,7 +23,6 @@ from hotset.fleet.handoff.messages import (
     ChannelEvent,
     Envelope,
     HandoffAccepted,
-    HandoffKey,
     HandoffRequest,
     MessageReceived,
     PeerRestarted,
@@ -32,6 +31,7 @@ from hotset.fleet.handoff.messages import (
     ProtocolMismatch,
     Refused,
 )
+from hotset.schedule.handoffs import HandoffKey
 
 SECRET = "a secret that peers share"
 KEY = HandoffKey("r", 0)

@@ -26,7 +26,6 @@ from hotset.fleet.handoff.messages import (
     HandoffAck,
     HandoffDone,
     HandoffFailed,
-    HandoffKey,
     HandoffRequest,
     Hello,
     LeaseGranted,
@@ -46,6 +45,7 @@ from hotset.fleet.handoff.messages import (
     Store,
     Welcome,
 )
+from hotset.schedule.handoffs import HandoffKey
 
 ORIGIN = "127.0.0.1:9000"
 SECRET = b"a secret that peers share"

@@ -23,8 +23,9 @@ from hotset.fleet.handoff.layout import (
     plan_writes,
     whole_rows,
 )
-from hotset.fleet.handoff.messages import ContextPages, HandoffKey, HandoffRequest, Hello, ModelIdentity, Store
+from hotset.fleet.handoff.messages import HandoffRequest, Hello, ModelIdentity, Store
 from hotset.memory.geometry import Geometry
+from hotset.schedule.handoffs import ContextPages, HandoffKey
 
 POISON = 0xAB
 

@@ -26,7 +26,6 @@ from hotset.fleet.handoff.messages import (
     Fetch,
     FetchFailed,
     HandoffAccepted,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Landed,
@@ -42,6 +41,7 @@ from hotset.fleet.handoff.messages import (
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.transfer.api import Transfer
 from hotset.fleet.transfer.engines import open_transfer
+from hotset.schedule.handoffs import HandoffKey
 
 PEER = "127.0.0.1:2"
 

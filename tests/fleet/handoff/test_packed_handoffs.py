@@ -7,9 +7,10 @@ from staged_world import DECODE, Event, World
 
 from hotset.fleet.handoff import staging
 from hotset.fleet.handoff.deliveries import MAX_LISTS_IN_FLIGHT
-from hotset.fleet.handoff.messages import FetchFailed, HandoffKey, LeaseRequest, PieceWritten
+from hotset.fleet.handoff.messages import FetchFailed, LeaseRequest, PieceWritten
 from hotset.fleet.handoff.outgoing import SenderPhase
 from hotset.fleet.transfer.api import WriteState
+from hotset.schedule.handoffs import HandoffKey
 
 PREFILL = "prefill:1"
 SPLITS = [(1, 2), (1, 4), (2, 4), (1, 8), (2, 8)]  # each decode rank gets whole rows from one prefill rank

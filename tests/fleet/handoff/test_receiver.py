@@ -22,7 +22,6 @@ from hotset.fleet.handoff.messages import (
     HandoffAck,
     HandoffDone,
     HandoffFailed,
-    HandoffKey,
     HandoffRequest,
     Landed,
     Message,
@@ -40,6 +39,7 @@ from hotset.fleet.handoff.receiver import (
     ReceiverPhase,
 )
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
+from hotset.schedule.handoffs import HandoffKey
 
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = HandoffKey("r", 1)

@@ -18,21 +18,17 @@ from hotset.fleet.handoff.layout import plan_writes, whole_rows
 from hotset.fleet.handoff.messages import (
     Cancel,
     Cancelled,
-    FirstTokenSampled,
     HandoffAccepted,
     HandoffAck,
     HandoffDone,
     HandoffFailed,
-    HandoffKey,
     HandoffRequest,
     Hello,
     Message,
     ModelIdentity,
-    PrefillFailed,
     ProcessIdentity,
     Progress,
     ReleasePages,
-    RowsComputed,
     SenderCommand,
     SendMessage,
     StartPrefill,
@@ -43,6 +39,7 @@ from hotset.fleet.handoff.messages import (
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.fleet.handoff.sender import TOMBSTONE_LIMIT, Sender
 from hotset.fleet.transfer.api import WriteState, WriteTicket
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = HandoffKey("r", 1)

@@ -24,7 +24,8 @@ from hotset.fleet.handoff.layout import (
     store_overlaps,
     whole_rows,
 )
-from hotset.fleet.handoff.messages import ContextPages, Hello, ModelIdentity, Shard, Store
+from hotset.fleet.handoff.messages import Hello, ModelIdentity, Shard, Store
+from hotset.schedule.handoffs import ContextPages
 
 RANKS = (1, 2, 4, 8)
 

@@ -16,7 +16,6 @@ from hotset.fleet.handoff.messages import (
     HandoffAck,
     HandoffDone,
     HandoffFailed,
-    HandoffKey,
     HandoffRequest,
     Landed,
     LeaseGranted,
@@ -31,6 +30,7 @@ from hotset.fleet.handoff.messages import (
 )
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.fleet.transfer.api import WriteState
+from hotset.schedule.handoffs import HandoffKey
 
 PREFILL = "prefill:1"
 

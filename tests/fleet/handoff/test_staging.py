@@ -16,7 +16,7 @@ from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.ports import Route
 from hotset.fleet.handoff.layout import count_writes, plan_context_writes, whole_rows
-from hotset.fleet.handoff.messages import ContextPages, HandoffKey, HandoffRequest, PackedPiece, Store
+from hotset.fleet.handoff.messages import HandoffRequest, PackedPiece, Store
 from hotset.fleet.handoff.packing import EngineCopies, StagingMemory, pack, unpack
 from hotset.fleet.handoff.staging import (
     MAX_DIRECT_WRITES,
@@ -30,6 +30,7 @@ from hotset.fleet.handoff.staging import (
     should_stage,
 )
 from hotset.fleet.transfer.api import MemoryKind
+from hotset.schedule.handoffs import ContextPages, HandoffKey
 
 RANKS = (1, 2, 4, 8)
 
