@@ -49,7 +49,7 @@ def add_simulate(app: typer.Typer) -> None:
         "simulate",
         cls=CliCommand,
         epilog="Examples:\n\n"
-        "[bold]hotset simulate data/topk/demo-dsa.topk[/bold]  compares all policies with 1, 2, 4 and 8 times top-k "
+        "[bold]hotset simulate data/topk/demo-dsa.topk[/bold]  compares lru and belady with 1, 2, 4 and 8 times top-k "
         "slots\n\n"
         "[bold]hotset simulate demo.topk --policy lru --policy mine.py --slots 256,384[/bold]  tries a policy of your "
         "own: mine.py defines victims(rows, count)\n\n"
@@ -100,8 +100,8 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policy of the hot buffers: lru, fifo, clock, lfu, belady, or a Python file that defines "
-            "victims(rows, count). Can be given several times. Default: all but files.",
+            help="Policy of the hot buffers: lru, as in the engine; belady, the best possible one; or a Python file "
+            "that defines victims(rows, count). Can be given several times. Default: lru and belady.",
             rich_help_panel=SELECTIONS,
         ),
     ] = None,

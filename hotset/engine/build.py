@@ -172,16 +172,14 @@ def assemble(
     weights: str = "",
     wake: Callable[[], None] = lambda: None,
     connections: Callable[[], Connections] = load_connections,
-    scheduler_class: type[Scheduler] = Scheduler,
 ) -> Engine:
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `connections` is called if the engine is connected with others. `scheduler_class` is that of
-    each replica's scheduler.
+    with different values. `connections` is called if the engine is connected with others.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
-    replicas = [_replica(config, card, budget, scheduler_class) for _ in range(config.data_parallel_size)]
+    replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
     in_flight = plans_in_flight(config, torch.device(card.device))
     endpoint: HandoffEndpoint | None = None
     publishers: Sequence[CachePublisher] = ()
@@ -257,10 +255,10 @@ def _drafter(config: EngineConfig) -> LookupDrafter | MtpDrafter | None:
     return MtpDrafter() if config.drafts_by_mtp else LookupDrafter()
 
 
-def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, scheduler_class: type[Scheduler]) -> Replica:
+def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
     host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
-    scheduler = scheduler_class(
+    scheduler = Scheduler(
         ledger,
         config.max_num_seqs,
         config.max_num_batched_tokens,

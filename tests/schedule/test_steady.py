@@ -44,7 +44,7 @@ def simulate(folder: Path, requests: Sequence[Arrival], settings: dict[str, Any]
     config = config_of(folder, max_model_len=256, max_num_seqs=12, **settings)
     files, clock = find_config(config.model), SimulatedClock()
     capacity = plan_capacity(config, files, Machine(host_memory().free))
-    engine = simulated_engine(capacity, files, False, clock, COSTS, every_plan=True)
+    engine = simulated_engine(capacity, files, False, clock, COSTS)
     result = run_traffic(engine, clock, requests, lambda done, total: engine.audit())
     return result, engine.stats()
 

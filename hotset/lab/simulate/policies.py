@@ -1,4 +1,4 @@
-"""Policies that decide which rows leave a hot buffer.
+"""Policies that decide which rows leave a hot buffer: that of the engine, the best possible one, and those of files.
 
 A policy is a function `victims(rows, count)`: it returns the indices into `rows` of the `count` rows to evict. `rows`
 are the rows that may be evicted, ordered by slot. A policy that remembers something is a class, made once for each hot
@@ -41,40 +41,6 @@ def lru(rows: EvictableRows, count: int) -> Integers:
     return np.argsort(rows.last_used, kind="stable")[:count]
 
 
-def fifo(rows: EvictableRows, count: int) -> Integers:
-    """Evicts the rows that were loaded first."""
-    return np.argsort(rows.loaded_at, kind="stable")[:count]
-
-
-def lfu(rows: EvictableRows, count: int) -> Integers:
-    """Evicts the rows that were used least often; of these, the least recently used ones."""
-    return np.lexsort((rows.last_used, rows.uses))[:count]
-
-
-class Clock:
-    """A hand passes over the slots in turn. It spares rows that were used since it last passed."""
-
-    def __init__(self, slots: int, selections: Selections) -> None:
-        self._slots = slots
-        self._hand = 0
-        self._passed = np.full(slots, -1, dtype=np.int64)  # the last use of each slot's row when the hand passed
-
-    def victims(self, rows: EvictableRows, count: int) -> Integers:
-        order = np.argsort((rows.slots - self._hand) % self._slots, kind="stable")
-        used = (rows.last_used > self._passed[rows.slots])[order]
-        unused = np.flatnonzero(~used)
-        if len(unused) >= count:
-            chosen = unused[:count]
-            passed = order[: chosen[-1] + 1]
-        else:  # the hand passes over all rows, and evicts spared ones in its second turn
-            chosen = np.concatenate((unused, np.flatnonzero(used)[: count - len(unused)]))
-            passed = order
-        self._passed[rows.slots[passed]] = rows.last_used[passed]
-        victims = order[chosen]
-        self._hand = (int(rows.slots[victims[-1]]) + 1) % self._slots
-        return victims
-
-
 class Belady:
     """Evicts the rows whose next use is farthest away. No policy without knowledge of the future misses less."""
 
@@ -98,9 +64,6 @@ def _stateless(victims: Victims) -> PolicyMaker:
 
 POLICIES: dict[str, PolicyMaker] = {
     "lru": _stateless(lru),
-    "fifo": _stateless(fifo),
-    "clock": lambda slots, selections: Clock(slots, selections).victims,
-    "lfu": _stateless(lfu),
     "belady": lambda slots, selections: Belady(slots, selections).victims,
 }
 

@@ -15,8 +15,6 @@ from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 
 FIRST_ANSWER_TOKEN = 1 << 32  # of simulated answers: prompts have no such tokens
-QUIET_PLAN = Plan(number=-1, commands=(), seats=(), starts=(), counts=(), sampled=())  # for `FastScheduler`
-QUIET_RESULT = StepResult(number=-1, token_ids=())
 
 
 class StepWork(NamedTuple):
@@ -129,8 +127,6 @@ class SimulatedExecutor:
         return _SimulatedStep(self._clock, self._clock.run(slowest), results)
 
     def _result(self, plan: Plan) -> StepResult:
-        if plan is QUIET_PLAN:
-            return QUIET_RESULT
         return StepResult(plan.number, list(islice(self._tokens, len(plan.sampled))))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:

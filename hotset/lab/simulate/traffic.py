@@ -22,12 +22,10 @@ from hotset.engine.workers.executor import Step
 from hotset.lab.plan.capacity import Capacity, plan_capacity
 from hotset.lab.plan.gpus import Machine
 from hotset.lab.plan.planner import make_plan, rank_costs
-from hotset.lab.simulate.fast_scheduler import FastScheduler
 from hotset.lab.simulate.prompts import Arrival, choice_of
 from hotset.lab.simulate.step_clock import GpuCosts, SimulatedClock, SimulatedExecutor, StepCost, StepWork, work_of
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.decoder import worker_kv_shape
-from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.residence import Residence
 
 SAMPLES = 400  # points in time that are kept for a picture
@@ -97,36 +95,21 @@ def simulated_engine(
     on_gpu: bool,
     clock: SimulatedClock,
     cost: StepCost,
-    *,
-    every_plan: bool = False,
 ) -> Engine:
-    """Returns an engine with the planned memory, whose steps take simulated time.
-
-    With `every_plan`, quiet plans are made, too. Pipeline stages and drafts need this.
-    """
+    """Returns an engine with the planned memory, whose steps take simulated time."""
     config, device = capacity.config, torch.device("cuda" if on_gpu else "cpu")
     dtype = choose_dtype(config.dtype, files.spec, device)
     shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     card = model_card(config, files.spec, capacity.budget, device, dtype)
-    every_plan = every_plan or config.pipeline_parallel_size > 1 or config.max_drafts > 0
 
     def works(step: Step) -> list[StepWork]:
-        planned = [(replica.scheduler, plan) for replica, plan in zip(engine.replicas, step, strict=True) if plan]
         return [
-            scheduler.work
-            if isinstance(scheduler, FastScheduler)
-            else work_of(plan, scheduler.in_residence(Residence.TIERED))
-            for scheduler, plan in planned
+            work_of(plan, replica.scheduler.in_residence(Residence.TIERED))
+            for replica, plan in zip(engine.replicas, step, strict=True)
+            if plan is not None
         ]
 
-    engine = assemble(
-        config,
-        card,
-        shape,
-        capacity.budget,
-        SimulatedExecutor(clock, cost, works),
-        scheduler_class=Scheduler if every_plan else FastScheduler,
-    )
+    engine = assemble(config, card, shape, capacity.budget, SimulatedExecutor(clock, cost, works))
     return engine
 
 

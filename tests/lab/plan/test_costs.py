@@ -108,3 +108,15 @@ def test_a_bus_of_half_the_speed_is_busy_for_twice_as_long() -> None:
     )
     assert slow.bus_s == pytest.approx(2 * fast.bus_s)
     assert slow.seconds - fast.seconds == pytest.approx(fast.swap_s)
+
+
+@pytest.mark.parametrize("name", ["glm-5.2", "qwen3-8b"])
+def test_rates_of_decode_steps_give_the_times_of_decode_steps(name: str) -> None:
+    spec, split = find_config(name).spec, Split()
+    shape = worker_kv_shape(spec, torch.bfloat16, KvStorage(), split)
+    costs = RankCosts(spec, split, shape, H200, 4096 if name == "glm-5.2" else 0, 2)
+    for requests, context, tiered in ((1, 100.0, 0), (7, 5000.5, 3), (64, 2048.0, 64)):
+        tiered = tiered if name == "glm-5.2" else 0
+        rates = costs.decode_rates(requests)
+        seconds = rates.whole_s + rates.seconds(context, tiered)
+        assert seconds == pytest.approx(costs.decode(requests, context, tiered).seconds, rel=1e-9)

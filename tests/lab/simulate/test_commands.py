@@ -45,7 +45,7 @@ def test_a_recorded_trace_is_simulated(tmp_path: Path) -> None:
 def test_tables_json_and_a_picture(small: Path, tmp_path: Path) -> None:
     shown = run("simulate", str(small), "--plot", str(tmp_path / "rates.svg"))
     assert shown.exit_code == 0
-    for text in ("small: 1 requests x 30 steps", "belady", "clock", "8x"):
+    for text in ("small: 1 requests x 30 steps", "belady", "lru", "8x"):
         assert text in shown.stdout
     assert "<svg" in (tmp_path / "rates.svg").read_text()
     mine = tmp_path / "mine.py"
@@ -116,7 +116,7 @@ def test_wrong_traffic_is_refused_by_name(requests: Path, tmp_path: Path) -> Non
     [
         (("simulate", "README.md"), "README.md: not a top-k trace: expected it to begin with"),
         (("simulate", "none.topk"), "none.topk: the top-k trace cannot be read: No such file"),
-        (("simulate", "x.topk", "--policy", "mru"), "--policy mru: use one of lru, fifo, clock, lfu, belady"),
+        (("simulate", "x.topk", "--policy", "fifo"), "--policy fifo: use one of lru, belady"),
         (("simulate", "data/topk/demo-dsa.topk", "--slots", "2k"), "--slots must be numbers of slots"),
         (("simulate", "x.topk", "--plot", "x.gif"), "the name must end in .svg or .html"),
         (("record", "models/demo-dsa", "--out", "/nowhere/at/all.topk"), "the directory /nowhere/at does not exist"),

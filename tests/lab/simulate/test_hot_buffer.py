@@ -12,7 +12,7 @@ from hotset.base.errors import ConfigError
 from hotset.engine.build import build_engine
 from hotset.kernels import EMPTY
 from hotset.lab.simulate.hot_buffer import HotBuffer, SlotCounts, replay, replay_layer
-from hotset.lab.simulate.policies import POLICIES, find_policy
+from hotset.lab.simulate.policies import POLICIES, EvictableRows, find_policy
 from hotset.lab.simulate.recorder import decode, load
 from hotset.lab.simulate.topk_trace import TopkTrace, TraceHeader
 
@@ -57,23 +57,23 @@ def test_lru_has_the_lookups_and_misses_of_the_engine(trace: TopkTrace, slots: i
 
 
 class SimpleBuffer:
-    """One list of rows, searched linearly. A row is [position, last used, loaded at, uses, spared]."""
+    """One list of rows, searched linearly. A row is [position, last used]."""
 
     def __init__(self, slots: int, policy: str, series: Sequence[Sequence[int]]) -> None:
         self.slots: list[list[int] | None] = [None] * slots
-        self.policy, self.series, self.hand = policy, series, 0
+        self.policy, self.series = policy, series
 
     def select(self, step: int, positions: Sequence[int]) -> int:
         for row in self.slots:
             if row is not None and row[0] in positions:
-                row[1], row[3], row[4] = step, row[3] + 1, 0
+                row[1] = step
         held = {row[0] for row in self.slots if row is not None}
         missing = [position for position in positions if position not in held]
         victims: list[int] = []
         for _ in missing:
             victims.append(self._victim(step, victims))
         for position, slot in zip(missing, sorted(victims), strict=True):
-            self.slots[slot] = [position, step, step, 1, 0]
+            self.slots[slot] = [position, step]
         return len(missing)
 
     def _victim(self, step: int, taken: list[int]) -> int:
@@ -81,19 +81,7 @@ class SimpleBuffer:
         if empty:
             return empty[0]
         rows = {slot: row for slot, row in enumerate(self.slots) if row and row[1] != step and slot not in taken}
-        if self.policy == "clock":
-            while True:
-                slot, self.hand = self.hand, (self.hand + 1) % len(self.slots)
-                if slot in rows and rows[slot][4]:
-                    return slot
-                if slot in rows:
-                    rows[slot][4] = 1  # spared once
-        keys = {
-            "lru": lambda row: row[1],
-            "fifo": lambda row: row[2],
-            "lfu": lambda row: (row[3], row[1]),
-            "belady": lambda row: -self._next_use(row[0], step),
-        }
+        keys = {"lru": lambda row: row[1], "belady": lambda row: -self._next_use(row[0], step)}
         return min(rows, key=lambda slot: (keys[self.policy](rows[slot]), slot))
 
     def _next_use(self, position: int, step: int) -> int:
@@ -134,6 +122,19 @@ def test_a_context_that_fits_into_the_slots_never_misses() -> None:
         assert counts.misses == 0 < counts.lookups < counts.selected == 8 * 119
 
 
+def test_a_policy_knows_when_each_row_was_loaded_and_how_often_it_was_used() -> None:
+    known: list[list[list[int]]] = []
+
+    def victims(rows: EvictableRows, count: int) -> list[int]:
+        known.append([column.tolist() for column in (rows.positions, rows.last_used, rows.loaded_at, rows.uses)])
+        return [0] * count
+
+    buffer = HotBuffer(3, 40, victims)
+    for step, positions in enumerate([[1, 2], [1, 3], [2, 4]]):
+        buffer.select(step, np.array(positions))
+    assert known == [[[1, 3], [1, 1], [0, 1], [2, 1]]]
+
+
 def test_a_policy_of_ones_own_is_read_from_a_file(tmp_path: Path, trace: TopkTrace) -> None:
     function, stateful = tmp_path / "mine.py", tmp_path / "stateful.py"
     function.write_text("def victims(rows, count):\n    return rows.last_used.argsort(kind='stable')[:count]\n")
@@ -166,8 +167,8 @@ def test_a_wrong_policy_is_refused_by_name(tmp_path: Path, trace: TopkTrace, sou
 
 
 def test_unknown_policies_and_small_buffers_are_refused(tmp_path: Path, trace: TopkTrace) -> None:
-    with pytest.raises(ConfigError, match="--policy mru: use one of lru, fifo, clock, lfu, belady, or a file"):
-        find_policy("mru")
+    with pytest.raises(ConfigError, match="--policy lfu: use one of lru, belady, or a file"):
+        find_policy("lfu")
     with pytest.raises(ConfigError, match="there is no such file"):
         find_policy(str(tmp_path / "none.py"))
     with pytest.raises(ConfigError, match="127 slots cannot hold the 128 rows"):

@@ -22,13 +22,13 @@ from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.outputs import EngineStats
 from hotset.engine.workers.executor import Step, StepFuture
-from hotset.lab.bench.workload import read_trace
+from hotset.lab.bench.workload import TraceEntry, read_trace
 from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import H200, Machine
 from hotset.lab.plan.model_configs import find_config
 from hotset.lab.plan.products import prefill_products
-from hotset.lab.simulate.prompts import Arrival, arrivals
+from hotset.lab.simulate.prompts import Arrival, arrivals, page_hashes
 from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, positions, work_of
 from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.models.decoder import worker_kv_shape
@@ -36,6 +36,7 @@ from hotset.models.feed_forward import ROUTED
 from hotset.models.spec import KvStorage
 from hotset.models.split import Split
 from hotset.schedule.plan import StepResult
+from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
 VOCAB = 64
@@ -304,3 +305,17 @@ def test_blocks_of_a_trace_become_equal_prefixes(tmp_path: Path) -> None:
     assert [request.answer_tokens for request in (first, second, third)] == [10, 1, 1]
     assert first.prompt[:128] == second.prompt[:128] and first.prompt[:64] != first.prompt[64:128]
     assert all(16 <= token < VOCAB for request in (first, second, third) for token in request.prompt)
+
+
+def test_pages_of_blocks_have_equal_hashes_if_all_tokens_before_their_end_are_equal() -> None:
+    blocks = [(1, 2, 3), (1, 2, 4), (1, 2, 3), (2, 2, 3), (1,)]
+    entries = [TraceEntry(0.0, 512 * len(ids) - 100 * (len(ids) > 1), 1, ids) for ids in blocks]
+    hasher, ours, theirs = PageHasher("model", 64), [], []
+    for request in arrivals(entries, 1.0, 1000):
+        expected: list[bytes] = []
+        hasher.extend(expected, request.prompt, "")
+        ours += page_hashes(request, 64)
+        theirs += expected
+    assert len(ours) == len(theirs)
+    assert [ours.index(one) for one in ours] == [theirs.index(one) for one in theirs]
+    assert page_hashes(replace(request, block_tokens=96), 64) == []
