@@ -212,7 +212,7 @@ def _load_experts(loader: ShardLoader, spec: MoeSpec, expert: MlpTensors) -> tup
     [experts, hidden, width]."""
     local, (hidden, width) = loader.split.experts(spec.experts), expert.down.shape
     # Experts of other ranks count too: all ranks compute in the same format.
-    names = [tensor.of_expert(number).name for number in range(spec.experts) for tensor in expert]
+    names = [tensor.expert_name(number) for number in range(spec.experts) for tensor in expert]
     gate_up = empty_weight(loader.weights, names, (len(local), 2 * width, hidden), [width])
     down = empty_weight(loader.weights, names, (len(local), hidden, width), [])
     for index, number in enumerate(local):

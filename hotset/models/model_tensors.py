@@ -81,7 +81,7 @@ def tensor_names(spec: ModelSpec) -> set[str]:
     if spec.mtp is not None:
         layers += [layer_tensors(spec.with_mtp_layer, spec.layers), list(mtp_tensors(spec))]
     for tensor in (*end_tensors(spec), *chain.from_iterable(layers)):
-        names |= {tensor.name.replace("*", str(expert)) for expert in range(tensor.copies)}
+        names |= {tensor.expert_name(expert) for expert in range(tensor.copies)}
         names |= {tensor.bias_name} if tensor.bias else set()
     return names
 

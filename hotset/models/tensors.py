@@ -43,8 +43,11 @@ class WeightTensor:
         """A divisor of the first output of every rank's slice, so that all ranks have blocks of the same size."""
         return 0 if self.local_shape == self.shape else self.local_shape[0]
 
+    def expert_name(self, expert: int) -> str:
+        return self.name.replace("*", str(expert))
+
     def of_expert(self, expert: int) -> "WeightTensor":
-        return replace(self, name=self.name.replace("*", str(expert)), copies=1)
+        return replace(self, name=self.expert_name(expert), copies=1)
 
 
 def layer_of(name: str) -> int | None:
