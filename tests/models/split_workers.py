@@ -1,11 +1,13 @@
 """A tiny model on several workers. Ranks are threads. Stages of a rank run in sequence, each with its own memory."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from harness import RandomWeights
 from torch import Tensor
 
 from hotset.memory.device_pool import DevicePool, KvShape
@@ -14,7 +16,7 @@ from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
 from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
 from hotset.models.attention.gqa_spec import GqaSpec
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.source import TensorSlice, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.feed_forward import MoeSpec
@@ -49,6 +51,22 @@ SPECS = {
     "deepseek_v32": dsa_spec("deepseek_v32", 4, (0, 1, 2, 3), bias=False, tied=False),
     "glm_moe_dsa": dsa_spec("glm_moe_dsa", 5, (0, 1, 3), bias=True, tied=True),
 }
+
+
+class RecordingWeights(RandomWeights):
+    """Random float32 weights. Records every requested tensor as a whole, even if only a slice is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, seed=11)
+        self.tensors: dict[str, Tensor] = {}
+        self.load_counts: Counter[str] = Counter()
+
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
+    ) -> Tensor:
+        self.tensors[name] = super().load(name, shape)
+        self.load_counts[name] += 1
+        return super().load(name, shape, out=out, tensor_slice=tensor_slice)
 
 
 class ThreadGroup:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import CPU, RandomWeights
 from models.mtp_oracle import Iteration, MtpOracle, Sizes
-from models.split_workers import CONTEXT, PAGE_ROWS, SPECS, Memory, on_ranks
+from models.split_workers import CONTEXT, PAGE_ROWS, SPECS, Memory, RecordingWeights, on_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -204,18 +204,6 @@ def test_sizes_and_plans_count_the_layer(name: str) -> None:
     assert without.device_bytes < worker_weight_bytes(spec, WHOLE_MODEL, 2)
 
 
-class NamedWeights(RandomWeights):
-    """Remembers the names and shapes of all tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32, seed=2)
-        self.tensors: dict[str, Tensor] = {}
-
-    def load(self, name: str, shape: tuple[int, ...], **options: object) -> Tensor:  # type: ignore[override]
-        self.tensors[name] = super().load(name, shape)
-        return super().load(name, shape, **options)  # type: ignore[arg-type]
-
-
 def test_a_checkpoint_with_the_layer_is_loaded_with_and_without_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,7 +237,7 @@ def test_a_checkpoint_with_the_layer_is_loaded_with_and_without_it(
         "num_nextn_predict_layers": 1,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    named = NamedWeights()
+    named = RecordingWeights()
     Decoder(spec, named)
     tensors = {name: tensor.contiguous() for name, tensor in named.tensors.items()}
     copies = {

@@ -7,9 +7,8 @@ import gguf
 import numpy
 import pytest
 import torch
-from harness import RandomWeights
 from safetensors.torch import load_file, save_file
-from split_workers import SPECS, build_stages, on_ranks
+from split_workers import SPECS, RecordingWeights, build_stages, on_ranks
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
@@ -23,22 +22,6 @@ from hotset.models.split import Split, TensorSlice
 
 NAME, SHAPE = "model.layers.0.self_attn.q_proj.weight", (16, 8)
 SLICES = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 7), TensorSlice(0, 5, 5)]
-
-
-class RecordingWeights(RandomWeights):
-    """Random float32 weights. Records every requested tensor as a whole, even if only a slice is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32, seed=11)
-        self.tensors: dict[str, Tensor] = {}
-        self.load_counts: Counter[str] = Counter()
-
-    def load(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
-    ) -> Tensor:
-        self.tensors[name] = super().load(name, shape)
-        self.load_counts[name] += 1
-        return super().load(name, shape, out=out, tensor_slice=tensor_slice)
 
 
 def save_checkpoint(folder: Path, spec: ModelSpec) -> ModelFiles:

@@ -1,6 +1,5 @@
 """The splits of a model that are accepted or refused, and the alternatives in the error messages."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -8,8 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from harness import RandomWeights
-from split_workers import SPECS
-from torch import Tensor
+from split_workers import SPECS, RecordingWeights
 
 from hotset.base.errors import ConfigError
 from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, stage_layers
@@ -19,7 +17,7 @@ from hotset.models.collectives import SINGLE_RANK
 from hotset.models.decoder import Decoder
 from hotset.models.model_tensors import layer_tensors, matrix_values
 from hotset.models.spec import ModelSpec
-from hotset.models.split import Split, TensorSlice
+from hotset.models.split import Split
 
 LLAMA, GLM, DEEPSEEK = SPECS["llama"], SPECS["glm_moe_dsa"], SPECS["deepseek_v32"]
 
@@ -85,27 +83,13 @@ def test_every_token_of_the_vocabulary_is_on_one_rank(ranks: int) -> None:
     assert {Split(rank, ranks).vocabulary_shard_size(61) for rank in range(ranks)} == {-(-61 // ranks)}
 
 
-class CountingWeights(RandomWeights):
-    """Counts the values of all loaded matrices by layer."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float64, 1)
-        self.counts: Counter[int] = Counter()
-
-    def load(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
-    ) -> Tensor:
-        loaded = super().load(name, shape, out=out, tensor_slice=tensor_slice)
-        if len(shape) == 2 and name.startswith("model.layers."):
-            self.counts[int(name.split(".")[2])] += loaded.numel()
-        return loaded
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_layer_weights_are_the_numbers_of_weights_that_a_decoder_loads(name: str) -> None:
-    counting = CountingWeights()
-    Decoder(SPECS[name], counting)
-    assert layer_weights(SPECS[name]) == [counting.counts[layer] for layer in range(SPECS[name].layers)]
+    recording = RecordingWeights()
+    Decoder(SPECS[name], recording)
+    matrices = {name: tensor.numel() for name, tensor in recording.tensors.items() if tensor.dim() == 2}
+    for layer, weights in enumerate(layer_weights(SPECS[name])):
+        assert weights == sum(count for name, count in matrices.items() if name.startswith(f"model.layers.{layer}."))
 
 
 def layer_weights(spec: ModelSpec) -> list[int]:
