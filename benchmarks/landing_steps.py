@@ -51,7 +51,7 @@ from hotset.fleet.handoff.stores import (
     pool_shards,
     regions,
 )
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import WorkerTransfers
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
@@ -82,7 +82,7 @@ def serve_contexts(case: SenderCase, pipe: Connection) -> None:
     geometry = case.shape.geometry(PAGE_ROWS)
     key_pages = geometry.key_pages(LANDING_TOKENS)
     pool = DevicePool(case.shape, geometry, pages + key_pages, GPU) if GPU.type == "cuda" else None
-    probes, registered = ProbeMemory(pool), open_transfer(case.engine)
+    probes, registered = ProbeMemory(pool), TransferSettings(case.engine).open()
     staging = Staging(STAGING_BYTES, memory_devices(pool, host=True))
     for region in (*regions([host], pool), *probes.regions, *staging.regions):
         registered.register(region)
