@@ -66,9 +66,10 @@ check: $(READY) ## lint, formatting, types, import floors
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_floors.py
 
-format: $(READY) ## format the code and apply the fixes of the linter
+format: $(READY) ## format the code, apply the fixes of the linter, and write the tables of docs/results
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python scripts/results.py
 
 setup: $(READY) ## only set up the virtual environment and its packages
 

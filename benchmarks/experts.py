@@ -9,14 +9,14 @@ of every used expert once. "of copy" is the share of the copy bandwidth measured
 16 and 64.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_timing import copy_bandwidth, seconds_of
-from op_runner import OpBenchmark, Sweep, run
+from op_runner import OpBenchmark, run
 from report import Bar, Row
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from hotset.kernels.experts import experts
 from hotset.kernels.route import RoutingRule, reference, route
 
 if TYPE_CHECKING:
-    from hotset.kernels.experts.triton_impl import Tile, Tiles
+    pass
 
 EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 64, 6, 4096, 1536
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
@@ -119,38 +119,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     ]
 
 
-def candidates(tiles: "Tiles") -> dict[str, "Tiles"]:
-    """Returns the tiles in use, and variants in which one of the two products has another tile.
-
-    A variant is omitted if two programs of that product exceed the shared memory of a multiprocessor.
-    """
-    from hotset.kernels.experts.triton_impl import Tile
-
-    def fits(tile: "Tile", weights: int) -> bool:
-        stage_bytes = 2 * tile.inputs * (weights * tile.outputs + tiles.block_pairs)
-        return stage_bytes * tile.stages <= 113 << 10
-
-    gate_up = [Tile(64, 128, 4, 3), Tile(64, 64, 4, 5), Tile(64, 64, 4, 4), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)]
-    down = [Tile(128, 128, 4, 3), Tile(128, 64, 4, 5), Tile(128, 64, 4, 4), Tile(64, 128, 4, 4), Tile(128, 64, 8, 4)]
-    variants = {f"gate_up {tile}": replace(tiles, gate_up=tile) for tile in gate_up if fits(tile, 2)}
-    variants |= {f"down {tile}": replace(tiles, down=tile) for tile in down if fits(tile, 1)}
-    return {"in use": tiles} | {name: variant for name, variant in variants.items() if variant != tiles}
-
-
-def sweeps() -> Iterator[Sweep]:
-    from hotset.kernels.experts.triton_impl import TILES, experts_in_tiles, tiles_for
-
-    for batch in (16, 256):
-        layer, inputs = make_layer(), make_inputs(batch)
-        in_use = tiles_for(torch.bfloat16, -(-batch * EXPERTS_PER_TOKEN // EXPERTS))
-        others = {f"blocks of {tiles.block_pairs}": tiles for tiles in TILES.values() if tiles != in_use}
-
-        def seconds(tiles: "Tiles", layer: LayerWeights = layer, inputs: list[LayerInput] = inputs) -> float:
-            return experts_seconds(partial(experts_in_tiles, tiles=tiles), layer, inputs)
-
-        yield Sweep(f"Tiles at batch {batch}", candidates(in_use) | others, {f"batch {batch}": seconds})
-
-
 OP = OpBenchmark(
     doc=__doc__,
     title=f"Experts: {EXPERTS_PER_TOKEN} of {EXPERTS}, {HIDDEN} x {WIDTH}, bf16",
@@ -158,7 +126,6 @@ OP = OpBenchmark(
     quick=(1, 16, 64, 256),
     measure=measure,
     bars=bars,
-    sweeps=sweeps,
     drawn=("of copy", "torch of copy"),
 )
 

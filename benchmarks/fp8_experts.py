@@ -9,17 +9,16 @@ take at the copy bandwidth, or that the products take at the matrix rate, whiche
 measured time. Bars: 80 % of the bandwidth, or 50 % of the matrix rate (a product of 8192 x 8192 x 8192 with one scale
 per tensor). The L2 is flushed before every call. The columns "sort" to "sum" are the five launches, each alone.
 
---sweep tries other tiles for each product, and other numbers of blocks per group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_timing import copy_bandwidth, patched_constants, seconds_of
-from op_runner import OpBenchmark, Sweep, run, us
+from gpu_timing import copy_bandwidth, seconds_of
+from op_runner import OpBenchmark, run, us
 from report import Bar, Row
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,26 +32,9 @@ if TYPE_CHECKING:
 
 EXPERTS, LOCAL_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 256, 32, 8, 7168, 2048
 BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 8192, 16384)  # more tokens would be computed in parts (MAX_PAIRS)
-SWEPT_BATCHES = (128, 1024, 16384, 512, 16, 4096)  # the most important ones first
 CHECKED_TOKENS = 48
 MAX_ERROR = 2e-2  # relative; tests/kernels/fp8_experts_model.py derives it
 BANDWIDTH_BAR, MATRIX_BAR = 0.8, 0.5
-MAX_SHARED = 227 << 10  # bytes per program
-# By pairs in a block: (outputs, warps, stages), to be combined with `tma`, and whether the pairs are rows.
-GATE_UP = {
-    16: ((128, 4, 3), (128, 8, 3), (128, 8, 4), (128, 8, 6)),
-    32: ((128, 4, 3), (128, 8, 3), (128, 8, 5)),
-    64: ((128, 8, 3), (128, 8, 4), (128, 4, 2)),
-    128: ((128, 8, 3), (128, 8, 4), (128, 16, 3)),
-}
-DOWN = {
-    16: ((128, 4, 3), (64, 4, 5), (64, 4, 6), (128, 8, 4)),
-    32: ((128, 4, 3), (64, 4, 4), (64, 4, 5), (128, 8, 4)),
-    64: ((128, 8, 3), (128, 8, 4), (64, 4, 3), (64, 4, 4), (64, 8, 4)),
-    128: ((128, 8, 3), (64, 8, 3), (64, 8, 4), (128, 16, 3)),
-}
-ORIENTATIONS = {16: (False,), 32: (False,), 64: (True, False), 128: (True,)}
-GROUP_BLOCKS = (1, 4, 8, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -202,53 +184,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     ]
 
 
-def candidates(block_pairs: int) -> Iterator["Tiles"]:
-    """Yields tiles that vary in gate_up, with the first tile of down, and then tiles that vary in down."""
-    from hotset.kernels.experts.triton_fp8 import Tile, Tiles
-
-    def tried(sizes: tuple[tuple[int, int, int], ...]) -> list[Tile]:
-        tiles = [Tile(*size, tma) for size in sizes for tma in (False, True)]
-        return [tile for tile in tiles if tile.stages * 128 * (2 * tile.outputs + block_pairs) <= MAX_SHARED]
-
-    gate_up, down = tried(GATE_UP[block_pairs]), tried(DOWN[block_pairs])
-    for rows in ORIENTATIONS[block_pairs]:
-        yield from (Tiles(block_pairs, rows, tile, down[0]) for tile in gate_up)
-        yield from (Tiles(block_pairs, rows, gate_up[0], tile) for tile in down[1:])
-
-
-def sweeps() -> Iterator[Sweep]:
-    """Yields the products of all candidates for the blocks that could suit a batch, and other groups of blocks."""
-    from hotset.kernels.experts import triton_fp8 as impl
-
-    layer = make_layer()
-    for batch in SWEPT_BATCHES:
-        layer_input, mean = make_inputs(batch)[0], mean_pairs(batch)
-        expected = expected_output(layer, layer_input)
-
-        def product_seconds(
-            product: str,
-            tiles: "Tiles",
-            layer_input: LayerInput = layer_input,
-            expected: Tensor = expected,
-        ) -> float:
-            parts = launches(layer, layer_input, tiles)
-            check(parts["sum"](), expected)
-            return seconds_of([parts[product]])
-
-        fitting = [pairs for pairs in GATE_UP if mean / 2 <= pairs <= max(16, 4 * mean)] or [64, 128]
-        tried = {str(tiles): tiles for pairs in fitting for tiles in candidates(pairs)}
-        products = {product: partial(product_seconds, product) for product in ("gate_up", "down")}
-        yield Sweep(f"Tiles, {batch} tokens", tried, products)
-        if batch > 1024:
-
-            def grouped_seconds(product: str, blocks: int, seconds: Any = product_seconds, mean: int = mean) -> float:
-                with patched_constants("experts", "triton_fp8", GROUP_BLOCKS=blocks):
-                    return float(seconds(product, impl.tiles_for(mean)))
-
-            grouped = {product: partial(grouped_seconds, product) for product in ("gate_up", "down")}
-            yield Sweep(f"Blocks per group, {batch} tokens", {str(count): count for count in GROUP_BLOCKS}, grouped)
-
-
 OP = OpBenchmark(
     doc=__doc__,
     title=f"Experts in fp8: {LOCAL_EXPERTS} of {EXPERTS}, {HIDDEN} x {WIDTH}, {EXPERTS_PER_TOKEN} per token",
@@ -256,7 +191,6 @@ OP = OpBenchmark(
     quick=(16, 128, 1024),
     measure=measure,
     bars=bars,
-    sweeps=sweeps,
     drawn=("us", "of limit"),
 )
 

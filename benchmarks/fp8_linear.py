@@ -7,17 +7,15 @@ Every result is first compared with float64. The input is bf16, so the time of H
 the codes reaches after LAUNCH_US of launch. Bars: up to 64 tokens, 65 % of the copy bandwidth, and not slower than
 scaled_mm and bf16; from 1024 tokens on, 95 % of the rate of scaled_mm. The L2 is flushed before every call.
 
---sweep tries other tiles and numbers of splits. Its times set the tiles in hotset/kernels/linear/triton_fp8.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
-from gpu_timing import copy_bandwidth, seconds_of
-from op_runner import OpBenchmark, Sweep, run, us
+from gpu_timing import copy_bandwidth
+from op_runner import OpBenchmark, run, us
 from report import Bar, Row
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,23 +26,12 @@ from hotset.kernels.linear import Linear
 from hotset.kernels.quantise import quantise
 
 if TYPE_CHECKING:
-    from hotset.kernels.linear.triton_fp8 import Tile
+    pass
 
 SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2240, 7168))  # (outputs, inputs)
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
-SWEPT_TOKENS = (16, 64, 1, 32, 128, 256)  # the most important ones first
 LAUNCH_US, COPY_BAR, LIBRARY_BAR, ERROR_BAR = 2.0, 0.65, 0.95, 2e-3
 MAX_FEW, MIN_MANY = 64, 1024
-MIN_PROGRAMS, MAX_PROGRAMS, MIN_GROUPS = 64, 400, 4  # limits for the numbers of splits that are tried
-PLAIN, EARLY, FUSED, FUSED_EARLY = (False, False), (False, True), (True, False), (True, True)
-# By number of tokens: (outputs, warps, stages) and (fused, starts_early), to be combined.
-TRIED = {
-    8: (((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 4, 6), (128, 8, 4)), (FUSED, FUSED_EARLY, EARLY)),
-    16: (((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 4, 6), (128, 8, 4)), (FUSED, FUSED_EARLY, EARLY)),
-    32: (((64, 4, 5), (64, 4, 7), (128, 4, 4), (128, 8, 4)), (PLAIN, EARLY)),
-    64: (((64, 4, 5), (128, 4, 4), (128, 8, 4), (128, 8, 6), (256, 8, 4)), (PLAIN, EARLY)),
-    128: (((64, 4, 4), (128, 8, 3), (128, 8, 4)), (PLAIN, EARLY)),
-}
 
 
 @dataclass(frozen=True)
@@ -126,52 +113,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     return results
 
 
-def variants(tokens: int) -> list["Tile"]:
-    """Returns the tiles to try for this many tokens."""
-    from hotset.kernels.linear.triton_fp8 import Tile
-
-    tile_tokens = min(tried for tried in TRIED if tried >= min(tokens, max(TRIED)))
-    sizes, ways = TRIED[tile_tokens]
-    tried = [Tile(tile_tokens, *size, 0, *way) for size in sizes for way in ways]
-    return [tile for tile in tried if shared_bytes(tile) <= 227 << 10]
-
-
-def shared_bytes(tile: "Tile") -> int:
-    """Returns about how much shared memory a program needs."""
-    x_bytes = 3 if tile.fused else 1  # bf16 values, and codes that are not staged
-    return tile.stages * SCALE_BLOCK * (tile.outputs + x_bytes * tile.tokens)
-
-
-def tried_splits(outputs: int, inputs: int, tile: "Tile") -> list[int]:
-    blocks, groups = -(-outputs // tile.outputs), -(-inputs // SCALE_BLOCK)
-    return [
-        splits
-        for splits in (1, 2, 4, 8)
-        if MIN_PROGRAMS <= splits * blocks <= MAX_PROGRAMS and splits * MIN_GROUPS <= groups
-    ]
-
-
-def sweeps() -> Iterator[Sweep]:
-    from hotset.kernels.linear.triton_fp8 import fp8_linear_in_tiles, make_counters
-
-    for tokens in SWEPT_TOKENS:
-        for shape in SHAPES:
-            case = make_case(shape, tokens)
-            tunings = {
-                f"{tile}, {splits} splits": (tile, splits)
-                for tile in variants(tokens)
-                for splits in (tried_splits(*shape, tile) if tokens <= tile.tokens else (1,))
-            }
-            counters = make_counters(case.weight)
-
-            def seconds(tuning: tuple["Tile", int], case: Case = case, counters: Tensor = counters) -> float:
-                call = partial(fp8_linear_in_tiles, case.x, case.weight, None, counters, *tuning)
-                case.check(call(), str(tuning))
-                return seconds_of([call])
-
-            yield Sweep(case.name, tunings, {case.name: seconds})
-
-
 OP = OpBenchmark(
     doc=__doc__,
     title="Products with fp8 weights",
@@ -179,7 +120,6 @@ OP = OpBenchmark(
     quick=[(shape, tokens) for shape in SHAPES for tokens in (1, 64, 1024)],
     measure=measure,
     bars=bars,
-    sweeps=sweeps,
     drawn=("us", "scaled_mm us", "of copy"),
 )
 

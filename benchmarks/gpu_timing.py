@@ -8,15 +8,11 @@ then reads this buffer. Without the read, the call would also be charged for wri
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from hotset.kernels.fast_path import kernels_of
 
 FLUSH_BYTES = 128 << 20  # more than twice the size of an H200's L2
 ROUNDS = 4  # number of times that one graph runs all inputs
@@ -76,20 +72,6 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, times: int = 1) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e-3 / times
-
-
-@contextmanager
-def patched_constants(kernel: str, module: str = "triton_impl", **constants: Any) -> Iterator[None]:
-    """Replaces constants of a kernel's module until the block ends, to try other values."""
-    impl = kernels_of(kernel, module)
-    previous = {name: getattr(impl, name) for name in constants}
-    for name, value in constants.items():
-        setattr(impl, name, value)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            setattr(impl, name, value)
 
 
 @cache

@@ -2,7 +2,7 @@
 
     python benchmarks/hidden_swap_in.py --share 4 --json hidden_swap_in.json
 
-As many contexts as fit decode with tiers auto, as in serving.py: dsa-50b-dense with random weights, synthetic
+As many contexts as fit decode with tiers auto, as in decode.py: dsa-50b-dense with random weights, synthetic
 selections with the published miss rates, prompts that are not computed. A layer that selects waits until its missing
 rows have been copied. If other layers share its selection (--share), their rows are copied meanwhile, beside other
 kernels. The same step is also measured without misses and, with --share, with all copies in order, each before the next
@@ -32,22 +32,27 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import serving
 import torch
+from decode_cases import Rank
 from decode_load import abort_all, prefill, timed_steps
+from decode_server import RankServer, load_spec
 from gpu_timing import require_gpu
 from report import Bar, make_parser, report
-from serving import ModelSetup, ServingMemory, load_spec, make_engine, max_requests
-from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 
+from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
+from hotset.engine.sizing import kv_budget
 from hotset.kernels.swap_in import cuda_impl
-from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.decoder import Decoder
-from hotset.models.spec import KvStorage, ModelSpec
+from hotset.memory.host_store import HostStore
+from hotset.models.spec import ModelSpec
+from hotset.models.split import WHOLE_MODEL
 from hotset.tiers.hot_buffers import HotBuffers
 
 MODEL = "dsa-50b-dense"
+CHUNK = 16384  # prompt tokens per step
+SEATS = 128
+ANSWER = 512  # maximum number of generated tokens
+WARM_UP_STEPS = 20  # enough for the LRU order to follow the selection
 IN_ORDER = "132x512"  # copies that run alone may use the whole GPU
 TUNED_COPY = f"{cuda_impl.TUNED.copy_blocks}x{cuda_impl.TUNED.copy_threads}"
 SETTLING_STEPS = 8  # before each case: the first one captures, the others follow the new selection
@@ -82,32 +87,21 @@ def copy_shape(text: str) -> str:
     return text
 
 
-def load_layers(layers: int | None, share: int) -> ModelSpec:
-    """Reads the configuration of the model's first `layers` layers, by default of all."""
-    spec = load_spec(MODEL, share)
-    layers = layers or spec.layers
-    assert isinstance(spec.attention, MlaSpec)
-    index = replace(spec.attention.index, full_layers=tuple(range(0, layers, share)))
-    return replace(spec, layers=layers, attention=replace(spec.attention, index=index))
-
-
 class Case:
     """Requests that decode in one engine."""
 
-    def __init__(self, setup: ModelSetup, context: int) -> None:
-        self._selection = SyntheticSelection.with_published_misses(setup.index.topk, context, serving.CUDA)
-        self._constant = SyntheticSelection.constant(setup.index.topk, serving.CUDA)
-        self._engine, self._runner = make_engine(setup, self._selection)
-        self.requests, self._context = max_requests(setup, context), context
-        params = SamplingParams(temperature=0, max_tokens=serving.ANSWER, ignore_eos=True)
+    def __init__(self, rank: Rank, server: RankServer, context: int) -> None:
+        self._rank, self._server, self._context = rank, server, context
+        rank.select_in(context)
+        self._engine, self._runner = server.engine(), server.runner
+        self.requests = server.max_requests(context + ANSWER)
+        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
         self._ids = prefill(self._engine, self.requests, context, params)
-        timed_steps(self._engine, serving.WARM_UP_STEPS)
+        timed_steps(self._engine, WARM_UP_STEPS)
 
     def step_seconds(self, steps: int, *, misses: bool = True) -> float:
         """Returns the mean time of a step. Without `misses`, all steps select the same rows."""
-        model = self._runner._model
-        assert isinstance(model, SyntheticPrefillModel)
-        model._selection = self._selection if misses else self._constant
+        self._rank.select_in(self._context, misses=misses)
         graphs = self._runner._graphs
         if graphs is not None:
             graphs._captured.clear()
@@ -132,10 +126,10 @@ class Case:
         abort_all(self._engine, self._ids)
 
 
-def measure(setup: ModelSetup, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(rank: Rank, server: RankServer, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row of the table for each shape of copies. If every layer selects for itself, no copies run beside
     other kernels: steps with copies in order launch the same kernels, and differences between rows are noise."""
-    case, steps = Case(setup, context), options.steps
+    case, steps = Case(rank, server, context), options.steps
     case.step_seconds(steps)  # until contexts have been copied to the host
     in_order = None
     if options.share > 1:
@@ -154,31 +148,50 @@ def measure(setup: ModelSetup, context: int, options: argparse.Namespace) -> lis
     return rows
 
 
-def without_tiers(setup: ModelSetup, context: int, steps: int) -> dict[str, Any]:
+def without_tiers(rank: Rank, server: RankServer, context: int, steps: int) -> dict[str, Any]:
     """Returns the row of as many resident requests as fit."""
-    case = Case(setup, context)
+    case = Case(rank, server, context)
     case.step_seconds(steps)
     row = case.row("off", case.step_seconds(steps))
     case.close()
     return row
 
 
-def measure_all(decoder: Decoder, weight_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    memory = ServingMemory.make(decoder, options)
+def make_config(tiers: TiersMode, options: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        tiers=tiers,
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=CHUNK,
+        device_kv_gib=options.device_gib,
+        host_kv_gib=None if tiers == "off" else options.host_gib,
+        max_model_len=max(options.contexts) + ANSWER,
+        kv_dtype="fp8",
+        index_dtype="fp8",
+    )
+
+
+def measure_all(rank: Rank, options: argparse.Namespace) -> list[dict[str, Any]]:
+    decoder, device = rank.decoder, rank.decoder.device
+    configs = {tiers: make_config(tiers, options) for tiers in ("off", "auto")}
+    # Both budgets are computed before host memory is allocated, because they check how much of it is free.
+    budgets = {
+        tiers: kv_budget(config, decoder.kv_shape, rank.spec.context, device) for tiers, config in configs.items()
+    }
+    host = HostStore(decoder.kv_shape, budgets["auto"].host_pages, configs["auto"].page_rows, device)
     rows = []
-    for tiers in ("off", "auto"):
-        setup = memory.setup(decoder, weight_bytes, tiers)
+    for tiers, config in configs.items():
+        server = RankServer(rank.model, rank.spec, config, budgets[tiers], None if tiers == "off" else host)
         for context in options.contexts:
             if tiers == "off":
-                measured = [without_tiers(setup, context, options.steps)]
+                measured = [without_tiers(rank, server, context, options.steps)]
             else:
-                measured = measure(setup, context, options)
+                measured = measure(rank, server, context, options)
             print(*measured, sep="\n", flush=True)
             rows += measured
-        del setup
+        del server
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    memory.host.close()
+    host.close()
     return rows
 
 
@@ -213,15 +226,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="timed steps of each case")
     options = parser.parse_args()
     require_gpu()
-    spec = load_layers(options.layers, options.share)
-    fraction = spec.layers / load_spec(MODEL, options.share).layers
+    spec = load_spec(MODEL, layers=options.layers, layers_per_indexer=options.share)
+    fraction = spec.layers / load_spec(MODEL).layers
     options.device_gib, options.host_gib = options.device_gib * fraction, options.host_gib * fraction
-    weights = serving.CountedWeights(serving.DTYPE, serving.CUDA)
-    decoder = Decoder(spec, weights, KvStorage(fp8_rows=True, fp8_keys=True))
-    rows = measure_all(decoder, weights.bytes, options)
+    rows = measure_all(load_rank(spec, torch.device("cuda"), torch.bfloat16), options)
     report("Swap-in behind other work", rows, options.json, "prompts are not computed; selections are synthetic")
     if options.share == 1:
         report("Bars", [bar.row() for bar in bars(rows)], None)
+
+
+def load_rank(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Rank:
+    return Rank.load(
+        name=MODEL,
+        split_name="one",
+        spec=spec,
+        split=WHOLE_MODEL,
+        device=device,
+        dtype=dtype,
+        max_step_tokens=CHUNK + SEATS,
+    )
 
 
 if __name__ == "__main__":

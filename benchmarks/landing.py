@@ -1,6 +1,6 @@
 """Measures how fast contexts land in another process, against the raw speed of the transfer engine.
 
-    python benchmarks/landing.py --json landing.json --png landing.png
+    python benchmarks/landing.py --json landing.json
 
 Two processes have the stores of a production model: fp8 rows of 656 bytes, fp8 index keys of 132 bytes, pages of 64
 rows. The prefill side computes nothing and announces all chunks at once. Layout, state machines, control messages,
@@ -16,7 +16,7 @@ Contexts are staged if the measured costs of writes say so, as in the engine: be
 --routes measures other memories: with `device to device`, contexts are read from GPU memory, in the layout of a host
 store, and rows and index keys land in pages of the device pool. Without a GPU, the device is ordinary memory.
 
-Columns of the first table (medians over the rounds):
+Columns (medians over the rounds):
   pool            fresh: the pages of a context are consecutive on both sides; shuffled: they are in random order
   ms              time of a landing
   writing ms      time in which a write of the landing was in flight; the remaining time is spent on control messages
@@ -24,28 +24,20 @@ Columns of the first table (medians over the rounds):
                   the maximum size
   of raw          speed of the landing / raw speed
   of same writes  time of the writes of the landing, repeated without control messages / time of the landing
-  unmerged        number of writes if no two pages were consecutive
   writes          number of writes that were posted
 
-Then the demo model computes prompts for a decode engine in another process, over the first engine of --engines. The
-second table shows the share of bytes that had arrived when the forward pass of the last chunk ended.
-
-Bars (required results): a landing on a fresh pool reaches 80 % of the raw speed, or 20 GB/s from device to device; 60 %
-of the bytes are sent before prefill ends, with 5 or more chunks. The exit code is 1 if a bar is missed. A run takes
-several minutes on two cores, --quick about one minute. Each row is printed when it is measured, and the tables at the
-end.
+Bars (required results): a landing on a fresh pool reaches 80 % of the raw speed, or 20 GB/s from device to device. The
+exit code is 1 if a bar is missed. A run takes several minutes on two cores, --quick about one minute. Each row is
+printed when it is measured, and the table at the end.
 """
 
-import asyncio
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,15 +46,7 @@ from report import Bar, make_parser, report, write_json
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import HotsetError
-from hotset.base.request_options import RequestOptions
-from hotset.base.sampling import SamplingParams
 from hotset.base.units import GIB
-from hotset.engine.build import build_engine
-from hotset.engine.client import EngineClient
-from hotset.engine.core import Engine
-from hotset.engine.ports import HandoffEndpoint, HandoffStats
-from hotset.engine.workers.executor import Step
-from hotset.schedule.handoffs import RowsComputed
 
 Table = list[dict[str, Any]]
 
@@ -70,8 +54,7 @@ LAYERS = 61
 POOLS = ("fresh", "shuffled")
 ROUTES = ("host-host", "host-device", "device-host", "device-device")
 MAX_RAW_BYTES = 128 << 20  # bytes of a raw write: enough for its full speed
-DEMO_CHUNK = 256  # tokens per chunk of the demo model's prompts
-LANDED_BAR, EARLY_BAR = 0.8, 0.6
+LANDED_BAR = 0.8
 DEVICE_BAR = 20  # GB/s: a raw write within one GPU is a copy of its memory, which no network is as fast as
 
 
@@ -111,7 +94,7 @@ def measure(pipe: Connection, case: LandingCase, rounds: int) -> Table:
         for _ in range(rounds):
             raw_speeds.append(nbytes / query(pipe, raw_write) / 1e9)
             landings.append(land(worker, pipe, peer, pool))
-        table.append(table_row(case, pool, landings, raw_speeds, worker.count_unmerged_writes()))
+        table.append(table_row(case, pool, landings, raw_speeds))
         shown = (value if isinstance(value, str) else f"{name} {value:.4g}" for name, value in table[-1].items())
         print(", ".join(shown), flush=True)
     worker.close()
@@ -119,7 +102,7 @@ def measure(pipe: Connection, case: LandingCase, rounds: int) -> Table:
 
 
 def table_row(
-    case: LandingCase, pool: str, landings: Sequence[TimedLanding], raw_speeds: Sequence[float], unmerged: int
+    case: LandingCase, pool: str, landings: Sequence[TimedLanding], raw_speeds: Sequence[float]
 ) -> dict[str, Any]:
     speeds = [case.nbytes / landing.seconds / 1e9 for landing in landings]
     return {
@@ -134,134 +117,17 @@ def table_row(
         "raw GB/s": statistics.median(raw_speeds),
         "of raw": statistics.median(speed / raw for speed, raw in zip(speeds, raw_speeds, strict=True)),
         "of same writes": statistics.median(landing.repeated_s / landing.seconds for landing in landings),
-        "unmerged": unmerged,
         "writes": landings[0].writes,
     }
 
 
-class EndpointProbe:
-    """Wraps a prefill engine's endpoint and records the bytes that had arrived when the last chunk was submitted.
-
-    The engine runs on a CPU, where a chunk has been computed when its submission returns.
-    """
-
-    def __init__(self, endpoint: HandoffEndpoint, prompt: int) -> None:
-        self._endpoint, self._prompt = endpoint, prompt
-        self.bytes_before_end: int | None = None
-
-    def poll(self) -> None:
-        self._endpoint.poll()
-
-    def on_submitted(self, step: Step) -> None:
-        arrived = self._endpoint.stats().nbytes
-        announcements = [item for plan in step if plan is not None for item in plan.announcements]
-        if any(isinstance(item, RowsComputed) and item.last == self._prompt for item in announcements):
-            self.bytes_before_end = arrived
-        self._endpoint.on_submitted(step)
-
-    @property
-    def waiting_for_copies(self) -> bool:
-        return self._endpoint.waiting_for_copies
-
-    def stats(self) -> HandoffStats:
-        return self._endpoint.stats()
-
-    def audit(self) -> None:
-        self._endpoint.audit()
-
-    def close(self, drain_seconds: float) -> None:
-        self._endpoint.close(drain_seconds)
-
-
-def run_until(engine: Engine, stop: threading.Event) -> None:
-    while not stop.is_set():
-        engine.step()
-        if engine.waiting_for_peers:
-            time.sleep(0.001)
-
-
-async def early_bytes(model: str, engine: str, chunk: int, chunks: Sequence[int]) -> Table:
-    """Computes one prompt for each number of chunks in `chunks`, for a decode engine in another process. Measures the
-    share of each prompt's bytes that is sent early."""
-    longest = chunk * max(chunks) + 64
-    sizes = {"max_model_len": longest, "device_kv_tokens": 2 * longest, "host_kv_tokens": 3 * longest}
-    common: dict[str, Any] = {"model": model, "device": "cpu", "max_num_seqs": 4, "transfer": engine, **sizes}
-    common["prefix_cache"] = False  # each prompt begins like the one before, but must be computed and sent whole
-    client = EngineClient.start(EngineConfig(role="decode", **common))
-    prefill = build_engine(EngineConfig(role="prefill", max_num_batched_tokens=chunk, **common))
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    rows, endpoint = [], prefill._endpoint
-    assert endpoint is not None
-    for count in (1, *chunks):  # the first prompt connects the processes and is not reported
-        tokens = count * chunk
-        prefill._endpoint = probe = EndpointProbe(endpoint, tokens)
-        before, stop = endpoint.stats().nbytes, threading.Event()
-        engine_thread = threading.Thread(target=run_until, args=(prefill, stop))
-        engine_thread.start()
-        try:
-            prompt = [7 + position % 1000 for position in range(tokens)]
-            options = RequestOptions(landing="host", prefill_at=prefill.card.control)
-            deltas = client.generate(str(count), prompt, params, options)
-            async for _ in deltas:
-                pass
-        finally:
-            stop.set()
-            engine_thread.join()
-        nbytes = endpoint.stats().nbytes - before
-        assert probe.bytes_before_end is not None, "the last chunk of the prompt was not announced"
-        early = probe.bytes_before_end - before
-        rows.append(
-            {"engine": engine, "prompt": tokens, "chunks": count, "MB": nbytes / 1e6, "sent early": early / nbytes}
-        )
-    prefill.close()
-    await client.close(0.0)
-    return rows[1:]
-
-
-def draw(path: Path, landings: Table, early: Table) -> None:
-    """Draws the results to `path`. Raises ImportError if matplotlib is not installed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
-    (share, speed), (writes, sent) = axes
-    for engine, colour in zip(dict.fromkeys(row["engine"] for row in landings), ("tab:red", "tab:blue"), strict=False):
-        fresh, shuffled = ([r for r in landings if (r["engine"], r["pool"]) == (engine, pool)] for pool in POOLS)
-        contexts = [row["context"] for row in fresh]
-        for rows, line in ((fresh, "o-"), (shuffled, "s--")):
-            label = f"{engine}, {rows[0]['pool']} pool"
-            share.plot(contexts, [row["of raw"] for row in rows], line, color=colour, label=label)
-            writes.plot(contexts, [row["writes"] for row in rows], line, color=colour, label=label)
-        speed.plot(contexts, [row["GB/s"] for row in fresh], "o-", color=colour, label=f"{engine}, landed, fresh pool")
-        speed.plot(contexts, [row["raw GB/s"] for row in fresh], "^:", color=colour, label=f"{engine}, raw")
-    share.axhline(LANDED_BAR, color="black", linestyle=":", label="bar (fresh pool)")
-    share.set(title="Speed of landings / raw speed", ylim=(0, 1.6))
-    speed.set(title="GB/s", ylim=(0, 1.5 * max(row["raw GB/s"] for row in landings)))
-    writes.set(title="Writes per request", yscale="log")
-    for axis in (share, speed, writes):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(contexts, [f"{context // 1024}k" for context in contexts], minor=False)
-        axis.set_xlabel("context length in tokens")
-        axis.legend(ncols=2, fontsize="small", loc="lower right" if axis is writes else "upper center")
-    sent.plot([row["chunks"] for row in early], [row["sent early"] for row in early], "o-", color="tab:red")
-    sent.axhline(EARLY_BAR, color="black", linestyle=":", label="bar")
-    sent.set(title="Share of bytes sent before prefill ends", xlabel="chunks per prompt", ylim=(0, 1))
-    sent.legend(loc="lower right")
-    figure.savefig(path, dpi=110)
-
-
-def bars(landings: Table, early: Table) -> list[Bar]:
+def bars(landings: Table) -> list[Bar]:
     results = []
     for engine, route in dict.fromkeys((row["engine"], row["route"]) for row in landings):
         fresh = [row for row in landings if (row["engine"], row["route"], row["pool"]) == (engine, route, "fresh")]
         column, bar = ("GB/s", DEVICE_BAR) if route == "device to device" else ("of raw", LANDED_BAR)
         lowest = min(row[column] for row in fresh)
         results.append(Bar(f"{engine}, {route}, fresh pool: lowest {column}", lowest, bar, at_least=True))
-    if early:
-        lowest = min(row["sent early"] for row in early)
-        results.append(Bar("lowest share sent before prefill ends", lowest, EARLY_BAR, at_least=True))
     return results
 
 
@@ -272,7 +138,6 @@ def default_keys(engine: str) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--png", type=Path, help="also draw the results to this file (requires matplotlib)")
     parser.add_argument(
         "--engines", nargs="+", default=["nixl", "mooncake"], choices=["nixl", "mooncake"], help="transfer engines"
     )
@@ -286,15 +151,12 @@ def main() -> None:
     parser.add_argument(
         "--routes", nargs="+", default=["host-host"], choices=ROUTES, help="memory that is read, and memory to land in"
     )
-    parser.add_argument("--no-model", action="store_true", help="do not compute prompts with the demo model")
     parser.add_argument("--store-gib", type=float, default=1.0, help="GiB of KV per side; limits the number of layers")
     parser.add_argument("--rounds", type=int, default=5, help="timed landings per kind of pool")
-    parser.add_argument("--model", default="models/demo-dsa", help="directory of the model that computes prompts")
-    parser.add_argument("--quick", action="store_true", help="two contexts, two rounds, one prompt")
+    parser.add_argument("--quick", action="store_true", help="two contexts, two rounds")
     options = parser.parse_args()
-    chunks = [5, 8, 16]
     if options.quick:
-        options.contexts, options.rounds, options.store_gib, chunks = [4096, 16384], 2, 0.4, [5]
+        options.contexts, options.rounds, options.store_gib = [4096, 16384], 2, 0.4
     torch.set_num_threads(1)
     start, load_before = time.perf_counter(), os.getloadavg()[0]
     landings: Table = []
@@ -311,9 +173,6 @@ def main() -> None:
         with prefill_process() as pipe:
             for case in cases:
                 landings += measure(pipe, case, options.rounds)
-        early: Table = []
-        if not options.no_model:
-            early = asyncio.run(early_bytes(options.model, options.engines[0], DEMO_CHUNK, chunks))
     except HotsetError as error:
         sys.exit(f"error: {error}")
     where = ", ".join(f"{keys} ({engine})" for engine, keys in {case.engine: case.keys for case in cases}.items())
@@ -321,21 +180,14 @@ def main() -> None:
     if any(case.layers < LAYERS for case in cases):
         notes += f"; up to {LAYERS} layers, fewer if they exceed {options.store_gib:g} GiB"
     report("Contexts landing in another process", landings, None, notes)
-    if early:
-        report(f"The demo model's prompts in chunks of {DEMO_CHUNK} tokens: share of bytes sent early", early, None)
     load = load_before, os.getloadavg()[0]
     duration = f"{time.perf_counter() - start:.0f} s; load average {load[0]:.1f} before, {load[1]:.1f} after"
-    results = bars(landings, early)
+    results = bars(landings)
     rows = [bar.row() for bar in results]
     report("Bars", rows, None, duration)
     if options.json is not None:
-        tables = {"bars": rows, "landings": landings, "early": early}
+        tables = {"bars": rows, "landings": landings}
         write_json(options.json, "Landing", tables, **{"load average before and after": load})
-    if options.png is not None:
-        try:
-            draw(options.png, landings, early)
-        except ImportError:
-            print(f"{options.png} was not drawn: pip install matplotlib", file=sys.stderr)
     if not all(bar.met for bar in results):
         sys.exit(1)
 

@@ -22,7 +22,7 @@ from hotset.engine.workers.executor import HostShard
 from hotset.fleet.handoff.agent import HandoffAgent, open_channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
-from hotset.fleet.handoff.layout import plan_writes, whole_rows
+from hotset.fleet.handoff.layout import whole_rows
 from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.messages import (
     Fetch,
@@ -193,40 +193,102 @@ def open_backend(engine: str, lanes: int) -> Backend:
     return MooncakeBackend(HOST, LOOPBACK_INTERFACE, "tcp")
 
 
-class Worker:
+class AgentWorker:
+    """The transfer engine and the handoff agent of one process: of the prefill side or of the decode side."""
+
+    def __init__(self, engine: str, *, prefill: bool, deadline_s: float, timeout_s: float) -> None:
+        self._engine, self._timeout_s, self._num_requests = engine, timeout_s, 0
+        lanes = LANES if prefill else 1  # as in an engine: a decode worker writes nothing
+        self.backend = RecordingBackend(open_backend(engine, lanes))
+        self.transfer = Lanes(self.backend, lanes, deadline_s)
+        self.has_events, self.closed = threading.Event(), False
+
+    def start_agent(
+        self,
+        machine: Sender | Receiver,
+        store: Store,
+        model: ModelIdentity,
+        device: torch.device,
+        probes: dict[str, Any] | None = None,
+    ) -> None:
+        channel = open_channel(f"{HOST}:0")
+        stores, described = {"host": store}, self.transfer.describe()
+        self.hello = Hello(channel.address, model, stores, self._engine, described, probes=probes or {})
+        sends = isinstance(machine, Sender)
+        transfer = self.transfer if sends else Endpoints(lambda: self.transfer)
+        role: Any = PrefillAgent if sends else DecodeAgent
+        copies = EngineCopies(device, ())
+        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set, copies=copies)
+        self.agent.start()
+
+    def announce_prompts(self, chunk: int, pages_of: Callable[[StartPrefill], tuple[int, ...]]) -> None:
+        """Answers requests in a thread: announces all chunks of a prompt at once, as if they had been computed before
+        the request arrived."""
+
+        def announce(request: StartPrefill) -> None:
+            tokens = len(request.prompt)
+            for first in range(0, tokens, chunk):
+                last = min(first + chunk, tokens)
+                self.agent.put(RowsComputed(request.peer, request.key, first, last, pages_of(request), None))
+            self.agent.put(FirstTokenSampled(request.peer, request.key, 0, None))
+
+        def serve() -> None:
+            while not self.closed:
+                self.has_events.wait()
+                self.has_events.clear()
+                for event in self.agent.take_events():
+                    if isinstance(event, StartPrefill):
+                        announce(event)
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def fetch(
+        self, peer: str, name: str, tokens: int, pages: tuple[int, ...], key_pages: tuple[int, ...], requests: int = 1
+    ) -> float:
+        """Requests `requests` contexts at once, into the same pages. Returns the seconds until all have landed."""
+        start = time.perf_counter()
+        for _ in range(requests):
+            self._num_requests += 1
+            key = HandoffKey(f"{name} {self._num_requests}", 0)
+            prompt = PromptSpec((7,) * tokens, SamplingParams())
+            self.agent.put(Fetch(peer, HandoffRequest(key, prompt, "host", pages, key_pages)))
+        pending = requests
+        while pending:
+            assert self.has_events.wait(self._timeout_s), f"a context did not land within {self._timeout_s:g} s"
+            self.has_events.clear()
+            for event in self.agent.take_events():
+                assert not isinstance(event, FetchFailed), event
+                pending -= isinstance(event, Landed)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self.closed = True
+        self.has_events.set()
+        self.agent.close(1.0)
+        self.transfer.close()
+
+
+class Worker(AgentWorker):
     """The stores, transfer engine and handoff agent of one process."""
 
     def __init__(self, case: LandingCase, prefill: bool) -> None:
+        super().__init__(case.engine, prefill=prefill, deadline_s=DEADLINE_S, timeout_s=TIMEOUT_S)
         self.case, self.shape = case, case.shape
         self.host: HostStore | None = None  # None if everything is on the device
         self.pool: DevicePool | None = None
-        lanes = LANES if prefill else 1  # as in an engine: a decode worker writes nothing
-        self.backend = RecordingBackend(open_backend(case.engine, lanes))
-        self.transfer = Lanes(self.backend, lanes, DEADLINE_S)
         on_device = (case.source if prefill else case.target) == "device"
         kinds = {device_kind(): GPU} if on_device else {MemoryKind.HOST: torch.device("cpu")}
         self.staging = Staging(STAGING_BYTES, kinds)
         self.probe = StagingMemory(PROBE_BYTES, *((GPU, device_kind()) if on_device else ()))
         for region in (*self.staging.regions, self.probe.region):
             self.transfer.register(region)
-        store = self._open_source() if prefill else self._open_target()
-        channel = open_channel(f"{HOST}:0")
+        self.store = store = self._open_source() if prefill else self._open_target()
         assert self.shape.key is not None
         row, key = self.shape.row.description, self.shape.key.description
         model = ModelIdentity("synthetic", case.layers, row, key, self.shape.groups, "")
-        self.store = store
-        probes = {store.memory: self.probe.memory_range}
-        self.hello = Hello(
-            channel.address, model, {"host": store}, case.engine, self.transfer.describe(), probes=probes
-        )
-        self.has_events, self.closed = threading.Event(), False
         receiver_staging = ReceiverStaging({"host": store}) if store.staging else None
         machine = Sender(Sources(store)) if prefill else Receiver(staging=receiver_staging)
-        transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
-        role: Any = PrefillAgent if prefill else DecodeAgent
-        copies = EngineCopies(GPU, ())
-        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set, copies=copies)
-        self.agent.start()
+        self.start_agent(machine, store, model, GPU, {store.memory: self.probe.memory_range})
 
     def _open_source(self) -> Store:
         """Allocates and registers the memory of contexts, in the layout of a host store."""
@@ -273,10 +335,7 @@ class Worker:
         return tensor.view(torch.uint8).flatten()
 
     def close(self) -> None:
-        self.closed = True
-        self.has_events.set()
-        self.agent.close(1.0)
-        self.transfer.close()
+        super().close()
         if self.host is not None:
             self.host.close()
 
@@ -292,7 +351,8 @@ class PrefillWorker(Worker):
         super().__init__(case, prefill=True)
         self._fill(Pattern(case))
         self._remote: Any = None
-        threading.Thread(target=self._serve, daemon=True).start()
+        pages = self.case.pages
+        self.announce_prompts(case.chunk, lambda request: page_order(pages, request.key.request_id.split()[0], seed=1))
 
     def raw_write(self, hello: Hello, address: int, nbytes: int) -> float:
         """Writes `nbytes` bytes to the peer's memory at `address`, in writes of the maximum size. Returns the seconds.
@@ -340,22 +400,6 @@ class PrefillWorker(Worker):
         if GPU.type == "cuda":
             torch.cuda.synchronize()
 
-    def _serve(self) -> None:
-        while not self.closed:
-            self.has_events.wait()
-            self.has_events.clear()
-            for event in self.agent.take_events():
-                if isinstance(event, StartPrefill):
-                    self._announce(event)
-
-    def _announce(self, request: StartPrefill) -> None:
-        tokens = len(request.prompt)
-        pages = page_order(self.case.pages, request.key.request_id.split()[0], seed=1)
-        for first in range(0, tokens, self.case.chunk):
-            last = min(first + self.case.chunk, tokens)
-            self.agent.put(RowsComputed(request.peer, request.key, first, last, pages, None))
-        self.agent.put(FirstTokenSampled(request.peer, request.key, 0, None))
-
 
 class DecodeWorker(Worker):
     """Requests contexts from the prefill worker and checks their bytes."""
@@ -363,24 +407,10 @@ class DecodeWorker(Worker):
     def __init__(self, case: LandingCase) -> None:
         super().__init__(case, prefill=False)
         self._pattern = Pattern(case)
-        self._num_requests = 0
 
     def land(self, peer: str, pool: str) -> float:
         """Requests a context and returns the seconds until it has landed."""
-        case = self.case
-        rows, keys = self._pages(pool)
-        self._num_requests += 1
-        key = HandoffKey(f"{pool} {self._num_requests}", 0)
-        request = HandoffRequest(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
-        start = time.perf_counter()
-        self.agent.put(Fetch(peer, request))
-        while True:
-            assert self.has_events.wait(TIMEOUT_S), f"the context did not land within {TIMEOUT_S:g} s"
-            self.has_events.clear()
-            for event in self.agent.take_events():
-                assert not isinstance(event, FetchFailed), event
-                if isinstance(event, Landed):
-                    return time.perf_counter() - start
+        return self.fetch(peer, pool, self.case.tokens, *self._pages(pool))
 
     def _pages(self, pool: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the pages of a context's rows, and of its index keys. On the device they are in the same pool."""
@@ -415,21 +445,6 @@ class DecodeWorker(Worker):
                 landed = layer.reshape(-1, PAGE_ROWS, key_width)[keys].reshape(-1, key_width)
             sent = self._pattern.pages(index, key_width)[source].reshape(-1, key_width)
             assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"index keys of group {index} differ"
-
-    def count_unmerged_writes(self) -> int:
-        """Returns the number of writes of a context if no two of its pages were consecutive."""
-        case, target = self.case, self.store
-        backwards, forwards = tuple(reversed(range(case.pages))), range(case.pages)
-        assert self.shape.key is not None and target.keys is not None
-        rows, keys = (
-            PagedSpan(tuple((index << 40,) for index in range(layers)), PAGE_ROWS * width, PAGE_ROWS, width)
-            for layers, width in (
-                (self.shape.layers, self.shape.row.stride_bytes),
-                (self.shape.groups, self.shape.key.stride_bytes),
-            )
-        )
-        writes = plan_writes(rows, backwards, target.shards[0].span, forwards, 0, case.tokens)
-        return len(writes) + len(plan_writes(keys, backwards, target.keys, backwards, 0, case.tokens))
 
 
 def serve_prefill(_: None, pipe: Connection) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/prefix.py --json prefix.json --markdown prefix.md
     python benchmarks/prefix.py --model dsa-50b --device cuda --json prefix_gpu.json --markdown prefix_gpu.md
 
-With a model directory (default: the demo model, on a CPU), three measurements:
+With a model directory (default: the demo model, on a CPU), two measurements:
 
 1. Conversations. 16 conversations of 8 turns begin with the same system prompt of 4096 tokens and run at the same time.
    Each sends its next turn when the answer to the last one is complete. A turn adds a message of 64 tokens and an
@@ -15,7 +15,6 @@ With a model directory (default: the demo model, on a CPU), three measurements:
    cache; all turns together take at most a third of the time; no answer differs by more than a near tie.
 2. Nothing shared. Requests with random prompts, on both engines in turn, which one first alternating. The host store is
    so small that pages are evicted. Bar: the median of all ratios of times is at most 1.02.
-3. One request alone whose first 4096 tokens are in the cache, and where its time goes.
 
 On a CPU, one thread computes, and times are its CPU time, which other load on the machine disturbs less than wall time.
 The whole run takes about 35 minutes of CPU time, --quick a few seconds.
@@ -51,10 +50,9 @@ from random import Random
 from typing import Any
 
 import torch
+from decode_server import CONFIGS, load_spec
 from gpu_timing import require_gpu
-from one_rank import first_layers
-from one_rank_model import CONFIGS, load_spec
-from prefix_load import OTHER, Client, Clock, Script, compare, converse, random_tokens, stopwatch
+from prefix_load import Client, Clock, Script, compare, converse, random_tokens
 from prefix_start import PrefixStart, StartSizes
 from report import Bar, make_parser, markdown_table, report, write_json
 
@@ -83,14 +81,13 @@ class Sizes:
     requests: int = 2  # with nothing shared, in one round
     prompt: int = 512  # of these requests
     rounds: int = 16
-    alone: int = 5  # requests that are measured alone
 
     @property
     def longest(self) -> int:
         return self.system + self.turns * (self.message + self.answer) + 64
 
 
-QUICK = Sizes(conversations=3, turns=3, system=256, message=40, answer=8, requests=1, prompt=160, rounds=4, alone=2)
+QUICK = Sizes(conversations=3, turns=3, system=256, message=40, answer=8, requests=1, prompt=160, rounds=4)
 
 
 @dataclass(slots=True)
@@ -163,7 +160,6 @@ def measure_conversations(
         results.add(title, [{"engine": NAMES[False]} | expected.row()])
         with opened(configs[True]) as cached_engine:
             measured = converse(Client(cached_engine, clock), script, sizes.answer, expected)
-            measure_alone(script.system, sizes, vocab, Client(cached_engine, clock), judge, results)
         results.add(title, [{"engine": NAMES[True]} | measured.row()])
         compared = compare(expected, measured, judge)
     ttft = [statistics.mean(answer.ttft_s for answer in run.later) for run in (expected, measured)]
@@ -180,32 +176,6 @@ def measure_conversations(
         Bar("all turns: time, without / with the cache", expected.seconds / measured.seconds, 3, at_least=True),
         Bar("answers that differ by more than a near tie", compared.wrong, 0),
     )
-
-
-def measure_alone(
-    system: list[int], sizes: Sizes, vocab: int, client: Client, without: Client, results: Results
-) -> None:
-    """Measures requests one at a time whose first tokens, the system prompt, are in the cache."""
-    random = Random(SEED + 1)
-
-    def prompt() -> list[int]:
-        return system + random_tokens(random, sizes.message, vocab)
-
-    client.answer([prompt()], 1)  # finds the system prompt in the cache, or puts it there
-    ttft, cached = [], 0
-    with stopwatch(client.clock) as watch:
-        for _ in range(sizes.alone):
-            (answer,) = client.answer([prompt()], 1)
-            ttft.append(answer.ttft_s)
-            cached = answer.cached
-    assert cached == len(system) // 64 * 64, f"{cached} of {len(system)} tokens were in the cache"
-    (computed,) = without.answer([prompt()], 1)
-    rows = [{"part": "whole request, without the cache", "ms": computed.ttft_s * 1e3, "share": None}]
-    rows += [{"part": "whole request, with the cache", "ms": statistics.median(ttft) * 1e3, "share": 1.0}]
-    total = sum(watch.seconds.values())
-    parts = sorted(watch.seconds.items(), key=lambda item: (item[0] == OTHER, -item[1]))
-    rows += [{"part": part, "ms": s / sizes.alone * 1e3, "share": s / total} for part, s in parts]
-    results.add(f"One request alone: {len(system)} known tokens and {sizes.message} new ones", rows)
 
 
 def measure_nothing_shared(
@@ -280,9 +250,7 @@ def measure_start(start: PrefixStart, seconds: float, clock: Clock, results: Res
 
 def start_large_model(options: argparse.Namespace, clock: Clock, results: Results) -> None:
     began = clock()
-    device, spec = torch.device(options.device), load_spec(options.model)
-    if options.layers is not None:
-        spec = first_layers(spec, options.layers)
+    device, spec = torch.device(options.device), load_spec(options.model, layers=options.layers)
     sizes = StartSizes() if options.prefix is None else StartSizes(prefix=options.prefix)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     print(f"loading {options.model}, {spec.layers} layers", flush=True)

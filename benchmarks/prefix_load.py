@@ -1,29 +1,21 @@
-"""The loads of `prefix.py` on an engine in this process: conversations, single requests, and where their time goes."""
+"""The loads of `prefix.py` on an engine in this process: conversations and single requests."""
 
 import itertools
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.models.decoder import Decoder
-from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.kv_memory import KvMemory
-from hotset.tiers.prefix_cache import PageHasher
 
 Clock = Callable[[], float]  # returns seconds
 
 FIRST_ID = 16  # lower token ids may be special
 NEAR_TIE = 0.01  # two tokens whose log-probabilities differ by less are nearly equally likely
-OTHER = "everything else"
 
 
 def random_tokens(random: Random, count: int, vocab: int) -> list[int]:
@@ -206,49 +198,3 @@ def compare(expected: Conversations, measured: Conversations, judge: Client) -> 
         first = next(number for number, (one, other) in enumerate(tokens) if one != other)
         gaps.append(judge.gap([*left.prompt, *left.token_ids[:first]], *tokens[first]))
     return Comparison(len(pairs), len(different), gaps)
-
-
-class Stopwatch:
-    """Divides time among parts of the code. The time of a part that another part calls counts for the former only."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._running: list[tuple[str, float, float]] = []  # (part, start, time of inner parts)
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` with its time measured."""
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            self._running.append((part, self._clock(), 0.0))
-            try:
-                return function(*arguments, **named)
-            finally:
-                _, start, inner = self._running.pop()
-                elapsed = self._clock() - start
-                self.seconds[part] += elapsed - inner
-                if self._running:
-                    outer, outer_start, outer_inner = self._running[-1]
-                    self._running[-1] = (outer, outer_start, outer_inner + elapsed)
-
-        return call
-
-
-PARTS = (
-    ("hashing", PageHasher, "extend"),
-    ("planning", Scheduler, "plan"),
-    ("commit", Scheduler, "commit"),
-    ("copies from the host", KvMemory, "execute"),  # and page tables
-    ("copies to the host", KvMemory, "mirror_filled_pages"),
-    ("model", Decoder, "forward"),
-)
-
-
-@contextmanager
-def stopwatch(clock: Clock) -> Iterator[Stopwatch]:
-    """Measures how long the parts of a step take. `OTHER` is the rest of a step."""
-    watch = Stopwatch(clock)
-    with ExitStack() as patches:
-        for part, owner, name in (*PARTS, (OTHER, Engine, "step")):
-            patches.enter_context(patch.object(owner, name, watch.timed(part, getattr(owner, name))))
-        yield watch

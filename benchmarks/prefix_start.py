@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from one_rank_model import FP8_KV
+from decode_server import FP8_KV
 from prefix_load import Answer, Client, Clock, random_tokens
 
 from hotset.base.config import EngineConfig

@@ -12,18 +12,18 @@ rule. Bar: at batch 128, a call of the sampler takes at most 5 % of a decode
 step of DeepSeek-V3.2, which is at least 25 ms.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from gpu_timing import copy_bandwidth, seconds_of
-from op_runner import OpBenchmark, Sweep, run
+from op_runner import OpBenchmark, run
 from report import Bar, Row
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
-from hotset.kernels.draw import WEIGHT_ONE, DrawRules, cuda_impl, draw, reference
+from hotset.kernels.draw import WEIGHT_ONE, DrawRules, draw, reference
 from hotset.kernels.draw.random_numbers import uniforms
 from hotset.models.sampler import Sampler
 
@@ -137,28 +137,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     return [Bar("slowest call of the sampler at batch 128, us", max(times), MAX_SAMPLER_S * 1e6)] if times else []
 
 
-def sweeps() -> Iterator[Sweep]:
-    """Yields other block sizes and numbers of loads of the kernel."""
-    sizes = ((1024, 4), (1024, 2), (1024, 6), (1024, 8), (512, 4), (512, 8), (256, 8))
-    tunings = {f"{threads} threads, {loads} loads": cuda_impl.DrawTuning(threads, loads) for threads, loads in sizes}
-    for case in (*QUICK, *(Case(batch, 129_280, "bf16") for batch in (1, 256))):
-        x, (keys, positions) = case.logits(), case.random_numbers()
-
-        def seconds(
-            name: str,
-            tuning: cuda_impl.DrawTuning,
-            case: Case = case,
-            x: Tensor = x,
-            keys: Tensor = keys,
-            positions: Tensor = positions,
-        ) -> float:
-            rules = draw_rules(RULES[name], case.batch, case.vocab)
-            return seconds_of([partial(cuda_impl.draw, x, rules, keys, positions, tuning)])
-
-        names = ("greedy", "temperature 0.8", "all")
-        yield Sweep(str(case), tunings, {name: partial(seconds, name) for name in names})
-
-
 QUICK = [Case(128, 129_280, kind) for kind in ("bf16", "fp32")]
 OP = OpBenchmark(
     doc=__doc__,
@@ -167,7 +145,6 @@ OP = OpBenchmark(
     quick=QUICK,
     measure=measure,
     bars=bars,
-    sweeps=sweeps,
     drawn=("kernel us", "sampler us"),
 )
 

@@ -10,19 +10,16 @@ their speed. Bars (required results), for rows in device memory: packing and unp
 bandwidth, and together take at most 10 % of the network's time.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from gpu_timing import Call, copy_bandwidth, patched_constants, seconds_of
-from op_runner import OpBenchmark, Sweep, run
+from gpu_timing import Call, copy_bandwidth, seconds_of
+from op_runner import OpBenchmark, run
 from report import Bar, Row
 from torch import Tensor
 
 from hotset.base.paged_span import PagedSpan
-from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.slice_pack import RowSlices, SlicedRows, slice_pack, slice_unpack
 
 TOKENS, LAYERS, HEADS, HEAD_BYTES, PAGE_ROWS = 8192, 30, 8, 128 * 2, 64
@@ -145,29 +142,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     return results
 
 
-def sweeps() -> Iterator[Sweep]:
-    """Yields other values of the constants at the top of hotset/kernels/slice_pack/triton_impl.py."""
-    cases: dict[str, Any] = {}
-    for change in CHANGES:
-        packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
-        cases[f"{change.name} pack"] = pack_calls(change, make_stores(change.source_ranks), packed)
-        cases[f"{change.name} unpack"] = unpack_calls(change, make_stores(change.target_ranks), packed)
-
-    def seconds(calls: list[Call], constants: dict[str, int]) -> float:
-        with patched_constants("slice_pack", **constants):
-            kernels_of("slice_pack")._table.cache_clear()
-            return seconds_of(calls)
-
-    tried = [
-        {"PIECE_BYTES": piece, "PROGRAM_BYTES": program, "WARPS": warps}
-        for piece in (512, 1024, 256)
-        for program in (16 << 10, 8 << 10, 32 << 10)
-        for warps in (4, 8, 2)
-    ]
-    timed = {name: partial(seconds, calls) for name, calls in cases.items()}
-    yield Sweep("Constants of the slice kernel", {str(constants): constants for constants in tried}, timed)
-
-
 CHANGES = (SplitChange(4, 2), SplitChange(2, 4))
 OP = OpBenchmark(
     doc=__doc__,
@@ -176,7 +150,6 @@ OP = OpBenchmark(
     quick=[(change, False) for change in CHANGES],
     measure=measure,
     bars=bars,
-    sweeps=sweeps,
     drawn=("of copy", "of network"),
 )
 

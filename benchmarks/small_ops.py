@@ -9,14 +9,13 @@ at batch 16, a fused op that is not a matrix product takes at most 3 floors; GQA
 60 % of the copy bandwidth at batch 16 and 64.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, patched_constants, seconds_of
-from op_runner import OpBenchmark, Sweep, run
+from gpu_timing import copy_bandwidth, seconds_of
+from op_runner import OpBenchmark, run
 from report import Bar, Row
 from torch import Tensor
 
@@ -214,38 +213,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     return results
 
 
-def sweeps() -> Iterator[Sweep]:
-    """Yields other values of the constants at the top of each op's triton_impl.py."""
-
-    def of(kernel: str, calls: dict[int, Sequence[Call]], cold: bool, constants: list[dict[str, Any]]) -> Sweep:
-        def seconds(inputs: Sequence[Call], tried: dict[str, Any]) -> float:
-            with patched_constants(kernel, **tried):
-                return seconds_of(inputs, cold=cold)
-
-        cases = {f"batch {batch}": partial(seconds, inputs) for batch, inputs in calls.items()}
-        return Sweep(kernel, {str(tried): tried for tried in constants}, cases)
-
-    def inputs_of(make: Callable[[int], Call]) -> dict[int, Sequence[Call]]:
-        return {batch: [make(batch) for _ in range(INPUTS)] for batch in (1, 16, 128)}
-
-    attention = {batch: [gqa_decode_call(batch, GQA_CONTEXT)] for batch in (1, 16, 64)}
-    shapes = ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4))
-    tried = [
-        {"SHAPES": {torch.bfloat16: shape}, "PROGRAMS_PER_SM": programs} for shape in shapes for programs in (4, 8, 16)
-    ]
-    yield of("paged_attention", attention, True, tried)
-    del attention
-    warps = [{"VALUES_PER_WARP": values} for values in (256, 512, 1024)]
-    yield of("norm", inputs_of(lambda batch: norm_pairs(batch)[0][0]), False, warps)
-    heads = [{"HEADS_PER_PROGRAM": heads, "WARPS": warps} for heads, warps in ((4, 1), (8, 2), (32, 4))]
-    yield of("rope", inputs_of(lambda batch: query_pairs(batch)[0][0]), False, heads)
-    # No tile may be smaller than the first one, for which the counters were made.
-    names = ("TILE_TOKENS", "TILE_OUTPUTS", "TILE_INPUTS")
-    tiles = ((8, 4, 1024), (8, 4, 512), (8, 8, 512), (16, 4, 512), (8, 4, 2048))
-    sizes = [dict(zip(names, tile, strict=True)) for tile in tiles]
-    yield of("linear", inputs_of(lambda batch: query_pairs(batch)[2][0]), False, sizes)
-
-
 OP = OpBenchmark(
     doc=__doc__,
     title="Small ops of a decode step, and GQA decode attention, bf16",
@@ -253,7 +220,6 @@ OP = OpBenchmark(
     quick=(16,),
     measure=measure,
     bars=bars,
-    sweeps=sweeps,
     drawn=("us", "torch us"),
 )
 

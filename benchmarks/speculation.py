@@ -15,8 +15,7 @@ measured costs, as in a server.
     per step        tokens that a step adds to each answer
     gain            tokens/s with drafts / without
 
-The table of steps has the time of a step that verifies three drafts of each request, without drafting, against one
-without drafts. The table of rows has rows that are copied from the host per token of an answer, over all index groups:
+The table of rows has rows that are copied from the host per token of an answer, over all index groups:
 the demo model, tiers always, its own drafts, the same number of slots with and without drafts.
 """
 
@@ -28,9 +27,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -46,12 +44,11 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import ModelLoader, choose_device
 from hotset.engine.sampled_segments import SegmentTable
 from hotset.engine.sizing import KvBudget, kv_budget
-from hotset.engine.warm_up import PARAMS, admit, run_first_steps
+from hotset.engine.warm_up import run_first_steps
 from hotset.kernels import EMPTY
 from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "models" / "demo-dsa")
@@ -60,7 +57,6 @@ DRAFTS = 3
 SHARES = (0.75, 0.55, 0.35)  # of steps in which the first draft, the first two, all three are right: 1.65 on average
 EXPERTS_OF_RANK = 32
 PROMPT_TOKENS = 1024
-VERIFIED_REQUESTS = 32
 TINY = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
     "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "index_n_heads": 4,
@@ -211,34 +207,6 @@ def _gain(case: Case, plain: Decoded, drafted: Decoded) -> dict[str, Any]:
     }
 
 
-def measure_verification(model: str, device: torch.device, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Returns a row: the time of a step that verifies three drafts of each of 32 requests, against one without."""
-    loaded = Loaded(model, device, DRAFTS, {}, **settings)
-    executor, budget, times = loaded.engine.executor, loaded.budget, []
-    requests, start = min(VERIFIED_REQUESTS, loaded.config.max_num_seqs), budget.max_model_len // 2
-    commands = [
-        command for seat in range(requests) for command in admit(seat, budget, start, start + 1 + DRAFTS, PARAMS)
-    ]
-    executor.submit([Plan(0, commands, (), (), (), ())]).results()
-    for drafts in (0, DRAFTS):
-        step = replace(draft_costs._step(requests, start, [0] * drafts, limit=None), num_drafts=0)
-        measured = []
-        for _ in range(1 + repeats):
-            begin = time.perf_counter()
-            executor.submit([step]).results()
-            measured.append(time.perf_counter() - begin)
-        times.append(1000 * median(measured[1:]))
-    loaded.close()
-    plain, verify = times
-    return {
-        "requests": requests,
-        "context": start,
-        "plain ms": round(plain, 3),
-        "verify ms": round(verify, 3),
-        "ratio": round(verify / plain, 3),
-    }
-
-
 def measure_rows(device: torch.device, questions: int, length: int, tokens: int, seconds: float) -> dict[str, Any]:
     """Returns a row: rows copied from the host per token, with the demo model's own drafts and selections."""
     slots = (DRAFTS + 2) * 128
@@ -292,7 +260,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny models and few tokens; bars are not checked")
     parser.add_argument("--layers", type=int, help="layers of the one-rank model, instead of 61")
-    parser.add_argument("--only", choices=("gain", "steps", "rows"), help="only one of the tables")
+    parser.add_argument("--only", choices=("gain", "rows"), help="only one of the tables")
     parser.add_argument("--case", choices=("demo", "one rank"), help="only this model, in the table of gains")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit of each timed run")
     options = parser.parse_args()
@@ -307,16 +275,6 @@ def main() -> None:
             for case, row in zip(listed, rows, strict=True):
                 bars.append(Bar(f"{case.name}, {case.requests} requests: gain", row["gain"], case.min_gain, True))
             report("2.65 tokens per step imposed", rows, options.json)
-        if options.only in (None, "steps"):
-            verified = measure_verification(
-                one_rank,
-                device,
-                cases(one_rank, quick=options.quick)[-1].settings
-                | {"max_num_seqs": 4 if options.quick else VERIFIED_REQUESTS},
-                5 if options.quick else 20,
-            )
-            report("Verification of three drafts", [verified], None)
-            bars.append(Bar("verification / plain step", verified["ratio"], 1.5))
         if options.only in (None, "rows"):
             fetched = measure_rows(device, 1 if options.quick else 8, 1024 if options.quick else 3072, tokens, seconds)
             report("Rows from the host", [fetched], None)

@@ -3,44 +3,28 @@
 Each process splits the heads of a GQA model over its own number of ranks.
 """
 
-import threading
-import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import torch
-from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_process, open_backend, page_order, query
+from landing_workers import PAGE_ROWS, POISON, AgentWorker, child_process, page_order, query
 
 from hotset.base.paged_span import PagedSpan
-from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
-from hotset.fleet.handoff.agent import HandoffAgent, open_channel
-from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.layout import head_shards
-from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.messages import (
-    Fetch,
-    FetchFailed,
-    HandoffRequest,
-    Hello,
-    Landed,
     ModelIdentity,
-    StartPrefill,
     Store,
 )
-from hotset.fleet.handoff.packing import EngineCopies, StagingMemory
-from hotset.fleet.handoff.prefill_agent import PrefillAgent
+from hotset.fleet.handoff.packing import StagingMemory
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.transfer.api import MemoryKind, Region
-from hotset.fleet.transfer.engines import LANES
 from hotset.fleet.transfer.lanes import Lanes
-from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, RowsComputed
 
 HEADS, HEAD_BYTES = 8, 128 * 2  # bf16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES
@@ -125,67 +109,37 @@ class ShardedRows:
         ]
 
 
-class Worker:
+class Worker(AgentWorker):
     """The stores, staging memory, transfer engine and handoff agent of one process."""
 
     def __init__(self, case: StagingCase, prefill: bool) -> None:
+        super().__init__(case.engine, prefill=prefill, deadline_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
         self.case = case
-        self.memory = ShardedRows(case, case.source_ranks if prefill else case.target_ranks)
-        lanes = LANES if prefill else 1  # as in an engine: a decode worker writes nothing
-        self.backend = RecordingBackend(open_backend(case.engine, lanes))
-        self.transfer = Lanes(self.backend, lanes, TIMEOUT_S)
-        self.memory.register(self.transfer)
-        memory, store = self.memory, self.memory.store
-        staging = StagingMemory(case.staging_bytes, memory.device, memory.kind) if case.staging_bytes else None
-        if staging is not None:
-            self.transfer.register(staging.region)
-            store = staging.beside(store)
-        self._staging = staging
-        channel = open_channel(f"{HOST}:0")
-        stores = {"host": store}
+        self.memory = memory = ShardedRows(case, case.source_ranks if prefill else case.target_ranks)
+        memory.register(self.transfer)
+        store = memory.store
+        self._staging = None  # this is what keeps the memory
+        if case.staging_bytes:
+            self._staging = StagingMemory(case.staging_bytes, memory.device, memory.kind)
+            self.transfer.register(self._staging.region)
+            store = self._staging.beside(store)
         model = ModelIdentity("synthetic", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
-        self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
-        self.has_events = threading.Event()
         machine: Sender | Receiver
         if prefill:
             machine = Sender(Sources(store), write_limit=TIMEOUT_S)
         else:
-            machine = Receiver(staging=None if staging is None else ReceiverStaging(stores))
-        transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
-        role: Any = PrefillAgent if prefill else DecodeAgent
-        copies = EngineCopies(memory.device, ())
-        self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set, copies=copies)
-        self.agent.start()
-
-    def close(self) -> None:
-        self.agent.close(1.0)
-        self.transfer.close()
+            machine = Receiver(staging=ReceiverStaging({"host": store}) if self._staging else None)
+        self.start_agent(machine, store, model, memory.device)
 
 
 class PrefillWorker(Worker):
-    """Announces all chunks of a prompt at once, as if they had been computed before the request arrived. All requests
-    get the same rows."""
+    """Sends the same rows to all requests."""
 
     def __init__(self, case: StagingCase) -> None:
         super().__init__(case, prefill=True)
-        self._pages = page_order(case.pages, "shuffled", seed=1)
-        self.memory.fill(self._pages)
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self.has_events.wait()
-            self.has_events.clear()
-            for event in self.agent.take_events():
-                if isinstance(event, StartPrefill):
-                    self._announce(event)
-
-    def _announce(self, request: StartPrefill) -> None:
-        tokens = len(request.prompt)
-        for first in range(0, tokens, self.case.chunk):
-            last = min(first + self.case.chunk, tokens)
-            self.agent.put(RowsComputed(request.peer, request.key, first, last, self._pages, None))
-        self.agent.put(FirstTokenSampled(request.peer, request.key, 0, None))
+        pages = page_order(case.pages, "shuffled", seed=1)
+        self.memory.fill(pages)
+        self.announce_prompts(case.chunk, lambda request: pages)
 
 
 class DecodeWorker(Worker):
@@ -194,25 +148,11 @@ class DecodeWorker(Worker):
     def __init__(self, case: StagingCase) -> None:
         super().__init__(case, prefill=False)
         self._pages = page_order(case.pages, "shuffled", seed=2)
-        self._num_requests = 0
 
     def land(self, peer: str, requests: int = 1) -> float:
         """Requests `requests` contexts at once, all with the same bytes and pages. Returns the seconds until all have
         landed."""
-        start = time.perf_counter()
-        for _ in range(requests):
-            self._num_requests += 1
-            prompt = PromptSpec((7,) * self.case.tokens, SamplingParams())
-            key = HandoffKey(str(self._num_requests), 0)
-            self.agent.put(Fetch(peer, HandoffRequest(key, prompt, "host", self._pages, ())))
-        pending = requests
-        while pending:
-            assert self.has_events.wait(TIMEOUT_S), f"a context did not land within {TIMEOUT_S:g} s"
-            self.has_events.clear()
-            for event in self.agent.take_events():
-                assert not isinstance(event, FetchFailed), event
-                pending -= isinstance(event, Landed)
-        return time.perf_counter() - start
+        return self.fetch(peer, "staged", self.case.tokens, self._pages, (), requests)
 
     def check(self) -> None:
         self.memory.check(self._pages, self.case.tokens)

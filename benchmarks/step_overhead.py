@@ -2,12 +2,11 @@
 
     python benchmarks/step_overhead.py --json step_overhead.json
 
-A step plans, prepares tensors, samples greedily and commits, on one core. Three engines take turns: one with the prefix
-cache, one without, and one with the cache and a publisher of KV events without subscribers. No prefix is shared, so the
-ratios of their mean times are what the cache and the events cost. The publisher's own thread is not measured. The
-pages of an answer enter the cache 16 at a time, so ratios are meaningful only for 1024 steps or more. Bars (required
-results): the median with the cache is at most 2 ms with 256 requests, and with 1024 requests at most 4 times as long as
-with 256; the cache costs at most 2 % with 256 requests. A run takes about three minutes.
+A step plans, prepares tensors, samples greedily and commits, on one core. Two engines take turns: one with the prefix
+cache and one without. No prefix is shared, so the ratio of their mean times is what the cache costs. The pages of an
+answer enter the cache 16 at a time, so the ratio is meaningful only for 1024 steps or more. Bars (required results):
+the median with the cache is at most 2 ms with 256 requests, and with 1024 requests at most 4 times as long as with 256;
+the cache costs at most 2 % with 256 requests. A run takes about two minutes.
 """
 
 import statistics
@@ -48,14 +47,12 @@ class NullModel:
         return self._logits[: hidden.shape[0] if indices is None else indices.shape[0]]
 
 
-def make_engine(requests: int, *, prefix_cache: bool = True, kv_events: str | None = None) -> Engine:
+def make_engine(requests: int, *, prefix_cache: bool) -> Engine:
     """Returns an engine in which `requests` requests decode."""
     config = EngineConfig(
         max_num_seqs=requests,
         max_num_batched_tokens=8 * requests,
         prefix_cache=prefix_cache,
-        kv_events=kv_events,
-        kv_events_replay=kv_events,
     )
     card = ModelCard("null", "null", CONTEXT, VOCAB, (), False, CONTEXT, "cpu", "float32")
     pages = requests * CONTEXT // config.page_rows
@@ -91,18 +88,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1100, help="timed steps per number of requests")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, ratios, event_ratios = [], {}, {}
+    rows, ratios = [], {}
     for requests in (1, 64, 256, 512, 1024):
-        engines = [
-            make_engine(requests),
-            make_engine(requests, prefix_cache=False),
-            make_engine(requests, kv_events="tcp://127.0.0.1:0"),
-        ]
-        times, without_cache, with_events = measure(engines, requests, options.steps)
+        engines = [make_engine(requests, prefix_cache=cached) for cached in (True, False)]
+        times, without_cache = measure(engines, requests, options.steps)
         for engine in engines:
             engine.close()
         ratios[requests] = statistics.mean(times) / statistics.mean(without_cache)
-        event_ratios[requests] = statistics.mean(with_events) / statistics.mean(times)
         times.sort()
         median = statistics.median(times)
         rows.append(
@@ -112,14 +104,13 @@ def main() -> None:
                 "p90 ms": times[int(len(times) * 0.9)] * 1e3,
                 "us per request": median / requests * 1e6,
                 "with / without prefix cache": ratios[requests],
-                "with / without KV events": event_ratios[requests],
             }
         )
     medians = {row["requests"]: row["median ms"] for row in rows}
     growth = medians[1024] / medians[256]
     notes = (
         f"256 requests: {medians[256]:.2f} ms (bar: 2 ms); 1024 against 256: {growth:.2f}x (bar: 4x);"
-        f" the prefix cache with 256 requests: {ratios[256]:.3f}x (bar: 1.02x); KV events: {event_ratios[256]:.3f}x"
+        f" the prefix cache with 256 requests: {ratios[256]:.3f}x (bar: 1.02x)"
     )
     report("CPU time of a decode step with a model that computes nothing, one core", rows, options.json, notes)
 

@@ -9,7 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -119,6 +121,28 @@ def without_waits(runs: Iterable[KernelRun]) -> list[KernelRun]:
         ended[run.stream] = max(start, run.end_us)
         result.append(replace(run, start_us=start, end_us=ended[run.stream]))
     return result
+
+
+def layer_rows(runs: Iterable[KernelRun], first: str = "score") -> list[dict[str, Any]]:
+    """Returns the kernels of one layer, from the kernel `first` to its next run.
+
+    It is the layer of median length, and not one that ends a step: before the next step, tokens are sampled."""
+    ordered = sorted(runs, key=lambda run: run.start_us)
+    starts = [run.start_us for run in ordered if run.name == first]
+    layers = sorted(pairwise(starts), key=lambda layer: layer[1] - layer[0])
+    if not layers:
+        return []
+    begin, end = layers[len(layers) // 2]
+    return [
+        {
+            "start us": run.start_us - begin,
+            "us": run.end_us - run.start_us,
+            "kernel": run.name[:60],
+            "group": group_of(run.name),
+        }
+        for run in ordered
+        if begin <= run.start_us < end
+    ]
 
 
 def slowest_kernels(runs: Iterable[KernelRun], steps: int, count: int = 40) -> dict[str, dict[str, float]]:

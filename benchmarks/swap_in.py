@@ -22,16 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from gpu_timing import require_gpu, seconds_of
 from op_runner import OpBenchmark, PeerComparison, Sweep, make_options, run
 from peer_timings import PeerTimings
-from report import Bar, Row, report
-from swap_in_state import PAGE_ROWS, TOP_K, PinnedRows, SwapInState, make_state, pinned_host_rows
+from report import Bar, Row
+from swap_in_state import TOP_K, PinnedRows, SwapInState, make_state, pinned_host_rows
 
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
 from hotset.kernels.swap_in import RowCopies, cuda_impl
 
 SLOTS = (4096, 8192)
@@ -155,23 +153,6 @@ def bars(rows: list[Row]) -> list[Bar]:
     return found
 
 
-def measure_pages(host: PinnedRows, blocks: int = page_copy_cuda.TUNED.blocks) -> list[dict[str, Any]]:
-    """Measures the bandwidth of copies of whole pages in 8 layers, to the host and to the device."""
-    layers, pages = 8, 64
-    rows = pages * PAGE_ROWS
-    host_rows = host.rows(656)[: layers * 2 * rows].view(layers, 2 * rows, 656)
-    device_rows = torch.zeros(layers, 2 * rows, 656, dtype=torch.uint8, device="cuda")
-    order = torch.randperm(2 * pages)[:pages] * PAGE_ROWS
-    pieces = torch.stack([order, order.flip(0), torch.full_like(order, PAGE_ROWS)], dim=1).cuda()
-    tuning = page_copy_cuda.PageCopyTuning(blocks=blocks)
-    results = []
-    for name, to_host in (("to host", True), ("to device", False)):
-        copy = partial(page_copy_cuda.copy, pieces, device_rows, host_rows, to_host=to_host, tuning=tuning)
-        rate = layers * rows * 656 / seconds_of([copy])
-        results.append({"pages": name, "blocks": blocks, "GB/s": round(rate * 1e-9, 1)})
-    return results
-
-
 TWO, THREE, FOUR, SIX, EIGHT = (cuda_impl.BlockCluster(blocks) for blocks in (2, 3, 4, 6, 8))
 SMALL_BATCHES = {
     "8 blocks, 1024 threads": with_cluster(replace(EIGHT, threads=1024)),
@@ -205,56 +186,21 @@ SWEEP = {
     128: LARGE_BATCHES,
 }
 SWEEP_MISSES = (0.0, 0.01, 0.05, 0.134, 0.2)
-# Copies in launches of their own: (blocks, threads, requests whose rows are copied at the same time).
-COPIES = (
-    (16, 128, 4),
-    (24, 128, 4),
-    (24, 256, 4),
-    (16, 128, 2),
-    (16, 128, 8),
-    (8, 256, 4),
-    (32, 256, 4),
-    (32, 256, 16),
-)
-COPY_BATCHES, COPY_MISSES = (20, 29, 57), 0.134
 
 
 def sweeps(host: PinnedRows) -> Iterator[Sweep]:
-    """Yields other launches at 4096 slots, and other shapes of copies in launches of their own.
+    """Yields other launches at 4096 slots.
 
     With few inputs, the GPU would still have the address translations of the last time that one was used.
     """
     for batch, tunings in SWEEP.items():
         states = {misses: make_states(SwapInCase(656, 4096, batch, misses), host) for misses in SWEEP_MISSES}
-        timed = {f"{misses:.0%}": partial(seconds_with, swap_in_us, inputs) for misses, inputs in states.items()}
+        timed = {f"{misses:.0%}": partial(seconds_with, inputs) for misses, inputs in states.items()}
         yield Sweep(f"Batch {batch}, by share of misses", tunings, timed)
-    inputs_of = {batch: make_states(SwapInCase(656, 4096, batch, COPY_MISSES), host) for batch in COPY_BATCHES}
-    shapes = {
-        f"{blocks} blocks of {threads} threads, {lists} requests at a time": replace(
-            cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads, copy_lists_at_once=lists
-        )
-        for blocks, threads, lists in COPIES
-    }
-    timed = {f"batch {batch}": partial(seconds_with, copy_us, states) for batch, states in inputs_of.items()}
-    yield Sweep(f"Copies in launches of their own, {COPY_MISSES:.0%} misses", shapes, timed)
 
 
-def seconds_with(
-    microseconds: Callable[[list[SwapInState], cuda_impl.SwapInTuning], float],
-    states: list[SwapInState],
-    tuning: cuda_impl.SwapInTuning,
-) -> float:
-    return 1e-6 * microseconds(states, tuning)
-
-
-def copy_us(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> float:
-    """Returns the time of the copy alone, from lists that a plan has made before."""
-    calls = []
-    for state in states:
-        state.restore()
-        copies = state.swap_in(cuda_impl.TUNED).copies
-        calls.append(partial(cuda_impl.copy, copies, state.host_rows, state.device_rows, tuning=tuning))
-    return 1e6 * seconds_of(calls, clean=False)
+def seconds_with(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> float:
+    return 1e-6 * swap_in_us(states, tuning)
 
 
 OP = OpBenchmark(
@@ -293,8 +239,6 @@ def main() -> None:
         cases = [case for case in OP.cases if case.row_bytes in options.row_bytes]
         of_host = replace(OP, cases=cases, measure=partial(measure, host), sweeps=partial(sweeps, host), notes=notes)
         run(of_host, options)
-        if not options.sweep:
-            report("Copies of whole pages by one kernel, 656-byte rows, 8 layers", measure_pages(host), None)
 
 
 if __name__ == "__main__":

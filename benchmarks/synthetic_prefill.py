@@ -9,6 +9,7 @@ from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.decoder import Decoder
+from hotset.models.mtp import MtpOutput
 
 # Shares of a step's selection: positions that every step selects, positions that every third step selects, positions
 # that every twelfth step selects, and random positions. With LRU eviction and 1, 2 and 4 times top-k slots, 30, 13.4
@@ -69,7 +70,10 @@ class SelectionOverride(ViewWrapper):
 
 
 class SyntheticPrefillModel:
-    """Runs the decoder for steps that only decode. In a step with a prompt, it stores random rows for all tokens."""
+    """Runs the decoder for steps that only decode. In a step with a prompt, it stores random rows for all tokens.
+
+    If the decoder has an MTP layer, it drafts with it. The rows of prompts in this layer are random, too.
+    """
 
     def __init__(self, decoder: Decoder, selection: SyntheticSelection | None, max_step_tokens: int) -> None:
         """`selection` replaces the selection of the indexer. None: the indexer's selection is used."""
@@ -98,3 +102,17 @@ class SyntheticPrefillModel:
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
         return self._decoder.logits(hidden, indices)
+
+    def mtp_input(self, x: Tensor) -> Tensor:
+        return self._decoder.mtp_input(x)
+
+    def run_mtp(self, token_ids: Tensor, hidden: Tensor, view: View, selected: Tensor | None = None) -> MtpOutput:
+        if view.segments.decoding:
+            assert self._selection is not None
+            view = SelectionOverride(view, self._selection.positions(view.segments.positions))
+            return self._decoder.run_mtp(token_ids, hidden, view, selected)
+        count = token_ids.shape[0]  # `forward` has stored the rows of this layer, too
+        return MtpOutput(hidden, hidden, self._empty_selection.expand(count, -1))
+
+    def mtp_logits(self, normed: Tensor) -> Tensor:
+        return self._decoder.mtp_logits(normed)

@@ -18,7 +18,7 @@ from hashlib import sha256
 from hotset.memory.pages import PageAllocator
 
 # Evictions free at least 1/64 of all pages, because few pages at a time would be scattered. On a trace of conversations
-# (benchmarks/prefix_trace.py), runs of allocated pages are 2 times as long as if only needed pages were evicted, and
+# (docs/history/measured.md), runs of allocated pages are 2 times as long as if only needed pages were evicted, and
 # at most 1 % of the hits are lost.
 EVICTED_SHARE = 64
 TOKEN_BYTES = 8  # of a token id that is hashed

@@ -21,7 +21,6 @@ OPS = (
     "fp8_experts",
     "fp8_linear",
     "indexer",
-    "prefill",
     "sampling",
     "slice_pack",
     "small_ops",

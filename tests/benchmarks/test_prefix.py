@@ -21,16 +21,16 @@ from prefix import (
     measure_start,
     sizes_of,
 )
-from prefix_load import Answer, Conversations, Script, Stopwatch, compare
+from prefix_load import Answer, Conversations, Script, compare
 from prefix_start import PrefixStart, StartSizes
-from test_one_rank import small_config, small_spec
+from test_decode import small_config, small_spec
 
 from hotset.base.config import EngineConfig
 from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.models.spec import KvStorage
 
-TINY = Sizes(conversations=2, turns=2, system=160, message=30, answer=6, requests=1, prompt=130, rounds=2, alone=1)
+TINY = Sizes(conversations=2, turns=2, system=160, message=30, answer=6, requests=1, prompt=130, rounds=2)
 VOCAB, PAGE_ROWS = 512, 64
 
 
@@ -76,10 +76,6 @@ def test_conversations_reuse_every_full_page_and_get_the_same_answers(
     whole = bars["all turns: time, without / with the cache"]
     assert whole.measured == off["seconds"] / on["seconds"]
     assert bars["answers that differ by more than a near tie"].met
-    (alone,) = (table for title, table in results.tables.items() if title.startswith("One request alone"))
-    parts = {row["part"]: row for row in alone}
-    assert parts["model"]["ms"] > 0 and parts["hashing"]["ms"] > 0
-    assert sum(row["share"] for row in alone[2:]) == pytest.approx(1)
     written = json.loads(options.json.read_text())["results"]
     assert written["Answers"] == [compared] and len(written["Bars"]) == len(results.bars) == 3
     assert "| with the cache |" in options.markdown.read_text()
@@ -122,25 +118,6 @@ def test_answers_that_differ_are_judged_at_their_first_different_token(gap: floa
     result = compare(expected, measured, judge)  # type: ignore[arg-type]
     assert (result.compared, result.different, result.gaps, result.wrong) == (2, 1, [gap], wrong)
     assert judge.asked == [([1, 2, 5], 6, 8)]
-
-
-def test_time_of_inner_parts_is_not_counted_twice() -> None:
-    now = [0.0]
-    watch = Stopwatch(lambda: now[0])
-
-    def spend(seconds: float) -> None:
-        now[0] += seconds
-
-    inner = watch.timed("inner", spend)
-
-    def outer() -> None:
-        spend(1)
-        inner(2)
-        inner(3)
-
-    watch.timed("outer", outer)()
-    inner(4)
-    assert watch.seconds == {"outer": 1, "inner": 9}
 
 
 def test_options_change_the_number_of_conversations_and_turns() -> None:

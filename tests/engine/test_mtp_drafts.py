@@ -271,7 +271,6 @@ def test_the_rows_of_the_layer_travel_with_a_handoff() -> None:
 
 
 def test_the_demo_model_drafts_its_answers() -> None:
-    """Accepted lengths are measured by benchmarks/accepted_length.py."""
     texts, greedy = [], SamplingParams(temperature=0.0, max_tokens=24)
     for settings in ({}, {"speculate": 3}):
         llm = LLM(DEMO, device="cpu", max_num_seqs=2, max_model_len=320, **settings)

@@ -51,7 +51,7 @@ class Tile:
 
 # The key of an entry is the largest number of tokens for which the entry is used. Weights with enough tiles of
 # WIDE_OUTPUTS outputs for a whole GPU use WIDE_TILES, because a wider tile reads the activations less often; others
-# need tiles of fewer outputs. Chosen by benchmarks/fp8_linear.py --sweep on an H200.
+# need tiles of fewer outputs. Chosen by trying other tiles on an H200.
 WIDE_TILES = {
     8: Tile(8, 128, 4, 4, max_programs=264, fused=True),
     16: Tile(16, 128, 4, 4, max_programs=264, fused=True),

@@ -28,7 +28,7 @@ class Coefficients:
     bf16_share: float = 0.77  # large matrix products: 764 of 989 TFLOP/s
     fp8_share: float = 0.60  # the same in fp8: 1195 of 1979 TFLOP/s
     fp32_tflops: float = 50.0  # routers and head weights, which are small
-    # Fitted by benchmarks/fit_costs.py to 24 steps of serving.py and one_rank.py on an H200, within 8.3 % of each.
+    # Fitted by benchmarks/fit_costs.py to 24 decode steps on an H200, within 8.3 % of each.
     layer_us: float = 113.5  # what a layer takes beside its bytes: small kernels and the gaps between them
     keys: float = 2.33  # scoring and top-k, over the time to read the index keys
     attention: float = 5.59  # sparse attention, over the time of its products at the rate of a large one

@@ -14,7 +14,7 @@ from loopback import Hub, Loopback
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
-from hotset.fleet.transfer.engines import TransferSettings
+from hotset.fleet.transfer.engines import open_transfer
 
 DEADLINE_S = 10.0
 FAILED = (WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN)
@@ -73,7 +73,7 @@ class Bench:
 def open_endpoint(engine: str, hub: Hub, deadline_s: float) -> Transfer:
     if engine == "loopback":
         return Loopback(hub, deadline_s=deadline_s)
-    return TransferSettings(engine, deadline_s=deadline_s, lanes=2).open()
+    return open_transfer(engine, deadline_s=deadline_s, lanes=2)
 
 
 def open_bench(engine: str) -> Bench:

@@ -1,7 +1,7 @@
 """Requests that `hotset plan` predicts, against the requests that a started engine runs at the same time."""
 
 import json
-import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,19 @@ from harness import tiny_directory
 
 from hotset.base.config import EngineConfig
 from hotset.base.host_memory import host_memory
+from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine
+from hotset.engine.core import Engine
+from hotset.engine.input_processor import InputProcessor
 from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.gpus import Machine
 from hotset.lab.plan.model_configs import find_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-import plan_starts
+from hotset.schedule.request import Phase, Request
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE_ROWS = 16
 CONTEXT = 128  # a multiple of PAGE_ROWS
+ANSWER = 12  # tokens of each answer, which are in the last page
 SPARSE = json.loads((ROOT / "models" / "demo-dsa" / "config.json").read_text()) | {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -55,10 +57,45 @@ def predicted(config: EngineConfig) -> int:
     return capacity.requests(CONTEXT) * config.data_parallel_size
 
 
+def decoding_at_once(engine: Engine, offered: int) -> int:
+    """Returns how many of `offered` requests of CONTEXT tokens, which arrive together, decode at once.
+
+    Steps compute prompts in chunks, and meanwhile earlier requests would decode and end. So each answer is held after
+    its first token, until every further request waits for memory. Then all held answers are completed together.
+    """
+    processor = InputProcessor(engine.card, seed=0)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    requests: list[Request] = []
+    for number in range(offered):
+        prompt = [5 + (number * 7 + position) % 40 for position in range(CONTEXT - ANSWER)]
+        requests += [choice.to_request() for choice in processor.accept(str(number), prompt, params)]
+    for number, request in enumerate(requests):
+        engine.replicas[number % len(engine.replicas)].scheduler.add(request)
+    steps = -1
+    while steps < engine.steps:  # until a call executes no step
+        steps = engine.steps
+        engine.step()
+        for request in requests:
+            if request.phase is Phase.DECODE:
+                assert request.in_flight == 0, "an answer can be held only if one plan at a time computes it"
+                request.max_length = len(request.prompt) + 1  # it has this many tokens, so no step computes more
+    stats = engine.stats()
+    for request in requests:
+        if request.running:
+            request.max_length = CONTEXT
+        else:
+            engine.abort(request.request_id)
+    finished: Counter[str] = Counter()
+    while not engine.idle:
+        finished.update(engine.step().finished.values())
+    assert finished["length"] == stats.running == stats.resident + stats.tiered, "a held answer was not completed"
+    return stats.running
+
+
 def admitted(config: EngineConfig, offered: int) -> int:
     engine = build_engine(config)
     try:
-        return plan_starts.admitted(engine, offered, CONTEXT)
+        return decoding_at_once(engine, offered)
     finally:
         engine.close()
 

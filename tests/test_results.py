@@ -1,0 +1,52 @@
+"""Tables of measured figures in documents agree with docs/results/, and results whose files changed are marked."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+import results
+
+ROOT = results.ROOT
+
+
+def test_documents_have_the_tables_of_docs_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert results.main(["--check"]) == 0, f"run scripts/results.py: {capsys.readouterr().out}"
+
+
+def test_every_table_of_results_is_in_a_document() -> None:
+    texts = "\n".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    sets = results.read_sets()
+    named = {block[1] for block in results.BLOCK.findall(texts)}
+    assert {f"{of.name}/{number}" for of in sets.values() for number in range(len(of.tables))} <= named
+    assert {group for of in sets.values() for line in of.headlines for group in line["groups"]} == {
+        name.removeprefix("headlines/") for name in named if name == "readme" or name.startswith("headlines/")
+    }
+
+
+@pytest.mark.parametrize("name", sorted(results.read_sets()))
+def test_a_set_says_where_it_comes_from(name: str) -> None:
+    of = results.read_sets()[name]
+    assert of.title and of.hardware and of.torch and of.date and of.commit and of.depends_on
+    assert [path for path in of.depends_on if not (ROOT / path).exists()] == []
+
+
+def test_figures_are_marked_once_a_file_that_they_depend_on_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "DATA", tmp_path)
+    (tmp_path / "kernel.py").write_text("BLOCKS = 4\n")
+    digest = results.digest_of(results.working_files("kernel.py"))
+    content = {"title": "Speed", "hardware": "a GPU", "torch": "2", "date": "2026-11-19", "command": "", "commit": "c"}
+    table = {"columns": ["what", "us"], "rows": [["copy", "4.5"]]}
+    (tmp_path / "speed.json").write_text(json.dumps(content | {"depends_on": {"kernel.py": digest}, "tables": [table]}))
+    document = tmp_path / "README.md"
+    document.write_text("# Figures\n\n<!-- results: speed/0 -->\n<!-- end of results -->\n")
+    assert results.main(["--check"]) == 1 and results.main([]) == results.main(["--check"]) == 0
+    assert "| what | us |\n|---|---|\n| copy | 4.5 |\n" in document.read_text() and "†" not in document.read_text()
+    (tmp_path / "kernel.py").write_text("BLOCKS = 5\n")
+    assert results.main(["--check"]) == 1 and results.main([]) == 0
+    assert "† Measured before the last change of `kernel.py`." in document.read_text()
