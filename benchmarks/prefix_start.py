@@ -146,7 +146,7 @@ class PrefixStart:
         card = model_card(config, spec, budget, device, dtype)
         executor = in_process_executor(config, decoder, budget, device, spec.vocab)
         self.engine = assemble(config, card, decoder.kv_shape, budget, executor)
-        self.engine.warm_up(lambda done, total: None)
+        self.engine.executor.warm_up(lambda done, total: None)
         self._client = Client(self.engine, clock)
         self._timer = LoadTimer(device, decoder.kv_shape, clock)
         self._token_bytes = decoder.kv_shape.token_bytes

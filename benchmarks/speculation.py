@@ -37,12 +37,12 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine import draft_costs
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
+from hotset.engine.drafts import measuring
+from hotset.engine.drafts.segments import SegmentTable
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import ModelLoader, choose_device
-from hotset.engine.sampled_segments import SegmentTable
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.warm_up import run_first_steps
 from hotset.kernels import EMPTY
@@ -116,12 +116,10 @@ class Loaded:
         self.budget: KvBudget = kv_budget(self.config, decoder.kv_shape, spec.context, device)
         card = model_card(self.config, spec, self.budget, device, loader.dtype)
         executor = in_process_executor(self.config, decoder, self.budget, device, spec.vocab)
-        self.engine: Engine = assemble(self.config, card, decoder.kv_shape, self.budget, executor)
-        run_first_steps(self.engine.executor, self.budget, 1)
-        self.engine.warm_up(lambda done, total: None)
-        if speculate:
-            costs = draft_costs.measure_draft_costs(self.engine.executor, self.config, self.budget, 1)
-            self.engine.replicas[0].scheduler.set_draft_costs(costs)
+        run_first_steps(executor, self.budget, 1)
+        executor.warm_up(lambda done, total: None)
+        costs = measuring.measure_draft_costs(executor, self.config, self.budget, 1) if speculate else None
+        self.engine: Engine = assemble(self.config, card, decoder.kv_shape, self.budget, executor, costs=costs)
 
     def close(self) -> None:
         self.engine.close()

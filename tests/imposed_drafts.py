@@ -7,8 +7,6 @@ from random import Random
 class ImposedDrafter:
     """Knows the right tokens. `following(request_id, tokens)` returns the one after `tokens`, the context so far."""
 
-    in_worker = False
-
     def __init__(
         self, following: Callable[[str, Sequence[int]], int], vocab: int, random: Random, right: float = 0.7
     ) -> None:

@@ -13,8 +13,8 @@ from hotset.base.errors import ConfigError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli.flags import config_values, given_flags
-from hotset.engine.model_checks import check_model, dtype_name
-from hotset.models.spec import ModelSpec
+from hotset.engine.model_checks import check_model
+from hotset.models.spec import ModelSpec, dtype_name
 
 MAX_ENGINES = 64
 

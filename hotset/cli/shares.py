@@ -14,10 +14,12 @@ from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
 from hotset.base.units import GIB, show_bytes
 from hotset.cli.roles import RoleEngine
-from hotset.engine.model_checks import DTYPE_BYTES, context_length, dtype_name, model_splits, with_default_drafts
+from hotset.engine.drafts.settings import with_default_drafts
+from hotset.engine.model_checks import context_length, model_splits
 from hotset.engine.step_memory import step_bytes
 from hotset.models.checkpoint.files import find_model
 from hotset.models.model_tensors import worker_weight_bytes
+from hotset.models.spec import DTYPE_BYTES, dtype_name
 
 CPU_DEVICE_SHARE = 0.4  # the device pools' share of an engine's KV memory; the host store gets the remaining 0.6
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pools

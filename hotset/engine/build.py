@@ -19,10 +19,13 @@ from hotset.engine.build_runner import build_runner
 from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel
-from hotset.engine.draft_costs import measure_draft_costs
+from hotset.engine.drafts.costs import StepCosts
+from hotset.engine.drafts.measuring import measure_draft_costs
+from hotset.engine.drafts.settings import DraftSettings, with_default_drafts
+from hotset.engine.drafts.speculation import Speculation
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.loading import choose_dtype
-from hotset.engine.model_checks import check_model, kv_storage, model_splits, with_default_drafts
+from hotset.engine.model_checks import check_model, kv_storage, model_splits
 from hotset.engine.model_workers import ModelWorkers, Started, WorkerInProcess, WorkerProcesses
 from hotset.engine.ports import CachePublisher, HandoffEndpoint
 from hotset.engine.sizing import KvBudget, plans_in_flight
@@ -37,8 +40,6 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.model_names import model_name
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.spec import ModelSpec
-from hotset.schedule.draft_costs import StepCosts
-from hotset.schedule.drafts import LookupDrafter, MtpDrafter
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher, PrefixCache
@@ -140,11 +141,7 @@ def _assemble_started(
     kv_shape = worker_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     card = model_card(config, files.spec, started.budget, device, dtype)
     weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
-    engine = assemble(config, card, kv_shape, started.budget, started.executor, weights=weights, wake=wake)
-    if costs is not None:
-        for replica in engine.replicas:
-            replica.scheduler.set_draft_costs(costs)
-    return engine
+    return assemble(config, card, kv_shape, started.budget, started.executor, weights=weights, wake=wake, costs=costs)
 
 
 def in_process_executor(
@@ -172,14 +169,16 @@ def assemble(
     weights: str = "",
     wake: Callable[[], None] = lambda: None,
     connections: Callable[[], Connections] = load_connections,
+    costs: StepCosts | None = None,
 ) -> Engine:
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `connections` is called if the engine is connected with others.
+    with different values. `connections` is called if the engine is connected with others. `costs` are the measured
+    ones of drafts, if there are any.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
-    replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
+    replicas = [_replica(config, card, budget, costs) for _ in range(config.data_parallel_size)]
     in_flight = plans_in_flight(config, torch.device(card.device))
     endpoint: HandoffEndpoint | None = None
     publishers: Sequence[CachePublisher] = ()
@@ -249,13 +248,7 @@ def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Pag
     return PageHasher(f"{card.name} {dtypes}", budget.geometry.page_rows)
 
 
-def _drafter(config: EngineConfig) -> LookupDrafter | MtpDrafter | None:
-    if config.max_drafts == 0:
-        return None
-    return MtpDrafter() if config.drafts_by_mtp else LookupDrafter()
-
-
-def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
+def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, costs: StepCosts | None) -> Replica:
     host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
     scheduler = Scheduler(
@@ -266,7 +259,6 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
         stages=config.pipeline_parallel_size,
         hasher=card.page_hasher,
         extend_locally=config.extend_locally,
-        drafter=_drafter(config),
-        max_drafts=config.max_drafts,
+        speculation=Speculation(DraftSettings.of(config), ledger, costs) if config.max_drafts else None,
     )
     return Replica(scheduler, ledger)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
-from hotset.engine.decode_graphs import RunnerModel, captures_graphs, max_decoded
+from hotset.engine.decode_graphs import RunnerModel, captures_graphs
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.frontend import structure_processes
 from hotset.engine.runner import NO_NEIGHBOURS, Neighbours, Runner
 from hotset.engine.sizing import KvBudget
@@ -64,7 +65,5 @@ def build_runner(
         graphs=captures_graphs(config, model),
         neighbours=neighbours,
         structures=structure_processes(config, vocab) if samples else None,
-        mtp_drafts=config.max_drafts if config.drafts_by_mtp else 0,
-        draws_drafts=config.accept == "distribution",
-        max_verified=max_decoded(config),
+        drafts=DraftSettings.of(config),
     )

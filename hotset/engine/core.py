@@ -79,10 +79,6 @@ class Engine:
         self._pending: deque[StepFuture] = deque()
         self._broken = False  # closed, or a step failed
 
-    def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
-        self.executor.warm_up(progress)
-
     @property
     def idle(self) -> bool:
         """True if no request is open, no step is in flight and all outputs have been returned, or if the engine has

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
-from hotset.engine.sampled_segments import SeatDrafts
+from hotset.engine.drafts.segments import SeatDrafts, draft_columns_of_tokens
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.logprobs import LogprobTensors
-from hotset.schedule.drafts import max_verified
-from hotset.schedule.plan import DRAFTED, Plan
+from hotset.schedule.plan import Plan
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import Residence
 
@@ -83,19 +82,19 @@ class StepGraph:
 
 
 @cache
-def batch_sizes(most: int) -> tuple[int, ...]:
-    """Returns the captured batch sizes up to `most`. Padding adds at most 7 tokens to a batch of up to
+def batch_sizes(limit: int) -> tuple[int, ...]:
+    """Returns the captured batch sizes up to `limit`. Padding adds at most 7 tokens to a batch of up to
     64 tokens, and less than a quarter to larger ones."""
     sizes = [*SIZES_BELOW_EIGHT, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
-    while sizes[-1] < most:
+    while sizes[-1] < limit:
         sizes.append(sizes[-1] + max(64, sizes[-1] // 8 // 64 * 64))
-    return *(size for size in sizes if size < most), most
+    return *(size for size in sizes if size < limit), limit
 
 
-def graph_sizes(most: int) -> tuple[int, ...]:
+def graph_sizes(max_decoded: int) -> tuple[int, ...]:
     """Returns all sizes that an engine captures whose decoding requests have at most so many tokens in a step, drafts
     included: those of batches, and of short prompts."""
-    return *batch_sizes(most), *(size for size in PROMPT_SIZES if size > most)
+    return *batch_sizes(max_decoded), *(size for size in PROMPT_SIZES if size > max_decoded)
 
 
 def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
@@ -103,19 +102,14 @@ def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
     return model.device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
 
 
-def max_decoded(config: EngineConfig) -> int:
-    """Returns the most tokens of decoding requests in a step, drafts included."""
-    return max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.max_drafts)
-
-
-def choose_graph(step: Sequence[Plan | None], most: int) -> StepGraph | None:
+def choose_graph(step: Sequence[Plan | None], max_decoded: int) -> StepGraph | None:
     """Returns the graph that all replicas replay in a step with these plans, or None if none of them can use a graph.
 
-    It is large enough for each replica. `most` is that of `graph_sizes`. A replica without a plan, or whose plan has
-    only commands, replays the graph with padding only.
+    It is large enough for each replica. `max_decoded` is that of `graph_sizes`. A replica without a plan, or whose plan
+    has only commands, replays the graph with padding only.
     """
     plans = [plan for plan in step if plan is not None and plan.seats]
-    sizes = graph_sizes(most)
+    sizes = graph_sizes(max_decoded)
     if not plans or not all(plan.num_tokens <= sizes[-1] and _suits_graphs(plan) for plan in plans):
         return None
     size = sizes[bisect_left(sizes, max(plan.num_tokens for plan in plans))]
@@ -143,20 +137,6 @@ def columns_of_tokens(
     return seat_of, [start + index for _, start, count in segments for index in range(count)]
 
 
-def draft_columns_of_tokens(plan: Plan) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Returns, of every token of a plan: the first position at which its segment can begin; whether it can also begin
-    later; and its place among the drafts that only the worker knows. Place 1 is the first; 0: it is none of them."""
-    segments = range(len(plan.seats))
-    stamps = [plan.starts[segment] for segment in segments for _ in range(plan.counts[segment])]
-    later = [int(drafts > 0) for drafts, count in zip(plan.unverified, plan.counts, strict=False) for _ in range(count)]
-    places: list[int] = []
-    for segment in segments:
-        drafts = plan.drafts.get(segment, ())
-        places += [0] * (plan.counts[segment] - len(drafts))
-        places += [place if draft == DRAFTED else 0 for place, draft in enumerate(drafts, 1)]
-    return stamps, later or [0] * len(stamps), places
-
-
 class StepInput(NamedTuple):
     """Where a graph reads the tokens of a step. Each is [tokens] int64, on the device."""
 
@@ -180,20 +160,20 @@ class DecodeGraphs:
         model: RunnerModel,
         memory: KvMemory,
         tokens: Tensor,
-        most: int,
+        max_decoded: int,
         before_capture: Callable[[int], None] = lambda size: None,
         *,
         seat_drafts: SeatDrafts | None = None,
     ) -> None:
-        """`tokens` [seats, context + 1] int32 holds the token ids of every seat. Decoding requests have at most `most`
-        tokens in a step.
+        """`tokens` [seats, context + 1] int32 holds the token ids of every seat. Decoding requests have at most
+        `max_decoded` tokens in a step.
 
         `before_capture(size)` is called before a step of `size` tokens is captured. If the MTP layer drafts, it needs
         the hidden states of steps, and steps read from `seat_drafts` where they begin and what they verify.
         """
         self._model, self._memory, self._tokens = model, memory, tokens
         self._before_capture = before_capture
-        self._sizes = graph_sizes(most)
+        self._sizes = graph_sizes(max_decoded)
         self._seat_drafts, columns = seat_drafts, 2 if seat_drafts is None else 5
         self._input = torch.empty(columns * self._sizes[-1], dtype=torch.int64, device=tokens.device)
         self._positions = torch.zeros(self._sizes[-1], dtype=torch.int64, device=tokens.device)  # if there are drafts
@@ -282,9 +262,9 @@ class DecodeGraphs:
         if self._seat_drafts is None:
             return self._tokens[seat_of, planned]
         stamps, later, place = self._input[2 * size : 5 * size].view(3, size)
-        begins = torch.where(later > 0, self._seat_drafts.next_starts[seat_of], stamps)
-        positions = self._positions[:size].copy_(planned + begins - stamps)
-        drafts = self._seat_drafts.tokens[seat_of, (place - 1).clamp_min(0)].clamp_min(0).to(torch.int32)
+        starts = self._seat_drafts.starts(seat_of, stamps, later)
+        positions = self._positions[:size].copy_(planned + starts - stamps)
+        drafts = self._seat_drafts.draft_ids(seat_of, place)
         return torch.where(place > 0, drafts, self._tokens[seat_of, positions])
 
     def get_or_capture(self, graph: StepGraph) -> Replayable:

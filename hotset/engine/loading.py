@@ -10,7 +10,7 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.devices import check_device_name
 from hotset.base.errors import ConfigError
-from hotset.engine.model_checks import dtype_name, kv_storage
+from hotset.engine.model_checks import kv_storage
 from hotset.engine.sizing import device_memory
 from hotset.engine.start_plan import WorkerPlan, estimated_steps, usable_bytes
 from hotset.kernels.linear import packed
@@ -18,7 +18,7 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
-from hotset.models.spec import ModelSpec
+from hotset.models.spec import ModelSpec, dtype_name
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import plan_weights
 

@@ -7,7 +7,6 @@ The engine makes them again, and also checks what depends on a GPU and on the co
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
@@ -15,24 +14,21 @@ from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.host_memory import host_memory
 from hotset.base.listeners import check_free
 from hotset.base.units import show_bytes
-from hotset.kernels import MAX_POSITIONS
+from hotset.engine.drafts.settings import check_drafts
 from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.models.chat_formats import read_template
 from hotset.models.checkpoint.files import (
     ModelFiles,
     find_model,
     find_tokenizer,
-    has_mtp_layer,
     read_weight_index,
     shard_paths,
 )
 from hotset.models.model_tensors import worker_weight_bytes
-from hotset.models.spec import KvStorage, ModelSpec
+from hotset.models.spec import DTYPE_BYTES, KvStorage, ModelSpec, dtype_name
 from hotset.models.split import Split
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 MAX_SUGGESTED_SIZE = 64  # the largest degree of parallelism that an error message suggests
-DEFAULT_DRAFTS = 3  # of each request and step
 SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer without drafts, as a multiple of the model's top-k
 
 
@@ -58,21 +54,13 @@ def check_model(config: EngineConfig) -> ModelFiles:
     spec = files.spec
     context_length(config, spec.context)
     kv_storage(config, spec)
-    check_speculation(config, files)
+    check_drafts(config, files)
     hot_slots(config, spec.attention.topk)
     splits = model_splits(config, spec)
     if not on_gpu and config.executor == "processes":  # workers on other nodes check what they load themselves
         dtype = dtype_name(config.dtype, spec, "cpu")
         check_weights_fit(files, splits, DTYPE_BYTES[dtype], host_memory().free)
     return files
-
-
-def dtype_name(name: str | None, spec: ModelSpec, device_type: str) -> str:
-    """Returns `name`. The default is the checkpoint's dtype on a GPU (bfloat16 for float16), and float32 on a CPU."""
-    if name is None:
-        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
-        return "float32" if device_type == "cpu" else of_checkpoint
-    return name
 
 
 def check_weights_fit(files: ModelFiles, splits: Sequence[Split], dtype_bytes: int, free: int) -> None:
@@ -162,36 +150,6 @@ def hot_slots(config: EngineConfig, topk: int | None) -> int:
             f"selects ({topk} for each of {1 + config.max_drafts} tokens); raise it, or lower --speculate"
         )
     return slots
-
-
-def with_default_drafts(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
-    """Returns the configuration with the default number of drafts, if it has none: DEFAULT_DRAFTS on a GPU that
-    captures decode steps, for a model with an MTP layer; fewer if hot buffers cannot serve as many; else 0.
-
-    `build_engine` takes the drafts back if they do not pay. Workers that hand KV over to each other must agree, because
-    the rows of the MTP layer travel with the others.
-    """
-    if config.speculate is not None:
-        return config
-    files = find_model(config.model, config.weight_dtype, with_mtp=True)
-    topk, drafts = files.spec.attention.topk, 0
-    captures = on_gpu and config.cuda_graphs == "auto" and dtype_name(config.dtype, files.spec, "cuda") == "bfloat16"
-    if captures and topk is not None and has_mtp_layer(files, config.load_format):
-        slots = MAX_POSITIONS if config.hot_slots is None else min(MAX_POSITIONS, config.hot_slots)
-        most = slots // topk - 1 if config.tiers != "off" else DEFAULT_DRAFTS
-        drafts = max(0, min(DEFAULT_DRAFTS, most))
-    return replace(config, speculate=drafts)
-
-
-def check_speculation(config: EngineConfig, files: ModelFiles) -> None:
-    """Raises ConfigError if drafts are configured that the model cannot make."""
-    if not config.drafts_by_mtp:
-        return
-    if not has_mtp_layer(files, config.load_format):
-        raise ConfigError(
-            f"--speculate {config.max_drafts}: {files.path} has no layer for multi-token prediction (MTP), which would "
-            "draft the tokens; add --speculate-by lookup"
-        )
 
 
 def model_splits(config: EngineConfig, spec: ModelSpec) -> list[Split]:

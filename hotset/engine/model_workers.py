@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -32,22 +32,8 @@ class Started(NamedTuple):
     executor: Executor
 
 
-class ModelWorkers(Protocol):
-    """The workers of one engine. Before the first `start` they have nothing loaded."""
-
-    def start(self, config: EngineConfig) -> Started:
-        """Loads the weights, unless they are loaded, sizes the KV memory and allocates it."""
-
-    def drop_mtp(self, config: EngineConfig) -> None:
-        """Releases the KV memory and the MTP layer, so that workers can `start` again with `config`, which has no
-        drafts. All other weights stay."""
-
-    def close(self) -> None:
-        """Releases everything. Idempotent."""
-
-
 class WorkerInProcess:
-    """Implements `ModelWorkers` with one worker, in this process."""
+    """The worker of an engine that runs the whole model in its own process."""
 
     def __init__(
         self, config: EngineConfig, device: torch.device, show: ShowProgress, advance: Callable[[], None]
@@ -59,6 +45,7 @@ class WorkerInProcess:
         self._executor: Executor | None = None
 
     def start(self, config: EngineConfig) -> Started:
+        """Loads the weights, unless they are loaded, sizes the KV memory and allocates it."""
         loader, device = self._loader, self._device
         spec = loader.files.spec
         planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
@@ -80,17 +67,20 @@ class WorkerInProcess:
         return Started(budget, self._executor)
 
     def drop_mtp(self, config: EngineConfig) -> None:
+        """Releases the KV memory and the MTP layer, so that the worker can `start` again with `config`, which has no
+        drafts. All other weights stay."""
         self.close()
         self._loader.drop_mtp(config)
 
     def close(self) -> None:
+        """Releases the KV memory. Idempotent."""
         if self._executor is not None:
             self._executor.close()
         self._executor = None
 
 
 class WorkerProcesses:
-    """Implements `ModelWorkers` with worker processes, each of which has a part of the model."""
+    """Worker processes, each of which has a part of the model. The methods are those of `WorkerInProcess`."""
 
     def __init__(
         self,
@@ -117,6 +107,9 @@ class WorkerProcesses:
 
     def close(self) -> None:
         self._executor.close()
+
+
+ModelWorkers = WorkerInProcess | WorkerProcesses
 
 
 def _measure_steps(

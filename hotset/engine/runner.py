@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,19 +13,19 @@ from torch import Tensor
 from hotset.base.sampling import Alternatives
 from hotset.engine.constraints import Constraints, Run, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
-from hotset.engine.mtp_drafts import DraftedTokens, MtpDrafts, MtpModel, rows_of
-from hotset.engine.mtp_graphs import MtpGraphs
-from hotset.engine.sampled_segments import SampledSegments
+from hotset.engine.drafts.mtp import DraftedTokens, MtpModel
+from hotset.engine.drafts.segments import SampledSegments
+from hotset.engine.drafts.settings import DraftSettings
+from hotset.engine.drafts.worker import WorkerDrafts, planned_drafts
 from hotset.grammar.following import StructureProcesses
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.memory.resident import ResidentView
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.logprobs import LogprobTensors, prompt_logprobs
-from hotset.models.sampler import DrawnDrafts, Sampler, SamplerOutput
-from hotset.schedule.plan import DRAFTED, AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
+from hotset.models.sampler import BatchDrafts, Sampler, SamplerOutput
+from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
-from hotset.tiers.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,13 @@ class SubmittedStep:
         sampled: SamplerOutput | None = None,
         prompts: "PromptLogprobsCopy | None" = None,
         failures: Mapping[int, str] | None = None,
-        late: frozenset[int] = frozenset(),
+        unsampled: frozenset[int] = frozenset(),
     ) -> None:
         self.number = number
         self._sampled = sampled
         self._prompts = prompts
         self._failures = failures or {}
-        self._late = late
+        self._unsampled = unsampled
         self.drafts: DraftedTokens | None = None
         if sampled is not None:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
@@ -79,10 +80,16 @@ class SubmittedStep:
             on_host = self._sampled.logprobs.to_host()
             by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
             alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
-        if self.drafts is None:
-            return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, late=self._late)
-        drafted = self.drafts.accepted(), self.drafts.drafts()
-        return StepResult(self.number, token_ids, alternatives, prompt_columns, self._failures, *drafted, self._late)
+        return StepResult(
+            self.number,
+            token_ids,
+            alternatives,
+            prompt_columns,
+            self._failures,
+            accepted={} if self.drafts is None else self.drafts.accepted(),
+            next_drafts={} if self.drafts is None else self.drafts.next_drafts(),
+            unsampled=self._unsampled,
+        )
 
 
 class PromptLogprobsCopy:
@@ -130,6 +137,7 @@ class Neighbours:
 
 
 NO_NEIGHBOURS = Neighbours()
+NO_DRAFTS = DraftSettings()
 
 
 class Runner:
@@ -147,40 +155,35 @@ class Runner:
         graphs: bool = False,
         neighbours: Neighbours = NO_NEIGHBOURS,
         structures: StructureProcesses | None = None,
-        mtp_drafts: int = 0,
-        draws_drafts: bool = False,
-        max_verified: int = 0,
+        drafts: DraftSettings = NO_DRAFTS,
     ) -> None:
         """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs.
 
         Of several ranks, rank 0 samples, and the others receive its tokens. `structures` follows the answers that have
-        a structure; a worker that does not sample needs none. The model's MTP layer drafts up to `mtp_drafts` tokens:
-        the most probable ones or, if `draws_drafts`, drawn ones, which are verified by rejection sampling.
-        Decoding requests have at most `max_verified` tokens in a step, or one for each seat.
+        a structure; a worker that does not sample needs none. `drafts` says what the model's MTP layer drafts, if
+        it does, and how many tokens decoding requests have in a step.
         """
         self._model = model
         self.memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
         self._neighbours, self._collectives = neighbours, neighbours.collectives
-        self._vocab, self._max_verified, self._draws_drafts = vocab, max_verified, draws_drafts
+        self._vocab, self._draft_settings = vocab, drafts
         self._sampler = Sampler(seats, vocab, self._device)
         self._constraints = Constraints(structures, self._device)
-        self._mtp: MtpDrafts | None = None
-        if mtp_drafts:
+        self._drafts: WorkerDrafts | None = None
+        if drafts.by_mtp:
             assert isinstance(model, MtpModel), "the model cannot draft"
-            draw = self._sampler.draft if draws_drafts else None
-            self._mtp = MtpDrafts(model, memory, self._tokens, mtp_drafts, draw)
+            draw = self._sampler.draft if drafts.drawn else None
+            self._drafts = WorkerDrafts(model, memory, self._tokens, drafts.max_drafts, self._collectives, draw)
         self._graphs: DecodeGraphs | None = None
-        self._mtp_graphs: MtpGraphs | None = None
         if graphs:
-            seat_drafts = None if self._mtp is None else self._mtp.seat_drafts
-            most = self.max_decoded
+            seat_drafts = None if self._drafts is None else self._drafts.seat_drafts
             self._graphs = DecodeGraphs(
-                model, memory, self._tokens, most, neighbours.before_capture, seat_drafts=seat_drafts
+                model, memory, self._tokens, self.max_decoded, neighbours.before_capture, seat_drafts=seat_drafts
             )
-            if self._mtp is not None:
-                self._mtp_graphs = MtpGraphs(self._mtp, self._graphs, memory, seats)
+            if self._drafts is not None:
+                self._drafts.use_graphs(self._graphs, seats)
 
     @property
     def has_graphs(self) -> bool:
@@ -194,7 +197,7 @@ class Runner:
     @property
     def max_decoded(self) -> int:
         """The most tokens of decoding requests in a step, drafts included."""
-        return max(self.seats, self._max_verified)
+        return max(self.seats, self._draft_settings.max_verified)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
@@ -202,8 +205,8 @@ class Runner:
         self._constraints.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
-        if self._mtp_graphs is not None:
-            self._mtp_graphs.capture_all(progress)
+        if self._drafts is not None:
+            self._drafts.capture_all(progress)
 
     def close(self) -> None:
         """Ends the processes that follow answers, and releases the KV memory. Idempotent."""
@@ -220,18 +223,6 @@ class Runner:
         if columns:
             seats, positions, token_ids = list_to_device(columns, torch.int64, self._device).unbind(1)
             self._tokens[seats, positions] = token_ids.to(torch.int32)
-
-    def _write_drafts(self, plan: Plan) -> None:
-        """Stores the drafts that a plan contains in the places of the tokens that they guess. Rejected ones are
-        overwritten by the tokens sampled in their places, or by later drafts, before they are read again."""
-        columns: list[tuple[int, int, int]] = []
-        for segment, drafts in plan.drafts.items():
-            if DRAFTED in drafts:
-                continue
-            end = plan.starts[segment] + plan.counts[segment]
-            positions = range(end - len(drafts), end)
-            columns += [(plan.seats[segment], *token) for token in zip(positions, drafts, strict=True)]
-        self._write_tokens(columns)
 
     @torch.inference_mode()
     def submit(self, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
@@ -251,11 +242,9 @@ class Runner:
             self.memory.execute(command)
         if not plan.seats:
             return SubmittedStep(plan.number)
-        self._write_drafts(plan)
-        mtp = self._mtp if plan.draft_limits else None
-        segments = None
-        if mtp is not None and plan.sampled and (plan.num_drafts or plan.drafts or plan.unverified):
-            segments = SampledSegments(plan, mtp.seat_drafts)
+        self._write_tokens(planned_drafts(plan))
+        mtp = self._drafts if plan.draft_limits else None
+        segments = None if mtp is None else mtp.segments_of(plan)
         runs = self._constraints.runs(plan)
         if self._device.type == "cpu":
             self._constraints.request(runs)  # the newest tokens are known: masks are computed beside the forward pass
@@ -266,41 +255,9 @@ class Runner:
             return SubmittedStep(plan.number)
         step = self._sampled_step(plan, sampled_logits, segments, runs)
         if mtp is not None:
-            step.drafts = self._draft(mtp, plan, graph, sampled_logits, segments, step)
+            view = partial(self._view, plan, segments)
+            step.drafts = mtp.after_step(plan, graph, sampled_logits.hidden, view, segments, step.sampled_ids)
         return step
-
-    def _draft(
-        self,
-        mtp: MtpDrafts,
-        plan: Plan,
-        graph: StepGraph | None,
-        sampled_logits: SampledLogits,
-        segments: SampledSegments | None,
-        step: SubmittedStep,
-    ) -> DraftedTokens | None:
-        """Writes the rows of the MTP layer, mirrors the pages that are full with them, and drafts tokens."""
-        if graph is not None and self._mtp_graphs is not None:
-            output = self._mtp_graphs.write_rows(graph)
-        else:
-            assert sampled_logits.hidden is not None, "the step kept no hidden states"
-            output = mtp.write_rows(self._view(plan, segments), sampled_logits.hidden)
-        self.memory.mirror_filled_pages(plan.seats, plan.starts, plan.most_counts)
-        sampled_ids = step.sampled_ids
-        if segments is None or sampled_ids is None:
-            return None
-        drafts, has_tiered = plan.num_drafts > 0 and any(plan.draft_limits), Residence.TIERED in plan.residences
-        if not (drafts or plan.drafts or plan.unverified):
-            return None
-        if drafts and (last_tokens := self._last_tokens(plan)) is not None:
-            output = rows_of(output, last_tokens)
-        if drafts and self._mtp_graphs is not None:
-            columns = self._mtp_graphs.draft(segments, sampled_ids, output, plan.num_drafts, has_tiered=has_tiered)
-        else:
-            columns = mtp.draft(segments.on_device, sampled_ids, output if drafts else None)
-        if drafts and self._collectives.size > 1:  # ranks must not diverge
-            columns = self._collectives.broadcast(columns.contiguous())
-            segments.on_device.keep_drafts(columns[:, 1:])
-        return DraftedTokens(segments.segments, plan.drafts, columns)
 
     def _sampled_step(
         self, plan: Plan, sampled_logits: SampledLogits, segments: SampledSegments | None, runs: Sequence[Run]
@@ -317,12 +274,10 @@ class Runner:
             self._constraints.request(runs)  # waits for the step before, while the device computes this one
         alone = not self._neighbours.wait_for_steps and len(runs) == len(plan.seats)
         allowed = self._constraints.masks(runs, alone=alone)
-        drafts = None if segments is None or not plan.drafts else segments.followed
-        drawn = None if segments is None else segments.drawn_drafts
-        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed, drafts, drawn)
+        sampled = self._sample(sampled_logits.logits, seats, next_positions, allowed, followed, segments)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
-        late = frozenset(run.segment for run in allowed.late)
-        step = SubmittedStep(plan.number, sampled, prompts, allowed.failures, late)
+        unsampled = frozenset(run.segment for run in allowed.late)
+        step = SubmittedStep(plan.number, sampled, prompts, allowed.failures, unsampled)
         self._constraints.record(runs, allowed.late, step)
         return step
 
@@ -338,10 +293,10 @@ class Runner:
 
     def _replay(self, graph: StepGraph, plan: Plan) -> SampledLogits | None:
         """Computes a step by replaying a graph. Returns None if a later pipeline stage computes the logits."""
-        if self._mtp_graphs is not None:
-            self._mtp_graphs.capture_rows(graph)
+        if self._drafts is not None:
+            self._drafts.before_replay(graph)
         computed = self._required_graphs(graph).run(graph, plan)
-        last_tokens = None if computed is None else self._last_tokens(plan)
+        last_tokens = None if computed is None else self._sampled_tokens(plan)
         if computed is None or last_tokens is None:
             return computed
         logits, positions, seat_of = computed.logits, computed.positions, computed.seat_of
@@ -354,15 +309,14 @@ class Runner:
         positions: Tensor,
         allowed: SeatMasks,
         followed: Sequence[int],
-        drafts: Callable[[], Tensor] | None,
-        drawn: Callable[[], DrawnDrafts | None] | None,
+        drafts: BatchDrafts | None,
     ) -> SamplerOutput:
         """Samples on rank 0, and returns its tokens on every rank, so that ranks cannot diverge."""
         if self._collectives.rank > 0:
             token_ids = torch.empty(len(seats), dtype=torch.int64, device=self._device)
             return SamplerOutput(self._collectives.broadcast(token_ids), None)
         late = [index for run in allowed.late for index in run.indices]
-        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts, drawn, uncounted=late)
+        sampled = self._sampler.sample(logits, seats, positions, allowed.masks, followed, drafts, uncounted=late)
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _view(self, plan: Plan, segments: SampledSegments | None) -> ResidentView:
@@ -382,7 +336,7 @@ class Runner:
         if hidden is None:
             return None
         prompts = self._prompt_logprobs(plan, hidden, positions, seat_of) if plan.prompt_ranges else None
-        last_tokens = self._last_tokens(plan)
+        last_tokens = self._sampled_tokens(plan)
         logits = self._model.logits(hidden, last_tokens)
         if last_tokens is not None:
             positions, seat_of = positions[last_tokens], seat_of[last_tokens]
@@ -412,20 +366,11 @@ class Runner:
         tokens = (*prompt.token_ids, *command.answer)
         self.memory.clear_seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
-        if self._collectives.rank == 0 or self._draws_drafts:  # every rank draws the same drafts
+        if self._collectives.rank == 0 or self._draft_settings.drawn:  # every rank draws the same drafts
             self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
         if self._collectives.rank == 0:
             self._constraints.assign(command)
 
-    def _last_tokens(self, plan: Plan) -> Tensor | None:
-        """Returns the index, among the step's tokens, of the last token of each sampled segment, and of the drafts
-        before it. Returns None if these are all tokens of the step."""
-        if len(plan.sampled) == plan.num_tokens:
-            return None
-        ends = list(accumulate(plan.counts))
-        if not plan.drafts:
-            return list_to_device([ends[index] - 1 for index in plan.sampled], torch.int64, self._device)
-        indices: list[int] = []
-        for segment in dict.fromkeys(plan.sampled):
-            indices += range(ends[segment] - 1 - len(plan.drafts.get(segment, ())), ends[segment])
-        return list_to_device(indices, torch.int64, self._device)
+    def _sampled_tokens(self, plan: Plan) -> Tensor | None:
+        indices = plan.sampled_tokens
+        return None if indices is None else list_to_device(indices, torch.int64, self._device)

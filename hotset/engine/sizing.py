@@ -11,6 +11,7 @@ from hotset.base.errors import ConfigError, KvDoesNotFit
 from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import MAX_HOST_STORE_SHARE, DeviceMemory, cpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.model_checks import context_length, hot_slots
 from hotset.kernels import MAX_POSITIONS
 from hotset.kernels.swap_in import MAX_SLOTS
@@ -163,8 +164,8 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape], device: to
     """Returns one geometry for all workers. They share page numbers, so a context has the same number of key pages and
     the same number of workspace pages on every worker: the maximum over the workers. A worker with fewer index groups
     per layer leaves the ends of its key pages unused."""
-    # Several plans in flight verify drafts of a request only if the worker that computes the first layer drafts.
-    ahead = plans_in_flight(config, device) - 1 if config.drafts_by_mtp and config.pipeline_parallel_size == 1 else 0
+    # Several plans in flight verify drafts of a request only if the worker keeps them.
+    ahead = plans_in_flight(config, device) - 1 if DraftSettings.of(config).kept_in_worker else 0
     own = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     geometries = [
         replace(geometry, max_drafts=config.max_drafts, max_unverified=ahead * config.max_drafts) for geometry in own
@@ -190,11 +191,11 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
 
 def _check_drafts(config: EngineConfig, geometry: Geometry, device: torch.device) -> None:
     """Raises ConfigError if a GPU cannot swap in all rows that a step with drafts selects."""
-    most = MAX_POSITIONS // geometry.topk - 1 if geometry.slots else config.max_drafts
-    if device.type == "cuda" and config.max_drafts > most:
+    limit = MAX_POSITIONS // geometry.topk - 1 if geometry.slots else config.max_drafts
+    if device.type == "cuda" and config.max_drafts > limit:
         raise ConfigError(
             f"--speculate {config.max_drafts} swaps in up to {(1 + config.max_drafts) * geometry.topk} rows of a "
-            f"request at once, more than the {MAX_POSITIONS} that a GPU supports; lower it to {most}, or use --tiers "
+            f"request at once, more than the {MAX_POSITIONS} that a GPU supports; lower it to {limit}, or use --tiers "
             "off"
         )
 

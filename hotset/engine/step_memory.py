@@ -2,10 +2,10 @@
 
 from hotset.base.config import EngineConfig
 from hotset.base.units import GIB
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.models.feed_forward import mlp_step_values
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
-from hotset.schedule.drafts import max_verified
 
 LIBRARY_BYTES = GIB  # loaded kernels, workspaces of the matrix libraries, and the nodes of CUDA graphs
 RESIDUAL_COPIES = 6  # tensors of [tokens, hidden] that exist at once in a layer
@@ -18,12 +18,11 @@ def step_bytes(spec: ModelSpec, split: Split, config: EngineConfig, context: int
 
     `context` is the maximum context length.
     """
-    tokens, seats = config.max_num_batched_tokens, config.max_num_seqs
+    tokens = config.max_num_batched_tokens
     residual = RESIDUAL_COPIES * tokens * spec.hidden * dtype_bytes
     attention = spec.attention.step_values(split, tokens, context)
     layer = max(attention, _feed_forward(spec, split, tokens)) * dtype_bytes
-    sampled = max_verified(seats, tokens, config.max_drafts)
-    logits = 4 * sampled * spec.vocab
+    logits = 4 * DraftSettings.of(config).max_verified * spec.vocab
     graphs = GRAPH_LOGIT_COPIES * logits if config.cuda_graphs == "auto" else 0
     persistent = LIBRARY_BYTES + _seat_tables(spec, config, context) + graphs
     return persistent + max(residual + layer, LOGIT_COPIES * logits)

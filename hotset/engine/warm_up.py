@@ -7,14 +7,14 @@ drafts, so that the MTP layer computes its rows of their tokens if it is loaded.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import Executor, StepFuture
-from hotset.schedule.drafts import max_verified
 from hotset.schedule.plan import AssignSeat, Plan, PromptRange
 from hotset.tiers.commands import Command, Grant
 from hotset.tiers.residence import PageUse, Residence
@@ -67,6 +67,16 @@ def run_largest_steps(
     """
     plans = [*_largest_steps(config, budget), *_prompts(config, budget), *_uploads(budget)]
     plans += _verifications(config, budget)
+    run_plans(executor, plans, replicas, progress)
+
+
+def run_plans(
+    executor: Executor,
+    plans: Sequence[Plan],
+    replicas: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Runs plans on all replicas, several in flight as in an engine. `progress(done, total)` counts them."""
     submitted: deque[StepFuture] = deque()
     for done, plan in enumerate(plans):
         progress(done, len(plans))
@@ -84,51 +94,25 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     chunk = min(length, config.max_num_batched_tokens)
     commands: list[AssignSeat | Command] = admit(SEAT, budget, length, length, COSTLY_PARAMS)
     logprobs = PromptRange(0, length - chunk + 1, length, ALTERNATIVES)
-    yield Plan(
-        number=0,
-        commands=commands,
-        seats=(SEAT,),
-        starts=(length - chunk,),
-        counts=(chunk,),
-        sampled=(0,),
-        prompt_ranges=(logprobs,) if len(logprobs) else (),
-        residences=WITHOUT_GRAPH,
-        draft_limits=(0,),
-    )
+    ranges = (logprobs,) if len(logprobs) else ()
+    yield _plan(0, commands, seats=[SEAT], starts=[length - chunk], counts=[chunk], prompt_ranges=ranges)
     short = min(2, length)
     commands = [command for seat in range(1, seats) for command in admit(seat, budget, short, short, COSTLY_PARAMS)]
     chunk = max(1, min(length, config.max_num_batched_tokens - (seats - 1)))
-    yield Plan(
-        number=1,
-        commands=commands,
-        seats=range(seats),
-        starts=(length - chunk, *[short - 1] * (seats - 1)),
-        counts=(chunk, *[1] * (seats - 1)),
-        sampled=range(seats),
-        residences=WITHOUT_GRAPH,
-        draft_limits=[0] * seats,
-    )
+    starts, counts = [length - chunk, *[short - 1] * (seats - 1)], [chunk, *[1] * (seats - 1)]
+    yield _plan(1, commands, seats=range(seats), starts=starts, counts=counts)
 
 
 def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields a step in which requests with drafts sample as many tokens as in any step, if there are drafts."""
     if config.max_drafts == 0:
         return
-    verified = max_verified(config.max_num_seqs, config.max_num_batched_tokens, config.max_drafts)
+    verified = DraftSettings.of(config).max_verified
     drafts = max(0, min(config.max_drafts, verified - 1, budget.max_model_len - 2))
     seats = range(min(config.max_num_seqs, verified // (1 + drafts)))
     commands = [command for seat in seats for command in admit(seat, budget, 1, 1 + drafts, COSTLY_PARAMS)]
-    yield Plan(
-        number=4,
-        commands=commands,
-        seats=seats,
-        starts=[0] * len(seats),
-        counts=[1 + drafts] * len(seats),
-        sampled=[seat for seat in seats for _ in range(1 + drafts)],
-        residences=WITHOUT_GRAPH,
-        drafts={seat: [0] * drafts for seat in seats},
-        draft_limits=[0] * len(seats),
-    )
+    starts, counts = [0] * len(seats), [1 + drafts] * len(seats)
+    yield _plan(4, commands, seats=seats, starts=starts, counts=counts, drafts={seat: [0] * drafts for seat in seats})
 
 
 def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
@@ -139,27 +123,18 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     many other numbers of tokens run too, each once.
     """
     length = budget.max_model_len - 1
-    most = min(length, config.max_num_batched_tokens)
-    powers = [1 << bits for bits in range(most.bit_length())]
-    at_both_ends = {size for size in (*powers, *(power + 1 for power in powers), most) if size <= most}
-    for tokens in sorted({*at_both_ends, *range(64, min(most, 1024), 64), *_growing_sizes(most)}):
+    largest = min(length, config.max_num_batched_tokens)
+    powers = [1 << bits for bits in range(largest.bit_length())]
+    at_both_ends = {size for size in (*powers, *(power + 1 for power in powers), largest) if size <= largest}
+    for tokens in sorted({*at_both_ends, *range(64, min(largest, 1024), 64), *_growing_sizes(largest)}):
         for start in {0, length - tokens} if tokens in at_both_ends else {0}:
-            yield Plan(
-                number=2,
-                commands=[],
-                seats=(SEAT,),
-                starts=(start,),
-                counts=(tokens,),
-                sampled=(0,),
-                residences=WITHOUT_GRAPH,
-                draft_limits=(0,),
-            )
+            yield _plan(2, [], seats=[SEAT], starts=[start], counts=[tokens])
 
 
-def _growing_sizes(most: int) -> Iterator[int]:
+def _growing_sizes(largest: int) -> Iterator[int]:
     """Yields numbers of tokens, each about 1/25 larger than the one before, with all kinds of divisors."""
     size = PROMPT_TOKENS
-    while size <= most:
+    while size <= largest:
         yield size
         size += size // 25 + 1
 
@@ -170,6 +145,31 @@ def _uploads(budget: KvBudget) -> Iterator[Plan]:
     for bits in range(budget.max_model_len.bit_length()):
         prompt = PromptSpec((0,) * min(1 << bits, budget.max_model_len - 1), PARAMS)
         yield Plan(3, [AssignSeat(SEAT, prompt, ())], seats=(), starts=(), counts=(), sampled=())
+
+
+def _plan(
+    number: int,
+    commands: Sequence[AssignSeat | Command],
+    seats: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    prompt_ranges: Sequence[PromptRange] = (),
+    drafts: Mapping[int, Sequence[int]] | None = None,
+) -> Plan:
+    """Returns a plan that no graph computes, in which all seats sample after their last tokens, and after drafts."""
+    drafts = drafts or {}
+    return Plan(
+        number=number,
+        commands=commands,
+        seats=seats,
+        starts=starts,
+        counts=counts,
+        sampled=[segment for segment in range(len(seats)) for _ in range(1 + len(drafts.get(segment, ())))],
+        prompt_ranges=prompt_ranges,
+        residences=WITHOUT_GRAPH,
+        drafts=drafts,
+        draft_limits=[0] * len(seats),
+    )
 
 
 def admit(

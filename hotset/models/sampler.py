@@ -1,9 +1,10 @@
 """Samples one token for each request of a batch, according to the request's own parameters."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +43,18 @@ class DrawnDrafts:
     index: Tensor  # [m] int64: the index in the batch of the logits that verify each
     token_ids: Tensor  # [m] int64; EMPTY: there is none
     logits: Tensor  # [m, vocab]: those from which it was drawn
+
+
+class BatchDrafts(Protocol):
+    """The drafts of a batch, as far as only the device knows them."""
+
+    def followed_drafts(self) -> Tensor:
+        """Returns the argument `followed` of `Sampler.sample`, [n] int64. EMPTY: there is no draft, or none that the
+        logits follow, so what follows it is wrong."""
+
+    def drawn_drafts(self) -> DrawnDrafts | None:
+        """Returns drafts to verify by rejection sampling: each is accepted, as the token in its place, as often as
+        possible without changing the distribution of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +163,7 @@ class Sampler:
         positions: Tensor,
         masks: TokenMasks | None = None,
         followed: Sequence[int] = (),
-        drafts: Callable[[], Tensor] | None = None,
-        drawn: Callable[[], DrawnDrafts | None] | None = None,
+        drafts: BatchDrafts | None = None,
         uncounted: Sequence[int] = (),
     ) -> SamplerOutput:
         """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
@@ -162,24 +174,20 @@ class Sampler:
 
         If `followed[i]` is not EMPTY, `logits[i]` follow this draft, which follows `logits[i - 1]` of the same request.
         Penalties then apply as if the draft had been sampled, but only tokens before the first wrong draft are counted.
-        `drafts()` returns the drafts in `followed`, [n] int64, if only the device knows them. EMPTY: there is none, so
-        what follows is wrong.
-
-        `drawn()` returns drafts to verify by rejection sampling: each is accepted, as the token in its place, as often
-        as possible without changing the distribution of tokens.
+        With `drafts`, the device knows them, and `followed` only says where some are.
 
         Tokens with an index in `uncounted` will be dropped, and are not counted.
         """
         batch = self._batch_of(seats)
         followed_drafts = None
         if batch.penalised is not None and any(token != EMPTY for token in followed):
-            followed_drafts = _Drafts(followed, None if drafts is None else drafts(), self._device)
+            followed_drafts = _Drafts(followed, None if drafts is None else drafts.followed_drafts(), self._device)
         raw = finite_logits(logits)
         x = self._adjusted(raw, batch, positions, followed_drafts) if batch.adjusts_logits else raw
         if masks is not None:
             x = _masked(x, masks, in_place=x is not raw)
         token_ids = x.argmax(dim=-1) if batch.greedy else draw(x, *self._draw_arguments(batch.index), positions)
-        if drawn is not None and not batch.greedy and (verified := drawn()) is not None:
+        if drafts is not None and not batch.greedy and (verified := drafts.drawn_drafts()) is not None:
             token_ids[verified.index] = self._verified(x, token_ids, batch, positions, verified)
         if batch.penalised is not None:
             kept = None if followed_drafts is None else followed_drafts.kept(token_ids)

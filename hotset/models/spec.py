@@ -7,6 +7,8 @@ from hotset.models.attention.spec import AttentionSpec
 from hotset.models.feed_forward import MoeSpec
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormats
 
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -78,3 +80,11 @@ class KvStorage:
 
 
 AS_COMPUTED = KvStorage()
+
+
+def dtype_name(name: str | None, spec: ModelSpec, device_type: str) -> str:
+    """Returns `name`. The default is the checkpoint's dtype on a GPU (bfloat16 for float16), and float32 on a CPU."""
+    if name is None:
+        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
+        return "float32" if device_type == "cpu" else of_checkpoint
+    return name

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from hotset.base.units import ceil_div
-from hotset.schedule.drafts import Speculation
 from hotset.schedule.landings import Announcements
 from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import Phase, Request
+from hotset.schedule.speculation import Speculation
 from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
 from hotset.tiers.ledger import Ledger
@@ -63,7 +63,7 @@ class Batching:
             ):
                 drafts: Sequence[int] = ()
                 if self._speculation is not None and num_drafts:
-                    drafts = self._speculation.draft(request)
+                    drafts = self._speculation.draft(request, self._next_plan)
                 self._schedule(request, 1 + len(drafts), drafts)
         alone = tuple(self._next_plan.requests)
         steady = self._steady.schedule(self._next_plan)

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from hotset.base.errors import InternalError
 from hotset.base.sampling import Alternatives, PromptSpec
@@ -90,6 +91,20 @@ class Plan:
         return sum(self.counts)
 
     @property
+    def sampled_tokens(self) -> Sequence[int] | None:
+        """The index, among the step's tokens, of the last token of each sampled segment, and of the drafts before it.
+        None if these are all tokens of the step."""
+        if len(self.sampled) == self.num_tokens:
+            return None
+        ends = list(accumulate(self.counts))
+        if not self.drafts:
+            return [ends[segment] - 1 for segment in self.sampled]
+        indices: list[int] = []
+        for segment in dict.fromkeys(self.sampled):
+            indices += range(ends[segment] - 1 - len(self.drafts.get(segment, ())), ends[segment])
+        return indices
+
+    @property
     def most_counts(self) -> Sequence[int]:
         """Returns how many tokens each segment can extend beyond its entry in `starts`, if all drafts are right."""
         if not self.unverified:
@@ -105,7 +120,7 @@ class Plan:
         return [token for segment in segments for token in (NO_DRAFT, *self.drafts.get(segment, ()))]
 
     def kept(self, result: "StepResult") -> Sequence[int]:
-        """Returns the indices of the sampled tokens that continue their requests. Those of late segments do not.
+        """Returns the indices of the sampled tokens that continue their requests. Those of unsampled segments do not.
 
         A draft is accepted if it equals the token that was sampled in its place. The tokens that follow accepted
         drafts are kept, and so is the one that follows the final token of a segment. If the worker has found which
@@ -113,16 +128,16 @@ class Plan:
         """
         token_ids = result.token_ids
         if not self.drafts:
-            if not result.late:
+            if not result.unsampled:
                 return range(len(token_ids))
-            return [index for index, segment in enumerate(self.sampled) if segment not in result.late]
+            return [index for index, segment in enumerate(self.sampled) if segment not in result.unsampled]
         kept: list[int] = []
         first = 0  # of the next segment's tokens
         for segment in dict.fromkeys(self.sampled):
             drafts = self.drafts.get(segment, ())
             wrong = (place for place, draft in enumerate(drafts) if draft != token_ids[first + place])
             accepted = result.accepted[segment] if segment in result.accepted else next(wrong, len(drafts))
-            if segment not in result.late:
+            if segment not in result.unsampled:
                 kept += range(first, first + 1 + accepted)
             first += 1 + len(drafts)
         return kept
@@ -200,10 +215,10 @@ class StepResult:
     # By index into `token_ids`: why an answer cannot be continued as its structure demands. Its token has no meaning.
     failures: Mapping[int, str] = field(default_factory=dict)
     accepted: Mapping[int, int] = field(default_factory=dict)  # by segment: drafts that were right, if the worker knows
-    # By segment: tokens that may follow its newest one
-    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # Segments of which nothing was sampled, because the masks of their structures were late
-    late: frozenset[int] = frozenset()
+    # By segment: tokens that may follow its newest one, for later plans to verify
+    next_drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # Segments of which nothing was sampled, because the masks of their structures were not there in time
+    unsampled: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

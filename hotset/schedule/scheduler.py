@@ -19,8 +19,6 @@ from hotset.base.errors import InternalError
 from hotset.base.sampling import Alternatives
 from hotset.schedule.admission import Admission
 from hotset.schedule.batching import Batching
-from hotset.schedule.draft_costs import StepCosts
-from hotset.schedule.drafts import Drafter, Speculation, max_verified
 from hotset.schedule.handoffs import CancelFetch, Reservation
 from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import Plan, PlanBuilder, StepResult, TokenOutputs
@@ -29,6 +27,7 @@ from hotset.schedule.prefixes import Prefixes
 from hotset.schedule.queues import Queues
 from hotset.schedule.request import FinishReason, Phase, PlanNumbers, Request
 from hotset.schedule.snapshots import RequestSnapshot, Snapshots
+from hotset.schedule.speculation import Speculation
 from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
 from hotset.tiers.commands import Demote, Load, Promote
@@ -64,8 +63,7 @@ class Scheduler:
         stages: int = 1,
         hasher: PageHasher | None = None,
         extend_locally: int = 0,
-        drafter: Drafter | None = None,
-        max_drafts: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         """At most `seats` requests run at once.
 
@@ -75,19 +73,15 @@ class Scheduler:
         `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
         requests are therefore divided among `stages` plans in flight. With a `hasher` and a host store, prefixes are
         reused. If at most `extend_locally` tokens follow the cached prefix of a prompt, they are computed here even if
-        the request names a prefill worker. With a `drafter`, a step also verifies up to `max_drafts` drafted tokens of
-        each decoding request. If drafts depend on tokens that only the host knows, a request with drafts decodes in one
-        plan in flight at a time.
+        the request names a prefill worker. With `speculation`, a step also verifies drafted tokens of decoding
+        requests. If drafts depend on tokens that only the host knows, a request with drafts decodes in one plan in
+        flight at a time.
         """
         self.counters = RankStats()
         self._ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
         self._next_plan = PlanBuilder()
-        self._speculation: Speculation | None = None
-        if drafter is not None:
-            verified = max_verified(seats, max_num_batched_tokens, max_drafts)
-            in_worker = drafter.in_worker and stages == 1
-            self._speculation = Speculation(drafter, ledger, self._next_plan, max_drafts, verified, in_worker=in_worker)
+        self._speculation = speculation
         self._queues = Queues(seats)
         self._landings = Landings(ledger.geometry)
         self._announcements = Announcements(ledger.geometry)
@@ -141,11 +135,6 @@ class Scheduler:
     def open_requests(self) -> int:
         """The number of requests in any phase that have not been released."""
         return len(self._requests)
-
-    def set_draft_costs(self, costs: StepCosts) -> None:
-        """Lets each plan verify as many drafts as pay, if there is a drafter."""
-        if self._speculation is not None:
-            self._speculation.choice.costs = costs
 
     @property
     def load(self) -> int:
@@ -316,8 +305,8 @@ class Scheduler:
         num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         kept = plan.kept(result)
         if self._speculation is not None:
-            self._speculation.reject(plan, requests, kept, result.late, self.counters)
-        for segment in result.late:
+            self._speculation.reject(plan, requests, kept, result.unsampled, self.counters)
+        for segment in result.unsampled:
             self._schedule_again(requests[segment], plan)
         segments: Sequence[int] = range(len(requests))
         if in_flight.steady:
@@ -351,8 +340,9 @@ class Scheduler:
                 continue
             outputs.add(request.request_id, token, alternatives)
             self._append_token(request, token)
-        for segment, drafts in result.drafts.items():
-            if self._speculation is not None and requests[segment].phase is Phase.DECODE and segment not in result.late:
+        for segment, drafts in result.next_drafts.items():
+            decodes = requests[segment].phase is Phase.DECODE and segment not in result.unsampled
+            if self._speculation is not None and decodes:
                 self._speculation.receive(requests[segment], drafts)
         for segment in segments:
             if requests[segment].phase is Phase.ENDING and requests[segment].in_flight == 0:

@@ -3,7 +3,7 @@
 import torch
 from speculation import SHARES, imposed_acceptance
 
-from hotset.engine.sampled_segments import SampledSegments, SeatDrafts
+from hotset.engine.drafts.segments import SampledSegments, SeatDrafts
 from hotset.schedule.plan import Plan
 
 DRAFTS = {0: (1, 2, 3), 1: (4, 5, 6)}

@@ -13,10 +13,10 @@ from harness import run_all
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine import build, loading
+from hotset.engine.drafts.costs import StepCosts
+from hotset.engine.drafts.settings import DEFAULT_DRAFTS, with_default_drafts
 from hotset.engine.llm import LLM
-from hotset.engine.model_checks import DEFAULT_DRAFTS, with_default_drafts
 from hotset.models.decoder import Decoder
-from hotset.schedule.draft_costs import StepCosts
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

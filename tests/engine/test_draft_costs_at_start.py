@@ -8,9 +8,10 @@ from harness import make_engine, run_all
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.draft_costs import measure_draft_costs
+from hotset.engine.drafts.costs import StepCosts
+from hotset.engine.drafts.measuring import measure_draft_costs
+from hotset.engine.drafts.speculation import Speculation
 from hotset.engine.sizing import kv_budget
-from hotset.schedule.draft_costs import StepCosts
 
 SETTINGS: dict[str, Any] = {
     "device_kv_tokens": 400,
@@ -43,7 +44,9 @@ def test_drafts_that_do_not_pay_are_left_out_and_plans_overlap() -> None:
     expected = run_all(make_engine(model, spec, **SETTINGS), PROMPTS, PARAMS)
     engine = make_engine(model, spec, **SETTINGS, plans_in_flight=2)
     (replica,) = engine.replicas
-    replica.scheduler.set_draft_costs(StepCosts((1, 2), (1.0, 1.0), ((1.0, 1.2, 1.3), (1.0, 5.0, 9.0))))
+    speculation = replica.scheduler._speculation
+    assert isinstance(speculation, Speculation)
+    speculation.choice.costs = StepCosts((1, 2), (1.0, 1.0), ((1.0, 1.2, 1.3), (1.0, 5.0, 9.0)))
     drafter = record_drafts(engine)
     assert run_all(engine, PROMPTS, PARAMS) == expected
     assert not engine.stats().drafts_verified, "two requests decode until the end"

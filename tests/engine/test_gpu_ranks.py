@@ -22,6 +22,7 @@ from harness import tiny_directory
 from torch import Tensor
 
 from hotset import LLM, SamplingParams
+from hotset.engine.drafts.costs import StepCosts
 from hotset.engine.loading import ModelLoader
 from hotset.engine.outputs import EngineStats
 from hotset.engine.progress import Progress
@@ -32,7 +33,6 @@ from hotset.lab.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint.files import find_model
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.draft_costs import StepCosts
 
 SPLITS: dict[str, dict[str, int]] = {
     "TP 2": {"tensor_parallel_size": 2},

@@ -29,13 +29,13 @@ from hotset.base.errors import ConfigError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import StepGraph
+from hotset.engine.drafts.drafters import MtpDrafter
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.lab.evaluate.retrieval import LocalBackend
 from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec, MtpSpec
 from hotset.models.split import Split
-from hotset.schedule.drafts import MtpDrafter
 from hotset.schedule.plan import Plan
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")

@@ -15,13 +15,13 @@ from torch import Tensor
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import StepGraph, choose_graph
+from hotset.engine.drafts.costs import DraftChoice
+from hotset.engine.drafts.mtp import MtpDrafts
+from hotset.engine.drafts.mtp_graphs import MtpGraphs
+from hotset.engine.drafts.segments import SampledSegments
 from hotset.engine.llm import LLM
-from hotset.engine.mtp_drafts import MtpDrafts
-from hotset.engine.mtp_graphs import MtpGraphs
-from hotset.engine.sampled_segments import SampledSegments
 from hotset.kernels import EMPTY
 from hotset.models.mtp import MtpOutput
-from hotset.schedule.draft_costs import DraftChoice
 from hotset.schedule.plan import Plan
 from hotset.tiers.residence import Residence
 
@@ -86,7 +86,7 @@ def test_all_graphs_are_captured_before_the_first_request(monkeypatch: pytest.Mo
     settings: dict[str, Any] = {"device_kv_tokens": 400, "host_kv_tokens": 600, "max_model_len": 56, "page_rows": 8}
     engine = make_engine_with_graphs(model, spec, requests=2, **settings, speculate=2, hot_slots=24, tiers="always")
     counts: list[tuple[int, int]] = []
-    engine.warm_up(lambda done, total: counts.append((done, total)))
+    engine.executor.warm_up(lambda done, total: counts.append((done, total)))
     steps, layers = (count for done, count in counts if done == count)
     assert steps == 3 * 8, "sizes 1, 2, 4, 8, 9, 16, 32 and 64; resident, tiered, tiered with drafts"
     assert layers == steps + 3 * 2 * 2, "rows of each graph; 1 or 2 drafts of 1 to 3 requests, resident and tiered"

@@ -25,7 +25,7 @@ from hotset.engine.progress import Progress
 from hotset.engine.workers import group as group_module
 from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.group import WorkerGroup
-from hotset.engine.workers.messages import LoadProgress, WorkerFailed, WorkerRank, WorkerReport
+from hotset.engine.workers.messages import TaskProgress, WorkerFailed, WorkerRank, WorkerReport
 from hotset.engine.workers.worker import Inbox, Worker
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan
@@ -47,7 +47,7 @@ def wait_in_step(pipe: Connection, progress: Progress, *reports: WorkerReport) -
     inbox, flag = Inbox(pipe, on_abort=lambda: None), AbortFlag(torch.device("cpu"))
     inbox.set_on_abort(flag)
     with progress.beating():
-        for report in (LoadProgress(0), *reports):
+        for report in (TaskProgress(0, 0), *reports):
             pipe.send(report)
         wait_for_flag(flag)
     os._exit(0)
@@ -56,13 +56,13 @@ def wait_in_step(pipe: Connection, progress: Progress, *reports: WorkerReport) -
 def hang(pipe: Connection, progress: Progress) -> None:
     """A worker that reads no command, and never ends by itself."""
     with progress.beating():
-        pipe.send(LoadProgress(0))
+        pipe.send(TaskProgress(0, 0))
         time.sleep(DEADLINE_S)
 
 
 def fail(pipe: Connection, _progress: Progress) -> None:
     pipe.recv()  # the first command
-    pipe.send(LoadProgress(0))
+    pipe.send(TaskProgress(0, 0))
     pipe.send(WorkerFailed(StartupError("tensor x is missing")))
     os._exit(1)
 

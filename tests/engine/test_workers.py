@@ -23,9 +23,9 @@ from hotset.engine import build_runner
 from hotset.engine import progress as progress_module
 from hotset.engine import runner as runner_module
 from hotset.engine.decode_graphs import SampledLogits, StepGraph, columns_of_tokens, graph_sizes
+from hotset.engine.drafts.segments import SeatDrafts
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
-from hotset.engine.sampled_segments import SeatDrafts
 from hotset.engine.workers.distributed import Stage
 from hotset.engine.workers.worker import Worker
 from hotset.models.attention.gqa_spec import GqaSpec
@@ -246,7 +246,7 @@ class FakeGraphs:
         model: Any,
         memory: KvMemory,
         tokens: Tensor,
-        most: int,
+        max_decoded: int,
         before_capture: Callable[[int], None],
         log: "ReplayLog",
         seat_drafts: SeatDrafts | None,
@@ -296,7 +296,7 @@ def test_a_worker_that_fails_during_capture_is_named_and_the_others_end(monkeypa
         workers = list(engine.executor.workers)  # type: ignore[attr-defined]
         named = r"^worker 1 \(.*rank 1 of 2\) failed: .* \(no room for graphs\); lower --gpu-memory-utilization, "
         with pytest.raises(EngineStopped, match=named):
-            engine.warm_up(lambda done, total: None)
+            engine.executor.warm_up(lambda done, total: None)
         for worker in workers:
             worker.process.join(DEADLINE_S)
             assert not worker.process.is_alive(), "nobody has closed the engine yet"
@@ -312,7 +312,7 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
     params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for tokens in (14, 9, 5)]
     settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "host_kv_tokens": 600, "tiers": "always"}
     with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
-        engine.warm_up(lambda done, total: captured.append((done, total)))
+        engine.executor.warm_up(lambda done, total: captured.append((done, total)))
         answers = [answer.token_ids for answer in run_all(engine, prompts, params)]
         workers, replicas = len(engine.executor.workers), len(engine.replicas)  # type: ignore[attr-defined]
     whole = make_engine(Decoder(SPECS[model], RandomWeights(torch.float64, SEED)), SPECS[model], **SMALL)
@@ -364,7 +364,7 @@ def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_al
     sizes: dict[str, int] = {"device_kv_tokens": 400, "host_kv_tokens": 600}
     one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
     with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes)) as engine:
-        engine.warm_up(lambda done, total: None)
+        engine.executor.warm_up(lambda done, total: None)
         for prompt in ([*prefix, 8], [*prefix, *rest]):
             answers += [answer.token_ids for answer in run_all(engine, [prompt], [params])]
         stats, workers = engine.stats(), len(engine.executor.workers)  # type: ignore[attr-defined]

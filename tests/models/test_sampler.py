@@ -150,6 +150,19 @@ def test_drafts_are_drawn_like_tokens_but_with_other_random_numbers(dtype: torch
     assert torch.equal(drafted[::2], sampled)
 
 
+class OnlyDrawn:
+    """Implements `BatchDrafts` for a batch without penalties."""
+
+    def __init__(self, drawn: DrawnDrafts) -> None:
+        self._drawn = drawn
+
+    def followed_drafts(self) -> Tensor:
+        raise AssertionError("only penalties need them")
+
+    def drawn_drafts(self) -> DrawnDrafts:
+        return self._drawn
+
+
 def test_only_drawn_drafts_of_requests_that_are_not_greedy_are_verified_by_rejection() -> None:
     """If the layer gives its draft the whole probability, and the model none, the draft is replaced by another token.
     If both give the same probabilities, it is accepted. Without a draft, and for greedy requests, nothing changes."""
@@ -167,7 +180,7 @@ def test_only_drawn_drafts_of_requests_that_are_not_greedy_are_verified_by_rejec
     drawn = DrawnDrafts(
         torch.tensor([1, 0, 2, 3]), torch.tensor([5, int(drafts[0]), EMPTY, 0]), of_drafts[[1, 0, 2, 3]]
     )
-    tokens = sampler.sample(logits, range(4), positions, drawn=lambda: drawn).token_ids
+    tokens = sampler.sample(logits, range(4), positions, drafts=OnlyDrawn(drawn)).token_ids
     assert tokens[0] == drafts[0] and tokens[1] != 5 and logits[1, tokens[1]] > -torch.inf
     assert torch.equal(tokens[2:], plain[2:])
 

@@ -13,10 +13,12 @@ from imposed_drafts import ImposedDrafter
 from random_rules import RandomMachine, rule, run_example
 from schedule.list_runner import ListRunner, next_token
 
-from hotset.base.config import TiersMode
+from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import IllegalTransition
 from hotset.base.request_options import LandingChoice, RequestOptions, TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.engine.drafts.settings import DraftSettings
+from hotset.engine.drafts.speculation import Speculation
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.handoffs import CancelFetch, FirstTokenSampled, HandoffKey, Reservation, RowsComputed
@@ -55,20 +57,26 @@ class SchedulerMachine(RandomMachine):
         self.capacity = tiered if self.mode == "always" else max(self.resident, tiered)
         if host is not None:
             self.capacity = min(self.capacity, host.capacity * page_rows)
+        seats, step_tokens = random.randint(1, 4), random.randint(1, 9)
+        speculation: Speculation | None = None
+        if max_drafts:
+            config = EngineConfig(
+                max_num_seqs=seats, max_num_batched_tokens=step_tokens, speculate=max_drafts, speculate_by="lookup"
+            )
+            drafter = ImposedDrafter(lambda _name, tokens: next_token(tuple(tokens)), 23, random)
+            speculation = Speculation(DraftSettings.of(config), self.ledger, drafter=drafter)
         self.scheduler = Scheduler(
             self.ledger,
-            seats=random.randint(1, 4),
-            max_num_batched_tokens=random.randint(1, 9),
+            seats=seats,
+            max_num_batched_tokens=step_tokens,
             tiers=self.mode,
             promote_after_plans=random.randint(0, 3),
             hasher=PageHasher("model", page_rows) if random.random() < 0.7 else None,
             extend_locally=random.choice([0, 4]),
-            drafter=ImposedDrafter(lambda _name, tokens: next_token(tuple(tokens)), 23, random) if max_drafts else None,
-            max_drafts=max_drafts,
+            speculation=speculation,
         )
-        if self.scheduler._speculation is not None and random.random() < 0.5:
-            choice = self.scheduler._speculation.choice
-            choice.choose = lambda requests: random.choice([0, max_drafts])  # type: ignore[method-assign]
+        if speculation is not None and random.random() < 0.5:
+            speculation.choice.choose = lambda requests: random.choice([0, max_drafts])  # type: ignore[method-assign]
         self.runner = ListRunner(geometry, policy)
         self.depth = random.randint(1, 3)
         self.in_flight: deque[StepResult] = deque()

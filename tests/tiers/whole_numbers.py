@@ -16,10 +16,12 @@ from tiers.byte_model import Poisoner, as_bytes
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.base.config import TiersMode
+from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.core import Engine, Replica
+from hotset.engine.drafts.settings import DraftSettings
+from hotset.engine.drafts.speculation import Speculation
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.runner import Runner
 from hotset.engine.workers.executor import InProcessExecutor
@@ -31,7 +33,6 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.memory.view import View
 from hotset.models.mtp import MtpOutput
-from hotset.schedule.drafts import MtpDrafter
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
@@ -282,17 +283,18 @@ class Bench:
         self.memory = memory(self.pool, self.host, seats, context)
         self._random, self._right_drafts = Random(max_drafts), right_drafts
         self.drafter = ImposedDrafter(self._following, VOCAB, self._random, right_drafts)
-        drafter = MtpDrafter() if mtp else self.drafter
-        self.scheduler = Scheduler(
-            self.ledger,
-            seats,
-            step_tokens,
-            tiers,
-            drafter=drafter if max_drafts else None,
-            max_drafts=max_drafts,
+        config = EngineConfig(
+            max_num_seqs=seats,
+            max_num_batched_tokens=step_tokens,
+            speculate=max_drafts,
+            speculate_by="mtp" if mtp else "lookup",
         )
+        drafts, speculation = DraftSettings.of(config), None
+        if max_drafts:
+            speculation = Speculation(drafts, self.ledger, drafter=None if mtp else self.drafter)
+        self.scheduler = Scheduler(self.ledger, seats, step_tokens, tiers, speculation=speculation)
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
-        runner = Runner(self.model, self.memory, seats, context, VOCAB, mtp_drafts=max_drafts if mtp else 0)
+        runner = Runner(self.model, self.memory, seats, context, VOCAB, drafts=drafts)
         self._tokens = runner._tokens
         replica = Replica(self.scheduler, self.ledger)
         self.engine = Engine(card, [replica], InProcessExecutor(runner), depth)

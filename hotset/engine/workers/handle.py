@@ -77,8 +77,6 @@ class WorkerHandle:
     killed: bool = False  # by the controller, because it did not end after `AbortSteps`
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
     loaded: Loaded | None = None  # None until its weights are loaded
-    bytes_read: int = 0
-    bytes_pinned: int = 0
     traffic: Traffic = NO_TRAFFIC  # as of the last step that it has reported
     failure: WorkerFailed | None = None  # the failure that the controller has read
     _sending: threading.Lock = field(default_factory=threading.Lock)

@@ -74,10 +74,12 @@ class LoadWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """Reports how many bytes of weights have been read."""
+class TaskProgress:
+    """Reports how far the worker is with a command that takes long: bytes of weights that it has read, bytes of its
+    host store that it has pinned, or graphs that it has captured."""
 
     done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,6 @@ class InitCache:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheProgress:
-    """Reports how many bytes of its host store a worker has pinned."""
-
-    done: int
-
-
-@dataclass(frozen=True, slots=True)
 class CacheReady:
     """Reports that the KV memory is allocated."""
 
@@ -146,14 +141,6 @@ class WorkerFailed:
 class WarmUp:
     """Commands a worker to compile kernels and to capture the graphs of decode steps. The graphs contain collectives,
     so all workers receive this command while no step is in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUpProgress:
-    """Reports how many graphs have been captured."""
-
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +252,11 @@ WorkerCommand = (
 )
 WorkerReport = (
     Planned
-    | LoadProgress
+    | TaskProgress
     | Loaded
     | StoreCreated
-    | CacheProgress
     | CacheReady
     | ServiceStarted
-    | WarmUpProgress
     | WarmedUp
     | WorkerFailed
     | StepDone

@@ -14,7 +14,8 @@ from hotset.base.address import Address
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
-from hotset.engine.decode_graphs import choose_graph, max_decoded
+from hotset.engine.decode_graphs import choose_graph
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.progress import stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
@@ -27,7 +28,6 @@ from hotset.engine.workers.launcher import Launcher
 from hotset.engine.workers.messages import (
     THIS_MACHINE,
     AuditReport,
-    CacheProgress,
     CacheReady,
     ConnectionAddress,
     CreateStore,
@@ -36,7 +36,6 @@ from hotset.engine.workers.messages import (
     ExecuteStep,
     InitCache,
     Loaded,
-    LoadProgress,
     LoadWeights,
     Planned,
     RunAudit,
@@ -44,9 +43,9 @@ from hotset.engine.workers.messages import (
     StartService,
     StepDone,
     StoreCreated,
+    TaskProgress,
     WarmedUp,
     WarmUp,
-    WarmUpProgress,
     WorkerCommand,
     WorkerReport,
     WorkerService,
@@ -139,13 +138,8 @@ class MultiprocessExecutor:
 
     def plan(self) -> list[WorkerPlan]:
         """Waits until every worker has planned what it will load, and returns the plans. Nothing has been read yet."""
-        waiting = set(range(len(self.workers)))
-        while waiting:
-            worker, report = self._group.receive(waiting, START_SECONDS, "start-up")
-            if not isinstance(report, Planned):
-                raise _unexpected(worker, report)
-            worker.plan = report.plan
-            waiting.discard(worker.rank.number)
+        for worker, planned in zip(self.workers, self._wait_for_all(Planned, "start-up"), strict=True):
+            worker.plan = planned.plan
         return [worker.planned for worker in self.workers]
 
     @property
@@ -158,26 +152,14 @@ class MultiprocessExecutor:
 
         `progress(done, total)` counts the bytes that all workers read.
         """
-        for worker in self.workers:
-            self._group.send(worker, LoadWeights())
+        self._send_to_all(LoadWeights())
         total = sum(worker.planned.weights.read_bytes for worker in self.workers)
-        loading = set(range(len(self.workers)))
-        while loading:
-            worker, report = self._group.receive(loading, START_SECONDS, "start-up")
-            match report:
-                case LoadProgress(done):
-                    worker.bytes_read = done
-                    progress(sum(worker.bytes_read for worker in self.workers), total)
-                case Loaded():
-                    worker.loaded = report
-                    loading.discard(worker.rank.number)
-                case _:
-                    raise _unexpected(worker, report)
-        return [
-            WorkerMemory(worker.shape, worker.loaded.free, owned, worker.rank.node, worker.loaded.host_free)
-            for worker, owned in zip(self.workers, self.owns_store, strict=True)
-            if worker.loaded is not None
-        ]
+        memories: list[WorkerMemory] = []
+        reports = self._wait_for_all(Loaded, "start-up", _Sum(total, progress))
+        for worker, owned, loaded in zip(self.workers, self.owns_store, reports, strict=True):
+            worker.loaded = loaded
+            memories.append(WorkerMemory(worker.shape, loaded.free, owned, worker.rank.node, loaded.host_free))
+        return memories
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
         """Makes every worker allocate its KV memory, and waits for them.
@@ -193,17 +175,7 @@ class MultiprocessExecutor:
             self._init_worker_cache(worker, budget)
         page_rows = self._config.page_rows
         total = sum(host_bytes(worker.shape, budget.host_pages, page_rows) for worker in self.workers)
-        preparing = set(range(len(self.workers)))
-        while preparing:
-            worker, report = self._group.receive(preparing, START_SECONDS, "start-up")
-            match report:
-                case CacheProgress(done):
-                    worker.bytes_pinned = done
-                    progress(sum(worker.bytes_pinned for worker in self.workers), total)
-                case CacheReady():
-                    preparing.discard(worker.rank.number)
-                case _:
-                    raise _unexpected(worker, report)
+        self._wait_for_all(CacheReady, "start-up", _Sum(total, progress))
         for shared in self._shared:
             shared.close()
         self._group.serving = True
@@ -214,27 +186,18 @@ class MultiprocessExecutor:
         self._drain()
         self._group.serving = False
         self._config = config
-        self._stores, self._shared, self._store_names = [], [], []
-        for worker in self.workers:
-            worker.bytes_pinned = 0
-            self._group.send(worker, DropMtp(config))
+        self._stores, self._shared, self._store_names, self._sampled = [], [], [], []
+        self._send_to_all(DropMtp(config))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        def show(worker: WorkerHandle, reported: TaskProgress) -> None:
+            if worker.rank.number == 0:  # the others capture the same graphs at the same time
+                progress(reported.done, reported.total)
+
         self._drain()
-        for worker in self.workers:
-            self._group.send(worker, WarmUp())
-        warming = set(range(len(self.workers)))
-        while warming:
-            worker, report = self._group.receive(warming, START_SECONDS, "warm-up")
-            match report:
-                case WarmUpProgress(done, total):
-                    if worker.rank.number == 0:  # the others capture the same graphs at the same time
-                        progress(done, total)
-                case WarmedUp(has_graphs):
-                    self._has_graphs = has_graphs  # the same for all workers, which compute in the same dtype
-                    warming.discard(worker.rank.number)
-                case _:
-                    raise _unexpected(worker, report)
+        self._send_to_all(WarmUp())
+        # The same for all workers, which compute in the same dtype.
+        self._has_graphs = all(warm.has_graphs for warm in self._wait_for_all(WarmedUp, "warm-up", show))
 
     def check(self) -> None:
         self._group.check()
@@ -244,7 +207,7 @@ class MultiprocessExecutor:
             self._drain()  # another rank may still write these pages in a step that it has not reported
         self._steps_submitted += 1
         state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self.workers))))
-        graph = choose_graph(step, max_decoded(self._config)) if self._has_graphs else None
+        graph = choose_graph(step, DraftSettings.of(self._config).max_verified) if self._has_graphs else None
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
         if graph is not None:
             tokens_per_rank = [graph.size] * len(step)
@@ -401,6 +364,28 @@ class MultiprocessExecutor:
             if plan is not None and result is not None:
                 self._sampled += _sampled_tokens(plan, result)
 
+    def _send_to_all(self, command: WorkerCommand) -> None:
+        for worker in self.workers:
+            self._group.send(worker, command)
+
+    def _wait_for_all(
+        self, report_type: type[T], task: str, progress: Callable[[WorkerHandle, TaskProgress], None] | None = None
+    ) -> list[T]:
+        """Waits until every worker has sent a report of this type, and returns the reports in the order of workers.
+        `progress` is called with what they report meanwhile."""
+        reports: dict[int, T] = {}
+        waiting = set(range(len(self.workers)))
+        while waiting:
+            worker, report = self._group.receive(waiting, START_SECONDS, task)
+            if isinstance(report, report_type):
+                reports[worker.rank.number] = report
+                waiting.discard(worker.rank.number)
+            elif isinstance(report, TaskProgress) and progress is not None:
+                progress(worker, report)
+            else:
+                raise _unexpected(worker, report)
+        return [reports[number] for number in range(len(reports))]
+
     def _request(self, worker: WorkerHandle, command: WorkerCommand, report_type: type[T]) -> T:
         self._group.send(worker, command)
         _, report = self._group.receive({worker.rank.number}, self._stall_limit, type(command).__name__)
@@ -415,6 +400,18 @@ class MultiprocessExecutor:
     def _stall_limit(self) -> float:
         expected = max(worker.progress.expected_seconds for worker in self.workers)
         return stall_limit(self._config.step_timeout, self.steps_finished, expected)
+
+
+class _Sum:
+    """Adds up what all workers have done of a task."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+        self._total, self._progress = total, progress
+        self._done: dict[int, int] = {}  # by number of the worker
+
+    def __call__(self, worker: WorkerHandle, reported: TaskProgress) -> None:
+        self._done[worker.rank.number] = reported.done
+        self._progress(sum(self._done.values()), self._total)
 
 
 def _unexpected(worker: WorkerHandle, report: WorkerReport) -> EngineStopped:

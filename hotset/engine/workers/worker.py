@@ -36,7 +36,6 @@ from hotset.engine.workers.messages import (
     THIS_MACHINE,
     AbortSteps,
     AuditReport,
-    CacheProgress,
     CacheReady,
     CreateStore,
     DropMtp,
@@ -44,7 +43,6 @@ from hotset.engine.workers.messages import (
     InitCache,
     InitWorker,
     Loaded,
-    LoadProgress,
     LoadWeights,
     Planned,
     RunAudit,
@@ -54,9 +52,9 @@ from hotset.engine.workers.messages import (
     StepDone,
     StopWorker,
     StoreCreated,
+    TaskProgress,
     WarmedUp,
     WarmUp,
-    WarmUpProgress,
     WorkerCommand,
     WorkerFailed,
     WorkerRank,
@@ -280,7 +278,7 @@ def _load(
     advance: Callable[[], None],
 ) -> Stage:
     split = rank.split
-    decoder = loader.load(lambda done, _total: send(LoadProgress(done)))
+    decoder = loader.load(lambda done, total: send(TaskProgress(done, total)))
     decoder.on_layer = advance
     previous_worker = None if rank.stage == 0 else rank.number - split.size
     next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
@@ -334,7 +332,7 @@ class Worker:
                 cache.budget,
                 stage.device,
                 stage.vocab,
-                lambda done, _total: send(CacheProgress(done)),
+                lambda done, total: send(TaskProgress(done, total)),
                 store=store,
                 neighbours=neighbours,
                 samples=self._reports_samples,
@@ -349,7 +347,7 @@ class Worker:
             case ExecuteStep():
                 self._execute(command)
             case WarmUp():
-                self._runner.warm_up(lambda done, total: self._send(WarmUpProgress(done, total)))
+                self._runner.warm_up(lambda done, total: self._send(TaskProgress(done, total)))
                 self._abort.check()
                 gc.collect()
                 gc.freeze()  # what exists now stays: no collection should look through it again

@@ -91,10 +91,11 @@ def weights_of(values: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     return power.mul_(WEIGHT_ONE).to(torch.int64).bitwise_right_shift_(whole.to(torch.int64))
 
 
-def _nucleus(base: Tensor, top_p: Tensor) -> Tensor:
-    """Returns the weight that top_p keeps of `base`, the weight of the top_k tokens."""
-    # float64 may round the product to more than base, which would keep tokens beyond top_k.
-    return torch.where(top_p >= 1.0, base, (top_p * base).ceil().to(torch.int64).minimum(base))
+def _nucleus(top_k_weight: Tensor, top_p: Tensor) -> Tensor:
+    """Returns the weight that top_p keeps of the weight of the top_k tokens."""
+    # float64 may round the product to more than that weight, which would keep tokens beyond top_k.
+    kept = (top_p * top_k_weight).ceil().to(torch.int64).minimum(top_k_weight)
+    return torch.where(top_p >= 1.0, top_k_weight, kept)
 
 
 def kept_weights(x: Tensor, rules: DrawRules, *, truncated: bool) -> Tensor:
@@ -116,35 +117,35 @@ def kept_weights(x: Tensor, rules: DrawRules, *, truncated: bool) -> Tensor:
 def _choose(
     shortlist: _Shortlist, rules: DrawRules, uniform: Tensor, vocab: int, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns tokens [n] and whether each is certain, [n] bool.
+    """Returns tokens [n] and whether each is right for sure, [n] bool.
 
     `total` [n, 1] is the weight of all tokens of a request; None means that the shortlist holds every token that can be
     drawn. top_k, top_p and min_p each keep a prefix of the sorted tokens, so together they keep the shortest of these
-    prefixes. A draw is uncertain if the shortlist is too short to determine the weight of the top_k tokens, the end of
+    prefixes. A draw is unsure if the shortlist is too short to determine the weight of the top_k tokens, the end of
     the kept prefix, or the drawn token.
     """
     weights = weights_of(shortlist.values, shortlist.values[:, :1], rules.temperature)
     mass = weights.cumsum(dim=-1)  # [n, length]
     length = mass.shape[-1]
     top_k, top_p = rules.top_k.unsqueeze(-1), rules.top_p.unsqueeze(-1)
-    whole = mass[:, -1:] if total is None else total
-    base = torch.where(top_k <= length, mass.gather(-1, top_k.clamp(max=length) - 1), whole)
-    nucleus = _nucleus(base, top_p)
+    vocab_weight = mass[:, -1:] if total is None else total
+    top_k_weight = torch.where(top_k <= length, mass.gather(-1, top_k.clamp(max=length) - 1), vocab_weight)
+    nucleus = _nucleus(top_k_weight, top_p)
     kept = (mass - weights < nucleus) & (weights >= rules.min_weight.unsqueeze(-1))
     survivors = kept.sum(dim=-1, keepdim=True).clamp(min=1)
-    closed = (survivors < length) | (top_k <= length)
-    kept_mass = torch.where(closed, mass.gather(-1, survivors - 1), base)
+    has_all_kept = (survivors < length) | (top_k <= length)  # the kept prefix ends within the shortlist
+    kept_mass = torch.where(has_all_kept, mass.gather(-1, survivors - 1), top_k_weight)
     target = (uniform.unsqueeze(-1) * kept_mass).to(torch.int64).minimum(kept_mass - 1)
     place = torch.searchsorted(mass, target, right=True)
     tokens = shortlist.ids.gather(-1, place.clamp(max=length - 1))
     untruncated = (top_k >= vocab) & (top_p >= 1.0) & (rules.min_weight.unsqueeze(-1) == 0)
-    base_known = (top_k <= length) | (top_k >= vocab)
-    certain = base_known & (closed | (untruncated & (place < length)))
-    return tokens.squeeze(-1), certain.squeeze(-1)
+    knows_top_k_weight = (top_k <= length) | (top_k >= vocab)
+    is_sure = knows_top_k_weight & (has_all_kept | (untruncated & (place < length)))
+    return tokens.squeeze(-1), is_sure.squeeze(-1)
 
 
 def draw(x: Tensor, rules: DrawRules, uniform: Tensor) -> Tensor:
-    """On a CUDA device, this function sorts all logits: to test whether a draw from the shortlist is certain, the host
+    """On a CUDA device, this function sorts all logits: to test whether a draw from the shortlist is sure, the host
     would have to wait for the device."""
     vocab = x.shape[-1]
     if vocab <= SHORTLIST_TOKENS or x.is_cuda:
@@ -153,9 +154,9 @@ def draw(x: Tensor, rules: DrawRules, uniform: Tensor) -> Tensor:
     if bool((rules.top_k <= SHORTLIST_TOKENS).all()):
         return _choose(shortlist, rules, uniform, vocab, None)[0]
     total = weights_of(x, shortlist.values[:, :1], rules.temperature).sum(dim=-1, keepdim=True)
-    tokens, certain = _choose(shortlist, rules, uniform, vocab, total)
-    if bool(certain.all()):
+    tokens, is_sure = _choose(shortlist, rules, uniform, vocab, total)
+    if bool(is_sure.all()):
         return tokens
-    uncertain = (~certain).nonzero().squeeze(-1)
-    tokens[uncertain] = _choose(leading(x[uncertain], vocab), rules.of(uncertain), uniform[uncertain], vocab, None)[0]
+    unsure = (~is_sure).nonzero().squeeze(-1)
+    tokens[unsure] = _choose(leading(x[unsure], vocab), rules.of(unsure), uniform[unsure], vocab, None)[0]
     return tokens

@@ -8,11 +8,11 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError
 from hotset.base.settings import flag_name
 from hotset.base.units import ceil_div
-from hotset.engine.model_checks import DTYPE_BYTES, dtype_name
 from hotset.lab.plan.capacity import Capacity, plan_capacity, whole_token_bytes, with_host_store
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import Machine
 from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.spec import DTYPE_BYTES, dtype_name
 
 Goal = Literal["throughput", "latency", "requests"]
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "requests")

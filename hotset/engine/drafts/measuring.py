@@ -2,16 +2,15 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
 from hotset.base.config import EngineConfig
+from hotset.engine.drafts.costs import StepCosts, likely_shares
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.sizing import KvBudget
-from hotset.engine.warm_up import PARAMS, PLANS_IN_FLIGHT, admit
-from hotset.engine.workers.executor import Executor, StepFuture
-from hotset.schedule.draft_costs import StepCosts, likely_shares
-from hotset.schedule.drafts import max_verified
+from hotset.engine.warm_up import PARAMS, admit, run_plans
+from hotset.engine.workers.executor import Executor
 from hotset.schedule.plan import DRAFTED, Plan
 from hotset.tiers.residence import Residence
 
@@ -35,11 +34,10 @@ def measure_draft_costs(
     requests.
     """
     seats = config.max_num_seqs
-    tokens = max_verified(seats, config.max_num_batched_tokens, config.max_drafts)
+    settings = DraftSettings.of(config)
     numbers = sorted({number for number in REQUESTS if number < seats} | {min(seats, REQUESTS[-1])})
     room = 2 * config.max_drafts + 1
-    in_worker = config.drafts_by_mtp and config.pipeline_parallel_size == 1
-    draft, measure = (DRAFTED, _in_a_row) if in_worker else (0, _alone)
+    draft, measure = (DRAFTED, _in_a_row) if settings.kept_in_worker else (0, _alone)
     context = max(1, min(MAX_CONTEXT, budget.max_model_len - room) // config.page_rows * config.page_rows)
     commands = [
         command for seat in range(numbers[-1]) for command in admit(seat, budget, context, context + room, PARAMS)
@@ -49,7 +47,7 @@ def measure_draft_costs(
     drafting: list[list[float]] = []
     for done, number in enumerate(numbers):
         progress(done, len(numbers))
-        drafts = range(1, 1 + min(config.max_drafts, tokens // number - 1))
+        drafts = range(1, 1 + min(config.max_drafts, settings.max_verified // number - 1))
         plain.append(_in_a_row(executor, _step(number, context, [], limit=None), replicas))
         without = _in_a_row(executor, _step(number, context, [], limit=context + room), replicas)
         steps = [_step(number, context, [draft] * count, limit=context + room) for count in drafts]
@@ -87,14 +85,8 @@ def _step(requests: int, start: int, drafts: Sequence[int], limit: int | None) -
 def _in_a_row(executor: Executor, plan: Plan, replicas: int) -> float:
     """Returns the mean time of steps of which several are in flight."""
     executor.submit([plan] * replicas).results()
-    submitted: deque[StepFuture] = deque()
     start = time.perf_counter()
-    for _ in range(REPEATS):
-        submitted.append(executor.submit([plan] * replicas))
-        if len(submitted) == PLANS_IN_FLIGHT:
-            submitted.popleft().results()
-    while submitted:
-        submitted.popleft().results()
+    run_plans(executor, [plan] * REPEATS, replicas)
     return (time.perf_counter() - start) / REPEATS
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hotset.engine.decode_graphs import RunnerModel
-from hotset.engine.sampled_segments import Chains, SeatDrafts, SegmentTable
+from hotset.engine.drafts.segments import Chains, SeatDrafts, SegmentTable
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.memory.resident import ResidentView
@@ -22,8 +21,8 @@ from hotset.tiers.kv_memory import KvMemory
 
 
 @runtime_checkable
-class MtpModel(RunnerModel, Protocol):
-    """A model whose MTP layer is loaded. See `Decoder`."""
+class MtpModel(Protocol):
+    """The interface of a model whose MTP layer is loaded. See `Decoder`."""
 
     def mtp_input(self, x: Tensor) -> Tensor: ...
 
@@ -57,7 +56,7 @@ class DraftedTokens:
         """Returns how many drafts were right, by segment. Waits for this step, but not for later ones."""
         return {segment: accepted for segment, (accepted, *_) in self._rows() if segment in self._verified}
 
-    def drafts(self) -> Mapping[int, Sequence[int]]:
+    def next_drafts(self) -> Mapping[int, Sequence[int]]:
         """Returns the new drafts by segment. Waits as `accepted` does."""
         drafts = {segment: [token for token in row if token != EMPTY] for segment, (_, *row) in self._rows()}
         return {segment: tokens for segment, tokens in drafts.items() if tokens}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotset.schedule.draft_costs import MAX_LOSS, MIN_GAIN, DraftChoice, StepCosts, likely_shares
+from hotset.engine.drafts.costs import MAX_LOSS, MIN_GAIN, DraftChoice, StepCosts, likely_shares
 
 # A step reads 1 ms of weights, and computes 0.1 ms per token; each draft costs an iteration of 0.1 ms.
 NUMBERS = (1, 4, 16, 64)

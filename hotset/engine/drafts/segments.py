@@ -33,6 +33,15 @@ class SeatDrafts:
     def max_drafts(self) -> int:
         return self.tokens.shape[1]
 
+    def starts(self, seats: Tensor, stamps: Tensor, unverified: Tensor) -> Tensor:
+        """Returns where steps of these seats begin: at `stamps`, unless earlier steps verify drafts of theirs."""
+        return torch.where(unverified > 0, self.next_starts[seats], stamps)
+
+    def draft_ids(self, seats: Tensor, place: Tensor) -> Tensor:
+        """Returns the drafts of these seats in these places, int32. Place 1 is the first; without one, it has no
+        meaning."""
+        return self.tokens[seats, (place - 1).clamp_min(0)].clamp_min(0).to(torch.int32)
+
     def kept_logits(self, like: Tensor) -> Tensor:
         """Returns `logits`. The first call allocates them, for logits like these."""
         if self.logits is None:
@@ -54,7 +63,7 @@ class Chains:
 
 
 class SampledSegments:
-    """The segments of a plan that sample tokens, on the host.
+    """The segments of a plan that sample tokens, on the host. It implements `BatchDrafts` for the sampler.
 
     If earlier plans in flight verify drafts, the plan says only from where on its segments begin (`stamps`). They begin
     where the previous step of the same seat ended, which `SeatDrafts` knows.
@@ -97,7 +106,7 @@ class SampledSegments:
             positions = (table.starts + table.final)[row] + 1 + place
             tokens[table.seats[row], positions] = table.verified[row, place].clamp_min(0).to(torch.int32)
 
-    def followed(self) -> Tensor:
+    def followed_drafts(self) -> Tensor:
         """Returns [sampled tokens]: the draft whose logits yield each token. See `Plan.followed`."""
         row, place, sampled = self._places
         followed = torch.full((len(self._plan.sampled),), NO_DRAFT, dtype=torch.int64, device=row.device)
@@ -143,7 +152,7 @@ class SegmentTable:
         self.seats, self.stamps, unverified, self.final, self._first_sampled, self._limits = table[:, :COLUMNS].unbind(
             1
         )
-        self.starts = torch.where(unverified > 0, seat_drafts.next_starts[self.seats], self.stamps)
+        self.starts = seat_drafts.starts(self.seats, self.stamps, unverified)
         # [segments, max_drafts]: the drafts to verify. EMPTY: the plan has none in this place, or none was drafted
         drafts = table[:, COLUMNS:]
         self.verified = torch.where(drafts == DRAFTED, seat_drafts.tokens[self.seats], drafts)
@@ -165,3 +174,17 @@ class SegmentTable:
     def keep_drafts(self, tokens: Tensor) -> None:
         """Keeps `tokens` [segments, drafts], EMPTY-padded, as drafts of the next steps."""
         self._seat_drafts.tokens[self.seats, : tokens.shape[1]] = tokens
+
+
+def draft_columns_of_tokens(plan: Plan) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Returns, of every token of a plan: the first position at which its segment can begin; whether it can also begin
+    later; and its place among the drafts that only the worker knows. Place 1 is the first; 0: it is none of them."""
+    segments = range(len(plan.seats))
+    stamps = [plan.starts[segment] for segment in segments for _ in range(plan.counts[segment])]
+    later = [int(drafts > 0) for drafts, count in zip(plan.unverified, plan.counts, strict=False) for _ in range(count)]
+    places: list[int] = []
+    for segment in segments:
+        drafts = plan.drafts.get(segment, ())
+        places += [0] * (plan.counts[segment] - len(drafts))
+        places += [place if draft == DRAFTED else 0 for place, draft in enumerate(drafts, 1)]
+    return stamps, later or [0] * len(stamps), places

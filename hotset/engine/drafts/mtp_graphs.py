@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, Replayable, StepGraph, batch_sizes
-from hotset.engine.mtp_drafts import Iteration, MtpDrafts, rows_of
-from hotset.engine.sampled_segments import COLUMNS, SampledSegments, SegmentTable
+from hotset.engine.drafts.mtp import Iteration, MtpDrafts, rows_of
+from hotset.engine.drafts.segments import COLUMNS, SampledSegments, SegmentTable
 from hotset.kernels import EMPTY
 from hotset.models.mtp import MtpOutput
 from hotset.tiers.kv_memory import KvMemory

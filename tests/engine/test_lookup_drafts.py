@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from hotset.schedule import drafts as drafts_module
-from hotset.schedule.drafts import MAX_COMPARED, MAX_MATCHES, NGRAM, LookupDrafter
+from hotset.engine.drafts import drafters as drafters_module
+from hotset.engine.drafts.drafters import MAX_COMPARED, MAX_MATCHES, NGRAM, LookupDrafter
 
 
 def naive_drafts(tokens: list[int], count: int) -> list[int]:
@@ -49,7 +49,7 @@ def test_drafts_follow_the_longest_match_among_the_newest_ones(vocab: int) -> No
 
 def test_a_long_prompt_is_indexed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call indexes more than MAX_INDEXED tokens, so the end of a long prompt is found by a later call."""
-    monkeypatch.setattr(drafts_module, "MAX_INDEXED", 10)
+    monkeypatch.setattr(drafters_module, "MAX_INDEXED", 10)
     tokens = [*range(35), 7, 8, *range(100, 110), 20, 21]
     drafter = LookupDrafter()
     assert drafter.draft("request", tokens, 2) == (), "positions 20 and 21 are not indexed yet"

@@ -75,8 +75,9 @@ def likely_shares(max_drafts: int) -> list[float]:
 class DraftChoice:
     """Chooses the number of drafts of each plan, and learns from those that were verified."""
 
-    def __init__(self, max_drafts: int) -> None:
-        self.costs: StepCosts | None = None  # None: nothing was measured, and all drafts are used
+    def __init__(self, max_drafts: int, costs: StepCosts | None = None) -> None:
+        """Without `costs`, nothing was measured, and all drafts are used."""
+        self.costs = costs
         self._likely = likely_shares(max_drafts)
         self._verified = [float(PRIOR_STEPS)] * max_drafts  # by place of the draft
         self._accepted = [PRIOR_STEPS * share for share in self._likely]
