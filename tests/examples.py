@@ -18,7 +18,11 @@ def load_profile(*, thorough: bool) -> None:
     settings.load_profile("thorough" if thorough else "quick")
 
 
+def times(quick: int) -> int:
+    """Returns `quick` in `make test`, and ten times as many where slow tests are selected."""
+    return quick * (THOROUGH if settings.get_current_profile_name() == "thorough" else 1)
+
+
 def examples(quick: int, **options: Any) -> settings:
-    """Returns settings for `quick` examples in `make test`. `options` are other settings."""
-    factor = THOROUGH if settings.get_current_profile_name() == "thorough" else 1
-    return settings(max_examples=quick * factor, **(COMMON | options))
+    """Returns settings for `times(quick)` examples. `options` are other settings."""
+    return settings(max_examples=times(quick), **(COMMON | options))

@@ -141,12 +141,19 @@ def spilled_bytes(recorder: Recorder, folder: Path) -> int:
     return compile_with_nvcc(recorder.source, recorder.constants, folder, arch="90").spilled_bytes
 
 
-# The sizes of these cases lie between those of other cases, or their kernel is a part of another one.
+# The sizes of these cases lie between those of other cases, or their kernels resemble those of others.
 SLOW = {
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1",
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 32",
     "copy of 1152 bytes",
     "leading",
+    "plan of 2048 of 8192 slots",
+    "plan of 2048 of 8192 slots, copying 1152 bytes, batch 256",
+    "plan of 128 of 256 slots, copying 37 bytes",
+    "plan of 5 of 11 slots",
+    "copy of 37 bytes",
+    "accept or replace",
+    "gathers",
     "sums over 2 ranks in float32",
     "sums over 16 ranks in float64",
     "transfers",

@@ -11,7 +11,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from hopper_on_cpu import emulated_attention
-from matrix import slow_if
+from matrix import matrix, slow_if
 from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
 from sparse_attention_cases import Case, Inputs, make_inputs
 from torch import Tensor
@@ -150,10 +150,9 @@ def test_queries_that_are_not_aligned_are_copied_first(launch: LaunchConfig) -> 
 
 
 @needs_nvcc
-@pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("heads", "fp8"), matrix([16, 64, 32], [True, False], together=1))
 def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
-    fp8: bool, heads: int, tmp_path: Path
+    heads: int, fp8: bool, tmp_path: Path
 ) -> None:
     launch = HOPPER[fp8, heads]
     recorder = mock.Mock()

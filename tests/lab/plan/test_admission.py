@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness import tiny_directory
+from matrix import slow_if
 
 from hotset.base.config import EngineConfig
 from hotset.base.host_memory import host_memory
@@ -112,7 +113,7 @@ def config_of(folder: Path, model: dict[str, Any] | None, settings: dict[str, An
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_if(CASES, {"demo model, fp8 rows"}))
 def test_an_engine_runs_as_many_requests_as_planned(tmp_path: Path, case: str) -> None:
     config = config_of(tmp_path, *CASES[case])
     expected = predicted(config)

@@ -152,6 +152,7 @@ def test_each_step_is_recorded_under_its_own_request_and_length() -> None:
                 assert row[row != EMPTY].tolist() == list(range(length + step))
 
 
+@pytest.mark.slow
 def test_the_shipped_trace_has_the_documented_shape_and_size() -> None:
     assert SHIPPED.stat().st_size <= 6_000_000
     trace = read_trace(SHIPPED)
