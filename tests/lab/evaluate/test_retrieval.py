@@ -1,4 +1,4 @@
-"""The demo model answers through the engine and a server, and each way of reading wrong rows lowers its accuracy."""
+"""The demo model answers through the engine and a server, and reports count what was answered correctly."""
 
 import json
 import sys
@@ -6,63 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from prepared import DEMO, Damage, Prepared, load, prepare
 from serve.running_server import serving
-from torch import Tensor
 
 from hotset import LLM
 from hotset.base.errors import ConfigError
 from hotset.cli import main
 from hotset.lab.evaluate.retrieval import EvaluationPlan, LocalBackend, ServerBackend, evaluate
 from hotset.lab.evaluate.tasks import make_questions
-from hotset.memory.view import View
 
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo-dsa"
 LOOKUPS = ("lookup", "several", "last")
-
-
-@pytest.fixture(scope="module", params=[pytest.param(length, marks=pytest.mark.slow) for length in (512, 4096)])
-def prepared(request: pytest.FixtureRequest) -> Prepared:
-    model, tokenizer = load()
-    count = 6 if request.param == 512 else 24
-    questions = make_questions(LOOKUPS, request.param, count, 0, lambda text: 1 + len(tokenizer.encode(text)))
-    return prepare(model, tokenizer, questions)
-
-
-def random_rows(share: float) -> Damage:
-    """Replaces this share of the selected rows by rows at random positions."""
-    generator = torch.Generator().manual_seed(0)
-
-    def damage(positions: Tensor, view: View) -> Tensor:
-        random = torch.rand(positions.shape, generator=generator) * (view.segments.positions[:, None] + 1)
-        replaced = torch.rand(positions.shape, generator=generator) < share
-        return torch.where(replaced & (positions >= 0), random.long(), positions)
-
-    return damage
-
-
-def test_demo_model_answers_when_every_row_is_right(prepared: Prepared) -> None:
-    assert prepared.undamaged >= 0.9
-
-
-def test_random_selection_is_noticed(prepared: Prepared) -> None:
-    assert prepared.accuracy(random_rows(1.0)) < 0.2
-
-
-def test_quarter_of_rows_read_from_wrong_positions_is_noticed(prepared: Prepared) -> None:
-    assert prepared.accuracy(random_rows(0.25)) <= prepared.undamaged - 0.4
-
-
-def test_one_page_of_rows_shifted_by_a_position_is_noticed(prepared: Prepared) -> None:
-    with prepared.shifted("rows"):
-        damaged = prepared.accuracy()
-    assert damaged <= prepared.undamaged - 0.3
-
-
-def test_one_page_of_index_keys_shifted_by_a_position_is_noticed(prepared: Prepared) -> None:
-    with prepared.shifted("keys"):
-        damaged = prepared.accuracy()
-    assert damaged <= prepared.undamaged - 0.5
 
 
 class FixedBackend:
@@ -109,10 +62,10 @@ def test_length_beyond_the_context_is_refused_before_the_first_question() -> Non
 
 @pytest.mark.slow
 def test_engine_and_server_give_the_same_answers(tmp_path: Path) -> None:
-    plan = EvaluationPlan(LOOKUPS, [256], 6, 0)
-    with LLM(str(DEMO), progress=False, device="cpu", max_model_len=1024) as llm:
+    plan = EvaluationPlan(LOOKUPS, [512, 4096], 6, 0)
+    with LLM(str(DEMO), progress=False, device="cpu", max_model_len=4608) as llm:
         local = evaluate(LocalBackend(llm), plan)
-    with serving(tmp_path, str(DEMO), "--device", "cpu", "--max-model-len", "1024") as server:
+    with serving(tmp_path, str(DEMO), "--device", "cpu", "--max-model-len", "4608") as server:
         backend = ServerBackend(server.url)
         remote = evaluate(backend, plan)
         backend.close()

@@ -1,14 +1,15 @@
 """Questions have the wording that the model learned, the requested length and depth, and one correct answer."""
 
 import re
+from pathlib import Path
 
 import pytest
-from prepared import DEMO
 from tokenizers import Tokenizer
 
 from hotset.base.errors import ConfigError
 from hotset.lab.evaluate.tasks import NUMBERS, TASKS, Question, held_out, make_questions, words
 
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo-dsa"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 LENGTH = 1024
 RECORD = re.compile(r" (note|text|count) (\w+) (\w+)((?: \w+)+)\.")
