@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.fp8 import Fp8Weight
 from hotset.kernels.quantise import quantise
-from hotset.lab.plan.products import ProductType
 from hotset.memory.device_pool import KvShape
+from hotset.models.formats.weight_format import ProductType
 
 NVLINK_BYTES_PER_S = 450e9  # of one H200, in each direction
 
