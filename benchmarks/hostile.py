@@ -51,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAIN_SECONDS = 20
 MAX_TOOL_PARTS = 30  # tools are also in the prompt, and what long prompts cost other streams is not measured here
 STREAM_TOKENS = 100
+SENDERS = ProcessPoolExecutor(1, get_context("spawn"))  # starts its process with the first work
 Json = dict[str, Any]
 Rng = random.Random
 
@@ -338,8 +339,7 @@ async def observed(url: str, bodies: Sequence[Json], at_once: int, seconds: floa
     async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as client:
         others = [asyncio.create_task(read_streams(client, number, noticed, ended)) for number in range(2)]
         others.append(asyncio.create_task(ask_for_health(client, noticed, ended)))
-        with ProcessPoolExecutor(1, get_context("spawn")) as senders:
-            noticed.answers = await loop.run_in_executor(senders, attack, url, bodies, at_once)
+        noticed.answers = await loop.run_in_executor(SENDERS, attack, url, bodies, at_once)
         await asyncio.sleep(seconds)
         ended.set()
         await asyncio.gather(*others)
@@ -405,6 +405,7 @@ def main() -> None:
     server = Server(args.model, flags)
     try:
         bodies = list(hostile_requests(args.seed, args.count))
+        SENDERS.submit(attack, server.url, [], args.at_once).result()  # its process starts before anything is timed
         alone = asyncio.run(observed(server.url, [], args.at_once, args.alone))
         beside = asyncio.run(observed(server.url, [harmless(body) for body in bodies], args.at_once))
         first = asyncio.run(observed(server.url, ordinary_requests(5 * args.at_once), args.at_once))
