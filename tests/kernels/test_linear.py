@@ -156,7 +156,11 @@ def test_linear_on_a_gpu_equals_float64(tokens: int, outputs: int, width: int) -
     layer = Linear(weight.to("cuda", BF16), torch.randn(outputs, device="cuda").to(BF16))
     assert layer.bias is not None and isinstance(layer.weight, Tensor)
     exact = reference.linear(x.double(), layer.weight.double(), layer.bias.double())
-    torch.testing.assert_close(layer(x).double(), exact, atol=width**0.5 * 2e-3, rtol=2**-7)
+    # Our kernel, for very few tokens, sums in float32. cuBLAS may divide a long sum into parts and round each to
+    # bfloat16, by a relative error of 2**-9 at most. A sum has a standard deviation of sqrt(width), so its parts are
+    # rounded by sqrt(width) * 2**-9 / sqrt(3) together, also if they cancel; five times that is allowed.
+    rounded_parts = 2e-3 if layer._has_few_tokens(x) else 5 * 2**-9 / 3**0.5
+    torch.testing.assert_close(layer(x).double(), exact, atol=width**0.5 * rounded_parts, rtol=2**-7)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = layer(x)
