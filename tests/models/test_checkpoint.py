@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers  # imports its classes lazily
+from harness import SPARSE_FIELDS
 from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
@@ -28,27 +29,8 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-DSA = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "index_topk": 4,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-}
+DSA: dict[str, Any] = {name: value for name, value in SPARSE_FIELDS.items() if name != "model_type"}
+DSA |= {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 @pytest.fixture

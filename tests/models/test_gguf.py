@@ -2,7 +2,6 @@
 
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import transformers  # imports its classes lazily
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from models.test_checkpoint import LLAMA, refusal_of
 
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.files import ModelFiles, find_model
@@ -25,21 +25,6 @@ from hotset.models.tokenizer import Tokenizer
 gguf = pytest.importorskip("gguf")
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-LLAMA = {
-    "vocab_size": 80,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def refusal_of(action: Callable[[], object]) -> str:
-    with pytest.raises(CheckpointError) as refusal:
-        action()
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
 
 
 def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarray[Any, Any]":
