@@ -14,6 +14,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from models.test_config_reader import fields_read
 from tokenizers import models, pre_tokenizers
 
 from hotset.base.config import EngineConfig
@@ -26,7 +27,7 @@ from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.decoder import worker_kv_shape
-from hotset.models.families import FAMILIES, read_spec
+from hotset.models.families import FAMILIES
 from hotset.models.rope import Rope, softmax_gain
 from hotset.models.spec import KvStorage
 from hotset.models.split import WHOLE_MODEL
@@ -57,30 +58,8 @@ TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "add_bos_token", "cha
 GENERATION_FIELDS = ("eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class RecordedReads(dict[str, Any]):
-    """An object of a configuration that records the names of the fields that were looked up."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.names: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names.add(name)
-        return super().get(name, default)
-
-
-def fields_read() -> list[tuple[str, ...]]:
-    """Returns the path of every field that the configuration reader looks up."""
-    paths: set[tuple[str, ...]] = set()
-    for architecture in FAMILIES:
-        rope = RecordedReads(CONFIG["rope_parameters"])  # type: ignore[arg-type]
-        config = RecordedReads({**CONFIG, "model_type": architecture, "rope_parameters": rope})
-        read_spec(config, {}, "config.json")
-        paths |= {(name,) for name in config.names} | {("rope_parameters", name) for name in rope.names}
-    return sorted(paths)
-
-
-FIELDS = fields_read()
+# The paths of all fields that a configuration reader looks up.
+FIELDS = sorted({tuple(path.split(".")) for name in FAMILIES for path in fields_read({**CONFIG, "model_type": name})})
 FEW_VALUES = [None, [], {}, "x", -1, 0, 2**31 - 1, 10**400, math.nan, 5e-324]
 HOSTILE_VALUES = [
     *FEW_VALUES,
