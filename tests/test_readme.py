@@ -1,5 +1,5 @@
 """Commands and code in the README are valid. Files of the repository that documents mention by their path exist,
-and so do the identifiers in CONTRIBUTING.md and docs/architecture.md."""
+and so do the identifiers in CONTRIBUTING.md, docs/architecture.md and docs/internals/."""
 
 import ast
 import json
@@ -21,7 +21,9 @@ from hotset.serve.protocol import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+INTERNALS = [f"docs/internals/{path.name}" for path in ROOT.glob("docs/internals/*.md")]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+DOCUMENTS += [*INTERNALS, *(f"docs/history/{path.name}" for path in ROOT.glob("docs/history/*.md"))]
 BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 KEYWORDS = {
     "LLM": {setting.name for setting in fields(EngineConfig)} | {"progress"},
@@ -117,11 +119,12 @@ def test_files_that_documents_mention_exist(name: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", *INTERNALS])
 def test_identifiers_that_documents_mention_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     sources = [path.read_text() for pattern in ("hotset/**/*.py", "tests/**/*.py") for path in ROOT.glob(pattern)]
     words = set(re.findall(r"\w+", "\n".join([*sources, (ROOT / "pyproject.toml").read_text()])))
+    words |= {path.stem for path in ROOT.glob("tests/**/*.py")}
     identifiers = re.findall(r"`([A-Za-z_][\w.]*?)(?:\([^`]*\))?`", text)
     files = re.findall(r"`((?:base|kernels|memory|models|schedule|engine|serve|cli)/[\w./]+)`", text)
     assert [name for name in identifiers if not set(name.split(".")) - {"py"} <= words] == []
