@@ -21,7 +21,7 @@ from decode_server import (
 from gpu_timing import replay_seconds
 from report import Row
 from speculation import imposed_acceptance
-from step_profile import grouped_ms, layer_rows, profiled, slowest_kernels
+from step_profile import grouped_ms, layer_rows, profiled
 from synthetic_prefill import SyntheticPrefillModel, SyntheticSelection
 from torch import Tensor
 
@@ -261,7 +261,6 @@ def measure(
         "host GB/s": swapped / len(times) / step_s * 1e-9,
         "sampling ms": sampling_seconds(case.requests, rank.spec.vocab, rank.decoder.device) * 1e3,
         "profile ms": grouped_ms(runs, PROFILED_STEPS),
-        "slowest kernels": slowest_kernels(runs, PROFILED_STEPS),
         "layer": layer_rows(runs) if case.requests == 1 else [],
     }
 
@@ -355,5 +354,4 @@ def measure_prefill(rank: Rank, tokens: int, chunk: int, rates: Rates, *, profil
         "workspace GB": workspace * 1e-9,
         "products ms": {name: value * 1e3 for name, value in ideal.items()},
         "profile ms": grouped_ms(runs, 1),
-        "slowest kernels": slowest_kernels(runs, 1),
     }

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.engine import build
 from hotset.engine.core import Engine
-from hotset.engine.decode_graphs import RunnerModel, max_decoded
+from hotset.engine.decode_graphs import RunnerModel
+from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers.executor import InProcessExecutor
@@ -213,8 +214,7 @@ class RankServer:
             budget.max_model_len,
             spec.vocab,
             graphs=on_gpu,
-            mtp_drafts=config.max_drafts,
-            max_verified=max_decoded(config),
+            drafts=DraftSettings.of(config),
         )
 
     def max_requests(self, tokens: int, shared_pages: bool = False) -> int:

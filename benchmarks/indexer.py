@@ -250,13 +250,6 @@ def sweeps() -> Iterator[Sweep]:
     selecting = [triton_select.TUNED, *(CudaSelection(shape, size) for shape in shapes for size in (1, 2, 4, 8))]
     cases = [IndexerCase(1, 128 << 10), *decode, IndexerCase(128, 128 << 10)]
     yield of("Top-k", selecting, cases, topk_seconds)
-    shared = triton_score.SHARED_CONTEXT
-    chunk_scoring = [shared, replace(shared, stages=3), replace(shared, columns=64, programs_per_sm=3)]
-    chunk_scoring += [
-        replace(shared, keys=128, warps=8, programs_per_sm=1),
-        replace(shared, columns=256, warps=8, programs_per_sm=1),
-    ]
-    yield of("Scoring, a chunk of queries", chunk_scoring, [IndexerCase(1, 32 << 10, chunk=2048)], scoring_seconds)
 
 
 OP = OpBenchmark(

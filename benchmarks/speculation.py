@@ -259,7 +259,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models and few tokens; bars are not checked")
     parser.add_argument("--layers", type=int, help="layers of the one-rank model, instead of 61")
     parser.add_argument("--only", choices=("gain", "rows"), help="only one of the tables")
-    parser.add_argument("--case", choices=("demo", "one rank"), help="only this model, in the table of gains")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit of each timed run")
     options = parser.parse_args()
     device = choose_device(options.device)
@@ -267,7 +266,7 @@ def main() -> None:
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as folder:
         one_rank = one_rank_model(Path(folder), options.layers, tiny=options.quick)
-        listed = [case for case in cases(one_rank, quick=options.quick) if options.case in (None, case.name)]
+        listed = cases(one_rank, quick=options.quick)
         if options.only in (None, "gain"):
             rows = measure_gains(listed, device, tokens, seconds)
             for case, row in zip(listed, rows, strict=True):

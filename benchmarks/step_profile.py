@@ -145,15 +145,6 @@ def layer_rows(runs: Iterable[KernelRun], first: str = "score") -> list[dict[str
     ]
 
 
-def slowest_kernels(runs: Iterable[KernelRun], steps: int, count: int = 40) -> dict[str, dict[str, float]]:
-    """Returns the milliseconds and launches per step of the kernels that take longest."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for run in runs:
-        times[run.name[:80]].append(run.end_us - run.start_us)
-    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:count]
-    return {name: {"ms": sum(us) / 1e3 / steps, "launches": len(us) / steps} for name, us in longest}
-
-
 def profiled(work: Callable[[], object]) -> list[KernelRun]:
     """Runs `work` and returns everything that it ran on the GPU, without the waits of kernels that started early."""
     # torch sets these itself for graphs of its compiler: with CUDA graphs, loading CUPTI a second time can crash.

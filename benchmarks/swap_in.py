@@ -156,7 +156,6 @@ def bars(rows: list[Row]) -> list[Bar]:
 TWO, THREE, FOUR, SIX, EIGHT = (cuda_impl.BlockCluster(blocks) for blocks in (2, 3, 4, 6, 8))
 SMALL_BATCHES = {
     "8 blocks, 1024 threads": with_cluster(replace(EIGHT, threads=1024)),
-    "8 blocks, 1024 threads, 1 row": with_cluster(replace(EIGHT, threads=1024, rows_at_once=1)),
     "8 blocks": with_cluster(EIGHT),
     "4 blocks, 1024 threads": with_cluster(replace(FOUR, threads=1024)),
     "two launches": TWO_LAUNCHES,
@@ -164,27 +163,16 @@ SMALL_BATCHES = {
 LARGE_BATCHES = {
     "8 blocks": with_cluster(EIGHT),
     "6 blocks": with_cluster(SIX),
-    "6 blocks, 4 lists": replace(with_cluster(SIX), lists_at_once=4),
     "6 blocks, 16 lists": replace(with_cluster(SIX), lists_at_once=16),
     "4 blocks": with_cluster(FOUR),
     "3 blocks": with_cluster(THREE),
     "2 blocks": with_cluster(TWO),
-    "2 blocks, 1 row": with_cluster(replace(TWO, rows_at_once=1)),
-    "2 blocks, 1280 rows in turn": replace(with_cluster(TWO), turn_rows=1280),
     "2 blocks, 16 lists": replace(with_cluster(TWO), lists_at_once=16),
-    "2 blocks, all lists": replace(with_cluster(TWO), lists_at_once=128),
     "two launches, 16 lists": replace(TWO_LAUNCHES, copy_lists_at_once=16),
     "two launches, 32 blocks of 256 threads": replace(TWO_LAUNCHES, copy_blocks=32, copy_threads=256),
     "two launches": TWO_LAUNCHES,
 }
-SWEEP = {
-    1: SMALL_BATCHES,
-    8: SMALL_BATCHES,
-    24: LARGE_BATCHES,
-    32: LARGE_BATCHES,
-    58: LARGE_BATCHES,
-    128: LARGE_BATCHES,
-}
+SWEEP = dict.fromkeys((1, 8), SMALL_BATCHES) | dict.fromkeys((24, 32, 58, 128), LARGE_BATCHES)
 SWEEP_MISSES = (0.0, 0.01, 0.05, 0.134, 0.2)
 
 
