@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from gpu_timing import copy_bandwidth, matrix_rate, seconds_of
-from op_runner import OpBenchmark, PeerComparison, Sweep, run, tuning_text
+from op_runner import OpBenchmark, PeerComparison, Sweep, run
 from report import Bar, Row
 from torch import Tensor
 
@@ -236,7 +236,7 @@ def sweeps() -> Iterator[Sweep]:
     def of(title: str, tunings: list[Any], cases: list[IndexerCase], seconds: Any) -> Sweep:
         inputs = {f"{case.batch}x{case.chunk} @{case.context >> 10}k": make_inputs(case) for case in cases}
         timed = {name: partial(seconds, of_case) for name, of_case in inputs.items()}
-        return Sweep(title, {tuning_text(tuning): tuning for tuning in tunings}, timed)
+        return Sweep(title, {str(tuning): tuning for tuning in tunings}, timed)
 
     few = [IndexerCase(1, 32 << 10), IndexerCase(1, 128 << 10)]
     decode = [IndexerCase(32, 32 << 10), IndexerCase(128, 32 << 10), IndexerCase(32, 128 << 10)]

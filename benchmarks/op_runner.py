@@ -115,7 +115,10 @@ def show(op: OpBenchmark, rows: list[Row], options: argparse.Namespace) -> None:
         bars_json = options.json and options.json.with_name(f"{options.json.stem}-bars.json")
         report("Bars", [bar.row() for bar in bars], bars_json)
     if options.png is not None:
-        draw(op, rows, options.png, peer)
+        try:
+            draw(op, rows, options.png, peer)
+        except ImportError:
+            print(f"{options.png} was not drawn: pip install matplotlib", file=sys.stderr)
 
 
 def draw(op: OpBenchmark, rows: Sequence[Row], path: Path, peer: PeerTimings | None) -> None:
@@ -163,7 +166,3 @@ def sweep(sweeps: Iterator[Sweep], end: float, json_path: Path | None) -> None:
 def us(call: Callable[[], object]) -> float:
     """Returns the microseconds of one call."""
     return 1e6 * seconds_of([call])
-
-
-def tuning_text(tuning: Any) -> str:
-    return ", ".join(f"{name} {getattr(tuning, name)}" for name in tuning.__dataclass_fields__)
