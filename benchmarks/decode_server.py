@@ -24,8 +24,7 @@ from hotset.kernels import EMPTY
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.models.attention.dsa_spec import MlaSpec
-from hotset.models.checkpoint.dummy_source import dummy_weights
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.weights import WeightSource, dummy_weights
 from hotset.models.decoder import Decoder
 from hotset.models.families import read_spec
 from hotset.models.layers import Moe

@@ -18,7 +18,7 @@ from hotset.base.units import ceil_div
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.sizing import kv_budget
 from hotset.memory.device_pool import KvShape
-from hotset.models.checkpoint.dummy_source import dummy_weights
+from hotset.models.checkpoint.weights import dummy_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import KvStorage, ModelSpec
 from hotset.tiers.commands import Command, Load

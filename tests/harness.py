@@ -22,7 +22,7 @@ from hotset.engine.workers.executor import InProcessExecutor
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.weights import WeightSource
 from hotset.models.formats.weight_format import PLAIN, WeightFormat
 from hotset.models.spec import ModelSpec
 from hotset.schedule.plan import LogprobColumns

@@ -11,7 +11,7 @@ from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel
 from hotset.models.attention.kinds import KINDS
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.weights import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder_layer import build_layer
 from hotset.models.layer_step import Layer, Residual, StepInputs

@@ -17,10 +17,10 @@ from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
 from hotset.kernels.weights import Weight, output_range
 from hotset.models.beside import beside
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.weights import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.feed_forward import MlpTensors, MoeSpec, MoeTensors
-from hotset.models.formats.weight_format import PLAIN
+from hotset.models.formats.weight_format import QuantisedFormat
 from hotset.models.model_tensors import end_tensors, feed_forward_tensors
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
@@ -52,7 +52,7 @@ def empty_weight(
     """
     first, *others = names
     format = weights.format_of(first)
-    if format != PLAIN and all(weights.format_of(name) == format for name in others):
+    if isinstance(format, QuantisedFormat) and all(weights.format_of(name) == format for name in others):
         return format.codec().empty(shape, weights.device, boundaries)
     return torch.empty(shape, dtype=weights.dtype, device=weights.device)
 

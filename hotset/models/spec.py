@@ -55,7 +55,7 @@ class ModelSpec:
     moe: MoeSpec | None
     dtype: str  # the checkpoint's dtype: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
-    weight_formats: WeightFormats = PLAIN_WEIGHTS
+    weight_formats: WeightFormats = PLAIN_WEIGHTS  # in which formats the checkpoint stores its matrices
     mtp: MtpSpec | None = None  # None: there is no MTP layer, or it is not loaded
 
     @property

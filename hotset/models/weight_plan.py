@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hotset.kernels.linear import packed
 from hotset.memory.device_pool import KvShape
-from hotset.models.checkpoint.source import PlannedWeights, WeightSource
+from hotset.models.checkpoint.weights import WeightSource
 from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder
 from hotset.models.layers import tensors_and_linears
@@ -35,7 +35,7 @@ def plan_weights(
 ) -> WeightPlan:
     """Plans the loading of one worker's weights from `weights`. Reads only the names, shapes and formats of
     the stored tensors. Raises `CheckpointError` if a tensor is missing."""
-    source = PlannedWeights(weights)
+    source = weights.planned()
     decoder = Decoder(spec, source, storage, split, planning_collectives(split.rank, split.size))
     packed_bytes = _packed_bytes(decoder, weights.device) if pack_weights else 0
     return WeightPlan(weight_bytes(decoder) + packed_bytes, source.read_bytes, decoder.kv_shape, packed_bytes)

@@ -16,12 +16,12 @@ from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
 from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
 from hotset.models.attention.gqa_spec import GqaSpec
-from hotset.models.checkpoint.source import TensorSlice, WeightSource
+from hotset.models.checkpoint.weights import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.feed_forward import MoeSpec
 from hotset.models.spec import AS_COMPUTED, ModelSpec, RopeSpec
-from hotset.models.split import Split
+from hotset.models.split import Split, TensorSlice
 
 CPU = torch.device("cpu")
 SEATS, CONTEXT, PAGE_ROWS = 3, 40, 8

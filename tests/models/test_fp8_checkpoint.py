@@ -19,8 +19,7 @@ from hotset.base.errors import CheckpointError, ConfigError
 from hotset.kernels.fp8 import Fp8Weight, common_block_rows
 from hotset.models.checkpoint import stored_tensors
 from hotset.models.checkpoint.files import ModelFiles
-from hotset.models.checkpoint.source import PlannedWeights, WeightSource
-from hotset.models.checkpoint.weights import open_weights
+from hotset.models.checkpoint.weights import WeightSource, open_weights
 from hotset.models.formats.fp8_blocks import FP8_BLOCKS, FP8_CHECKPOINT
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS
 from hotset.models.split import TensorSlice
@@ -129,7 +128,7 @@ def check_kept_slice(tensors: dict[str, Tensor], part: TensorSlice | None, befor
     assert isinstance(alone, Fp8Weight) and alone.block_rows == common_block_rows(first_output)
     assert (merged.codes.view(torch.uint8)[:before] == 0xAB).all()
     assert merged.scales[: before // block_rows].isnan().all()
-    planned = PlannedWeights(source).load_weight(NAME, (rows, columns), tensor_slice=part)
+    planned = source.planned().load_weight(NAME, (rows, columns), tensor_slice=part)
     assert isinstance(planned, Fp8Weight) and planned.device.type == "meta"
     assert (planned.shape, planned.block_rows) == (alone.shape, alone.block_rows)
 

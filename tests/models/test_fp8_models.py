@@ -31,10 +31,8 @@ from hotset.kernels.linear import Linear
 from hotset.kernels.weights import Weight
 from hotset.memory.resident import make_batch
 from hotset.models.allowed_splits import check_tensor_parallel, stage_layers
-from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.source import PlannedWeights, WeightSource
-from hotset.models.checkpoint.weights import open_weights
+from hotset.models.checkpoint.weights import WeightSource, dummy_weights, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.families import read_spec
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
@@ -346,7 +344,7 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
     assert whole.weight_formats == spec.weight_formats == FP8_CHECKPOINT and spec.moe is not None
     planned = dummy_weights(torch.bfloat16, torch.device("meta"), formats=FP8_CHECKPOINT)
     for split in (WHOLE_MODEL, Split(0, 8), Split(7, 8), Split(dp_rank=7, dp_size=8)):
-        decoder = Decoder(spec, PlannedWeights(planned), split=split, collectives=Silent(split))
+        decoder = Decoder(spec, planned, split=split, collectives=Silent(split))
         weights = fp8_weights_in(decoder)
         # In each layer: two merged projections and the attention's output; gate and up, and down, of an MLP or of
         # shared experts; in a layer with experts, two more.

@@ -17,8 +17,7 @@ from hotset.kernels.weights import Weight
 from hotset.models.checkpoint import stored_tensors
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.source import WeightSource
-from hotset.models.checkpoint.weights import open_weights
+from hotset.models.checkpoint.weights import WeightSource, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
 from hotset.models.split import WHOLE_MODEL, Split

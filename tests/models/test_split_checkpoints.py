@@ -14,8 +14,7 @@ from torch import Tensor
 from hotset.base.errors import CheckpointError
 from hotset.models.allowed_splits import stage_layers
 from hotset.models.checkpoint.files import ModelFiles, find_model
-from hotset.models.checkpoint.source import WeightSource
-from hotset.models.checkpoint.weights import open_weights
+from hotset.models.checkpoint.weights import WeightSource, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split, TensorSlice

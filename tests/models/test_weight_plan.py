@@ -14,16 +14,14 @@ from torch import Tensor
 from hotset.base.errors import CheckpointError
 from hotset.models.allowed_splits import stage_layers
 from hotset.models.attention.gqa_spec import GqaSpec
-from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.source import PlannedWeights
-from hotset.models.checkpoint.weights import open_weights
+from hotset.models.checkpoint.weights import dummy_weights, open_weights
 from hotset.models.collectives import planning_collectives
 from hotset.models.config_fields import read_json
 from hotset.models.decoder import Decoder
 from hotset.models.families import read_spec
-from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
-from hotset.models.formats.weight_format import PLAIN_WEIGHTS
+from hotset.models.formats.fp8_blocks import FP8_BLOCKS, FP8_CHECKPOINT
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS, FormatRule, WeightFormats
 from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.spec import AS_COMPUTED, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
@@ -79,10 +77,13 @@ def wider(spec: ModelSpec) -> ModelSpec:
     return replace(spec, hidden=200, vocab=99, mlp_width=512, attention=changed, moe=moe)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+FP8_EXPERTS = WeightFormats((FormatRule(r".*\.mlp\.experts\..*", FP8_BLOCKS),))
+
+
+@pytest.mark.parametrize("formats", [PLAIN_WEIGHTS, FP8_CHECKPOINT, FP8_EXPERTS], ids=["plain", "fp8", "fp8 experts"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name: str, fp8: bool) -> None:
-    spec = replace(wider(SPECS[name]), weight_formats=FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS)
+def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name: str, formats: WeightFormats) -> None:
+    spec = replace(wider(SPECS[name]), weight_formats=formats)
     for split in splits_of(spec):
         source = dummy_weights(torch.bfloat16, CPU, formats=spec.weight_formats)
         plan = plan_weights(spec, source, AS_COMPUTED, split)
@@ -137,5 +138,5 @@ def test_a_missing_tensor_is_reported_by_the_plan() -> None:
 
 
 def test_planned_tensors_have_no_memory() -> None:
-    source = PlannedWeights(RandomWeights(torch.float32, 1))
+    source = RandomWeights(torch.float32, 1).planned()
     assert source.load("w", (1 << 20, 1 << 20)).is_meta

@@ -13,8 +13,8 @@ from hotset.engine.model_checks import context_length, kv_storage, model_splits
 from hotset.engine.sizing import KvBudget, shared_budget, store_writer
 from hotset.engine.start_plan import WorkerPlan, estimated_steps, planned_memories, usable_bytes
 from hotset.lab.plan.gpus import Machine
-from hotset.models.checkpoint.dummy_source import dummy_weights
 from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.checkpoint.weights import dummy_weights
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.split import Split

@@ -5,8 +5,7 @@ import hashlib
 import torch
 
 from hotset.kernels.weights import Weight
-from hotset.models.checkpoint.source import WeightSource
-from hotset.models.formats.weight_format import PLAIN, PLAIN_WEIGHTS, WeightFormat, WeightFormats
+from hotset.models.formats.weight_format import QuantisedFormat, WeightFormat, WeightFormats
 
 DUMMY_STD = 0.02
 
@@ -30,7 +29,7 @@ class DummySource:
             return torch.ones(shape, device=self._device)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        if (format := self.format_of(name)) != PLAIN:
+        if isinstance(format := self.format_of(name), QuantisedFormat):
             return format.codec().make_up(shape, DUMMY_STD, generator)
         return torch.randn(shape, generator=generator, dtype=torch.float32, device=self._device).mul_(DUMMY_STD)
 
@@ -42,9 +41,3 @@ class DummySource:
 
     def finish(self) -> None:
         """Does nothing: there is no file whose tensors must all be used."""
-
-
-def dummy_weights(
-    dtype: torch.dtype, device: torch.device | str, seed: int = 0, formats: WeightFormats = PLAIN_WEIGHTS
-) -> WeightSource:
-    return WeightSource(DummySource(torch.device(device), seed, formats), dtype, device, formats)

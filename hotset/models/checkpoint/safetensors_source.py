@@ -12,7 +12,7 @@ from hotset.models.checkpoint.files import INDEX, header_bytes, read_weight_inde
 from hotset.models.checkpoint.stored_tensors import check_shape
 from hotset.models.checkpoint.unused_tensors import check_unused_tensors
 from hotset.models.formats import readable_formats
-from hotset.models.formats.weight_format import PLAIN, WeightFormat
+from hotset.models.formats.weight_format import PLAIN, QuantisedFormat, WeightFormat
 from hotset.models.model_tensors import tensor_names
 from hotset.models.spec import ModelSpec
 
@@ -67,7 +67,7 @@ class SafetensorsSource:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         format = self.format_of(name)
-        if format != PLAIN:
+        if isinstance(format, QuantisedFormat):
             parts = {part: self._tensor(part) for part in format.stored_names(name) if part in self._file_of}
             return format.codec().read(name, shape, parts, self.title)
         stored = self._tensor(name)

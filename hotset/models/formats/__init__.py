@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 from hotset.models.config_fields import ConfigFields
 from hotset.models.formats.fp8_blocks import FP8_BLOCKS, read_fp8
-from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormat, WeightFormats
+from hotset.models.formats.weight_format import PLAIN_WEIGHTS, QuantisedFormat, WeightFormats
 
 # Reads a section `quantization_config`, by its `quant_method`.
 QUANTISATION_READERS: dict[str, Callable[[ConfigFields], WeightFormats]] = {"fp8": read_fp8}
 # The formats that stored tensors show by themselves, even if config.json does not mention them.
-SELF_DESCRIBING: tuple[WeightFormat, ...] = (FP8_BLOCKS,)
+SELF_DESCRIBING: tuple[QuantisedFormat, ...] = (FP8_BLOCKS,)
 
 
-def readable_formats(formats: WeightFormats) -> tuple[WeightFormat, ...]:
-    """Returns the formats in which matrices of a checkpoint may be stored, other than plain."""
+def readable_formats(formats: WeightFormats) -> tuple[QuantisedFormat, ...]:
+    """Returns the quantised formats in which matrices of a checkpoint may be stored."""
     return tuple(dict.fromkeys((*(rule.format for rule in formats.rules), *SELF_DESCRIBING)))
 
 

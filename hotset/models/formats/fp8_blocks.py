@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hotset.base.units import ceil_div
 from hotset.models.config_fields import ConfigFields
-from hotset.models.formats.weight_format import FormatRule, WeightFormat, WeightFormats
+from hotset.models.formats.weight_format import FormatRule, QuantisedFormat, WeightFormats
 
 if TYPE_CHECKING:
     from hotset.models.formats.codec import MatrixCodec
@@ -18,7 +18,7 @@ PUBLISHED_NAMES = r"model\.layers\.\d+\..*(?<!weights)(_proj|_proj_with_mqa|\.wq
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks(WeightFormat):
+class Fp8Blocks(QuantisedFormat):
     """A code of 8 bits per value, and a float32 scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs.
 
     Activations are quantised in the same blocks of inputs. Ranks that divide a block would quantise them with other

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from hotset.base.errors import ConfigError, InternalError
+from hotset.base.errors import ConfigError
 from hotset.models.split import TensorSlice
 
 if TYPE_CHECKING:
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 ProductType = Literal["fp8", "bf16", "fp32"]  # what the tensor cores multiply
 
 
-class WeightFormat(ABC):
-    """A format in which checkpoints store matrices [outputs, inputs]. Its values are frozen dataclasses."""
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A format in which checkpoints store matrices [outputs, inputs]: this one is plain, in the model's dtype."""
 
-    name: ClassVar[str]  # in messages
-    product_type: ClassVar[ProductType]  # of products with a weight in this format
+    name: ClassVar[str] = "plain"  # in messages
+    product_type: ClassVar[ProductType] = "bf16"  # of products with a weight in this format
     input_block: ClassVar[int] = 1  # a slice of the inputs must begin and end at multiples of this
 
     @property
@@ -27,9 +28,20 @@ class WeightFormat(ABC):
         """How messages describe what a slice of the inputs must not divide."""
         return f"{self.name} blocks of {self.input_block}"
 
-    @abstractmethod
     def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
         """Returns the bytes of a matrix in memory, in a model whose dtype takes `dtype_bytes` per value."""
+        return outputs * inputs * dtype_bytes
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names of the tensors that hold the matrix `name` in a checkpoint."""
+        return (name,)
+
+
+PLAIN = WeightFormat()
+
+
+class QuantisedFormat(WeightFormat, ABC):
+    """A format of few bits. Its values are frozen dataclasses."""
 
     @abstractmethod
     def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
@@ -38,10 +50,6 @@ class WeightFormat(ABC):
         `stored_type` returns the type of a stored tensor as safetensors files name it, or None if there is no tensor
         of that name.
         """
-
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names of the tensors that hold the matrix `name` in a checkpoint."""
-        return (name,)
 
     @abstractmethod
     def codec(self) -> "MatrixCodec":
@@ -64,31 +72,11 @@ class WeightFormat(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Plain(WeightFormat):
-    """Weights in the model's dtype."""
-
-    name = "plain"
-    product_type = "bf16"
-
-    def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
-        return outputs * inputs * dtype_bytes
-
-    def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
-        return True
-
-    def codec(self) -> "MatrixCodec":
-        raise InternalError("plain weights are tensors, which need no codec")
-
-
-PLAIN = Plain()
-
-
-@dataclass(frozen=True, slots=True)
 class FormatRule:
     """The format of the matrices whose names match a regular expression."""
 
     pattern: str
-    format: WeightFormat
+    format: QuantisedFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +91,8 @@ class WeightFormats:
     expanded: bool = False  # whether loading expands all weights to the model's dtype
 
     @property
-    def kept_formats(self) -> tuple[WeightFormat, ...]:
-        """The formats, other than plain, in which weights stay in memory."""
+    def kept_formats(self) -> tuple[QuantisedFormat, ...]:
+        """The quantised formats in which weights stay in memory."""
         return () if self.expanded else tuple(rule.format for rule in self.rules)
 
     def expand(self) -> "WeightFormats":
