@@ -17,7 +17,6 @@ from hotset.lab.bench.workload import TRACE_BLOCK_TOKENS, PlannedRequest, Prompt
 
 EXAMPLES = examples(15)
 IDS = PromptSource(range(1000, 2000))
-BLOCK_IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 
 
 def planned(config: BenchConfig, count: int, source: PromptSource = IDS, seed: int = 7, load: int = 0) -> list[Any]:
