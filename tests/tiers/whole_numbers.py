@@ -287,7 +287,7 @@ class Bench:
             max_num_seqs=seats,
             max_num_batched_tokens=step_tokens,
             speculate=max_drafts,
-            speculate_by="mtp" if mtp else "lookup",
+            speculate_by="lookup" if max_drafts and not mtp else "mtp",
         )
         drafts, speculation = DraftSettings.of(config), None
         if max_drafts:
