@@ -15,7 +15,8 @@ from hotset.base.story import MAX_EVENTS, Story, StoryEvent
 from hotset.cli.top import Watched, frame
 from hotset.engine.outputs import EngineStats
 from hotset.engine.process import StateReport
-from hotset.schedule.snapshots import MAX_ENDED, MAX_OPEN, RequestSnapshot
+from hotset.schedule import snapshots
+from hotset.schedule.snapshots import RequestSnapshot
 from hotset.schedule.statistics import RankStats
 from hotset.serve import feed as feed_module
 from hotset.serve.feed import MAX_BEHIND, MAX_WATCHERS, Feed
@@ -145,7 +146,7 @@ def test_ranks_of_a_data_parallel_engine_are_shown_by_the_stream_and_by_hotset_t
     asyncio.run(scenario())
 
 
-def test_history_requests_stories_and_snapshots_are_bounded() -> None:
+def test_history_requests_stories_and_snapshots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     live = make_live()
     for number in range(2 * HISTORY):
         ended = snapshot(f"e{number}", "finished", story=(StoryEvent(0.0, "phase", "waiting"),))
@@ -158,14 +159,17 @@ def test_history_requests_stories_and_snapshots_are_bounded() -> None:
     kept = [int(event.state) for event in story.events]
     assert len(kept) == MAX_EVENTS and story.num_events == 3 * MAX_EVENTS
     assert kept[: MAX_EVENTS // 2] == [*range(MAX_EVENTS // 2)] and kept[-1] == 3 * MAX_EVENTS - 1
+    max_open, max_ended = 20, 10  # few, because the bench compares all rows after each step
+    monkeypatch.setattr(snapshots, "MAX_OPEN", max_open)
+    monkeypatch.setattr(snapshots, "MAX_ENDED", max_ended)
     bench = Bench(33, 120)
-    for number in range(MAX_OPEN + 50):
+    for number in range(max_open + 5):
         bench.add(f"r{number}", 5, 3)
     bench.step()
     taken = bench.engine.take_snapshots()
-    assert len(taken) == MAX_OPEN and taken[0].phase != "waiting" == taken[-1].phase
+    assert len(taken) == max_open and taken[0].phase != "waiting" == taken[-1].phase
     bench.finish()
-    assert len(bench.engine.take_snapshots()) == MAX_ENDED
+    assert len(bench.engine.take_snapshots()) == max_ended
 
 
 def test_a_watcher_that_does_not_read_gets_the_whole_state_and_holds_nobody_up() -> None:
