@@ -133,7 +133,7 @@ def cases_of(server: RankServer, tiers: TiersMode, drafts: int, options: argpars
             continue
         largest.append(Case(tiers, context, fit))
         if options.all_hits and options.all_hits <= fit and context == min(options.context):
-            all_hits = "off" if tiers == "off" else "always"
+            all_hits: TiersMode = "off" if tiers == "off" else "always"
             others.append(Case(all_hits, context, options.all_hits, misses=False))
         most = 0 if tiers == "off" else server.max_requests(context + GROWTH, shared_pages=True)
         if most > fit:
