@@ -27,6 +27,8 @@ SLOW_FILES = (
     "tiers/test_known_defects.py",
     "engine/test_handoff.py",
     "engine/test_invariance.py",
+    "engine/test_mtp_drafts.py",
+    "engine/test_speculation.py",
     "models/test_parity.py",
     "tiers/test_state_machine.py",
     "engine/test_workers.py",

@@ -3,7 +3,7 @@ requests."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.input_processor import InputProcessor
@@ -107,13 +108,21 @@ class Answer:
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
 
 
-def make_engine(model: RunnerModel, spec: ModelSpec, /, **settings: Any) -> Engine:
+def make_engine(
+    model: RunnerModel,
+    spec: ModelSpec,
+    /,
+    *,
+    connections: Callable[[], Connections] = load_connections,
+    weights: str = "",
+    **settings: Any,
+) -> Engine:
     """Returns an engine around a loaded decoder. `settings` are fields of EngineConfig."""
     config = EngineConfig(**settings)
     budget = kv_budget(config, model.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, model, budget, CPU, card.vocab)
-    engine = assemble(config, card, model.kv_shape, budget, executor)
+    engine = assemble(config, card, model.kv_shape, budget, executor, weights=weights, connections=connections)
     if isinstance(model, Recorder):
         assert isinstance(engine.executor, InProcessExecutor)
         model.tokens = engine.executor.runner._tokens

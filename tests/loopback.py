@@ -222,7 +222,7 @@ class Hub:
             return
         job.source.meter.begin()
         job.metered = True
-        faults = job.target.faults or self.faults
+        faults = self.faults
         fate = self.fates.popleft() if self.fates else faults.fate(self._random)
         writes = self._split(merged, whole=fate is Fate.WRITTEN)
         if self._random.random() < faults.reorder:
@@ -292,15 +292,12 @@ class Hub:
 
 
 class Loopback:
-    """Implements `Transfer` within one process. `faults`, if given, replace the hub's for writes to this endpoint.
-
-    After `close` has returned, no byte is copied from or to this endpoint's memory.
-    """
+    """Implements `Transfer` within one process. After `close` has returned, no byte is copied from or to this
+    endpoint's memory."""
 
     name = "loopback"
 
-    def __init__(self, hub: Hub, faults: Faults | None = None, deadline_s: float = 30.0) -> None:
-        self.faults = faults
+    def __init__(self, hub: Hub, deadline_s: float = 30.0) -> None:
         self.regions = Regions()
         self.closed = False
         self._hub = hub

@@ -19,18 +19,15 @@ import numpy as np
 import pytest
 import torch
 from engine.test_invariance import MODELS
-from harness import CPU, RandomWeights, run_all
+from harness import CPU, RandomWeights, make_engine, run_all
 from loopback import Hub, Loopback
 
-from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import EMBEDDED
 from hotset.base.paged_span import PagedSpan
 from hotset.base.request_options import LandingChoice, RequestOptions, TiersChoice
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.sizing import kv_budget
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import prefill_agent
@@ -125,12 +122,10 @@ class Prompts:
 
 
 def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
-    config = EngineConfig(**{"max_num_seqs": 4, **settings})
-    budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
-    card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     opener = TransferSettings.open if hub is None else lambda _settings: Loopback(hub)
-    executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, connections=lambda: FleetConnections(opener))
+    return make_engine(
+        decoder, decoder.spec, connections=lambda: FleetConnections(opener), **{"max_num_seqs": 4, **settings}
+    )
 
 
 @lru_cache

@@ -29,9 +29,9 @@ from hotset.engine.llm import LLM
 from hotset.engine.outputs import Delta
 from hotset.engine.process import AddRequests, EngineProcess, StopEngine
 from hotset.engine.progress import Progress
-from hotset.models.checkpoint.model_names import embedded_path
 from hotset.models.decoder_layer import DecoderLayer
 
+DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 DEADLINE_S = 200.0
 NOTICE_S = 60.0  # time for a client to notice a process that is stopped or hangs; the limit is 3 s
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -317,17 +317,17 @@ def test_the_progress_of_the_start_reaches_the_parent(monkeypatch: pytest.Monkey
     monkeypatch.setattr(process_module, "SHOW_SECONDS", 0.0)
     process = EngineProcess.__new__(EngineProcess)
     process.pipe, child_end = multiprocessing.Pipe()
-    config = EngineConfig(device="cpu", device_kv_tokens=256)
+    config = EngineConfig(DEMO, device="cpu", device_kv_tokens=256)
     building = threading.Thread(target=process_module._build, args=(config, child_end, lambda: None, lambda: None))
     building.start()
     shown: list[TaskProgress] = []
     card = process.wait_ready(shown.append)
     building.join()
-    title, size = f"Loading {card.name}", embedded_path().stat().st_size
+    title, size = f"Loading {card.name}", sum(file.stat().st_size for file in Path(DEMO).glob("*.safetensors"))
     loading = [progress for progress in shown if progress.title == title]
     total = loading[-1].total
     assert loading[0].total is None and loading[-1] == TaskProgress(title, total or 0, total, in_bytes=True)
-    assert total is not None and 0.9 * size < total < size, "the file also holds a tokenizer"
+    assert total is not None and 0.8 * size < total < size, "the layer that drafts may be left out"
     assert [progress.done for progress in loading] == sorted(progress.done for progress in loading)
 
 

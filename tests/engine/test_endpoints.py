@@ -6,21 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from engine.handoff_pair import decoder_of
-from harness import CPU
+from harness import make_engine
 from loopback import Hub, Loopback
 
-from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine import core
-from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopEngine, _stop_requested
-from hotset.engine.sizing import kv_budget
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
 from hotset.fleet.handoff.endpoints import DecodeEndpoint, PrefillEndpoint
@@ -56,15 +52,10 @@ class FailingTransfer(RecordingTransfer):
 
 
 def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine:
-    config = EngineConfig(**{"max_num_seqs": 4, "host_kv_tokens": 1024, "role": role, **SIZES, **settings})
-    decoder = decoder_of("dsa")
-    budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
-    card = model_card(config, decoder.spec, budget, CPU, torch.float64)
-    executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    opened = transfer or RecordingTransfer(Hub())
-    return assemble(
-        config, card, decoder.kv_shape, budget, executor, connections=lambda: FleetConnections(lambda _settings: opened)
-    )
+    decoder, opened = decoder_of("dsa"), transfer or RecordingTransfer(Hub())
+    settings = {"max_num_seqs": 4, "host_kv_tokens": 1024, "role": role, **SIZES, **settings}
+    connections = FleetConnections(lambda _settings: opened)
+    return make_engine(decoder, decoder.spec, connections=lambda: connections, **settings)
 
 
 class FakeAgent:

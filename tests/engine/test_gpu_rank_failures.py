@@ -6,14 +6,14 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.symmetric_ranks import has_mps
-from processes import is_running, pause, shared_memory_of
+from processes import is_running, pause, shared_memory_of, wait_until_ended
+from waiting import wait_until
 
 from hotset import LLM, SamplingParams
 from hotset.base.errors import EngineStopped
@@ -51,13 +51,6 @@ def free_bytes() -> int:
     return int(torch.cuda.mem_get_info(0)[0])
 
 
-def wait_until(condition: Callable[[], bool], description: str, seconds: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"still not true after {seconds:g} s: {description}"
-        time.sleep(0.001)
-
-
 def workers_of(llm: LLM) -> list[WorkerHandle]:
     executor = llm._engine.executor
     assert isinstance(executor, MultiprocessExecutor)
@@ -88,7 +81,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_leaves_nothing_behind(how
         steps_before, struck_at = victim.progress.steps, [0.0]
 
         def strike_during_steps() -> None:
-            wait_until(lambda: victim.progress.steps >= steps_before + 5, "five steps were executed")
+            assert wait_until(lambda: victim.progress.steps >= steps_before + 5, DEADLINE_S), "few steps were executed"
             struck_at[0] = time.monotonic()
             strike(pids[1], how)
 
@@ -98,7 +91,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_leaves_nothing_behind(how
         if when == "idle":
             struck_at[0] = time.monotonic()
             strike(pids[1], how)
-            wait_until(lambda: not any(is_running(pid) for pid in pids), "all workers of an idle engine have ended")
+            wait_until_ended(pids)
         else:
             killer.start()
         during = ", in step " if when != "idle" else ""
@@ -117,7 +110,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_leaves_nothing_behind(how
             assert steps < PROMPT_TOKENS // CHUNK_TOKENS, "the prompt was finished before the signal"
     assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
     assert not any(path.exists() for path in shared), "a worker has left shared memory"
-    wait_until(lambda: free_bytes() > free_before - HELD_BYTES, "the GPU memory of all workers is free", NEW_ENGINE_S)
+    assert wait_until(lambda: free_bytes() > free_before - HELD_BYTES, NEW_ENGINE_S), "GPU memory of workers is in use"
     with LLM(str(DEMO), **SETTINGS) as llm:
         assert answer(llm) == expected
         assert time.monotonic() - named_at < NEW_ENGINE_S

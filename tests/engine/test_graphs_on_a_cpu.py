@@ -15,7 +15,7 @@ REQUESTS = 3
 
 @pytest.mark.parametrize(
     ("name", "tiers", "slots"),
-    [("deepseek", "off", None), ("glm", "auto", 6), ("deepseek", "always", 6), ("glm", "always", 18)],
+    [("deepseek", "off", None), ("glm", "auto", 6), ("deepseek", "always", 6)],
 )
 def test_graphs_sample_what_steps_without_graphs_sample(
     name: str, tiers: str, slots: int | None, monkeypatch: pytest.MonkeyPatch

@@ -8,22 +8,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from engine.test_invariance import MODELS
 from engine.two_machines import SECRET, hand_over
-from harness import CPU, tiny_directory
+from harness import make_engine, tiny_directory
 from loopback import Hub, Loopback
 
-from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import DEFAULT_STAGING_MIB
 from hotset.base.errors import RequestError
 from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB
-from hotset.engine import build
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
-from hotset.engine.sizing import kv_budget
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff.routes import PROBE_BYTES
 from hotset.fleet.handoff.stores import regions
@@ -47,12 +43,9 @@ class RecordingLoopback(Loopback):
 
 def make(open_transfer: Callable[[TransferSettings], Transfer] = TransferSettings.open, **settings: Any) -> Engine:
     spec, decoder = MODELS["dsa"]
-    config = EngineConfig(max_model_len=96, device_kv_tokens=400, **settings)
-    budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
-    card = build.model_card(config, spec, budget, CPU, torch.float64)
-    executor = build.in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return build.assemble(
-        config, card, decoder.kv_shape, budget, executor, connections=lambda: FleetConnections(open_transfer)
+    connections = FleetConnections(open_transfer)
+    return make_engine(
+        decoder, spec, connections=lambda: connections, max_model_len=96, device_kv_tokens=400, **settings
     )
 
 

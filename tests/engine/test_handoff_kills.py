@@ -23,7 +23,7 @@ from hotset.engine.client import EngineClient
 
 pytest.importorskip("nixl")
 
-FAULTS = 50
+FAULTS = 20
 CLIENTS = 4
 PAUSE_S = 10.0
 MAX_QUARANTINE_S = 10.0  # after a kill, or after a stopped worker continues

@@ -15,7 +15,6 @@ import pytest
 from engine.handoff_pair import DSA_CONFIG
 from harness import tiny_directory
 from ports import reserved_port
-from processes import pause
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, HandoffLost
@@ -234,75 +233,6 @@ def quarantined(stats: EngineStats) -> int:
     """Returns the number of pages and of bytes of the ring in quarantine."""
     assert stats.handoff is not None
     return stats.quarantined_pages + stats.handoff.ring_quarantined_bytes
-
-
-@pytest.mark.slow
-def test_twenty_killed_prefill_workers_leave_nothing_in_quarantine_and_every_later_request_is_served(
-    tmp_path: Path,
-) -> None:
-    """Defect 23. The pools are so small that the pages of two lost prompts would leave no room."""
-    kills, small = 20, {"max_model_len": 1100, "device_kv_tokens": 1200, "host_kv_tokens": 2300}
-    prompts = [LONG_PROMPT[number : number + 1000] for number in range(kills)]
-
-    async def scenario(workers: Workers) -> None:
-        (decode,) = await workers.start("decode", **small)
-        expected = [await answer(decode, f"alone {number}", prompts[number][:200], None) for number in range(3)]
-        slowest = 0.0
-        (prefill,) = await workers.start("prefill", control=f"127.0.0.1:{port}", **small)
-        for number in range(kills):
-            computed = (await prefill.stats()).tokens_prefilled
-            interrupted = asyncio.create_task(answer(decode, f"interrupted {number}", prompts[number], prefill))
-            await wait_until(prefill, lambda stats, computed=computed: stats.tokens_prefilled > computed + 5 * CHUNK)
-            kill(prefill)
-            killed_at = time.monotonic()
-            starting = asyncio.create_task(workers.start("prefill", control=prefill.control, **small))
-            with pytest.raises(HandoffLost):
-                await asyncio.wait_for(interrupted, PEER_LOST_S)
-            await wait_until(decode, lambda stats: quarantined(stats) == pages_held(stats) == 0, PEER_LOST_S)
-            slowest = max(slowest, time.monotonic() - killed_at)
-            (prefill,) = await starting
-            handed = await answer(decode, f"handed {number}", prompts[number % 3][:200], prefill)
-            assert handed == expected[number % 3]
-        assert slowest < 10.0, f"pages were held for {slowest:.1f} s after a kill"
-        stats = await wait_for_audit(decode)
-        assert (stats.landed, stats.lost, pages_held(stats)) == (kills, kills, 0)
-
-    with reserved_port() as port:
-        run(tmp_path, scenario, seconds=1200.0)
-
-
-async def pause_while_rows_land(paused: EngineClient, prefill: EngineClient, seconds: float) -> None:
-    """Pauses a worker when rows of a prompt have been written, and continues it after some seconds."""
-    computed = (await prefill.stats()).tokens_prefilled
-    await wait_until(prefill, lambda stats: stats.tokens_prefilled > computed + 5 * CHUNK)
-    assert paused._process.pid is not None
-    await asyncio.to_thread(pause, paused._process.pid)
-    await asyncio.sleep(seconds)
-    os.kill(paused._process.pid, signal.SIGCONT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ROLES)
-def test_workers_paused_for_16_seconds_while_rows_land_hold_no_page_afterwards(tmp_path: Path, role: Role) -> None:
-    """Defect 23. A paused decode worker retries the prompt; if the prefill worker is paused, the request is lost."""
-
-    async def scenario(workers: Workers) -> None:
-        prefill, decode = await workers.start("prefill", "decode", step_timeout=600.0)
-        expected = await answer(decode, "alone", MEDIUM_PROMPT, None)
-        for number in range(10 if role == "decode" else 2):
-            handed = asyncio.create_task(answer(decode, f"handed {number}", MEDIUM_PROMPT, prefill))
-            await pause_while_rows_land(decode if role == "decode" else prefill, prefill, 16.0)
-            resumed_at = time.monotonic()
-            (outcome,) = await asyncio.gather(handed, return_exceptions=True)
-            assert outcome == expected or (role == "prefill" and isinstance(outcome, HandoffLost)), outcome
-            for client in (prefill, decode):
-                await wait_until(client, lambda stats: quarantined(stats) == pages_held(stats) == num_open(stats) == 0)
-            assert time.monotonic() - resumed_at < 30.0
-        for client in (prefill, decode):
-            stats = await wait_for_audit(client)
-            assert pages_held(stats) == quarantined(stats) == 0
-
-    run(tmp_path, scenario, seconds=600.0)
 
 
 class Crowded(NamedTuple):

@@ -10,15 +10,12 @@ import pytest
 import torch
 from engine.handoff_pair import Pair, simulated_routes
 from engine.threaded import split_engine
-from harness import CPU, RandomWeights, make_engine, run_all
+from harness import RandomWeights, make_engine, run_all
 from loopback import Hub, Loopback
 from models.split_workers import SPECS
 
-from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
-from hotset.engine.sizing import kv_budget
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import staging
 from hotset.fleet.transfer.api import MemoryKind, Transfer
@@ -69,19 +66,9 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
         settings["staging_mib"] = 1
     if parallelism != "TP1":
         return split_engine(spec, SEED, opener, **settings)
-    config, decoder = EngineConfig(**settings), Decoder(spec, RandomWeights(torch.float64, SEED))
-    budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
-    card = model_card(config, spec, budget, CPU, torch.float64)
-    executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(
-        config,
-        card,
-        decoder.kv_shape,
-        budget,
-        executor,
-        connections=lambda: FleetConnections(lambda _settings: opener()),
-        weights=f"random {SEED}",
-    )
+    decoder = Decoder(spec, RandomWeights(torch.float64, SEED))
+    connections = FleetConnections(lambda _settings: opener())
+    return make_engine(decoder, spec, connections=lambda: connections, weights=f"random {SEED}", **settings)
 
 
 @contextmanager

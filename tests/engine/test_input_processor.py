@@ -5,7 +5,8 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.errors import RequestError
@@ -21,7 +22,7 @@ IDS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(100)
 @given(st.lists(IDS, max_size=6), st.sampled_from([list, tuple, frozenset, dict.fromkeys]))
 def test_the_verdict_is_that_of_a_check_of_each_id(ids: list[int], container: Any) -> None:
     token_ids: Collection[int] = container(ids)

@@ -69,7 +69,13 @@ def punctual() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "tiers", "plans"),
-    [("dsa", "auto", 1), ("dsa", "auto", 3), ("dsa", "always", 2), ("gqa", "off", 3), ("shared", "always", 3)],
+    [
+        ("dsa", "auto", 1),
+        ("gqa", "off", 2),
+        ("shared", "always", 3),
+        pytest.param("dsa", "auto", 3, marks=pytest.mark.slow),
+        pytest.param("dsa", "always", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_do_not_depend_on_late_masks(
     name: str, tiers: str, plans: int, model_directory: str, late: list[Residence]

@@ -156,8 +156,22 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
     assert sum(drafts > 0 for drafts in unverified) > 0.2 * len(unverified), "few plans were made ahead of verification"
 
 
-@pytest.mark.parametrize("accept", ["exact", "distribution"])
-@pytest.mark.parametrize("split", [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")])
+@pytest.mark.parametrize(
+    ("split", "accept"),
+    [
+        ("tensor_parallel_size", "distribution"),
+        ("pipeline_parallel_size", "exact"),
+        ("data_parallel_size", "distribution"),
+        *(
+            pytest.param(split, accept, marks=pytest.mark.slow)
+            for split, accept in (
+                ("tensor_parallel_size", "exact"),
+                ("pipeline_parallel_size", "distribution"),
+                ("data_parallel_size", "exact"),
+            )
+        ),
+    ],
+)
 def test_ranks_and_stages_draft_what_one_process_drafts(split: str, accept: str) -> None:
     prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [8, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57, 58], [6]]
     params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
@@ -206,7 +220,7 @@ def drafted_answers(name: str, params: Sequence[SamplingParams], **settings: Any
     return [answer.token_ids for answer in answers], sum(engine.stats().drafts_accepted.values())
 
 
-@pytest.mark.parametrize(("name", "plans"), [("deepseek", 1), ("glm", 2)])
+@pytest.mark.parametrize(("name", "plans"), [pytest.param("deepseek", 1, marks=pytest.mark.slow), ("glm", 2)])
 def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sampled(name: str, plans: int) -> None:
     """Answers of many seeds. In each place, tokens are sampled as often as without drafts: the squared differences, in
     units of their variance, have the mean 1."""
@@ -271,15 +285,12 @@ def test_the_rows_of_the_layer_travel_with_a_handoff() -> None:
 
 
 def test_the_demo_model_drafts_its_answers() -> None:
-    texts, greedy = [], SamplingParams(temperature=0.0, max_tokens=24)
-    for settings in ({}, {"speculate": 3}):
-        llm = LLM(DEMO, device="cpu", max_num_seqs=2, max_model_len=320, **settings)
+    with LLM(DEMO, device="cpu", max_num_seqs=2, max_model_len=320, speculate=3) as llm:
         questions = make_questions(["several", "sum"], 256, 2, 5, LocalBackend(llm).count_tokens)
         prompts = [f"<|bos|>{question.prompt}" for question in questions]
-        texts.append([request.outputs[0].text for request in llm.generate(prompts, greedy)])
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
         stats = llm.stats()
-        llm.close()
-    assert texts[0] == texts[1] == [question.answer for question in questions]
+    assert [output.outputs[0].text for output in outputs] == [question.answer for question in questions]
     assert sum(stats.drafts_accepted.values()) >= 0.7 * sum(stats.drafts_verified.values()) > 0
 
 

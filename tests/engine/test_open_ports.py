@@ -79,10 +79,8 @@ def test_defect_21_a_rank_uses_loopback_even_if_the_environment_names_another_in
 @pytest.mark.parametrize(
     ("role", "transfer", "settings"),
     [
-        ("prefill", "nixl", {"control": "127.0.0.2:0"}),
         ("decode", "nixl", {"control": "0.0.0.0:0", "advertise": "127.0.0.3:0", "transfer_interface": "lo"}),
-        ("prefill", "mooncake", {}),
-        ("decode", "mooncake", {"control": "127.0.0.2:0"}),
+        ("prefill", "mooncake", {"control": "127.0.0.2:0"}),
     ],
 )
 def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_interface_only(

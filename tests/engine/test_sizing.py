@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from harness import CPU, RandomWeights, make_engine
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hotset.base.config import EngineConfig, TiersMode
@@ -46,7 +47,7 @@ def budget(shape: KvShape, tiers: TiersMode, context: int = 4000, **changes: Any
     return kv_budget(EngineConfig(tiers=tiers, **changes), shape, context, CPU)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@examples(100)
 @given(
     shapes(), st.integers(1, 64), st.integers(20, 3000), st.integers(0, 20), st.sampled_from(["smallest", "default"])
 )

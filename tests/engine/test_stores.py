@@ -4,7 +4,8 @@ import ctypes
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.paged_span import PagedSpan
@@ -18,7 +19,7 @@ from hotset.memory.tables import PageTables
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(30)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=5),
     st.integers(1, 6),

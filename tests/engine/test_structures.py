@@ -93,9 +93,13 @@ def answers_of_one_process(name: str, model_directory: str) -> list[Answer]:
 
 
 CASES = [
-    *(("dsa", "auto", plans) for plans in (1, 2, 3)),
+    ("dsa", "auto", 1),
     ("gqa", "off", 2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("gqa", "off", 3), ("shared", "always", 2)]),
+    ("dsa", "auto", 3),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("dsa", "auto", 2), ("gqa", "off", 3), ("shared", "always", 2)]
+    ),
 ]
 
 

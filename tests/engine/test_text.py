@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotset.base.sampling import SamplingParams
@@ -47,7 +48,7 @@ words = st.text(alphabet="ab\n", min_size=0, max_size=6)
 stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(200)
 @given(texts=st.lists(words, max_size=8), stops=stop_lists, include=st.booleans(), last=words)
 @example(texts=["aa", "ab"], stops=["aab"], include=False, last="")
 @example(texts=["ab", "abb"], stops=["ababb", "ba"], include=False, last="")

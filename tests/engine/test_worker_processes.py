@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -16,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 from harness import tiny_directory
-from processes import is_running, pause, shared_memory_of
+from processes import is_running, pause, shared_memory_of, wait_until_ended
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
@@ -99,13 +98,6 @@ def test_the_error_is_that_of_a_dead_worker_without_a_report_else_that_of_one_th
     assert str(raised.value) == (names[0] if names else "tensor x is missing")
 
 
-def wait_until(condition: Callable[[], bool], description: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"still not true after {DEADLINE_S:g} s: {description}"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_in_two_stages_give_the_same_answers_as_one_process(tmp_path: Path, ranks: int) -> None:
     model = tiny_directory(tmp_path, **TINY)
@@ -174,7 +166,7 @@ def test_if_a_rank_or_stage_is_stopped_the_engine_ends_with_an_error_that_names_
             next(stream)
         pause(pids[1])
         if when == "idle":
-            wait_until(lambda: not is_running(pids[1]), "the stopped worker was killed")
+            wait_until_ended(pids[1:])
         during = "$" if when == "idle" else ", in step "
         message = rf"^worker 1 \(.*\) has shown no sign of life for 3 s \(--step-timeout\){during}"
         with pytest.raises(EngineStopped, match=message):
@@ -209,7 +201,7 @@ def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_
                 decode.step()
     finally:
         decode.close()
-    wait_until(lambda: not any(is_running(pid) for pid in pids if pid is not None), "all workers have exited")
+    wait_until_ended([pid for pid in pids if pid is not None])
     while not prefill.idle:
         prefill.step()
         assert time.monotonic() < deadline + 2 * DEADLINE_S
@@ -251,7 +243,7 @@ def test_workers_exit_when_their_controller_is_killed(tmp_path: Path) -> None:
     pids = pipe.recv()
     controller.kill()
     controller.join()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), "all workers have exited")
+    wait_until_ended(pids)
 
 
 def _generate_without_closing(model: str) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 from processes import pause
+from waiting import wait_until
 
 from hotset.base.errors import StartupError
 from hotset.engine.progress import Progress
@@ -87,17 +87,8 @@ def test_signs_of_life_arrive_while_the_controller_reads_no_reports(
     progress.advance()
     progress.record_step(7)
     with progress.beating():
-        wait_for(lambda: worker.progress.beats >= 2)
+        assert wait_until(lambda: worker.progress.beats >= 2)
     assert (worker.progress.advances, worker.progress.steps) == (1, 7)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    tick = threading.Event()
-    for _ in range(int(WAIT_S / 0.02)):
-        if condition():
-            return
-        tick.wait(0.02)
-    raise AssertionError("it did not happen")
 
 
 def test_a_worker_that_ends_has_delivered_its_last_report_and_its_exit_code(
@@ -135,7 +126,7 @@ def test_a_worker_that_is_killed_has_ended_without_an_exit_code(controller: Cont
             return True
         return False
 
-    wait_for(cannot_send)
+    assert wait_until(cannot_send)
 
 
 @pytest.fixture
@@ -215,7 +206,7 @@ def test_a_worker_notices_the_end_of_its_controller_and_obeys_what_came_before(
             return True
         return False
 
-    wait_for(cannot_send)
+    assert wait_until(cannot_send)
     sockets.beat([1])  # does not block
 
 

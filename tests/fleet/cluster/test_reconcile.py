@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -211,4 +211,4 @@ class SimulatedCluster(RuleBasedStateMachine):
 
 
 TestSimulatedCluster = pytest.mark.timeout(120)(SimulatedCluster.TestCase)
-TestSimulatedCluster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSimulatedCluster.settings = examples(40, stateful_step_count=40)

@@ -2,7 +2,8 @@
 
 import random
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.fleet.cluster.scaling import Load, Scaler
@@ -53,7 +54,7 @@ def test_the_measure_that_needs_most_engines_decides() -> None:
     assert [scaler.count(2, loads, float(second)) for second in range(2)] == [2, 4]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_the_count_stays_within_its_bounds_and_the_load_near_the_target(seed: int, start: int) -> None:
     """An independent check: with a constant load, the count settles where no rule applies."""

@@ -2,7 +2,8 @@
 
 Each worker has a state machine, a loopback transfer, memory and allocators. The classes of this file replace engines
 and agents. Free pages are filled with POISON and must not change. A context is compared with the computed bytes when it
-lands, and again before its pages are released.
+lands, and again before its pages are released. The workers of a kind divide their rows over different numbers of ranks,
+so contexts are written directly, packed or staged.
 """
 
 import heapq
@@ -22,30 +23,11 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS, Sources
 from hotset.fleet.handoff.layout import check_peers, head_shards
-from hotset.fleet.handoff.messages import (
-    Fetch,
-    FetchFailed,
-    HandoffRequest,
-    Hello,
-    Landed,
-    MemoryRange,
-    Message,
-    ModelIdentity,
-    ProcessIdentity,
-    Quiesced,
-    ReleasePages,
-    SendMessage,
-    Shard,
-    StartPrefill,
-    StartWrites,
-    Store,
-    StoreName,
-    SubmitWrites,
-    UnpackPiece,
-)
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.fleet.handoff.packing import pack, unpack
 from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
@@ -56,11 +38,11 @@ from hotset.memory.pages import PageAllocator
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
 POISON = 0xAB
-LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5
+LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 4, 3, 5
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
-STAGING_BYTES = 2048  # 4 pieces of at most 11 rows
+STAGING_BYTES = 4096  # 4 pieces of at most 12 rows
+RANKS = (1, 2, 4, 8)  # of the workers of each kind, in turn
 TIMEOUT_SCALE = 0.2  # for the timeouts of the state machines
-MODEL = ModelIdentity("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
 Bytes = NDArray[np.uint8]
 
 
@@ -77,7 +59,7 @@ class Arena:
     """All memory of one worker, allocated in order, so that distances between its pools are the same in every run."""
 
     def __init__(self) -> None:
-        self._bytes, self._num_allocated = np.full(1 << 17, POISON, np.uint8), 0
+        self._bytes, self._num_allocated = np.full(1 << 18, POISON, np.uint8), 0
 
     def allocate(self, *shape: int) -> Bytes:
         first, self._num_allocated = self._num_allocated, self._num_allocated + math.prod(shape)
@@ -97,10 +79,7 @@ class Pool:
         self.part_rows, self.page_rows = page_rows // parts, page_rows
         page_bytes = self.part_rows * row_bytes + spare
         self.bytes = arena.allocate(units, parts, pages, page_bytes)
-        base, strides = self.bytes.ctypes.data, self.bytes.strides
-        bases = tuple(
-            tuple(base + unit * strides[0] + part * strides[1] for part in range(parts)) for unit in range(units)
-        )
+        bases = tuple(tuple(part.ctypes.data for part in unit) for unit in self.bytes)
         self.span = PagedSpan(bases, page_bytes, self.part_rows, row_bytes)
         self.allocator = PageAllocator(pages)
 
@@ -152,7 +131,7 @@ class ShardedPool:
             pool.write(pages, layer, first, self._slices(rows, shard))
 
     @staticmethod
-    def _slices(rows: Bytes, shard: Shard) -> Bytes:
+    def _slices(rows: Bytes, shard: msg.Shard) -> Bytes:
         return np.concatenate([rows[:, first : first + nbytes] for first, nbytes in shard.slices], axis=1)
 
     def release(self, pages: Sequence[int]) -> None:
@@ -168,9 +147,10 @@ class ShardedPool:
 class Memory:
     """The rows and index keys of one store."""
 
-    def __init__(self, rows: ShardedPool, keys: Pool) -> None:
-        self.rows, self.keys = rows, keys
-        self.store = Store(rows.shards, keys.span)
+    def __init__(self, rows: ShardedPool, keys: Pool, groups: int) -> None:
+        """If `groups` is 0, the model has no index keys, and `keys` stays POISON."""
+        self.rows, self.keys, self._groups = rows, keys, groups
+        self.store = msg.Store(rows.shards, keys.span if groups else None)
 
     @property
     def pools(self) -> list[Pool]:
@@ -188,15 +168,15 @@ class Memory:
         """Writes the computed bytes of rows and index keys [first, last) of a prompt."""
         for layer in range(LAYERS):
             self.rows.write(pages.rows, layer, first, computed_bytes(token_ids, first, last, layer, ROW_BYTES))
-        for group in range(GROUPS):
+        for group in range(self._groups):
             self.keys.write(pages.keys, group, first, computed_bytes(token_ids, first, last, group, KEY_BYTES))
 
-    def check(self, pages: "ContextPages", request: HandoffRequest) -> None:
+    def check(self, pages: "ContextPages", request: msg.HandoffRequest) -> None:
         """Asserts that the pages contain the computed bytes of the prompt."""
         count = len(request.prompt)
         for layer in range(LAYERS):
             self.rows.check(pages.rows, layer, computed_bytes(request.prompt.token_ids, 0, count, layer, ROW_BYTES))
-        for group in range(GROUPS):
+        for group in range(self._groups):
             expected = computed_bytes(request.prompt.token_ids, 0, count, group, KEY_BYTES)
             assert (self.keys.rows(pages.keys, group, count) == expected).all(), (
                 f"{request.key}: index keys of group {group} are wrong"
@@ -234,16 +214,19 @@ class FaultRates:
     delay: float = 0.05  # a message takes 0.1 to 3 s instead of at most 20 ms
     abort: float = 0.12  # a handoff is cancelled
     not_computed: float = 0.01  # a prompt fails instead of computing its next chunk
-    death: float = 0.001  # a worker is killed, and restarted later
-    false_alarm: float = 0.001  # a worker treats a living peer as lost
+    death: float = 0.002  # a worker is killed, and restarted later
+    false_alarm: float = 0.002  # a worker treats a living peer as lost
     writes: Faults = field(default_factory=Faults)  # faults of the transfer engine
 
 
 class World:
     """Owns the clock, the random numbers, the network and all workers."""
 
-    def __init__(self, seed: int, rates: FaultRates, decodes: int = 3, prefills: int = 3) -> None:
+    def __init__(self, seed: int, rates: FaultRates, *, groups: int = GROUPS) -> None:
+        """`groups` is the number of index groups of the model, which is 0 if it has no index keys."""
         self.random, self.rates, self.now = random.Random(seed), rates, 0.0
+        key = f"{KEY_BYTES} bytes" if groups else None
+        self.model = msg.ModelIdentity("toy", LAYERS, f"{ROW_BYTES} bytes", key, groups, "w")
         self.hub = Hub(rates.writes, seed)
         self.counts: Counter[str] = Counter()
         self.longest_s = 0.0  # the longest time from the beginning of a handoff to its outcome
@@ -251,8 +234,8 @@ class World:
         self._due: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self.prompt_numbers = itertools.count(1)
-        self.decodes = [DecodeWorker(self, f"decode-{number}", number) for number in range(decodes)]
-        self.prefills = [PrefillWorker(self, f"prefill-{number}") for number in range(prefills)]
+        self.decodes = [DecodeWorker(self, f"decode-{number}", number) for number in range(len(RANKS))]
+        self.prefills = [PrefillWorker(self, f"prefill-{number}", number) for number in range(len(RANKS))]
         # For each dead prefill worker: when its writes end, its transfer, and its memory, which must exist until then.
         self.orphaned_writers: list[tuple[float, Loopback, Any]] = []
 
@@ -266,7 +249,7 @@ class World:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def send(self, origin: "Worker", to: str, message: Message) -> None:
+    def send(self, origin: "Worker", to: str, message: msg.Message) -> None:
         """Sends a message to the incarnation of `to` that `origin` knows. The network loses, duplicates, delays and
         reorders messages."""
         worker = next(worker for worker in self.workers if worker.name == to)
@@ -281,7 +264,7 @@ class World:
             )
 
     def _arrive(
-        self, to: "Worker", target_incarnation: int | None, origin: str, sender_incarnation: int, message: Message
+        self, to: "Worker", target_incarnation: int | None, origin: str, sender_incarnation: int, message: msg.Message
     ) -> None:
         if to.alive and to.incarnation == target_incarnation and to.known_peers.get(origin) == sender_incarnation:
             to.machine.handle_message(origin, message, self.now)
@@ -344,10 +327,11 @@ class Worker(ABC):
     """The common part of both kinds of workers. A worker keeps its name when it dies and starts again."""
 
     machine: Any
-    store_names: tuple[StoreName, ...] = ("host",)
+    store_names: tuple[msg.StoreName, ...] = ("host",)
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name, self.incarnation = world, name, 0
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.world, self.name, self.number, self.incarnation = world, name, number, 0
+        self.ranks = RANKS[number % len(RANKS)]
         self.start()
 
     def start(self) -> None:
@@ -357,14 +341,14 @@ class Worker(ABC):
         arena = Arena()
         self.memories = self.make_memories(arena)
         staging = arena.allocate(STAGING_BYTES)  # the ring of a receiver, or the buffers of a sender
-        staging_range = MemoryRange(staging.ctypes.data, staging.nbytes)
+        staging_range = msg.MemoryRange(staging.ctypes.data, staging.nbytes)
         self.blocks = [staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]
         self.transfer = self.open_endpoint()
         stores = {
             name: replace(memory.store, staging=(staging_range,) * len(memory.store.shards))
             for name, memory in zip(self.store_names, self.memories, strict=True)
         }
-        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe())
+        self.hello = msg.Hello(self.name, self.world.model, stores, "loopback", self.transfer.describe())
         self.hello = replace(self.hello, process=ProcessIdentity("boot", "namespace", self.incarnation + 1, 0))
 
     def open_endpoint(self) -> Loopback:
@@ -423,15 +407,11 @@ class DecodeWorker(Worker):
 
     store_names = ("host", "device")
 
-    def __init__(self, world: World, name: str, number: int) -> None:
-        self.host_page_rows, self.ranks = (4, 16, 6)[number % 3], (1, 2, 4)[number % 3]
-        super().__init__(world, name)
-
     def make_memories(self, arena: Arena) -> list[Memory]:
-        page_rows = self.host_page_rows
+        page_rows, groups = (4, 16, 6, 10)[self.number % 4], self.world.model.groups
         keys = Pool(arena, GROUPS, 1, 400 // page_rows, page_rows, KEY_BYTES)
-        host = Memory(ShardedPool(arena, self.ranks, 400 // page_rows, page_rows), keys)
-        device = Memory(ShardedPool(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
+        host = Memory(ShardedPool(arena, self.ranks, 400 // page_rows, page_rows), keys, groups)
+        device = Memory(ShardedPool(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3), groups)
         return [host, device]
 
     def start(self) -> None:
@@ -442,19 +422,21 @@ class DecodeWorker(Worker):
         # Requests that wait for pages or a prefill worker: key, token ids, and number of further attempts allowed.
         self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = deque()
         # Handoffs without an outcome: request, number of further attempts allowed, and when the handoff began.
-        self.open: dict[HandoffKey, tuple[HandoffRequest, int, float]] = {}
+        self.open: dict[HandoffKey, tuple[msg.HandoffRequest, int, float]] = {}
         # Landed contexts: when to release the pages, and the request.
-        self.landed: dict[HandoffKey, tuple[float, HandoffRequest]] = {}
-        self.quarantined: dict[HandoffKey, HandoffRequest] = {}
+        self.landed: dict[HandoffKey, tuple[float, msg.HandoffRequest]] = {}
+        self.quarantined: dict[HandoffKey, msg.HandoffRequest] = {}
         self.pages: dict[HandoffKey, ContextPages] = {}  # all pages of each context that holds any
         self.known_keys: set[HandoffKey] = set()
+        self.staged: set[HandoffKey] = set()
         self.endpoints: dict[str, Loopback] = {}  # by prefill worker
         self.retired: dict[Loopback, set[HandoffKey]] = {}  # handoffs that end when the endpoint is closed
 
     def request(self) -> None:
-        """Adds a prompt of random length to the queue."""
-        count, number = self.world.random.randint(1, 40), next(self.world.prompt_numbers)
-        token_ids = tuple(range(number * 64, number * 64 + count))
+        """Adds a prompt of random length to the queue. A few do not fit into the ring at once."""
+        longest = 150 if self.world.chance(0.05) else 40
+        count, number = self.world.random.randint(1, longest), next(self.world.prompt_numbers)
+        token_ids = tuple(range(number * 256, number * 256 + count))
         self.waiting.append((HandoffKey(str(next(self.request_ids)), 1), token_ids, 2))
 
     def step(self) -> None:
@@ -475,18 +457,19 @@ class DecodeWorker(Worker):
 
     def _run_action(self, action: Any) -> None:
         match action:
-            case SendMessage(peer, message):
-                self.world.counts["staged"] += isinstance(message, StartWrites) and message.staged
-                self.world.counts["direct"] += isinstance(message, StartWrites) and not message.staged
+            case msg.SendMessage(peer, message):
+                if isinstance(message, msg.StartWrites):
+                    self.world.counts["staged" if message.staged else "not staged"] += 1
+                    self.staged.update({message.key} if message.staged else ())
                 self.world.send(self, peer, message)
-            case UnpackPiece(key, number, piece):
+            case msg.UnpackPiece(key, number, piece):
                 unpack(piece)
                 self.machine.on_unpacked(key, number)
                 self.world.counts["pieces"] += 1
             case event:
                 self._handle_event(event)
 
-    def memory(self, request: HandoffRequest) -> Memory:
+    def memory(self, request: msg.HandoffRequest) -> Memory:
         return self.memories[self.store_names.index(request.landing)]
 
     def endpoint_of(self, prefill: str) -> Loopback:
@@ -534,12 +517,12 @@ class DecodeWorker(Worker):
         first = self._write_prefix(self.memories[store], pages, token_ids)
         _, listed = pages.split(self.memories[store], first)
         prompt = PromptSpec(token_ids, SamplingParams())
-        request = HandoffRequest(key, prompt, self.store_names[store], listed.rows, listed.keys, first)
+        request = msg.HandoffRequest(key, prompt, self.store_names[store], listed.rows, listed.keys, first)
         self.pages[key] = pages
         assert key not in self.known_keys
         self.known_keys.add(key)
         self.open[key] = request, attempts, self.world.now
-        self.machine.fetch(Fetch(prefill.name, request), self.world.now)
+        self.machine.fetch(msg.Fetch(prefill.name, request), self.world.now)
         self.world.counts["handoffs"] += 1
         if self.world.chance(self.world.rates.abort):
             machine = self.machine
@@ -559,21 +542,24 @@ class DecodeWorker(Worker):
 
     def _handle_event(self, event: Any) -> None:
         counts = self.world.counts
-        if isinstance(event, Quiesced):
+        if isinstance(event, msg.Quiesced):
             request = self.quarantined.pop(event.key)
             self.memory(request).release(self.pages.pop(event.key))
             counts["quiesced later"] += 1
             return
         request, attempts, began_at = self.open.pop(event.key)  # raises KeyError if a handoff ends twice
         self.world.longest_s = max(self.world.longest_s, self.world.now - began_at)
-        if isinstance(event, Landed):
+        if isinstance(event, msg.Landed):
             assert event.token_id == request.prompt.token_ids[-1] + 1
             self.memory(request).check(self.pages[event.key], request)
             counts["landed after a prefix"] += request.first > 0
             self.landed[event.key] = self.world.now + self.world.random.uniform(0, 1.5), request
             counts["landed"] += 1
             return
-        assert isinstance(event, FetchFailed)
+        assert isinstance(event, msg.FetchFailed)
+        assert event.quiesced or event.key not in self.staged, (
+            "only the receiver writes to the pages of staged contexts"
+        )
         counts["failed" if event.quiesced else "failed, not quiesced"] += 1
         before, own = self.pages[event.key].split(self.memory(request), request.first)
         self.memory(request).release(before)
@@ -591,7 +577,7 @@ class DecodeWorker(Worker):
 class Job:
     """A prompt that is computed chunk by chunk."""
 
-    start: StartPrefill
+    start: msg.StartPrefill
     pages: list[int]
     num_submitted: int = 0  # rows whose forward pass is submitted
 
@@ -614,11 +600,11 @@ class PrefillWorker(Worker):
     """Computes prompts in its own pages, and fills the pages with POISON as soon as they are released."""
 
     def make_memories(self, arena: Arena) -> list[Memory]:
-        page_rows, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
-        rows = ShardedPool(arena, ranks, 240 // page_rows, page_rows)
+        page_rows = (16, 4, 10, 6)[self.number % 4]
+        rows = ShardedPool(arena, self.ranks, 240 // page_rows, page_rows)
         keys = Pool(arena, GROUPS, 1, 240 // page_rows, page_rows, KEY_BYTES)
         keys.allocator = rows.allocator  # in a host store, rows and index keys have the same page numbers
-        return [Memory(rows, keys)]
+        return [Memory(rows, keys, self.world.model.groups)]
 
     def start(self) -> None:
         super().start()
@@ -630,7 +616,8 @@ class PrefillWorker(Worker):
             max_direct_writes=20,
             piece_timeouts=scaled(PIECE_TIMEOUTS, TIMEOUT_SCALE / 4),
         )
-        self.queue: deque[StartPrefill] = deque()
+        self.stream_end = 0.0  # when the newest forward pass finishes; passes finish in order
+        self.queue: deque[msg.StartPrefill] = deque()
         self.jobs: dict[tuple[str, HandoffKey], Job] = {}
         self.tickets: list[tuple[str, HandoffKey, WriteTicket]] = []
 
@@ -656,20 +643,21 @@ class PrefillWorker(Worker):
         while actions := self.machine.take_actions():
             for action in actions:
                 match action:
-                    case SendMessage(peer, message):
+                    case msg.SendMessage(peer, message):
                         self.world.send(self, peer, message)
-                    case SubmitWrites(peer, key, writes, after, piece):
+                    case msg.SubmitWrites(peer, key, writes, after, piece):
                         if piece is not None:
                             pack(piece)
+                            self.world.counts["packed"] += 1
                         ticket = self.transfer.submit(peer, writes, after)
                         self.machine.on_submitted(peer, key, ticket)
                         self.tickets.append((peer, key, ticket))
-                    case StartPrefill():
+                    case msg.StartPrefill():
                         assert (action.peer, action.key) not in self.jobs, (
                             f"{action.key} is computed twice at the same time"
                         )
                         self.queue.append(action)
-                    case ReleasePages(peer, key):
+                    case msg.ReleasePages(peer, key):
                         self._release(peer, key)
 
     def _release(self, peer: str, key: HandoffKey) -> None:
@@ -684,7 +672,7 @@ class PrefillWorker(Worker):
 
     def _compute(self) -> None:
         """Submits one chunk of each of up to three prompts. The rows reach their pages at most 30 ms after they were
-        announced."""
+        announced, in order."""
         while self.queue and (pages := self._allocate(len(self.queue[0].prompt))) is not None:
             start = self.queue.popleft()
             self.jobs[start.peer, start.key] = Job(start, pages)
@@ -701,7 +689,8 @@ class PrefillWorker(Worker):
             self.machine.handle_command(
                 RowsComputed(peer, key, first, job.num_submitted, tuple(job.pages), forward), self.world.now
             )
-            self.world.call_later(self.world.random.uniform(0, 0.03), partial(self._finish_forward_pass, forward))
+            self.stream_end = max(self.stream_end, self.world.now + self.world.random.uniform(0, 0.03))
+            self.world.call_later(self.stream_end - self.world.now, partial(self._finish_forward_pass, forward))
             if job.num_submitted == total:
                 self.machine.handle_command(
                     FirstTokenSampled(peer, key, job.start.prompt.token_ids[-1] + 1, None), self.world.now

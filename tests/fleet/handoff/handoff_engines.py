@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from scaled_timeouts import scaled
+from waiting import WAIT_SECONDS, wait_until
 
 from hotset.base.errors import EngineStopped
 from hotset.base.paged_span import PagedSpan
-from hotset.base.processes import this_process
+from hotset.base.processes import ProcessIdentity, this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.ports import Throughput
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff import outgoing, receiver
 from hotset.fleet.handoff.agent import HandoffAgent
 from hotset.fleet.handoff.channel import Channel
@@ -28,22 +30,6 @@ from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.layout import head_shards
 from hotset.fleet.handoff.links import Endpoints
-from hotset.fleet.handoff.messages import (
-    Fetch,
-    FetchFailed,
-    HandoffRequest,
-    Hello,
-    Landed,
-    ModelIdentity,
-    PeerLost,
-    ProcessIdentity,
-    Quiesced,
-    ReceiverEvent,
-    ReleasePages,
-    RoutesMeasured,
-    StartPrefill,
-    Store,
-)
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
@@ -65,22 +51,13 @@ if TYPE_CHECKING:
 LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
-MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
+MODEL = msg.ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
 TIMEOUT_SCALE = 0.2  # default factor for the timeouts of the state machines
-WAIT_S = 60.0  # default time limit of waits, long enough for an overloaded machine
 
 THIS_PROCESS = this_process()
 
 Bytes = NDArray[np.uint8]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
-    """Waits until the condition holds, for at most `seconds`, and returns whether it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return condition()
 
 
 def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
@@ -118,8 +95,8 @@ class Memory:
         return Region(self.buffer.ctypes.data, self.buffer.nbytes)
 
     @property
-    def store(self) -> Store:
-        return Store(self._shards, self._span(self.keys))
+    def store(self) -> msg.Store:
+        return msg.Store(self._shards, self._span(self.keys))
 
     def _span(self, units: Bytes) -> PagedSpan:
         bases = tuple((unit.ctypes.data,) for unit in units)
@@ -180,7 +157,7 @@ class StoppableClock:
         self._lag -= seconds
 
 
-def staged(store: Store, staging: "StagingMemory | None") -> Store:
+def staged(store: msg.Store, staging: "StagingMemory | None") -> msg.Store:
     return store if staging is None else staging.beside(store)
 
 
@@ -194,7 +171,7 @@ class _Engine(ABC):
         channel: Channel,
         open_transfer: Callable[[], Transfer],
         timing: PeerTiming = SHORT_TIMING,
-        model: ModelIdentity = MODEL,
+        model: msg.ModelIdentity = MODEL,
         staging: "StagingMemory | None" = None,
         clock: Callable[[], float] = time.monotonic,
         process: ProcessIdentity | None = THIS_PROCESS,
@@ -204,7 +181,7 @@ class _Engine(ABC):
         is_decode, store = isinstance(machine, Receiver), {"host": staged(memory.store, staging)}
         self.transfer: Any = Endpoints(self._open_endpoint) if is_decode else self._open_endpoint()
         description = b"" if is_decode else self.transfer.describe()
-        hello = Hello(channel.address, model, store, self.transfer.name, description, process, writers)
+        hello = msg.Hello(channel.address, model, store, self.transfer.name, description, process, writers)
         self.address = channel.address
         self._event_ready = threading.Event()
         role: Any = DecodeAgent if is_decode else PrefillAgent
@@ -251,7 +228,7 @@ class _Engine(ABC):
         self.agent.close(drain_seconds)
         self._stopped = True
         self._event_ready.set()
-        self._thread.join(WAIT_S)
+        self._thread.join(WAIT_SECONDS)
         self.transfer.close()
 
 
@@ -271,9 +248,9 @@ class DecodeEngine(_Engine):
         self.free_rows = list(range(memory.pages))
         self.free_keys = list(reversed(range(memory.pages)))
         self.quarantined: set[HandoffKey] = set()
-        self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self.events: dict[HandoffKey, list[msg.ReceiverEvent]] = {}
         self.lost_peers: list[str] = []
-        self._requests: dict[HandoffKey, HandoffRequest] = {}
+        self._requests: dict[HandoffKey, msg.HandoffRequest] = {}
         self._lock = threading.Lock()
         self.ring = None if staging is None else ReceiverStaging({"host": staging.beside(memory.store)})
         machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
@@ -287,26 +264,26 @@ class DecodeEngine(_Engine):
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
             assert len(rows) == len(keys) == count, "the test needs more pages than the memory has"
         self.memory.poison(rows, keys)
-        request = HandoffRequest(
+        request = msg.HandoffRequest(
             key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys)
         )
         self._requests[key] = request
         self.events[key] = []
-        self.agent.put(Fetch(peer, request))
+        self.agent.put(msg.Fetch(peer, request))
         return key
 
     def cancel(self, key: HandoffKey) -> None:
         self.agent.put(CancelFetch(key))
 
-    def handle_event(self, event: ReceiverEvent) -> None:
-        if isinstance(event, RoutesMeasured):
+    def handle_event(self, event: msg.ReceiverEvent) -> None:
+        if isinstance(event, msg.RoutesMeasured):
             return
-        if isinstance(event, PeerLost):
+        if isinstance(event, msg.PeerLost):
             self.lost_peers.append(event.peer)
             return
         request = self._requests[event.key]
         match event:
-            case Landed(key, token_id):
+            case msg.Landed(key, token_id):
                 assert not self.events[key], f"{event} came after {self.events[key]}"
                 token_ids = request.prompt.token_ids
                 assert self.memory.holds(request.row_pages, request.key_pages, token_ids), (
@@ -314,23 +291,23 @@ class DecodeEngine(_Engine):
                 )
                 assert token_id == first_token(token_ids)
                 self._release(request)
-            case FetchFailed(key, quiesced):
+            case msg.FetchFailed(key, quiesced):
                 assert not self.events[key], f"{event} came after {self.events[key]}"
                 if quiesced:
                     self._release(request)
                 else:
                     self.quarantined.add(key)
-            case Quiesced(key):
+            case msg.Quiesced(key):
                 self.quarantined.remove(key)
                 self._release(request)
         self.events[event.key].append(event)
 
-    def _release(self, request: HandoffRequest) -> None:
+    def _release(self, request: msg.HandoffRequest) -> None:
         with self._lock:
             self.free_rows += request.row_pages
             self.free_keys += request.key_pages
 
-    def wait_for_outcome(self, key: HandoffKey, seconds: float = WAIT_S) -> ReceiverEvent:
+    def wait_for_outcome(self, key: HandoffKey, seconds: float = WAIT_SECONDS) -> msg.ReceiverEvent:
         """Waits for `Landed` or `FetchFailed` of this handoff and returns it."""
         ended = wait_until(lambda: bool(self.events[key]) or self.failure is not None, seconds)
         assert ended, f"{key} has not ended after {seconds:g} s"
@@ -416,13 +393,13 @@ class PrefillEngine(_Engine):
 
     def handle_event(self, event: Any) -> None:
         match event:
-            case StartPrefill():
+            case msg.StartPrefill():
                 self.started.append(event.key)
                 self._compute(event)
-            case ReleasePages(peer, key):
+            case msg.ReleasePages(peer, key):
                 self.free += self.held.pop((peer, key))
 
-    def _compute(self, start: StartPrefill) -> None:
+    def _compute(self, start: msg.StartPrefill) -> None:
         peer, key, token_ids = start.peer, start.key, start.prompt.token_ids
         count = -(-len(token_ids) // self.memory.page_rows)
         pages, self.free = self.free[-count:], self.free[:-count]

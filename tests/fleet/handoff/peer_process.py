@@ -1,15 +1,14 @@
-"""A worker in its own process, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER FAULT`.
+"""A worker in its own process, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER STOP_BEFORE`.
 
 The worker listens at ADDRESS, whose port may be 0, and keeps its memory in a file in FOLDER. It first prints
 `address` and the address at which it really listens.
 
-A prefill worker prints `stage STAGE` when a prompt reaches a stage. FAULT is the stage before which every prompt stops,
-or empty.
+A prefill worker prints `stage STAGE` when a prompt reaches a stage. STOP_BEFORE is the stage before which every prompt
+stops, or empty.
 
 A decode worker reads lines from stdin: `PEER NAME TOKEN…` begins a handoff from the prefill worker at address PEER, and
 `cancel` cancels the newest handoff. The worker prints `event TYPE` for the outcome of each handoff, and of a failure
-whether it is `quiesced` and whether to `retry`. FAULT is a type of
-message that the worker never sends, or empty.
+whether it is `quiesced` and whether to `retry`.
 """
 
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 from threading import Thread
 
 from handoff_engines import DecodeEngine, FileTransfer, PrefillEngine
-from handoff_world import FaultyChannel
 
 from hotset.fleet.handoff.agent import open_channel
 from hotset.fleet.handoff.messages import FetchFailed
@@ -34,7 +32,7 @@ def report_outcome(engine: DecodeEngine, key: HandoffKey) -> None:
     print_line("event", type(event).__name__, *filter(None, details))
 
 
-def main(role: str, address: str, folder: str, fault: str) -> None:
+def main(role: str, address: str, folder: str, stop_before: str) -> None:
     path = Path(folder) / "memory"
     channel = open_channel(address)
     if role == "prefill":
@@ -43,15 +41,13 @@ def main(role: str, address: str, folder: str, fault: str) -> None:
             memory,
             channel,
             lambda: FileTransfer(path),
-            stop_before=fault,
+            stop_before=stop_before,
             report=lambda stage: print_line("stage", stage),
         )
         print_line("address", channel.address)
         sys.stdin.read()
         return
-    faulty = FaultyChannel(channel)
-    faulty.lose[fault] = sys.maxsize
-    engine = DecodeEngine(FileTransfer.memory(path, 64, 8), faulty, lambda: FileTransfer(path))
+    engine = DecodeEngine(FileTransfer.memory(path, 64, 8), channel, lambda: FileTransfer(path))
     print_line("address", channel.address)
     keys: list[HandoffKey] = []
     for line in sys.stdin:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from handoff_engines import MODEL, SHORT_TIMING, WAIT_S, Memory, StoppableClock, wait_until
+from handoff_engines import MODEL, SHORT_TIMING, Memory, StoppableClock
 from handoff_world import Clock, FaultyChannel, ScriptedChannel, World, open_world, prompt
 from loopback import Hub, Loopback
+from waiting import WAIT_SECONDS, wait_until
 
 from hotset.base.errors import EngineStopped, TransferError
 from hotset.fleet.handoff.channel import Channel
@@ -44,7 +45,7 @@ class SlowLoopback(Loopback):
 
     def connect(self, name: str, description: bytes) -> None:
         if name == self.slow_peer:
-            self.may_fail.wait(WAIT_S)
+            self.may_fail.wait(WAIT_SECONDS)
             raise TransferError("the peer cannot be reached")
         super().connect(name, description)
 
@@ -58,10 +59,10 @@ def test_a_peer_that_is_slow_to_connect_does_not_delay_other_peers(world: World)
     waiting = decodes[0].fetch(prefill.address, prompt(20), "waiting")
     # `may_fail` is not set, so the connection to the first decode worker is still blocked.
     assert isinstance(
-        decodes[1].wait_for_outcome(decodes[1].fetch(prefill.address, prompt(20), "r"), WAIT_S / 2), Landed
+        decodes[1].wait_for_outcome(decodes[1].fetch(prefill.address, prompt(20), "r"), WAIT_SECONDS / 2), Landed
     )
     # The prefill worker answers pings, so it is not treated as lost. But it must answer Hello within `hello_timeout`.
-    end = decodes[0].wait_for_outcome(waiting, WAIT_S / 2)
+    end = decodes[0].wait_for_outcome(waiting, WAIT_SECONDS / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
     assert wait_until(lambda: not prefill.agent._connecting)
     transfer.slow_peer = ""
@@ -76,7 +77,7 @@ class HangingLoopback(Loopback):
     may_fail: threading.Event
 
     def connect(self, name: str, description: bytes) -> None:
-        self.may_fail.wait(WAIT_S)
+        self.may_fail.wait(WAIT_SECONDS)
         raise TransferError("the peer cannot be reached")
 
 
@@ -143,15 +144,15 @@ def test_a_closing_decode_worker_cancels_its_open_handoffs(world: World) -> None
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
     assert wait_until(lambda: len(prefill.started) == 3)
     started_at = time.monotonic()
-    decode.agent.close(WAIT_S)
-    assert time.monotonic() - started_at < WAIT_S / 2
+    decode.agent.close(WAIT_SECONDS)
+    assert time.monotonic() - started_at < WAIT_SECONDS / 2
     assert [decode.wait_for_outcome(key) for key in keys] == [
         FetchFailed(key, True, False, "cancelled") for key in keys
     ]
     assert wait_until(lambda: not prefill.held)
     with pytest.raises(EngineStopped, match="closed"):
         decode.cancel(keys[0])
-    decode.agent.close(WAIT_S)
+    decode.agent.close(WAIT_SECONDS)
 
 
 def test_a_closing_prefill_worker_finishes_its_handoffs_and_refuses_new_ones(world: World) -> None:
@@ -159,7 +160,7 @@ def test_a_closing_prefill_worker_finishes_its_handoffs_and_refuses_new_ones(wor
     decode, prefill = world.decode(), world.prefill(gate=computed)
     key = decode.fetch(prefill.address, prompt(60), "r")
     assert wait_until(lambda: prefill.started == [key])
-    closing = threading.Thread(target=prefill.agent.close, args=(WAIT_S,))
+    closing = threading.Thread(target=prefill.agent.close, args=(WAIT_SECONDS,))
     closing.start()
     assert wait_until(lambda: prefill.agent._closing)
     late = decode.fetch(prefill.address, prompt(20), "late")
@@ -167,7 +168,7 @@ def test_a_closing_prefill_worker_finishes_its_handoffs_and_refuses_new_ones(wor
     assert isinstance(end, FetchFailed) and end.quiesced and "stopping" in end.reason
     computed.set()
     assert isinstance(decode.wait_for_outcome(key), Landed)
-    closing.join(WAIT_S)
+    closing.join(WAIT_SECONDS)
     assert not closing.is_alive()
     assert wait_until(lambda: not prefill.held), "the engine thread must release the pages"
 
@@ -198,7 +199,7 @@ def test_a_peer_is_notified_at_the_end_of_a_drain_only_after_its_writes_have_end
     computed.set()
     assert decode.wait_for_outcome(key) == FetchFailed(key, True, False, STOPPING)
     assert not prefill.agent._lists, "HandoffFailed was sent before the last write had ended"
-    closing.join(WAIT_S)
+    closing.join(WAIT_SECONDS)
     assert not closing.is_alive()
 
 
@@ -210,7 +211,7 @@ def test_a_second_close_shortens_the_drain(world: World) -> None:
     closing.start()
     assert wait_until(lambda: prefill.agent._closing) and not decode.events[key]
     prefill.agent.close(0.0)
-    closing.join(WAIT_S)
+    closing.join(WAIT_SECONDS)
     assert not closing.is_alive() and isinstance(decode.wait_for_outcome(key), FetchFailed)
 
 
@@ -224,4 +225,4 @@ def test_closing_ends_after_the_drain_time_if_a_peer_is_silent(world: World) -> 
     prefill.close()
     started_at = time.monotonic()
     decode.agent.close(0.5)
-    assert 0.4 < time.monotonic() - started_at < WAIT_S / 2
+    assert 0.4 < time.monotonic() - started_at < WAIT_SECONDS / 2

@@ -16,21 +16,9 @@ from ports import reserved_port
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import channel as channel_module
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.channel import MAX_PEERS, MAX_PER_RECEIVE, MAX_QUEUED, Channel
 from hotset.fleet.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
-from hotset.fleet.handoff.messages import (
-    PROTOCOL,
-    ChannelEvent,
-    Envelope,
-    HandoffAccepted,
-    HandoffRequest,
-    MessageReceived,
-    PeerRestarted,
-    Ping,
-    Pong,
-    ProtocolMismatch,
-    Refused,
-)
 from hotset.schedule.handoffs import HandoffKey
 
 SECRET = "a secret that peers share"
@@ -50,9 +38,9 @@ def open_channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[l
             channel.close(0.0)
 
 
-def receive_events(channel: Channel, count: int, seconds: float = WAIT_S) -> list[ChannelEvent]:
+def receive_events(channel: Channel, count: int, seconds: float = WAIT_S) -> list[msg.ChannelEvent]:
     """Receives until there are `count` events or `seconds` have passed, and returns the events."""
-    events: list[ChannelEvent] = []
+    events: list[msg.ChannelEvent] = []
     deadline = time.monotonic() + seconds
     while len(events) < count and time.monotonic() < deadline:
         channel.wait(0.05)
@@ -87,50 +75,52 @@ def zmq_client(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 def test_a_message_arrives_with_the_address_of_its_sender_and_can_be_answered(secret: str | None) -> None:
     with open_channels(secret, secret) as (left, right):
-        left.send(right.address, Ping(1))
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
-        right.send(left.address, HandoffAccepted(KEY))
-        assert receive_events(left, 1) == [MessageReceived(right.address, HandoffAccepted(KEY))]
+        left.send(right.address, msg.Ping(1))
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(1))]
+        right.send(left.address, msg.HandoffAccepted(KEY))
+        assert receive_events(left, 1) == [msg.MessageReceived(right.address, msg.HandoffAccepted(KEY))]
         assert (dict(left.dropped), dict(right.dropped)) == ({}, {})
 
 
 def test_a_request_with_200000_tokens_arrives_unchanged() -> None:
-    request = HandoffRequest(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
+    request = msg.HandoffRequest(
+        KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ()
+    )
     with open_channels(SECRET, SECRET) as (left, right):
-        right.send(left.address, Ping(0))
+        right.send(left.address, msg.Ping(0))
         assert receive_events(left, 1)
         left.send(right.address, request)
-        assert receive_events(right, 1) == [MessageReceived(left.address, request)]
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, request)]
 
 
 def test_messages_arrive_in_order_and_at_most_a_fixed_number_per_receive() -> None:
     with open_channels(None, None) as (left, right):
         for number in range(MAX_PER_RECEIVE + 50):
-            left.send(right.address, Ping(number))
-        events: list[ChannelEvent] = []
+            left.send(right.address, msg.Ping(number))
+        events: list[msg.ChannelEvent] = []
         deadline = time.monotonic() + WAIT_S
         while len(events) < MAX_PER_RECEIVE + 50 and time.monotonic() < deadline:
             right.wait(WAIT_S)
             batch = right.receive()
             assert len(batch) <= MAX_PER_RECEIVE
             events += batch
-        assert events == [MessageReceived(left.address, Ping(number)) for number in range(MAX_PER_RECEIVE + 50)]
+        assert events == [msg.MessageReceived(left.address, msg.Ping(number)) for number in range(MAX_PER_RECEIVE + 50)]
 
 
 def test_a_message_sent_before_the_peer_listens_arrives_later() -> None:
     with reserved_port() as port, open_channels(None) as [left]:
         address = f"127.0.0.1:{port}"
-        left.send(address, Ping(7))
+        left.send(address, msg.Ping(7))
         time.sleep(0.1)
         with open_channels(None, bind=address) as [right]:
-            assert receive_events(right, 1) == [MessageReceived(left.address, Ping(7))]
+            assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(7))]
 
 
 def test_sending_without_a_listener_never_blocks_and_overflow_is_counted() -> None:
     with open_channels(None) as [channel]:
         started_at = time.monotonic()
         for number in range(MAX_QUEUED + 100):
-            channel.send("127.0.0.1:1", Ping(number))
+            channel.send("127.0.0.1:1", msg.Ping(number))
         assert time.monotonic() - started_at < WAIT_S
         assert channel.dropped["queue full"] >= 100
 
@@ -139,15 +129,15 @@ def test_sending_without_a_listener_never_blocks_and_overflow_is_counted() -> No
 def test_sending_to_an_unusable_address_raises_no_exception(address: str) -> None:
     with open_channels(None) as [channel]:
         for number in range(3):
-            channel.send(address, Ping(number))
+            channel.send(address, msg.Ping(number))
 
 
 def test_a_message_to_an_unknown_peer_is_dropped_unless_it_is_a_ping() -> None:
     with open_channels(None, None) as (left, right):
-        left.send(right.address, HandoffAccepted(KEY))
+        left.send(right.address, msg.HandoffAccepted(KEY))
         assert left.dropped["unknown peer"] == 1
-        left.send(right.address, Ping(1))
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
+        left.send(right.address, msg.Ping(1))
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(1))]
 
 
 def test_a_restarted_peer_is_reported_once_and_gets_no_message_for_its_old_incarnation() -> None:
@@ -156,50 +146,54 @@ def test_a_restarted_peer_is_reported_once_and_gets_no_message_for_its_old_incar
         (left,) = opened.enter_context(open_channels(None))
         (first,) = opened.enter_context(open_channels(None, bind=f"127.0.0.1:{port}"))
         address = first.address
-        first.send(left.address, Ping(1))
-        assert receive_events(left, 1) == [MessageReceived(address, Ping(1))]
+        first.send(left.address, msg.Ping(1))
+        assert receive_events(left, 1) == [msg.MessageReceived(address, msg.Ping(1))]
         first.close(0.0)
         with open_channels(None, bind=address) as [second]:
-            left.send(address, HandoffAccepted(KEY))
-            left.send(address, Ping(2))
-            assert receive_events(second, 1) == [MessageReceived(left.address, Ping(2))]
+            left.send(address, msg.HandoffAccepted(KEY))
+            left.send(address, msg.Ping(2))
+            assert receive_events(second, 1) == [msg.MessageReceived(left.address, msg.Ping(2))]
             assert second.dropped["wrong incarnation"] == 1
-            second.send(left.address, Pong(2))
-            assert receive_events(left, 2) == [PeerRestarted(address), MessageReceived(address, Pong(2))]
-            left.send(address, HandoffAccepted(KEY))
-            assert receive_events(second, 1) == [MessageReceived(left.address, HandoffAccepted(KEY))]
+            second.send(left.address, msg.Pong(2))
+            assert receive_events(left, 2) == [msg.PeerRestarted(address), msg.MessageReceived(address, msg.Pong(2))]
+            left.send(address, msg.HandoffAccepted(KEY))
+            assert receive_events(second, 1) == [msg.MessageReceived(left.address, msg.HandoffAccepted(KEY))]
 
 
 def test_messages_of_an_old_incarnation_are_dropped() -> None:
     with open_channels(None) as [channel], zmq_client(channel) as dealer:
 
         def send_ping(incarnation: str, number: int) -> None:
-            dealer.send(Codec().encode(Envelope("127.0.0.1:7", incarnation, "", Ping(number))))
+            dealer.send(Codec().encode(msg.Envelope("127.0.0.1:7", incarnation, "", msg.Ping(number))))
 
         send_ping("aa", 1)
         send_ping("bb", 2)
         send_ping("aa", 3)
         send_ping("bb", 4)
-        pings = [MessageReceived("127.0.0.1:7", Ping(number)) for number in (1, 2, 4)]
-        assert receive_events(channel, 4) == [pings[0], PeerRestarted("127.0.0.1:7"), *pings[1:]]
+        pings = [msg.MessageReceived("127.0.0.1:7", msg.Ping(number)) for number in (1, 2, 4)]
+        assert receive_events(channel, 4) == [pings[0], msg.PeerRestarted("127.0.0.1:7"), *pings[1:]]
         assert receive_until(channel, lambda: channel.dropped["old incarnation"] == 1)
 
 
 def test_a_channel_ignores_its_own_messages() -> None:
     with open_channels(None) as [channel]:
-        channel.send(channel.address, Ping(1))
+        channel.send(channel.address, msg.Ping(1))
         assert receive_until(channel, lambda: channel.dropped["own message"] == 1)
 
 
 def test_a_hello_of_another_version_is_reported_and_can_be_answered_with_refused() -> None:
     with open_channels(None, None) as (channel, newer), zmq_client(channel) as dealer:
         for kind in ("HandoffRequest", "Hello"):
-            fields = (PROTOCOL + 1, newer.address, newer.incarnation, "", kind, {})
+            fields = (msg.PROTOCOL + 1, newer.address, newer.incarnation, "", kind, {})
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(fields))
-        assert receive_events(channel, 1) == [ProtocolMismatch(newer.address, newer.incarnation, PROTOCOL + 1, "Hello")]
+        assert receive_events(channel, 1) == [
+            msg.ProtocolMismatch(newer.address, newer.incarnation, msg.PROTOCOL + 1, "Hello")
+        ]
         assert channel.dropped["protocol mismatch"] == 2
-        channel.send(newer.address, Refused("version 1 here, 2 there"))
-        assert receive_events(newer, 1) == [MessageReceived(channel.address, Refused("version 1 here, 2 there"))]
+        channel.send(newer.address, msg.Refused("version 1 here, 2 there"))
+        assert receive_events(newer, 1) == [
+            msg.MessageReceived(channel.address, msg.Refused("version 1 here, 2 there"))
+        ]
 
 
 # The beginning of a ZeroMQ connection: version 3.1 without authentication, and then the command READY of a DEALER.
@@ -220,10 +214,10 @@ def test_messages_arrive_while_a_client_sends_bytes_of_another_protocol(junk: by
     with open_channels(None, None) as (left, right):
         with raw_socket(right) as connection:
             connection.sendall(junk)
-            left.send(right.address, Ping(1))
-            assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
-        left.send(right.address, Ping(2))
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(2))]
+            left.send(right.address, msg.Ping(1))
+            assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(1))]
+        left.send(right.address, msg.Ping(2))
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(2))]
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -295,8 +289,8 @@ def test_more_connections_than_the_limit_are_closed_and_peers_connect_again(
 ) -> None:
     monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 20)
     with caplog.at_level(logging.WARNING, "hotset.fleet.handoff"), open_channels(None, None) as (left, right):
-        left.send(right.address, Ping(0))
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(0))]
+        left.send(right.address, msg.Ping(0))
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(0))]
         deadline = time.monotonic() + WAIT_S
         for number in (1, 2):
             with ExitStack() as idle:
@@ -304,8 +298,8 @@ def test_more_connections_than_the_limit_are_closed_and_peers_connect_again(
                 for connection in connections:
                     connection.sendall(GREETING + READY)
                 assert receive_until(right, lambda connections=connections: all(map(is_closed, connections)))
-            while MessageReceived(left.address, Ping(number)) not in receive_events(right, 1, 0.1):
-                left.send(right.address, Ping(number))  # a message that was on its way may have been lost
+            while msg.MessageReceived(left.address, msg.Ping(number)) not in receive_events(right, 1, 0.1):
+                left.send(right.address, msg.Ping(number))  # a message that was on its way may have been lost
                 assert time.monotonic() < deadline, "the peer did not connect again"
         assert right.dropped["too many connections"] == 42
         assert caplog.text.count("connections to the control port") == 1
@@ -353,15 +347,15 @@ def test_malformed_messages_are_counted_and_logged_once_per_address(caplog: pyte
         with raw_socket(right) as connection:
             connection.sendall(b"\xff" * 200)
         assert receive_until(right, lambda: right.dropped["malformed"] >= 6)
-        left.send(right.address, Ping(1))
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
+        left.send(right.address, msg.Ping(1))
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(1))]
 
 
 def test_a_message_above_the_size_limit_is_not_received() -> None:
     with open_channels(None, None) as (left, right), zmq_client(right) as dealer:
         dealer.send(bytes(MAX_BYTES + 1))
-        left.send(right.address, Ping(1))
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
+        left.send(right.address, msg.Ping(1))
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(1))]
         assert receive_events(right, 1, 0.2) == []
         assert not right.dropped, "the message was received and then refused"
 
@@ -376,7 +370,7 @@ def test_a_message_with_a_wrong_secret_is_dropped_and_logged(
         caplog.at_level(logging.WARNING, "hotset.fleet.handoff"),
         open_channels(sender_secret, receiver_secret) as (sender, channel),
     ):
-        sender.send(channel.address, Ping(1))
+        sender.send(channel.address, msg.Ping(1))
         assert receive_until(channel, lambda: channel.dropped["malformed"] == 1)
         assert "secret" in caplog.text and SECRET not in caplog.text
 
@@ -384,7 +378,9 @@ def test_a_message_with_a_wrong_secret_is_dropped_and_logged(
 def test_the_number_of_remembered_peers_is_bounded() -> None:
     with open_channels(None) as [channel], zmq_client(channel) as dealer:
         for number in range(MAX_PEERS + 50):
-            dealer.send(Codec().encode(Envelope(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
+            dealer.send(
+                Codec().encode(msg.Envelope(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", msg.Ping(number)))
+            )
         assert len(receive_events(channel, MAX_PEERS + 50)) == MAX_PEERS + 50
         assert len(channel._peers) == MAX_PEERS
 
@@ -424,8 +420,8 @@ def test_peers_connect_to_the_advertised_address() -> None:
     try:
         with open_channels(SECRET, bind="localhost:0") as [local]:
             assert local.address.startswith("127.0.0.1:")
-            local.send(advertised.address, Ping(1))
-            assert receive_events(advertised, 1) == [MessageReceived(local.address, Ping(1))]
+            local.send(advertised.address, msg.Ping(1))
+            assert receive_events(advertised, 1) == [msg.MessageReceived(local.address, msg.Ping(1))]
     finally:
         advertised.close(0.0)
 
@@ -444,11 +440,11 @@ def test_wakes_before_a_wait_end_that_wait_and_not_the_next() -> None:
 
 def test_close_sends_queued_messages_and_does_not_wait_for_absent_peers() -> None:
     with open_channels(None, None) as (left, right):
-        left.send("127.0.0.1:1", Ping(0))
-        left.send(right.address, Ping(1))
+        left.send("127.0.0.1:1", msg.Ping(0))
+        left.send(right.address, msg.Ping(1))
         started_at = time.monotonic()
         left.close(0.5)
         assert time.monotonic() - started_at < WAIT_S / 2
         left.close()
         left.wake()
-        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
+        assert receive_events(right, 1) == [msg.MessageReceived(left.address, msg.Ping(1))]

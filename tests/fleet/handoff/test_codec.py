@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
@@ -15,46 +16,19 @@ from hotset.base.paged_span import PagedSpan
 from hotset.base.request_options import MAX_CACHE_SALT_CHARACTERS
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.structure import Structure
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.fleet.handoff.layout import whole_rows
-from hotset.fleet.handoff.messages import (
-    PROTOCOL,
-    Cancel,
-    Cancelled,
-    Envelope,
-    HandoffAccepted,
-    HandoffAck,
-    HandoffDone,
-    HandoffFailed,
-    HandoffRequest,
-    Hello,
-    LeaseGranted,
-    LeaseRequest,
-    MemoryRange,
-    Message,
-    ModelIdentity,
-    PieceUnpacked,
-    PieceWritten,
-    Ping,
-    Pong,
-    Progress,
-    ProtocolMismatch,
-    Refused,
-    Shard,
-    StartWrites,
-    Store,
-    Welcome,
-)
 from hotset.schedule.handoffs import HandoffKey
 
 ORIGIN = "127.0.0.1:9000"
 SECRET = b"a secret that peers share"
 KEY = HandoffKey("request-7/0", 2)
 SPAN = PagedSpan(((1 << 47, 5), (64, 128)), page_bytes=4096, part_rows=32, row_bytes=128, step=2)
-HELLO = Hello(
+HELLO = msg.Hello(
     ORIGIN,
-    ModelIdentity("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),
-    {"host": Store(whole_rows(SPAN), replace(SPAN, row_bytes=32)), "device": Store(whole_rows(SPAN), None)},
+    msg.ModelIdentity("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),
+    {"host": msg.Store(whole_rows(SPAN), replace(SPAN, row_bytes=32)), "device": msg.Store(whole_rows(SPAN), None)},
     "loopback",
     bytes(range(256)),
 )
@@ -68,44 +42,46 @@ PARAMS = SamplingParams(
     logprobs=2,
     structure=Structure("choice", '["a", "ß"]'),
 )
-MESSAGES: list[Message] = [
+MESSAGES: list[msg.Message] = [
     HELLO,
-    Welcome(HELLO),
-    Refused("the model's layers differ: 2 here, 3 there"),
-    HandoffRequest(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3}), "ß"), "device", (0, 70_000), (1,), 64),
+    msg.Welcome(HELLO),
+    msg.Refused("the model's layers differ: 2 here, 3 there"),
+    msg.HandoffRequest(
+        KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3}), "ß"), "device", (0, 70_000), (1,), 64
+    ),
     replace(
         HELLO,
         stores={
-            "host 1": Store(
-                (Shard(SPAN, ((0, 8), (64, 8))),) * 2,
+            "host 1": msg.Store(
+                (msg.Shard(SPAN, ((0, 8), (64, 8))),) * 2,
                 None,
                 memory="device",
-                staging=(MemoryRange(1 << 46, 1 << 26),) * 2,
+                staging=(msg.MemoryRange(1 << 46, 1 << 26),) * 2,
             )
         },
     ),
-    HandoffAccepted(KEY),
-    HandoffAccepted(KEY, 1 << 20),
-    StartWrites(KEY),
-    StartWrites(KEY, True),
-    LeaseRequest(KEY, 3, 0, 77),
-    LeaseGranted(KEY, 3, 1 << 40, 1 << 30),
-    PieceWritten(KEY, 3, 1 << 40),
-    PieceUnpacked(KEY, 3),
-    Progress(KEY, 0),
-    HandoffDone(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
-    HandoffDone(KEY, 11, None),
-    HandoffFailed(KEY, False, True, "a write failed"),
-    HandoffAck(KEY),
-    Cancel(KEY),
-    Cancelled(KEY, True),
-    Ping(0),
-    Pong((1 << 63) - 1),
+    msg.HandoffAccepted(KEY),
+    msg.HandoffAccepted(KEY, 1 << 20),
+    msg.StartWrites(KEY),
+    msg.StartWrites(KEY, True),
+    msg.LeaseRequest(KEY, 3, 0, 77),
+    msg.LeaseGranted(KEY, 3, 1 << 40, 1 << 30),
+    msg.PieceWritten(KEY, 3, 1 << 40),
+    msg.PieceUnpacked(KEY, 3),
+    msg.Progress(KEY, 0),
+    msg.HandoffDone(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
+    msg.HandoffDone(KEY, 11, None),
+    msg.HandoffFailed(KEY, False, True, "a write failed"),
+    msg.HandoffAck(KEY),
+    msg.Cancel(KEY),
+    msg.Cancelled(KEY, True),
+    msg.Ping(0),
+    msg.Pong((1 << 63) - 1),
 ]
 
 
-def envelope(message: Message, **changes: Any) -> Envelope:
-    return replace(Envelope(ORIGIN, "ab12", "cd34", message), **changes)
+def envelope(message: msg.Message, **changes: Any) -> msg.Envelope:
+    return replace(msg.Envelope(ORIGIN, "ab12", "cd34", message), **changes)
 
 
 def encode_fields(*fields: object) -> bytes:
@@ -116,7 +92,7 @@ def encode_fields(*fields: object) -> bytes:
 def encode_raw(kind: str, fields: object, **envelope: Any) -> bytes:
     """Encodes a message of type `kind` with these fields. `envelope` replaces fields of an otherwise valid envelope."""
     head = {
-        "protocol": PROTOCOL,
+        "protocol": msg.PROTOCOL,
         "sender_address": ORIGIN,
         "sender_incarnation": "ab12",
         "target_incarnation": "",
@@ -125,28 +101,28 @@ def encode_raw(kind: str, fields: object, **envelope: Any) -> bytes:
 
 
 def test_every_message_type_has_an_example() -> None:
-    assert {type(message) for message in MESSAGES} == set(get_args(Message))
+    assert {type(message) for message in MESSAGES} == set(get_args(msg.Message))
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_are_decoded_as_they_were_encoded(message: Message, secret: bytes | None) -> None:
+def test_messages_are_decoded_as_they_were_encoded(message: msg.Message, secret: bytes | None) -> None:
     sent = envelope(message)
     assert Codec(secret).decode(Codec(secret).encode(sent)) == sent
 
 
 def test_an_empty_target_incarnation_is_decoded_as_empty() -> None:
-    assert Codec().decode(Codec().encode(envelope(Ping(1), target_incarnation=""))).target_incarnation == ""
+    assert Codec().decode(Codec().encode(envelope(msg.Ping(1), target_incarnation=""))).target_incarnation == ""
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(st.binary(max_size=400), st.sampled_from([b"", MARK, MARK + PLAIN, MARK + TAGGED]), st.booleans())
 def test_random_bytes_raise_bad_message(noise: bytes, head: bytes, secret: bool) -> None:
     with pytest.raises(BadMessage):
         Codec(SECRET if secret else None).decode(head + noise)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
@@ -159,9 +135,11 @@ def test_valid_msgpack_that_is_not_a_message_raises_bad_message(value: object) -
         Codec().decode(MARK + PLAIN + msgspec.msgpack.encode(value))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(st.sampled_from(MESSAGES), st.data())
-def test_truncated_or_flipped_messages_raise_bad_message_or_are_valid(message: Message, data: st.DataObject) -> None:
+def test_truncated_or_flipped_messages_raise_bad_message_or_are_valid(
+    message: msg.Message, data: st.DataObject
+) -> None:
     """Without a secret, a flipped bit may result in another valid message."""
     raw = bytearray(Codec().encode(envelope(message)))
     if data.draw(st.booleans()):
@@ -172,12 +150,12 @@ def test_truncated_or_flipped_messages_raise_bad_message_or_are_valid(message: M
         found = Codec().decode(bytes(raw))
     except BadMessage:
         return
-    assert isinstance(found, ProtocolMismatch) or isinstance(found.message, get_args(Message))
+    assert isinstance(found, msg.ProtocolMismatch) or isinstance(found.message, get_args(msg.Message))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(st.sampled_from(MESSAGES), st.data())
-def test_with_a_secret_any_flipped_bit_raises_bad_message(message: Message, data: st.DataObject) -> None:
+def test_with_a_secret_any_flipped_bit_raises_bad_message(message: msg.Message, data: st.DataObject) -> None:
     raw = bytearray(Codec(SECRET).encode(envelope(message)))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(BadMessage):
@@ -196,7 +174,7 @@ def test_the_error_tells_a_wrong_secret_from_a_missing_one(
     sent_with: bytes | None, read_with: bytes | None, error: str
 ) -> None:
     with pytest.raises(BadMessage, match=error):
-        Codec(read_with).decode(Codec(sent_with).encode(envelope(Ping(1))))
+        Codec(read_with).decode(Codec(sent_with).encode(envelope(msg.Ping(1))))
 
 
 def test_a_truncated_tag_raises_bad_message() -> None:
@@ -205,19 +183,19 @@ def test_a_truncated_tag_raises_bad_message() -> None:
 
 
 def test_of_a_message_of_another_version_only_the_envelope_is_decoded() -> None:
-    newer = encode_raw("Hello", {"unknown": "field"}, protocol=PROTOCOL + 1)
-    assert Codec().decode(newer) == ProtocolMismatch(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
-    assert isinstance(Codec().decode(encode_raw("HandoffRequest", 3, protocol=0)), ProtocolMismatch)
+    newer = encode_raw("Hello", {"unknown": "field"}, protocol=msg.PROTOCOL + 1)
+    assert Codec().decode(newer) == msg.ProtocolMismatch(ORIGIN, "ab12", msg.PROTOCOL + 1, "Hello")
+    assert isinstance(Codec().decode(encode_raw("HandoffRequest", 3, protocol=0)), msg.ProtocolMismatch)
 
 
 def test_refused_is_decoded_in_every_version() -> None:
-    refusal = Codec().decode(encode_raw("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
-    assert isinstance(refusal, Envelope) and refusal.message == Refused("too old")
+    refusal = Codec().decode(encode_raw("Refused", {"reason": "too old"}, protocol=msg.PROTOCOL + 7))
+    assert isinstance(refusal, msg.Envelope) and refusal.message == msg.Refused("too old")
 
 
 def test_an_envelope_of_a_later_version_may_have_more_fields() -> None:
-    extended = encode_fields(PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
-    assert isinstance(Codec().decode(extended), Envelope)
+    extended = encode_fields(msg.PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
+    assert isinstance(Codec().decode(extended), msg.Envelope)
 
 
 VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
@@ -255,7 +233,7 @@ VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(
     ids=str,
 )
 def test_a_request_with_an_invalid_field_raises_bad_message(changes: dict[str, Any]) -> None:
-    assert isinstance(Codec().decode(encode_raw("HandoffRequest", VALID_REQUEST)), Envelope)
+    assert isinstance(Codec().decode(encode_raw("HandoffRequest", VALID_REQUEST)), msg.Envelope)
     prompt = VALID_REQUEST["prompt"] | changes.get("prompt", {})
     with pytest.raises(BadMessage):
         Codec().decode(encode_raw("HandoffRequest", VALID_REQUEST | changes | {"prompt": prompt}))
@@ -283,7 +261,7 @@ def test_a_request_with_an_invalid_field_raises_bad_message(changes: dict[str, A
         encode_raw("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
         encode_raw("LeaseGranted", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": 0, "offset": -1}),
         encode_raw("PieceWritten", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": -1}),
-        encode_fields(PROTOCOL, ORIGIN, "ab12", ""),
+        encode_fields(msg.PROTOCOL, ORIGIN, "ab12", ""),
         encode_fields(),
     ],
 )
@@ -296,28 +274,28 @@ def test_unknown_types_and_values_out_of_range_raise_bad_message(raw: bytes) -> 
     "changes", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
 )
 def test_a_span_beyond_the_address_range_raises_bad_message(changes: dict[str, Any]) -> None:
-    stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **changes))}
-    for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
+    stores = {"host": msg.Store(whole_rows(SPAN), replace(SPAN, **changes))}
+    for message in (replace(HELLO, stores=stores), msg.Welcome(replace(HELLO, stores=stores))):
         with pytest.raises(BadMessage, match="out of range"):
             Codec().decode(Codec().encode(envelope(message)))
 
 
-@pytest.mark.parametrize("staging", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
-def test_staging_memory_beyond_the_address_range_raises_bad_message(staging: MemoryRange) -> None:
-    stores = {"host": Store(whole_rows(SPAN), None, staging=(staging,))}
+@pytest.mark.parametrize("staging", [msg.MemoryRange(-1, 8), msg.MemoryRange(8, -1), msg.MemoryRange(1 << 62, 1 << 62)])
+def test_staging_memory_beyond_the_address_range_raises_bad_message(staging: msg.MemoryRange) -> None:
+    stores = {"host": msg.Store(whole_rows(SPAN), None, staging=(staging,))}
     with pytest.raises(BadMessage, match="out of range"):
         Codec().decode(Codec().encode(envelope(replace(HELLO, stores=stores))))
 
 
 def test_a_store_in_an_unknown_kind_of_memory_raises_bad_message() -> None:
-    stores = {"host": Store(whole_rows(SPAN), None, memory="tape")}
+    stores = {"host": msg.Store(whole_rows(SPAN), None, memory="tape")}
     with pytest.raises(BadMessage, match="unknown kind of memory"):
         Codec().decode(Codec().encode(envelope(replace(HELLO, stores=stores))))
 
 
 @pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])
 def test_slices_out_of_range_raise_bad_message(slices: Any) -> None:
-    hello = replace(HELLO, stores={"host": Store((Shard(SPAN, slices),), None)})
+    hello = replace(HELLO, stores={"host": msg.Store((msg.Shard(SPAN, slices),), None)})
     with pytest.raises(BadMessage, match="out of range"):
         Codec().decode(Codec().encode(envelope(hello)))
 
@@ -325,7 +303,7 @@ def test_slices_out_of_range_raise_bad_message(slices: Any) -> None:
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
 @pytest.mark.parametrize("length", [100_000_000, 0xFFFFFFFF])
 def test_a_false_length_does_not_allocate_memory(head: bytes, length: int) -> None:
-    prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "HandoffRequest"))
+    prefix = msgspec.msgpack.encode((msg.PROTOCOL, ORIGIN, "ab12", "", "HandoffRequest"))
     field = msgspec.msgpack.encode({"prompt": {"token_ids": 0}})[:-1] + head + struct.pack(">I", length) + b"\x01"
     raw = MARK + PLAIN + bytes([prefix[0] + 1]) + prefix[1:] + field
     tracemalloc.start()
@@ -345,7 +323,7 @@ def test_messages_that_are_too_deep_or_too_large_raise_bad_message() -> None:
 
 
 def test_a_request_of_two_million_tokens_is_below_the_size_limit() -> None:
-    request = HandoffRequest(
+    request = msg.HandoffRequest(
         KEY, PromptSpec((250_000,) * 2_000_000, SamplingParams()), "host", tuple(range(31_250)), tuple(range(31_250))
     )
     assert len(Codec(SECRET).encode(envelope(request))) < MAX_BYTES

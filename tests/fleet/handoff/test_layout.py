@@ -9,7 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -110,7 +111,7 @@ def geometries(draw: st.DrawFn, row_bytes: int, layers: int) -> PagedSpan:
     return make_span(layers, part_rows, row_bytes, parts, draw(st.sampled_from([0, 5])), draw(st.integers(1, parts)))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(st.data())
 def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
     row_bytes, layers = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 5))
@@ -124,28 +125,6 @@ def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
     perform_writes(source, target, first, last)
     expected = expected_memory(source, target, first, last, [(layer, layer) for layer in range(layers)])
     np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
-
-
-@pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 128, 300])
-def test_page_sizes_may_differ_and_chunks_may_end_at_any_row(
-    source_page_rows: int, target_page_rows: int, rows: int
-) -> None:
-    source, target = make_sides(make_span(3, source_page_rows, 12), make_span(3, target_page_rows, 12), rows, seed=rows)
-    chunk = 40
-    for first in range(0, rows, chunk):
-        perform_writes(source, target, first, min(rows, first + chunk))
-    expected = expected_memory(source, target, 0, rows, [(0, 0), (1, 1), (2, 2)])
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
-
-
-def test_index_keys_of_host_pages_are_written_to_the_parts_of_device_pages() -> None:
-    # The target has pages of 3 parts of 7 keys, with unused bytes at the end of each part, as in memory/device_pool.py.
-    source, target = make_sides(make_span(2, 16, 8), make_span(2, 7, 8, parts=3, spare=6, step=2), rows=70, seed=1)
-    perform_writes(source, target, 0, 70)
-    np.testing.assert_array_equal(
-        target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 70, [(0, 0), (1, 1)])
-    )
 
 
 def test_a_selection_of_layers_can_be_transferred() -> None:
@@ -298,7 +277,7 @@ def test_an_invalid_store_is_refused(store: Store, error: str) -> None:
     assert reason is not None and error in reason
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(1, 60), st.integers(0, 99)
 )

@@ -10,34 +10,19 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
-from handoff_engines import MODEL, POISON, SHORT_TIMING, THIS_PROCESS, DecodeEngine, Memory, PrefillEngine, wait_until
+from handoff_engines import MODEL, POISON, SHORT_TIMING, THIS_PROCESS, DecodeEngine, Memory, PrefillEngine
 from handoff_world import Clock, ScriptedChannel, World, open_world, prompt
 from loopback import Fate, Hub, Loopback
 from processes import pause
+from waiting import wait_until
 
 from hotset.base.errors import StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import links
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.channel import Channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.links import Endpoints
-from hotset.fleet.handoff.messages import (
-    ChannelEvent,
-    Fetch,
-    FetchFailed,
-    HandoffAccepted,
-    HandoffRequest,
-    Hello,
-    Landed,
-    Message,
-    MessageReceived,
-    PeerLost,
-    Pong,
-    Quiesced,
-    Refused,
-    StartWrites,
-    Welcome,
-)
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.transfer.api import Transfer
 from hotset.fleet.transfer.engines import open_transfer
@@ -58,15 +43,15 @@ def test_defect_23_a_live_peer_with_a_write_in_unknown_state_is_cut_off_and_its_
     """The peer is on another machine. Its other handoffs are not affected, and it gets a new endpoint."""
     world.hub.faults = replace(world.hub.faults, late_s=(2.0, 2.0))
     decode, prefill = world.decode(process=None, scale=1.0), world.prefill()
-    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "before")), Landed)
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "before")), msg.Landed)
     world.hub.fates.append(Fate.LATE)
     key = decode.fetch(prefill.address, prompt(60), "late")
     end = decode.wait_for_outcome(key)
-    assert isinstance(end, FetchFailed) and end.quiesced and end.retry, end
+    assert isinstance(end, msg.FetchFailed) and end.quiesced and end.retry, end
     decode.memory.buffer[:] = POISON
     request = decode._requests[key]
     keys = [decode.fetch(prefill.address, prompt(30, seed), f"after {seed}") for seed in range(3)]
-    assert all(isinstance(decode.wait_for_outcome(key), Landed) for key in keys)
+    assert all(isinstance(decode.wait_for_outcome(key), msg.Landed) for key in keys)
     reused = {page for key in keys for page in decode._requests[key].row_pages}
     late = [page for page in request.row_pages if page not in reused]
     assert late, "the test needs pages of the failed handoff that were not used again"
@@ -84,8 +69,8 @@ def test_a_peer_on_this_machine_is_not_cut_off_while_it_lives(world: World, writ
     world.hub.fates.append(Fate.LOST)
     key = decode.fetch(prefill.address, prompt(60), "lost")
     end = decode.wait_for_outcome(key)
-    assert isinstance(end, FetchFailed) and not end.quiesced
-    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "after")), Landed)
+    assert isinstance(end, msg.FetchFailed) and not end.quiesced
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "after")), msg.Landed)
     assert decode.quarantined == {key} and len(decode.transfer) == 1
 
 
@@ -140,13 +125,13 @@ def test_defect_23_over_nixl_nobody_writes_through_a_closed_endpoint(monkeypatch
             assert wait_until(lambda: bool((first_page != POISON).any())), "no row has landed"
             pause(pid)
             end = decode.wait_for_outcome(key)
-            assert isinstance(end, FetchFailed) and end.quiesced, "the pages are not free"
+            assert isinstance(end, msg.FetchFailed) and end.quiesced, "the pages are not free"
             decode.memory.buffer[:] = POISON
             os.kill(pid, signal.SIGCONT)
             pipe.send("")
             assert pipe.poll(60)
             landed = decode.fetch(address, prompt(20), "next")
-            assert isinstance(decode.wait_for_outcome(landed), Landed), "the worker must get a new endpoint"
+            assert isinstance(decode.wait_for_outcome(landed), msg.Landed), "the worker must get a new endpoint"
             untouched = [page for page in range(64) if page not in decode._requests[landed].row_pages]
             assert (decode.memory.ranks[:, :, untouched] == POISON).all(), "a write with the old keys has arrived"
         finally:
@@ -159,30 +144,32 @@ class Bench:
     def __init__(self, endpoint: type[Loopback] = Loopback) -> None:
         self.channel, self.clock = ScriptedChannel(), Clock()
         self.endpoints = Endpoints(partial(endpoint, Hub()))
-        self.hello = Hello(self.channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+        self.hello = msg.Hello(self.channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
         self.agent = DecodeAgent(
             Receiver(), self.hello, self.channel, self.endpoints, wake=lambda: None, clock=self.clock
         )
 
     def fetch(self, name: str = "r", peer: str = PEER) -> HandoffKey:
         key = HandoffKey(name, 0)
-        self.agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
+        self.agent.put(
+            msg.Fetch(peer, msg.HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,)))
+        )
         self.work()
         return key
 
-    def work(self, *messages: Message, seconds: float = 0.0) -> None:
-        events: list[ChannelEvent] = [MessageReceived(PEER, message) for message in messages]
+    def work(self, *messages: msg.Message, seconds: float = 0.0) -> None:
+        events: list[msg.ChannelEvent] = [msg.MessageReceived(PEER, message) for message in messages]
         self.channel.incoming, self.clock.now = events, self.clock.now + seconds
         self.agent._work()
 
     def welcome(self, endpoint: int = 1) -> None:
-        self.work(Welcome(replace(self.hello, control=PEER), endpoint))
+        self.work(msg.Welcome(replace(self.hello, control=PEER), endpoint))
 
     def start_landing(self) -> HandoffKey:
         key = self.fetch()
         self.welcome()
-        self.work(HandoffAccepted(key))
-        assert StartWrites(key) in self.channel.sent
+        self.work(msg.HandoffAccepted(key))
+        assert msg.StartWrites(key) in self.channel.sent
         return key
 
     def pings(self) -> list[int]:
@@ -211,13 +198,13 @@ class Bench:
         return events[0]
 
     def endpoints_in_hellos(self) -> list[int]:
-        return [message.endpoint for message in self.channel.sent if isinstance(message, Hello)]
+        return [message.endpoint for message in self.channel.sent if isinstance(message, msg.Hello)]
 
 
 def test_a_replayed_refusal_does_not_end_handoffs() -> None:
     bench = Bench()
     bench.start_landing()
-    bench.work(Refused("recorded when this worker was refused"))
+    bench.work(msg.Refused("recorded when this worker was refused"))
     assert bench.events() == [] and bench.agent.stats().num_open == 1
 
 
@@ -227,14 +214,14 @@ def test_a_peer_that_has_forgotten_this_worker_says_so_in_pong_and_an_older_pong
     bench.work(seconds=1.1)
     before = bench.pings()[-1]
     bench.welcome()
-    bench.work(HandoffAccepted(key), Pong(before, connected=False))
+    bench.work(msg.HandoffAccepted(key), msg.Pong(before, connected=False))
     assert bench.events() == [], "the Ping was sent before the introduction"
-    bench.work(Pong(before, connected=True), seconds=1.1)
+    bench.work(msg.Pong(before, connected=True), seconds=1.1)
     after = bench.pings()[-1]
     assert after > before
-    bench.work(Pong(after, connected=False))
+    bench.work(msg.Pong(after, connected=False))
     end = bench.wait_for_event()
-    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has forgotten" in end.reason
+    assert isinstance(end, msg.FetchFailed) and end.quiesced and end.retry and "has forgotten" in end.reason
 
 
 def test_a_welcome_for_an_earlier_endpoint_is_ignored() -> None:
@@ -246,9 +233,9 @@ def test_a_welcome_for_an_earlier_endpoint_is_ignored() -> None:
     bench.wait_until(lambda: bench.endpoints_in_hellos()[-1] == 2)
     num_sent = len(bench.channel.sent)
     bench.welcome(endpoint=1)
-    assert not any(isinstance(message, HandoffRequest) for message in bench.channel.sent[num_sent:])
+    assert not any(isinstance(message, msg.HandoffRequest) for message in bench.channel.sent[num_sent:])
     bench.welcome(endpoint=2)
-    assert any(isinstance(message, HandoffRequest) for message in bench.channel.sent[num_sent:])
+    assert any(isinstance(message, msg.HandoffRequest) for message in bench.channel.sent[num_sent:])
 
 
 def test_a_fetch_fails_if_no_endpoint_can_be_opened_or_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,11 +248,13 @@ def test_a_fetch_fails_if_no_endpoint_can_be_opened_or_there_are_too_many(monkey
     bench.endpoints._open_endpoint = fail
     bench.fetch("second", "127.0.0.1:3")
     end = bench.wait_for_event()
-    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "no file descriptor is left" in end.reason
+    assert (
+        isinstance(end, msg.FetchFailed) and end.quiesced and end.retry and "no file descriptor is left" in end.reason
+    )
     monkeypatch.setattr(links, "MAX_LINKS", 1)
     bench.fetch("third", "127.0.0.1:4")
     (end,) = bench.events()
-    assert isinstance(end, FetchFailed) and end.quiesced and "transfer endpoints" in end.reason
+    assert isinstance(end, msg.FetchFailed) and end.quiesced and "transfer endpoints" in end.reason
 
 
 class StuckLoopback(Loopback):
@@ -284,6 +273,6 @@ def test_pages_stay_in_quarantine_if_the_endpoint_of_their_writer_cannot_be_clos
     bench.agent._next_tick = bench.clock.now  # as after every check of peers
     bench.wait_until(lambda: "cannot be closed" in caplog.text)
     bench.work(seconds=6.0)
-    assert bench.events() == [PeerLost(PEER, "silent"), FetchFailed(key, False, False, "silent")]
+    assert bench.events() == [msg.PeerLost(PEER, "silent"), msg.FetchFailed(key, False, False, "silent")]
     bench.work(seconds=100.0)
-    assert not any(isinstance(event, Quiesced) for event in bench.events())
+    assert not any(isinstance(event, msg.Quiesced) for event in bench.events())

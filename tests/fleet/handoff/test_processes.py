@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from handoff_engines import THIS_PROCESS, wait_until
+from handoff_engines import THIS_PROCESS
 from processes import pause
+from waiting import wait_until
 
 from hotset.base.processes import has_ended, is_observable
 from hotset.fleet.handoff.messages import ProcessIdentity

@@ -7,35 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import ManualEvent
 
 from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import MAX_LISTS_IN_FLIGHT, Sources
 from hotset.fleet.handoff.layout import plan_writes, whole_rows
-from hotset.fleet.handoff.messages import (
-    Cancel,
-    Cancelled,
-    HandoffAccepted,
-    HandoffAck,
-    HandoffDone,
-    HandoffFailed,
-    HandoffRequest,
-    Hello,
-    Message,
-    ModelIdentity,
-    ProcessIdentity,
-    Progress,
-    ReleasePages,
-    SenderCommand,
-    SendMessage,
-    StartPrefill,
-    StartWrites,
-    Store,
-    SubmitWrites,
-)
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.fleet.handoff.sender import TOMBSTONE_LIMIT, Sender
 from hotset.fleet.transfer.api import WriteState, WriteTicket
@@ -44,31 +26,26 @@ from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFaile
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = HandoffKey("r", 1)
 ROWS = 10
-STORE = Store(whole_rows(PagedSpan(((1 << 20,), (1 << 21,)), 32, 4, 8)), PagedSpan(((1 << 22,),), 16, 4, 4))
-TARGET = Store(whole_rows(PagedSpan(((1 << 30,), (1 << 31,)), 64, 8, 8)), PagedSpan(((1 << 32, 1 << 33),), 12, 3, 4))
-HELLO = Hello(PEER, ModelIdentity("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
+STORE = msg.Store(whole_rows(PagedSpan(((1 << 20,), (1 << 21,)), 32, 4, 8)), PagedSpan(((1 << 22,),), 16, 4, 4))
+TARGET = msg.Store(
+    whole_rows(PagedSpan(((1 << 30,), (1 << 31,)), 64, 8, 8)), PagedSpan(((1 << 32, 1 << 33),), 12, 3, 4)
+)
+HELLO = msg.Hello(PEER, msg.ModelIdentity("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
 PAGES = (7, 3, 5)
 
 
-def hello_of(process: int, endpoint: int = 0) -> Hello:
+def hello_of(process: int, endpoint: int = 0) -> msg.Hello:
     """Returns the Hello of another process, or of an endpoint that a process has opened later."""
     identity = ProcessIdentity("boot", "namespace", process, start_time=5)
     return replace(HELLO, process=identity, endpoint=endpoint, description=b"%d %d" % (process, endpoint))
-
-
-class PendingEvent:
-    """An event that never happens."""
-
-    def query(self) -> bool:
-        return False
 
 
 def prompt(rows: int) -> PromptSpec:
     return PromptSpec(tuple(range(rows)), SamplingParams(), frozenset({3}))
 
 
-def request(key: HandoffKey = KEY, rows: int = ROWS) -> HandoffRequest:
-    return HandoffRequest(key, prompt(rows), "host", (2, 9), (4, 1))
+def request(key: HandoffKey = KEY, rows: int = ROWS) -> msg.HandoffRequest:
+    return msg.HandoffRequest(key, prompt(rows), "host", (2, 9), (4, 1))
 
 
 def expected_writes(first: int, last: int) -> list[list[int]]:
@@ -87,14 +64,14 @@ class Bench:
         self.sender.add_peer(PEER, HELLO)
         self.sender.add_peer(OTHER_PEER, HELLO)
 
-    def receive(self, message: Message, peer: str = PEER) -> None:
+    def receive(self, message: msg.Message, peer: str = PEER) -> None:
         self.sender.handle_message(peer, message, self.now)
 
-    def command(self, command: SenderCommand) -> None:
+    def command(self, command: msg.SenderCommand) -> None:
         self.sender.handle_command(command, self.now)
 
     def announce_rows(
-        self, first: int, last: int, key: HandoffKey = KEY, peer: str = PEER, after: PendingEvent | None = None
+        self, first: int, last: int, key: HandoffKey = KEY, peer: str = PEER, after: ManualEvent | None = None
     ) -> None:
         self.command(RowsComputed(peer, key, first, last, PAGES, after))
 
@@ -116,7 +93,7 @@ class Bench:
     def start_handoff(self, key: HandoffKey = KEY, peer: str = PEER) -> "Bench":
         """Brings a handoff into phase WRITING."""
         self.receive(request(key), peer)
-        self.receive(StartWrites(key), peer)
+        self.receive(msg.StartWrites(key), peer)
         self.actions()
         return self
 
@@ -142,9 +119,9 @@ class Bench:
         self.sender.audit()
         return list(self.sender.take_actions())
 
-    def sent(self) -> list[Message]:
+    def sent(self) -> list[msg.Message]:
         """Returns only the messages among `actions`, and discards the other actions."""
-        return [action.message for action in self.actions() if isinstance(action, SendMessage)]
+        return [action.message for action in self.actions() if isinstance(action, msg.SendMessage)]
 
     @property
     def phase(self) -> SenderPhase | None:
@@ -155,33 +132,18 @@ def test_a_retransmitted_request_is_accepted_again_and_computed_once() -> None:
     bench = Bench()
     bench.receive(request())
     assert bench.actions() == [
-        SendMessage(PEER, HandoffAccepted(KEY)),
-        StartPrefill(PEER, KEY, prompt(ROWS)),
+        msg.SendMessage(PEER, msg.HandoffAccepted(KEY)),
+        msg.StartPrefill(PEER, KEY, prompt(ROWS)),
     ]
     bench.receive(request())
-    assert bench.actions() == [SendMessage(PEER, HandoffAccepted(KEY))]
+    assert bench.actions() == [msg.SendMessage(PEER, msg.HandoffAccepted(KEY))]
     bench.pass_time(1.2)
-    assert bench.sent() == [HandoffAccepted(KEY)] * 2 and bench.sender.num_retransmits == 2
-
-
-def test_nothing_is_written_before_start_writes() -> None:
-    bench = Bench()
-    bench.receive(request())
-    bench.announce_rows(0, 6)
-    bench.announce_rows(6, 10)
-    bench.sample()
-    bench.pass_time(3)
-    assert not [action for action in bench.actions() if isinstance(action, SubmitWrites)]
-    bench.receive(StartWrites(KEY))
-    (submit,) = [action for action in bench.actions() if isinstance(action, SubmitWrites)]
-    assert submit.writes.tolist() == expected_writes(0, 10)
-    bench.receive(StartWrites(KEY))
-    assert bench.actions() == []
+    assert bench.sent() == [msg.HandoffAccepted(KEY)] * 2 and bench.sender.num_retransmits == 2
 
 
 def test_writes_go_from_source_pages_to_target_pages_and_wait_for_the_forward_pass() -> None:
     """Defects 7 and 16: each side has its own page numbers and page sizes, and a write waits for its forward pass."""
-    bench, event = Bench().start_handoff(), PendingEvent()
+    bench, event = Bench().start_handoff(), ManualEvent()
     bench.announce_rows(0, 6, after=event)
     (submit,) = bench.actions()
     assert submit.writes.tolist() == expected_writes(0, 6)
@@ -193,7 +155,7 @@ def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list(
     order."""
     bench = Bench()
     first, second = bench.start_writes(2, 4)
-    events = [PendingEvent() for _ in range(3)]
+    events = [ManualEvent() for _ in range(3)]
     for row, event in zip((4, 6, 8), events, strict=True):
         bench.announce_rows(row, row + 2, after=event)
     bench.sample()
@@ -201,12 +163,12 @@ def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list(
     bench.end_write(second)
     submit, progress = bench.actions()
     assert submit.writes.tolist() == expected_writes(4, 10) and submit.after is events[-1]
-    assert progress == SendMessage(PEER, Progress(KEY, 0))
+    assert progress == msg.SendMessage(PEER, msg.Progress(KEY, 0))
     third = bench.submit()
     bench.end_write(first)
-    assert bench.sent() == [Progress(KEY, 4)]
+    assert bench.sent() == [msg.Progress(KEY, 4)]
     bench.end_write(third)
-    assert bench.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
+    assert bench.sent() == [msg.Progress(KEY, 10), msg.HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
 def test_rows_announced_before_a_write_failed_and_not_yet_submitted_are_never_written() -> None:
@@ -216,7 +178,7 @@ def test_rows_announced_before_a_write_failed_and_not_yet_submitted_are_never_wr
     bench.end_write(first, WriteState.FAILED_QUIESCED)
     bench.end_write(second)
     assert (
-        not [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+        not [action for action in bench.actions() if isinstance(action, msg.SubmitWrites)]
         and bench.phase is SenderPhase.NOTIFYING
     )
 
@@ -229,30 +191,6 @@ def test_announcing_other_pages_for_rows_that_wait_raises_an_assertion() -> None
         bench.command(RowsComputed(PEER, KEY, 6, 8, (7, 4, 5), None))
 
 
-def test_done_waits_for_every_write_and_for_the_first_token() -> None:
-    bench = Bench()
-    first, second = bench.start_writes(6, 10)
-    bench.end_write(first)
-    assert bench.actions() == [SendMessage(PEER, Progress(KEY, 6))]
-    bench.sample()
-    assert bench.actions() == []
-    bench.end_write(second)
-    assert bench.actions() == [
-        SendMessage(PEER, Progress(KEY, 10)),
-        ReleasePages(PEER, KEY),
-        SendMessage(PEER, HandoffDone(KEY, 42, {42: (-1.0, 1)})),
-    ]
-
-
-def test_done_waits_for_the_first_token_if_all_writes_have_ended() -> None:
-    bench = Bench()
-    (ticket,) = bench.start_writes(10)
-    bench.end_write(ticket)
-    assert bench.sent() == [Progress(KEY, 10)]
-    bench.sample()
-    assert bench.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})]
-
-
 def test_writes_of_chunks_may_end_in_any_order() -> None:
     """Defect 11: while the writes of a chunk are in flight, Progress counts only the rows before that chunk, even if
     writes of later chunks have ended."""
@@ -263,23 +201,9 @@ def test_writes_of_chunks_may_end_in_any_order() -> None:
     bench.end_write(tickets[1])
     tickets.append(bench.submit())
     bench.end_write(tickets[2])
-    assert bench.sent() == [Progress(KEY, 0)] * 2
+    assert bench.sent() == [msg.Progress(KEY, 0)] * 2
     bench.end_write(tickets[0])
-    assert bench.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
-
-
-def test_done_is_retransmitted_until_it_is_acknowledged() -> None:
-    bench = Bench()
-    (ticket,) = bench.start_writes(10)
-    bench.sample()
-    bench.end_write(ticket)
-    bench.actions()
-    bench.pass_time(1.2)
-    bench.receive(request())
-    assert bench.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
-    bench.receive(HandoffAck(KEY))
-    bench.receive(HandoffAck(KEY))
-    assert bench.actions() == [] and bench.sender.next_deadline() == float("inf")
+    assert bench.sent() == [msg.Progress(KEY, 10), msg.HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
 def test_a_late_copy_of_a_finished_request_is_answered_and_not_computed_again() -> None:
@@ -287,70 +211,38 @@ def test_a_late_copy_of_a_finished_request_is_answered_and_not_computed_again() 
     (ticket,) = bench.start_writes(10)
     bench.sample()
     bench.end_write(ticket)
-    bench.receive(HandoffAck(KEY))
+    bench.receive(msg.HandoffAck(KEY))
     bench.actions()
     bench.receive(request())
-    assert bench.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
+    assert bench.actions() == [msg.SendMessage(PEER, msg.Cancelled(KEY, True))]
 
 
 def test_progress_is_sent_every_second_while_a_request_is_queued() -> None:
     bench = Bench().start_handoff()
     bench.pass_time(5.5)
-    assert bench.sent() == [Progress(KEY, 0)] * 5
-
-
-def test_cancel_before_start_writes_ends_the_handoff_at_once() -> None:
-    bench = Bench()
-    bench.receive(request())
-    bench.announce_rows(0, 10)
-    bench.actions()
-    bench.receive(Cancel(KEY))
-    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
-    bench.receive(Cancel(KEY))
-    bench.receive(StartWrites(KEY))
-    assert bench.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
-
-
-def test_cancel_keeps_the_pages_until_the_last_write_has_ended() -> None:
-    """Defect 3: the request is aborted while writes are in flight."""
-    bench = Bench()
-    first, second = bench.start_writes(6, 10)
-    bench.receive(Cancel(KEY))
-    bench.receive(Cancel(KEY))
-    bench.end_write(first)
-    assert bench.actions() == []
-    bench.sample()
-    bench.end_write(second)
-    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
+    assert bench.sent() == [msg.Progress(KEY, 0)] * 5
 
 
 def test_a_cancelled_handoff_submits_no_further_write() -> None:
     bench = Bench()
     (ticket,) = bench.start_writes(6)
-    bench.receive(Cancel(KEY))
+    bench.receive(msg.Cancel(KEY))
     bench.announce_rows(6, 10)
     assert bench.actions() == []
     bench.end_write(ticket)
     bench.announce_rows(6, 10)
-    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
+    assert bench.actions() == [msg.ReleasePages(PEER, KEY), msg.SendMessage(PEER, msg.Cancelled(KEY, True))]
 
 
 def test_a_request_that_arrives_after_its_cancel_is_not_computed() -> None:
     bench = Bench()
-    bench.receive(Cancel(KEY))
+    bench.receive(msg.Cancel(KEY))
     bench.receive(request())
-    assert bench.actions() == [SendMessage(PEER, Cancelled(KEY, False))] * 2
+    assert bench.actions() == [msg.SendMessage(PEER, msg.Cancelled(KEY, False))] * 2
     bench.receive(request(), OTHER_PEER)
-    assert SendMessage(OTHER_PEER, HandoffAccepted(KEY)) in bench.actions(), (
+    assert msg.SendMessage(OTHER_PEER, msg.HandoffAccepted(KEY)) in bench.actions(), (
         "a request of another peer with the same key must be accepted"
     )
-
-
-def test_cancel_for_an_unknown_handoff_is_answered_as_not_quiesced() -> None:
-    """The handoff may belong to an earlier process at this address, whose writes may continue."""
-    bench = Bench()
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, False)]
 
 
 @pytest.mark.parametrize(
@@ -362,27 +254,18 @@ def test_a_failed_write_is_reported_when_the_other_writes_have_ended(state: Writ
     first, second = bench.start_writes(6, 10)
     bench.end_write(second, state)
     assert bench.phase is SenderPhase.DRAINING and not [
-        action for action in bench.actions() if isinstance(action, ReleasePages)
+        action for action in bench.actions() if isinstance(action, msg.ReleasePages)
     ]
     bench.end_write(first)
     release, send = bench.actions()
-    assert release == ReleasePages(PEER, KEY) and isinstance(send.message, HandoffFailed)
+    assert release == msg.ReleasePages(PEER, KEY) and isinstance(send.message, msg.HandoffFailed)
     assert (send.message.quiesced, send.message.retry) == (quiesced, True)
     assert "the writes of rows [6, 10) ended as 'failed" in send.message.reason
     bench.pass_time(0.6)
     assert bench.sent() == [send.message]
-    bench.receive(HandoffAck(KEY))
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, quiesced)]
-
-
-def test_a_cancelled_handoff_with_a_write_in_unknown_state_is_not_quiesced() -> None:
-    bench = Bench()
-    first, second = bench.start_writes(6, 10)
-    bench.receive(Cancel(KEY))
-    bench.end_write(first, WriteState.FAILED_UNKNOWN)
-    bench.end_write(second)
-    assert bench.sent() == [Cancelled(KEY, False)]
+    bench.receive(msg.HandoffAck(KEY))
+    bench.receive(msg.Cancel(KEY))
+    assert bench.sent() == [msg.Cancelled(KEY, quiesced)]
 
 
 def test_a_failed_handoff_does_not_affect_other_handoffs_of_the_same_peer() -> None:
@@ -396,29 +279,29 @@ def test_a_failed_handoff_does_not_affect_other_handoffs_of_the_same_peer() -> N
     bench.end_write(ticket, WriteState.FAILED_UNKNOWN)
     bench.actions()
     bench.end_write(second, key=other)
-    assert HandoffDone(other, 42, {42: (-1.0, 1)}) in bench.sent()
+    assert msg.HandoffDone(other, 42, {42: (-1.0, 1)}) in bench.sent()
     bench.receive(request(HandoffKey("t", 1)))
-    assert HandoffAccepted(HandoffKey("t", 1)) in bench.sent()
+    assert msg.HandoffAccepted(HandoffKey("t", 1)) in bench.sent()
 
 
 def test_a_hung_write_is_reported_as_not_quiesced_and_as_quiesced_when_it_ends() -> None:
     bench = Bench()
     (ticket,) = bench.start_writes(10)
     bench.pass_time(40)
-    assert bench.phase is SenderPhase.DRAINING and ReleasePages(PEER, KEY) not in bench.actions()
+    assert bench.phase is SenderPhase.DRAINING and msg.ReleasePages(PEER, KEY) not in bench.actions()
     bench.pass_time(10)
-    failed = HandoffFailed(KEY, False, True, "a list of writes has not ended within 40 s")
+    failed = msg.HandoffFailed(KEY, False, True, "a list of writes has not ended within 40 s")
     actions = bench.actions()
-    assert ReleasePages(PEER, KEY) in actions and SendMessage(PEER, failed) in actions
-    bench.receive(HandoffAck(KEY))
+    assert msg.ReleasePages(PEER, KEY) in actions and msg.SendMessage(PEER, failed) in actions
+    bench.receive(msg.HandoffAck(KEY))
     bench.pass_time(5)
     assert bench.actions() == []
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, False)]
+    bench.receive(msg.Cancel(KEY))
+    assert bench.sent() == [msg.Cancelled(KEY, False)]
     bench.end_write(ticket)
-    assert bench.sent() == [Cancelled(KEY, True)]
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, True)]
+    assert bench.sent() == [msg.Cancelled(KEY, True)]
+    bench.receive(msg.Cancel(KEY))
+    assert bench.sent() == [msg.Cancelled(KEY, True)]
 
 
 def test_a_hung_write_that_ends_before_the_ack_is_reported_as_quiesced() -> None:
@@ -427,51 +310,29 @@ def test_a_hung_write_that_ends_before_the_ack_is_reported_as_quiesced() -> None
     bench.pass_time(50)
     bench.actions()
     bench.end_write(ticket)
-    assert bench.sent() == [HandoffFailed(KEY, True, True, "a list of writes has not ended within 40 s")]
+    assert bench.sent() == [msg.HandoffFailed(KEY, True, True, "a list of writes has not ended within 40 s")]
     assert bench.phase is SenderPhase.NOTIFYING
 
 
 def test_cancel_is_answered_within_its_timeout_although_a_write_does_not_end() -> None:
     bench = Bench()
     (ticket,) = bench.start_writes(10)
-    bench.receive(Cancel(KEY))
+    bench.receive(msg.Cancel(KEY))
     bench.pass_time(10)
-    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, False))]
+    assert bench.actions() == [msg.ReleasePages(PEER, KEY), msg.SendMessage(PEER, msg.Cancelled(KEY, False))]
     bench.end_write(ticket, WriteState.FAILED_UNKNOWN)
-    assert bench.sent() == [Cancelled(KEY, False)] and bench.phase is None
-
-
-def test_a_prompt_that_cannot_be_computed_fails_its_handoff() -> None:
-    bench = Bench()
-    bench.receive(request())
-    bench.actions()
-    bench.command(PrefillFailed(PEER, KEY, True, "the engine is stopping"))
-    assert bench.actions() == [
-        ReleasePages(PEER, KEY),
-        SendMessage(PEER, HandoffFailed(KEY, True, True, "the engine is stopping")),
-    ]
+    assert bench.sent() == [msg.Cancelled(KEY, False)] and bench.phase is None
 
 
 def test_a_prompt_that_fails_midway_is_reported_after_its_writes_have_ended() -> None:
     bench = Bench()
     (ticket,) = bench.start_writes(6)
     bench.command(PrefillFailed(PEER, KEY, False, "out of memory"))
-    assert bench.sent() == [Progress(KEY, 0)]
+    assert bench.sent() == [msg.Progress(KEY, 0)]
     bench.end_write(ticket)
     assert bench.actions() == [
-        ReleasePages(PEER, KEY),
-        SendMessage(PEER, HandoffFailed(KEY, True, False, "out of memory")),
-    ]
-
-
-def test_a_handoff_without_start_writes_fails_at_the_timeout() -> None:
-    bench = Bench()
-    bench.receive(request())
-    bench.pass_time(10)
-    actions = bench.actions()
-    assert actions[-2:] == [
-        ReleasePages(PEER, KEY),
-        SendMessage(PEER, HandoffFailed(KEY, True, True, "no StartWrites within 10 s")),
+        msg.ReleasePages(PEER, KEY),
+        msg.SendMessage(PEER, msg.HandoffFailed(KEY, True, False, "out of memory")),
     ]
 
 
@@ -482,21 +343,7 @@ def test_a_handoff_fails_if_the_engine_announces_no_rows_for_600_seconds() -> No
     bench.end_write(bench.submit())
     assert bench.phase is SenderPhase.WRITING
     bench.pass_time(600)
-    assert bench.sent()[-1] == HandoffFailed(KEY, True, True, "no rows were computed or written for 600 s")
-
-
-def test_pages_of_a_lost_receiver_are_kept_until_their_writes_have_ended() -> None:
-    bench = Bench()
-    (ticket,) = bench.start_writes(10)
-    bench.start_handoff(HandoffKey("s", 1))
-    bench.start_handoff(KEY, OTHER_PEER)
-    bench.sender.peer_lost(PEER, "the process died", bench.now)
-    assert bench.actions() == [ReleasePages(PEER, HandoffKey("s", 1))]
-    assert bench.sender.open_keys(PEER) == [] and bench.sender.open_keys(OTHER_PEER) == [KEY]
-    bench.end_write(ticket)
-    assert bench.actions() == [ReleasePages(PEER, KEY)] and bench.sender.phases() == {
-        (OTHER_PEER, KEY): SenderPhase.WRITING
-    }
+    assert bench.sent()[-1] == msg.HandoffFailed(KEY, True, True, "no rows were computed or written for 600 s")
 
 
 def test_a_restarted_receiver_may_use_its_keys_again() -> None:
@@ -512,9 +359,9 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
     bench.receive(request())
     release, accepted, prefill = bench.actions()
     assert (
-        release == ReleasePages(PEER, KEY)
-        and accepted == SendMessage(PEER, HandoffAccepted(KEY))
-        and isinstance(prefill, StartPrefill)
+        release == msg.ReleasePages(PEER, KEY)
+        and accepted == msg.SendMessage(PEER, msg.HandoffAccepted(KEY))
+        and isinstance(prefill, msg.StartPrefill)
     )
 
 
@@ -528,7 +375,7 @@ def test_a_receiver_that_was_only_slow_gets_no_second_handoff_of_the_same_key() 
     bench.receive(request())
     bench.sender.add_peer(PEER, HELLO)
     bench.receive(request())
-    assert bench.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
+    assert bench.actions() == [msg.ReleasePages(PEER, KEY), *[msg.SendMessage(PEER, msg.Cancelled(KEY, False))] * 2]
 
 
 @pytest.mark.parametrize("state", [WriteState.DONE, WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
@@ -539,13 +386,15 @@ def test_the_sender_can_confirm_to_a_lost_peer_that_a_write_has_ended_after_the_
     (ticket,) = bench.start_writes(10)
     bench.sender.peer_lost(PEER, "silent", bench.now)
     bench.pass_time(11)
-    assert bench.actions() == [ReleasePages(PEER, KEY)] and bench.phase is None, "the handoff must not wait for ever"
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, False)], "the write has not ended"
+    assert bench.actions() == [msg.ReleasePages(PEER, KEY)] and bench.phase is None, (
+        "the handoff must not wait for ever"
+    )
+    bench.receive(msg.Cancel(KEY))
+    assert bench.sent() == [msg.Cancelled(KEY, False)], "the write has not ended"
     bench.sender.add_peer(PEER, hello_of(process=1, endpoint=2))
     bench.end_write(ticket, state)
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, state is not WriteState.FAILED_UNKNOWN)]
+    bench.receive(msg.Cancel(KEY))
+    assert bench.sent() == [msg.Cancelled(KEY, state is not WriteState.FAILED_UNKNOWN)]
 
 
 def test_a_handoff_without_a_write_in_flight_is_known_to_be_quiesced_after_its_peer_was_lost() -> None:
@@ -556,34 +405,36 @@ def test_a_handoff_without_a_write_in_flight_is_known_to_be_quiesced_after_its_p
     bench.sender.peer_lost(PEER, "silent", bench.now)
     bench.sender.add_peer(PEER, hello_of(process=1, endpoint=2))
     bench.actions()
-    bench.receive(Cancel(KEY))
-    assert bench.sent() == [Cancelled(KEY, True)]
+    bench.receive(msg.Cancel(KEY))
+    assert bench.sent() == [msg.Cancelled(KEY, True)]
 
 
 def test_the_highest_attempt_is_remembered_as_long_as_it_has_a_tombstone() -> None:
     """An older attempt may end after a newer one, so its tombstone may outlive that of the newer one."""
     bench, attempts = Bench(tombstone_limit=10.0), [HandoffKey("r", number) for number in range(4)]
     for key in (attempts[3], attempts[2]):
-        bench.receive(Cancel(key))
+        bench.receive(msg.Cancel(key))
         bench.pass_time(6)
     bench.actions()
     bench.receive(request(attempts[1]))
-    assert bench.actions() == [SendMessage(PEER, Cancelled(attempts[1], False))], "attempt 2 still has a tombstone"
+    assert bench.actions() == [msg.SendMessage(PEER, msg.Cancelled(attempts[1], False))], (
+        "attempt 2 still has a tombstone"
+    )
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
     bench, newer = Bench().start_handoff(), HandoffKey("r", 2)
     bench.receive(request(newer))
     actions = bench.actions()
-    assert actions[:2] == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
-    assert actions[2] == SendMessage(PEER, HandoffAccepted(newer))
+    assert actions[:2] == [msg.ReleasePages(PEER, KEY), msg.SendMessage(PEER, msg.Cancelled(KEY, True))]
+    assert actions[2] == msg.SendMessage(PEER, msg.HandoffAccepted(newer))
     for stale in (HandoffKey("r", 0), KEY):
         bench.receive(request(stale))
-        assert bench.actions() == [SendMessage(PEER, Cancelled(stale, stale == KEY))]
-    bench.receive(Cancel(newer))
+        assert bench.actions() == [msg.SendMessage(PEER, msg.Cancelled(stale, stale == KEY))]
+    bench.receive(msg.Cancel(newer))
     bench.actions()
     bench.receive(request(HandoffKey("r", 0)))
-    assert bench.actions() == [SendMessage(PEER, Cancelled(HandoffKey("r", 0), False))]
+    assert bench.actions() == [msg.SendMessage(PEER, msg.Cancelled(HandoffKey("r", 0), False))]
 
 
 @pytest.mark.parametrize(
@@ -599,11 +450,11 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
         (replace(request(), first=8, key_pages=()), "0 pages are too few for keys [8, 10), which need 1 pages"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(invalid_request: HandoffRequest, error: str) -> None:
+def test_a_request_that_cannot_be_served_is_refused(invalid_request: msg.HandoffRequest, error: str) -> None:
     bench = Bench()
     bench.receive(invalid_request)
     (message,) = bench.sent()
-    assert isinstance(message, HandoffFailed) and error in message.reason
+    assert isinstance(message, msg.HandoffFailed) and error in message.reason
     assert not message.retry and not message.quiesced and bench.phase is None
 
 
@@ -611,33 +462,23 @@ def test_only_rows_that_the_receiver_lacks_are_written() -> None:
     """The receiver has rows [0, 8), and lists no page that holds only these."""
     bench = Bench()
     bench.receive(replace(request(), row_pages=(9,), key_pages=(1,), first=8))
-    bench.receive(StartWrites(KEY))
+    bench.receive(msg.StartWrites(KEY))
     bench.actions()
     bench.announce_rows(0, 6)
-    assert not [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    assert not [action for action in bench.actions() if isinstance(action, msg.SubmitWrites)]
     bench.announce_rows(6, 10)
     bench.sample()
-    (submit,) = [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    (submit,) = [action for action in bench.actions() if isinstance(action, msg.SubmitWrites)]
     assert submit.writes.tolist() == expected_writes(8, 10)
     bench.end_write(bench.submit())
-    assert HandoffDone(KEY, 42, {42: (-1.0, 1)}) in bench.sent()
-
-
-def test_rows_announced_before_start_writes_are_written_from_the_first_that_the_receiver_lacks() -> None:
-    bench = Bench()
-    bench.receive(replace(request(), row_pages=(9,), key_pages=(1,), first=8))
-    for first, last in ((0, 4), (4, 9), (9, 10)):
-        bench.announce_rows(first, last)
-    bench.receive(StartWrites(KEY))
-    (submit,) = [action for action in bench.actions() if isinstance(action, SubmitWrites)]
-    assert submit.writes.tolist() == expected_writes(8, 10)
+    assert msg.HandoffDone(KEY, 42, {42: (-1.0, 1)}) in bench.sent()
 
 
 def test_a_request_of_an_unknown_peer_fails_with_a_request_for_hello() -> None:
     bench = Bench()
     bench.receive(request(), "10.0.0.3:7000")
     (message,) = bench.sent()
-    assert isinstance(message, HandoffFailed) and message.retry and "Hello" in message.reason
+    assert isinstance(message, msg.HandoffFailed) and message.retry and "Hello" in message.reason
 
 
 def test_skipping_rows_or_sampling_before_all_rows_raises_an_assertion() -> None:
@@ -653,18 +494,18 @@ def test_tombstones_are_bounded_in_number_and_time() -> None:
     bench = Bench(max_tombstones=3, tombstone_limit=10.0)
     keys = [HandoffKey(str(number), 0) for number in range(5)]
     for key in keys:
-        bench.receive(Cancel(key))
+        bench.receive(msg.Cancel(key))
         bench.pass_time(1)
     bench.actions()
     computed = []
     for key in keys:
         bench.receive(request(key))
-        computed += [action.key for action in bench.actions() if isinstance(action, StartPrefill)]
+        computed += [action.key for action in bench.actions() if isinstance(action, msg.StartPrefill)]
     assert computed == keys[:2], "the two oldest tombstones must have been removed"
     bench.pass_time(11)
     bench.actions()
     bench.receive(request(keys[4]))
-    assert HandoffAccepted(keys[4]) in bench.sent()
+    assert msg.HandoffAccepted(keys[4]) in bench.sent()
 
 
 def test_all_handoffs_end_at_their_timeouts_and_release_their_pages() -> None:
@@ -674,11 +515,11 @@ def test_all_handoffs_end_at_their_timeouts_and_release_their_pages() -> None:
         key = HandoffKey(str(number), 0)
         bench.receive(request(key))
         if number % 2:
-            bench.receive(StartWrites(key))
+            bench.receive(msg.StartWrites(key))
     bench.pass_time(sum(timeout.limit for timeout in SENDER_TIMEOUTS.values()))
     assert bench.sender.phases() == {} and bench.sender.next_deadline() == float("inf")
     actions = bench.actions()
-    assert len([action for action in actions if isinstance(action, ReleasePages)]) == 21
+    assert len([action for action in actions if isinstance(action, msg.ReleasePages)]) == 21
 
 
 KEYS = st.builds(HandoffKey, st.sampled_from("ab"), st.integers(1, 3))
@@ -721,13 +562,13 @@ class AnyOrder(RuleBasedStateMachine):
         actions = self.bench.actions()
         for action in actions:
             match action:
-                case StartPrefill(peer, key):
+                case msg.StartPrefill(peer, key):
                     before = self.prefills.get((peer, key))
                     assert before is None or before.released, f"{key} is computed twice at the same time"
                     self.prefills[peer, key] = Prefill(self.processes[peer], self.bench.now)
-                case ReleasePages(peer, key):
+                case msg.ReleasePages(peer, key):
                     self.check_release(self.prefills[peer, key])
-                case SubmitWrites(peer, key, writes):
+                case msg.SubmitWrites(peer, key, writes):
                     prefill = self.prefills[peer, key]
                     assert prefill.may_write, "a write was submitted before StartWrites"
                     prefill.tickets[self.bench.submit(key, peer).number] = WriteState.PENDING
@@ -735,7 +576,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert list(prefill.tickets.values()).count(WriteState.PENDING) <= MAX_LISTS_IN_FLIGHT, (
                         f"more than {MAX_LISTS_IN_FLIGHT} lists of one handoff are in flight"
                     )
-                case SendMessage(peer, message):
+                case msg.SendMessage(peer, message):
                     self.check_message(peer, message)
         return actions
 
@@ -746,13 +587,13 @@ class AnyOrder(RuleBasedStateMachine):
         assert prefill.may_hang or not pending, "pages were released while a write could read them"
 
     def check_message(self, peer: str, message: Any) -> None:
-        if isinstance(message, HandoffDone):
+        if isinstance(message, msg.HandoffDone):
             prefill = self.prefills[peer, message.key]
             assert prefill.sampled and prefill.announced == ROWS and set(prefill.tickets.values()) == {WriteState.DONE}
             assert prefill.nbytes == sum(nbytes for _, _, nbytes in expected_writes(0, ROWS)), (
                 "rows were skipped, or written twice"
             )
-        if isinstance(message, HandoffFailed | Cancelled) and message.quiesced:
+        if isinstance(message, msg.HandoffFailed | msg.Cancelled) and message.quiesced:
             assert self.prefills[peer, message.key].quiesced, "reported as quiesced, but a write may still be running"
 
     @rule(key=KEYS, peer=PEERS)
@@ -764,10 +605,10 @@ class AnyOrder(RuleBasedStateMachine):
     def start_writes(self, key: HandoffKey, peer: str) -> None:
         if self.bench.sender.phases().get((peer, key)) is SenderPhase.ACCEPTED:
             self.prefills[peer, key].may_write = True
-        self.bench.receive(StartWrites(key), peer)
+        self.bench.receive(msg.StartWrites(key), peer)
         self.check_actions()
 
-    @rule(key=KEYS, peer=PEERS, message_type=st.sampled_from([Cancel, HandoffAck]))
+    @rule(key=KEYS, peer=PEERS, message_type=st.sampled_from([msg.Cancel, msg.HandoffAck]))
     def cancel_or_acknowledge(self, key: HandoffKey, peer: str, message_type: Any) -> None:
         self.bench.receive(message_type(key), peer)
         self.check_actions()
@@ -806,8 +647,8 @@ class AnyOrder(RuleBasedStateMachine):
         """The sender must confirm what it knows, also about a handoff that ended because the peer was lost."""
         prefill = self.prefills.get((peer, key))
         is_open = (peer, key) in self.bench.sender.phases()
-        self.bench.receive(Cancel(key), peer)
-        confirmed = SendMessage(peer, Cancelled(key, True)) in self.check_actions()
+        self.bench.receive(msg.Cancel(key), peer)
+        confirmed = msg.SendMessage(peer, msg.Cancelled(key, True)) in self.check_actions()
         if prefill is not None and not is_open and prefill.process == self.processes[peer]:
             assert confirmed == prefill.quiesced or self.bench.now - prefill.began_at > TOMBSTONE_LIMIT
 
@@ -846,5 +687,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.bench.sender.phases() == {} and all(prefill.released for prefill in self.prefills.values())
 
 
-AnyOrder.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+AnyOrder.TestCase.settings = examples(50, stateful_step_count=50)
 TestAnyOrder = AnyOrder.TestCase

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, ShardedMemory, fresh_pages
 
@@ -49,20 +49,7 @@ def perform_writes(
     return len(planned)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("target_ranks", RANKS)
-@pytest.mark.parametrize("source_ranks", RANKS)
-def test_every_rank_gets_its_heads(source_ranks: int, target_ranks: int, heads: int) -> None:
-    source = ShardedMemory(source_ranks, heads, page_rows=64, seed=1)
-    target = ShardedMemory(target_ranks, heads, page_rows=16)
-    pages = fresh_pages(source, target, rows=70)
-    source.compute(pages[0], 0, 70)
-    for first, last in ((0, 33), (33, 34), (34, 70)):
-        perform_writes(source, target, pages, first, last)
-    target.check(pages[1], pages[2], 0, 70)
-
-
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(st.data())
 def test_random_pages_rows_and_shardings_are_written_exactly(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 8))
@@ -109,16 +96,6 @@ def test_stores_of_one_shard_are_planned_like_plain_spans() -> None:
     np.testing.assert_array_equal(planned, plan_writes(span, (5, 3), target, range(8), 3, 100))
 
 
-def test_layers_may_begin_at_unrelated_addresses() -> None:
-    """This is the case with pipeline stages, which have separate memory. A span has a base for each layer."""
-    source, target = ShardedMemory(2, 2, page_rows=8, seed=1), ShardedMemory(1, 2, page_rows=8)
-    assert len({parts[0] % 4096 for parts in source.store.shards[0].span.bases}) == source.layers
-    pages = fresh_pages(source, target, rows=20)
-    source.compute(pages[0], 0, 20)
-    perform_writes(source, target, pages, 0, 20)
-    target.check(pages[1], pages[2], 0, 20)
-
-
 def test_shards_are_described_by_their_byte_slices_of_the_whole_row() -> None:
     spans = [PagedSpan(((8,),), 64, 4, 16)] * 4
     assert [shard.slices for shard in head_shards(spans, 8, 4)] == [
@@ -140,10 +117,8 @@ def hello(store: Store) -> Hello:
     return Hello("127.0.0.1:1", MODEL, {"host": store}, "loopback", b"")
 
 
-@pytest.mark.parametrize("target_ranks", RANKS)
-@pytest.mark.parametrize("source_ranks", RANKS)
-def test_peers_with_different_shardings_are_compatible(source_ranks: int, target_ranks: int) -> None:
-    stores = [ShardedMemory(ranks, 4, page_rows=4).store for ranks in (source_ranks, target_ranks)]
+def test_peers_with_different_shardings_are_compatible() -> None:
+    stores = [ShardedMemory(ranks, 4, page_rows=4).store for ranks in (2, 8)]
     assert check_peers(hello(stores[0]), hello(stores[1])) is None
     assert {row_bytes(store) for store in stores} == {2 * 4 * HEAD_BYTES} and first_gap(stores[1]) is None
 

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
-from handoff_engines import DecodeEngine, Memory, PrefillEngine, wait_until
+from handoff_engines import DecodeEngine, Memory, PrefillEngine
 from handoff_world import open_world, prompt
+from waiting import wait_until
 
 from hotset.fleet.handoff import packing
 from hotset.fleet.handoff.channel import Channel

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_pages
 
@@ -49,20 +50,7 @@ def pack_and_unpack(
     unpack(PackedPiece(*stores, ContextPages(row_pages, key_pages), first, last, 0))
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("target_ranks", RANKS)
-@pytest.mark.parametrize("source_ranks", RANKS)
-def test_every_rank_gets_its_heads(source_ranks: int, target_ranks: int, heads: int) -> None:
-    source = ShardedMemory(source_ranks, heads, page_rows=16, seed=1, spare=3)
-    target = ShardedMemory(target_ranks, heads, page_rows=6)
-    pages = fresh_pages(source, target, rows=40)
-    source.compute(pages[0], 0, 40)
-    for first, last in ((0, 17), (17, 18), (18, 40)):
-        pack_and_unpack(source, target, pages, first, last)
-    target.check(pages[1], pages[2], 0, 40)
-
-
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(st.data())
 def test_random_pages_rows_and_shardings_are_packed_exactly(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 8))

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 from random_cache import RandomCache
+from waiting import wait_until
 
 from hotset.base.address import Address, EventsEndpoint
 from hotset.base.errors import StartupError
@@ -54,20 +55,13 @@ def answer_to(replay: Any, start: int) -> list[list[bytes]]:
         batches.append([topic, number, payload])
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_MS / 1000
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def subscribed(publisher: KvEventPublisher, live: Any, replay: Any) -> int:
     """Publishes evictions until one arrives: the subscription takes effect at some time after `connect`. Returns the
     number of the last batch, after all have been read."""
     while not live.poll(20):
         publisher.on_change(PagesEvicted((HASHES[0],)))
         publisher.flush()
-    wait_for(publisher._steps.empty)
+    assert wait_until(publisher._steps.empty)
     last = int.from_bytes(answer_to(replay, 0)[-1][1], "big")  # the thread publishes before it answers
     while int.from_bytes(live.recv_multipart()[1], "big") < last:
         pass
@@ -135,7 +129,7 @@ def test_the_changes_of_one_step_are_one_batch(publisher: KvEventPublisher) -> N
         assert len(answer_to(replay, 0)) == 1, "changes were published before the end of the step"
         publisher.flush()
         publisher.flush()
-        wait_for(lambda: publisher._log._next == 2)
+        assert wait_until(lambda: publisher._log._next == 2)
         [_, batch] = answer_to(replay, 0)
     assert len(msgspec.msgpack.decode(batch[2])[1]) >= steps // 2
 
@@ -167,7 +161,7 @@ def test_a_long_replay_is_complete_though_the_subscriber_reads_it_late(monkeypat
         for number in range(80):
             publisher.on_change(PagesStored((HASHES[0],), None, tuple(range(60_000, 64_000)), ""))
             publisher.flush()
-            wait_for(lambda number=number: publisher._log._next == number + 2)  # type: ignore[misc]
+            assert wait_until(lambda number=number: publisher._log._next == number + 2)  # type: ignore[misc]
         with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
             replay.linger, replay.rcvtimeo, replay.rcvhwm, replay.rcvbuf = 0, DEADLINE_MS, 4, 1 << 14
             replay.connect(f"tcp://{publisher.endpoint.replay}")
@@ -246,7 +240,7 @@ def test_no_batch_is_much_larger_than_one_mebibyte(publisher: KvEventPublisher) 
     publisher.on_change(PagesEvicted(tuple(pages) * 25))
     publisher.flush()
     with connected(publisher.endpoint) as (_, replay):
-        wait_for(publisher._steps.empty)
+        assert wait_until(publisher._steps.empty)
         batches = [batch[2] for batch in answer_to(replay, 0)]
     assert len(batches) > 6
     assert max(map(len, batches)) < 1.2 * 2**20

@@ -14,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from random_cache import RandomCache
+from waiting import until
 from zmq.utils.monitor import recv_monitor_message
 
 from hotset.base.address import Address, EventsEndpoint
@@ -37,12 +38,6 @@ NEVER = {"check_seconds": 1e6, "retry_seconds": 0.1}
 def patient_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher that runs in the same event loop may answer late if the machine is busy."""
     monkeypatch.setattr(subscriber_module, "ANSWER_SECONDS", DEADLINE_S)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -5,7 +5,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from running_router import Cluster, Router, Stub, wait_until
+from running_router import Cluster, Router, Stub
+from waiting import wait_until
 
 
 @pytest.fixture

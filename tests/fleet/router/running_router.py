@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +14,10 @@ import httpx
 import plain_http
 from idle_connections import with_few_descriptors
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import WAIT_SECONDS, wait_until
 
 HERE = Path(__file__).parent
 STUB = HERE / "stub_worker.py"
-WAIT_SECONDS = 60.0
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
-    """Waits until the condition holds or the time is up, and returns whether it holds."""
-    deadline = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds
 
 
 @dataclass

@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 from cache_model import NORMAL, ModelledWorker, Sizes, add_worker, in_loop, serve_sessions, state_of, words
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.base.errors import NoWorkers
@@ -42,7 +43,7 @@ def stranger() -> RoutedWorker:
     return RoutedWorker("http://stranger", "decode")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(st.lists(WORKERS, max_size=5), st.booleans())
 def test_the_choice_is_the_live_worker_with_the_lowest_cost(described: list[dict], shared: bool) -> None:
     def test(fleet: Fleet) -> None:

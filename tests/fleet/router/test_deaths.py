@@ -10,13 +10,14 @@ import plain_http
 import pytest
 from ports import reserved_port
 from processes import pause
-from running_router import WAIT_SECONDS, Cluster, Router, Stub, wait_until
+from running_router import WAIT_SECONDS, Cluster, Router, Stub
 from stub_worker import event
+from waiting import wait_until
 
 
 @pytest.fixture
-def prefill(workers: list[Stub], idle_workers: list[Stub]) -> Stub:
-    return workers[0]
+def prefill(idle_workers: list[Stub]) -> Stub:
+    return idle_workers[0]
 
 
 def events_of(stream: httpx.Response) -> list[Any]:
@@ -43,18 +44,22 @@ def test_a_worker_that_dies_before_the_first_byte_is_replaced_by_another(
     assert "Traceback" not in router.log()
 
 
-@pytest.mark.parametrize("behaviour", ["dies-midway", "half"], ids=["between events", "within an event"])
 def test_death_in_a_stream_ends_it_with_an_error_event(
-    cluster: Cluster, prefill: Stub, idle_workers: list[Stub], behaviour: str
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
 ) -> None:
-    doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
-    router = cluster.router([prefill], [doomed])
-    with router.stream() as stream:
-        *received, last = events_of(stream)
-    assert received == [json.loads(event("doomed", number)[6:]) for number in range(3)]
-    assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
+    """One worker dies between two events, the other within an event."""
+    behaviours = ("dies-midway", "half")
+    router = cluster.router([prefill], [cluster.stub("decode", name, behaviour=name) for name in behaviours])
+    answered = set()
+    for _ in behaviours:
+        with router.stream() as stream:
+            *received, last = events_of(stream)
+        answered.add(name := stream.headers["x-worker"])
+        assert received == [json.loads(event(name, number)[6:]) for number in range(3)]
+        assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
+    assert answered == set(behaviours)
     assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
-    assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
+    assert router.metric("hotset_router_requests_total", outcome="interrupted") == 2
     assert router.metric("hotset_router_retries_total") == 0, "a response is not retried after its first byte"
 
 

@@ -1,12 +1,12 @@
 """A router follows the KV events of its workers again after a failure, and logs it once."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 import zmq
 import zmq.asyncio
+from waiting import until
 
 from hotset.base.address import Address, EventsEndpoint
 from hotset.fleet.kv_events.publisher import KvEventPublisher
@@ -16,12 +16,6 @@ from hotset.fleet.router.kv_events_view import KvEventsView
 from hotset.serve.responses import KvEventsPorts
 
 LOOPBACK = Address("127.0.0.1", 0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def test_a_subscriber_that_fails_is_started_again_and_the_failure_logged_once(

@@ -6,7 +6,8 @@ from pathlib import Path
 import httpx
 import plain_http
 import pytest
-from running_router import Cluster, Router, Stub, wait_until
+from running_router import Cluster, Router, Stub
+from waiting import wait_until
 
 from hotset.base.errors import ConfigError
 from hotset.fleet.router.config import LOOPBACK_HOSTS, RouterConfig, is_allowed

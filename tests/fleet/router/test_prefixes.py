@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from cache_model import HASHER, LETTERS, PAGE_ROWS, PATH, LocalView, words
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.fleet.kv_events.known_blocks import KnownBlocks
@@ -29,7 +29,6 @@ from hotset.serve.page_marks import MAX_MARKS, PageMark, page_marks_header, pars
 from hotset.tiers.prefix_cache import event_hash
 
 T = TypeVar("T")
-SETTINGS = settings(deadline=None, derandomize=True)
 TEXT = words(random.Random(7), 40_000)
 
 
@@ -52,7 +51,6 @@ def worker_of(url: str, cache_id: int, role: Role = "decode") -> RoutedWorker:
     return RoutedWorker(url, role, cache_id=cache_id)
 
 
-@SETTINGS
 @given(st.integers(0, 20_000), st.integers(0, 20_000))
 def test_prompts_have_equal_hashes_as_far_as_they_are_alike(shared: int, own: int) -> None:
     one = prompt_of(TEXT[:shared] + "1" * own, max_tokens=1)
@@ -122,7 +120,6 @@ def test_long_prompts_have_few_hashes_at_most_a_32nd_apart() -> None:
     assert all(longer - shorter <= max(512, shorter / 32) for shorter, longer in pairwise(HASHED_LENGTHS))
 
 
-@SETTINGS
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30_000)), max_size=12), st.integers(0, 40_000))
 def test_a_worker_has_what_was_sent_to_it(sent: list[tuple[int, int]], length: int) -> None:
     index = PrefixIndex()
@@ -175,7 +172,6 @@ def test_a_cache_key_prefers_the_worker_that_served_it_last_if_no_prefix_is_know
     assert index.cached_tokens(prompt_of(TEXT, prompt_cache_key="other"), workers) == [0, 0]
 
 
-@SETTINGS
 @given(st.integers(0, 10_000))
 def test_marks_are_hashes_of_the_pages_of_a_prompt(tokens: int) -> None:
     prompt = list(range(tokens))

@@ -11,8 +11,9 @@ from typing import Any
 import plain_http
 import pytest
 from idle_connections import exchange, health_seconds, many_idle_connections
-from running_router import Cluster, Router, Stub, wait_until
+from running_router import Cluster, Router, Stub
 from stub_worker import LATE_SECONDS, event
+from waiting import wait_until
 
 import hotset
 

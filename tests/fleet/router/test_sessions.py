@@ -6,7 +6,8 @@ from contextlib import closing
 import pytest
 from cache_model import words
 from ports import reserved_port
-from running_router import Cluster, Router, Stub, wait_until
+from running_router import Cluster, Router, Stub
+from waiting import wait_until
 
 from hotset.base.address import Address, EventsEndpoint
 from hotset.fleet.kv_events.publisher import KvEventPublisher

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from far_end import NBYTES, POISON, FarLoopback, FarProcess, wait_for_end
 from loopback import Hub, Loopback
+from waiting import ManualEvent
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
@@ -20,16 +21,6 @@ DEADLINE_S = 10.0
 FAILED = (WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN)
 
 Far = FarProcess | FarLoopback
-
-
-class ManualEvent:
-    """An event that happens when the test sets `happened`."""
-
-    def __init__(self) -> None:
-        self.happened = False
-
-    def query(self) -> bool:
-        return self.happened
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from waiting import ManualEvent, wait_until
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.fleet.transfer import lanes as lanes_module
@@ -127,14 +128,6 @@ class Bench:
         """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
         wait_until(lambda: self.transfer.poll(ticket) is not WriteState.PENDING, seconds)
         return self.transfer.poll(ticket)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Waits until the condition holds, for at most `seconds`, and returns whether it holds."""
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.001)
-    return condition()
 
 
 @pytest.fixture
@@ -378,15 +371,6 @@ def test_defect_12_a_failed_registration_raises_and_its_memory_is_not_described_
     assert len(decode_description(bench.transfer.describe(), "faulty").regions) == 1
     writes = np.array([[unregistered.ctypes.data, bench.target.ctypes.data, 8]])
     assert bench.wait_for_end(bench.transfer.submit("peer", writes)) is WriteState.FAILED_QUIESCED
-
-
-class ManualEvent:
-    """An event that happens when the test sets `happened`."""
-
-    happened = False
-
-    def query(self) -> bool:
-        return self.happened
 
 
 def test_defect_16_a_list_is_not_posted_before_its_event_has_happened(make_bench: MakeBench) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from loopback import Fate, Faults, Hub, Loopback
+from loopback import Faults, Hub, Loopback
 
-from hotset.base.errors import StartupError, TransferError
-from hotset.fleet.transfer.api import MemoryKind, Region, WriteState, WriteTicket
+from hotset.fleet.transfer.api import Region, WriteState, WriteTicket
 
 NBYTES, POISON = 4096, 0xAB
 
@@ -138,17 +137,6 @@ def test_reordered_and_duplicated_writes_all_arrive_before_done() -> None:
     assert partly_landed > 10
 
 
-def test_a_later_list_may_end_before_an_earlier_one() -> None:
-    overtaken = False
-    for seed in range(10):
-        pair = Pair(Faults(delay_s=(0.0, 1.0)), seed)
-        first, second = pair.submit(0, 2048), pair.submit(2048, 4096)
-        while pair.near.poll(second) is WriteState.PENDING:
-            pair.hub.advance(pair.hub.next_due() or 0.0)
-        overtaken |= pair.near.poll(first) is WriteState.PENDING
-    assert overtaken
-
-
 def history(seed: int) -> list[object]:
     """Runs 60 steps with random faults. Returns the target, all states and the next due time after each step."""
     chances = Faults(0.2, 0.1, 0.1, 0.2, reorder=0.5, duplicate=0.5, delay_s=(0.0, 0.5))
@@ -169,31 +157,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     assert history(1) != history(2)
 
 
-def test_a_test_can_set_the_fates_of_the_next_lists() -> None:
-    pair = Pair()
-    pair.hub.fates.extend([Fate.CUT, Fate.WRITTEN, Fate.LATE])
-    tickets = [pair.submit() for _ in range(4)]
-    pair.hub.pump()
-    assert [pair.near.poll(ticket) for ticket in tickets] == [
-        WriteState.FAILED_QUIESCED,
-        WriteState.DONE,
-        WriteState.FAILED_UNKNOWN,
-        WriteState.DONE,
-    ]
-
-
-def test_faults_of_one_endpoint_do_not_affect_others() -> None:
-    pair = Pair()
-    faulty = Loopback(pair.hub, Faults(lost=1.0))
-    memory = np.full(NBYTES, POISON, np.uint8)
-    faulty.register(Region(memory.ctypes.data, NBYTES))
-    pair.near.connect("faulty", faulty.describe())
-    to_faulty = pair.near.submit("faulty", np.array([[pair.source.ctypes.data, memory.ctypes.data, 100]]))
-    to_far = pair.submit()
-    pair.hub.pump()
-    assert (pair.near.poll(to_faulty), pair.near.poll(to_far)) == (WriteState.FAILED_UNKNOWN, WriteState.DONE)
-
-
 @pytest.mark.parametrize("closed", ["near", "far"])
 def test_no_byte_moves_once_an_endpoint_is_closed(closed: str) -> None:
     """The memory of a closed endpoint may have been freed."""
@@ -204,30 +167,6 @@ def test_no_byte_moves_once_an_endpoint_is_closed(closed: str) -> None:
     pair.hub.advance(100.0)
     assert {pair.near.poll(ticket) for ticket in tickets} == {WriteState.FAILED_UNKNOWN}
     assert pair.num_landed == 0
-
-
-def test_a_hub_without_speeds_simulates_no_gpu_memory() -> None:
-    with pytest.raises(StartupError, match="simulates no GPU memory"):
-        Loopback(Hub()).register(Region(1 << 40, 4096, MemoryKind.DEVICE))
-
-
-def test_an_endpoint_that_left_or_is_on_another_hub_cannot_be_connected() -> None:
-    pair, other = Pair(), Pair()
-    with pytest.raises(TransferError):
-        pair.near.connect("other", other.far.describe())
-    description = pair.far.describe()
-    pair.far.close()
-    with pytest.raises(TransferError):
-        pair.near.connect("far", description)
-
-
-def test_closing_a_hub_twice_closes_its_endpoints_and_ends_its_thread() -> None:
-    hub = Hub(threaded=True)
-    end = Loopback(hub)
-    hub.close()
-    hub.close()
-    assert end.closed
-    assert hub._thread is not None and not hub._thread.is_alive()
 
 
 def test_defect_23_nothing_is_written_through_a_closed_endpoint_although_its_memory_has_a_new_one() -> None:
@@ -246,17 +185,3 @@ def test_defect_23_nothing_is_written_through_a_closed_endpoint_although_its_mem
     ticket = pair.submit()
     pair.hub.advance(40.0)
     assert pair.near.poll(ticket) is WriteState.DONE and pair.num_landed == NBYTES
-
-
-class NeverHappens:
-    def query(self) -> bool:
-        return False
-
-
-def test_forgetting_one_of_two_names_of_a_peer_ends_only_the_lists_of_that_name() -> None:
-    pair = Pair()
-    pair.near.connect("twin", pair.far.describe())
-    writes = np.array([[pair.source.ctypes.data, pair.target.ctypes.data, 64]])
-    tickets = [pair.near.submit(name, writes, NeverHappens()) for name in ("far", "twin")]
-    pair.near.forget("twin")
-    assert [pair.near.poll(ticket) for ticket in tickets] == [WriteState.PENDING, WriteState.FAILED_QUIESCED]

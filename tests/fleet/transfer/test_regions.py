@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotset.base.errors import StartupError
@@ -10,7 +10,6 @@ from hotset.fleet.transfer.api import Region
 from hotset.fleet.transfer.regions import OUTSIDE, Regions, merge_registered, merge_writes, split_writes
 
 Spans = list[tuple[int, int, int]]
-ANY_DURATION = settings(deadline=None)  # a busy machine can delay a single example
 
 
 @st.composite
@@ -46,7 +45,6 @@ def count_runs(spans: Spans, local_edges: set[int], remote_edges: set[int]) -> i
     return sum(target in starts or sources.get(target - 1) != source - 1 for target, source in sources.items())
 
 
-@ANY_DURATION
 @given(span_lists(), st.sets(st.integers(0, 80), max_size=3), st.sets(st.integers(0, 80), max_size=3))
 def test_merging_moves_the_same_bytes_and_crosses_no_edge(
     spans: Spans, local_edges: set[int], remote_edges: set[int]
@@ -62,7 +60,6 @@ def test_merging_moves_the_same_bytes_and_crosses_no_edge(
     assert len(merged) == count_runs(one_byte_writes, local_edges, remote_edges)
 
 
-@ANY_DURATION
 @given(span_lists())
 @example([])
 @example([(0, 0, 0)])
@@ -73,7 +70,6 @@ def test_merging_returns_one_write_per_run_in_the_order_of_targets(spans: Spans)
     assert found[:, 1].tolist() == sorted(found[:, 1].tolist())
 
 
-@ANY_DURATION
 @given(span_lists(), st.integers(1, 7))
 def test_splitting_moves_the_same_bytes_in_writes_of_limited_length(spans: Spans, longest: int) -> None:
     writes = merge_writes(as_writes(spans))
@@ -101,7 +97,6 @@ def test_no_write_crosses_the_boundary_between_adjacent_regions() -> None:
     assert across is None
 
 
-@ANY_DURATION
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=4),
     st.lists(st.tuples(st.integers(-3, 60), st.integers(0, 12)), min_size=1, max_size=8),

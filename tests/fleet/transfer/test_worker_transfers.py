@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from far_end import wait_for_end
 from loopback import Hub, Loopback
+from waiting import ManualEvent
 
 from hotset.base.errors import EngineStopped, StartupError, TransferError
 from hotset.fleet.transfer.api import Region, Transfer, WriteState
@@ -31,13 +32,6 @@ from hotset.fleet.transfer.workers import (
 NBYTES = 1 << 16
 DEADLINE_S = 10.0
 POISON = 0xAB
-
-
-class ManualEvent:
-    happened = False
-
-    def query(self) -> bool:
-        return self.happened
 
 
 @dataclass
