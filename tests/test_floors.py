@@ -36,6 +36,7 @@ FLEET = {
     "fleet/router": 9,
     "fleet/cluster": 10,
     "fleet/connections": 10,
+    "fleet/local": 10,
 }
 LAB = {
     "lab": 8,
@@ -46,7 +47,17 @@ LAB = {
 }
 FLOORS = CORE | FLEET | LAB | {"cli": 11, "__main__": 12}
 GROUPS = ("fleet", "lab")  # folders of folders
-NO_TORCH = ("base", "lab/bench", "fleet/cluster", "fleet/kv_events", "fleet/router", "grammar", "schedule", "serve")
+NO_TORCH = (
+    "base",
+    "lab/bench",
+    "fleet/cluster",
+    "fleet/kv_events",
+    "fleet/local",
+    "fleet/router",
+    "grammar",
+    "schedule",
+    "serve",
+)
 # The offline API imports these, so they need no package of the server. So does an engine that is connected with others.
 LIBRARY = [folder for folder, floor in CORE.items() if floor <= CORE["engine"]]
 LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/ray", "fleet/transfer"]

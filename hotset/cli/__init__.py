@@ -194,15 +194,16 @@ def _serve_disaggregated(
     prefill_args: Sequence[str],
     decode_args: Sequence[str],
 ) -> int:
-    from hotset.cli.roles import EngineCounts, check_engines, role_engines
+    from hotset.cli.roles import EngineCounts, role_engines
+    from hotset.fleet.local.engines import check_engines
 
     engines = role_engines(EngineCounts.parse(counts), values, prefill_args, decode_args)
     check_packages("server", "serve")
     check_engines(engines)
     with bound_socket(serve_config.host, serve_config.port) as listener:
-        from hotset.cli.disaggregate import run
+        from hotset.fleet.local.deployment import run
 
-        return run(engines, serve_config, listener)
+        return run(engines, serve_config, listener, print_note)
 
 
 def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The engines of `--disaggregate`: how many there are of each role, and the settings of each."""
+"""The flags of `--disaggregate`: how many engines there are of each role, and the settings of each."""
 
 import re
 import secrets
@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset.base.config import COMMON_SETTINGS, EngineConfig
-from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli.flags import config_values, given_flags
-from hotset.engine.model_checks import check_model
-from hotset.models.spec import ModelSpec, dtype_name
+from hotset.fleet.local.engines import RoleEngine
 
 MAX_ENGINES = 64
 
@@ -38,14 +36,6 @@ class EngineCounts:
                 f"the limit is {MAX_ENGINES} engines in total"
             )
         return counts
-
-
-@dataclass(frozen=True, slots=True)
-class RoleEngine:
-    """One engine of a deployment."""
-
-    name: str  # like "prefill 1"
-    config: EngineConfig
 
 
 def role_engines(
@@ -76,34 +66,6 @@ def role_engines(
                 raise ConfigError(f"{name}: {error}") from None
             engines.append(RoleEngine(name, config))
     return engines
-
-
-def check_engines(engines: Sequence[RoleEngine]) -> None:
-    """Checks the engines against the model and this machine. Raises StartupError for mistakes that can be noticed
-    before processes are started and torch is imported."""
-    for config, name in {engine.config: engine.name for engine in reversed(engines)}.items():
-        try:
-            spec = check_model(config).spec
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
-    _check_dtypes(engines, spec)
-
-
-def _check_dtypes(engines: Sequence[RoleEngine], spec: ModelSpec) -> None:
-    """Raises ConfigError if engines would compute in different dtypes, because rows of one dtype cannot land in rows of
-    another. Splits need no such check: rows of every split of the model can land in those of every other."""
-    gpu_driver = has_gpu_driver()
-
-    def dtype_of(config: EngineConfig) -> str:
-        return dtype_name(config.dtype, spec, "cuda" if gpu_driver and config.device != "cpu" else "cpu")
-
-    first, *others = engines
-    for other in others:
-        if dtype_of(other.config) != dtype_of(first.config):
-            raise ConfigError(
-                f"{first.name} would compute in {dtype_of(first.config)} and {other.name} in {dtype_of(other.config)}, "
-                "so neither can use KV of the other; set --dtype"
-            )
 
 
 def _flags_of_engines(role: str, count: int, texts: Sequence[str]) -> list[dict[str, Any]]:

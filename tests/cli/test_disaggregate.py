@@ -19,11 +19,12 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.serve_config import ServeConfig
 from hotset.base.units import GIB
-from hotset.cli import app, disaggregate
-from hotset.cli.disaggregate import router_arguments, stop_seconds, worker_arguments
+from hotset.cli import app
 from hotset.cli.flags import config_values
-from hotset.cli.roles import RoleEngine
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
+from hotset.fleet.local import deployment as local_deployment
+from hotset.fleet.local.deployment import router_arguments, stop_seconds, worker_arguments
+from hotset.fleet.local.engines import RoleEngine
 from hotset.fleet.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +98,12 @@ class Unavailable(BaseHTTPRequestHandler):
 
 
 def test_a_child_that_does_not_answer_ends_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disaggregate, "HEALTH_POLL_SECONDS", 0.1)
-    monkeypatch.setattr(disaggregate, "HEALTH_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(local_deployment, "HEALTH_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(local_deployment, "HEALTH_TIMEOUT_SECONDS", 0.3)
     engine = RoleEngine("decode 1", EngineConfig(role="decode", step_timeout=1.0))
 
     async def watch(url: str) -> None:
-        deployment = disaggregate._Deployment([engine], ServeConfig())
+        deployment = local_deployment._Deployment([engine], ServeConfig(), print)
         deployment._urls = {"decode 1": url}
         async with asyncio.timeout(60):
             await deployment._watch_answers()
@@ -117,7 +118,7 @@ def test_a_child_that_answers_with_an_error_has_answered() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            assert disaggregate._answers(f"http://127.0.0.1:{server.server_port}")
+            assert local_deployment._answers(f"http://127.0.0.1:{server.server_port}")
         finally:
             server.shutdown()
 

@@ -12,8 +12,10 @@ from harness import tiny_directory
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.cli import app, main, roles
-from hotset.cli.roles import EngineCounts, RoleEngine, check_engines, role_engines
+from hotset.cli import app, main
+from hotset.cli.roles import EngineCounts, role_engines
+from hotset.fleet.local import engines as local_engines
+from hotset.fleet.local.engines import RoleEngine, check_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "models" / "demo-dsa")
@@ -123,7 +125,7 @@ def test_mistakes_are_answered_before_anything_starts(
 def test_engines_that_would_compute_in_different_dtypes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roles, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(local_engines, "has_gpu_driver", lambda: True)
     model = tiny_directory(tmp_path, torch_dtype="bfloat16")
 
     def check(**settings: Any) -> None:

@@ -13,10 +13,10 @@ from hotset.base.errors import ConfigError, StartupError
 from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
 from hotset.base.units import GIB, show_bytes
-from hotset.cli.roles import RoleEngine
 from hotset.engine.drafts.settings import with_default_drafts
 from hotset.engine.model_checks import context_length, model_splits
 from hotset.engine.step_memory import step_bytes
+from hotset.fleet.local.engines import RoleEngine
 from hotset.models.checkpoint.files import find_model
 from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.spec import DTYPE_BYTES, dtype_name

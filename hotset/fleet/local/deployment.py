@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -24,11 +24,10 @@ from hotset.base.serve_config import HttpSettings, ServeConfig
 from hotset.base.settings import flag_words
 from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
-from hotset.cli.roles import RoleEngine
-from hotset.cli.shares import place_engines
-from hotset.cli.terminal import print_note
 from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
+from hotset.fleet.local.engines import RoleEngine
+from hotset.fleet.local.shares import place_engines
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS
 
 # For a health check of a worker by the router. All processes share this machine, which can be busy, and the death of a
@@ -48,17 +47,19 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without
 T = TypeVar("T")
 
 
-def run(engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.socket) -> int:
+def run(
+    engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.socket, print_note: Callable[[str], None]
+) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
     The code is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
     `reserved` is a socket that is bound to the router's address, so that no other program takes the port while the
-    models load.
+    models load. `print_note` prints a note of the program at the terminal.
     """
     log_to_stderr()
     try:
         bound = replace(serve, port=reserved.getsockname()[1])
-        return asyncio.run(_Deployment(place_engines(engines), bound).run(url_of(reserved)))
+        return asyncio.run(_Deployment(place_engines(engines), bound, print_note).run(url_of(reserved)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -69,9 +70,8 @@ def run(engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.sock
 class _Deployment:
     """The engines and their router, as child processes. If one of them ends or no longer answers, all are stopped."""
 
-    def __init__(self, engines: Sequence[RoleEngine], serve: ServeConfig) -> None:
-        self._engines = engines
-        self._serve = serve
+    def __init__(self, engines: Sequence[RoleEngine], serve: ServeConfig, print_note: Callable[[str], None]) -> None:
+        self._engines, self._serve, self._print_note = engines, serve, print_note
         self._urls: dict[str, str] = {}  # by the name of the child
         self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
         self._stop = asyncio.Event()  # a signal was received
@@ -199,7 +199,7 @@ class _Deployment:
         Without a signal, start-up or a child has failed: all children are stopped without a drain.
         """
         if self._stop.is_set():
-            print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
+            self._print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
         else:
             self._stop_now.set()
         seconds = self._serve.drain_seconds + stop_seconds([engine.config for engine in self._engines])
