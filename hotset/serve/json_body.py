@@ -1,8 +1,8 @@
-"""Reads JSON bodies. A large body is parsed in a thread, and an object with too many fields is refused."""
+"""Reads JSON bodies. Large ones are parsed in a thread. Too many fields and too deep nesting are refused."""
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -13,6 +13,9 @@ from starlette.responses import Response
 from hotset.base.errors import RequestError
 
 MAX_FIELDS = 2048  # fields of one object; the error for a body with a million unknown fields would name them all
+# Structures and schemas of tools may be nested 100 levels deep. Some versions of Python parse thousands of levels, but
+# then no other function can follow them.
+MAX_NESTING = 200
 MAX_LOOP_BYTES = 1 << 16  # a smaller body is parsed on the event loop, in about a millisecond
 
 
@@ -39,9 +42,29 @@ def json_route(threads: Executor) -> type[APIRoute]:
 
 
 def _parsed(body: bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError if it is not JSON, RecursionError if it is nested too
-    deeply, and RequestError if an object has more than MAX_FIELDS fields."""
-    return json.loads(body, object_pairs_hook=_checked_object)
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON, and RequestError if it is nested more than
+    MAX_NESTING levels deep, or if an object has more than MAX_FIELDS fields."""
+    try:
+        value = json.loads(body, object_pairs_hook=_checked_object)
+    except RecursionError:
+        raise _too_deep() from None
+    if body.count(b"[") + body.count(b"{") > MAX_NESTING:  # usually not: then it cannot be nested so deeply
+        level = [value]
+        for _ in range(MAX_NESTING + 1):
+            level = [child for parent in level for child in _children(parent)]
+        if level:
+            raise _too_deep()
+    return value
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the body is nested more than {MAX_NESTING} levels deep; make it flatter", code="invalid_json")
 
 
 def _checked_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -272,6 +272,18 @@ def test_malformed_bodies_are_rejected(http: httpx.Client, body: bytes) -> None:
     assert error_of(http.post(TEXT, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize("levels", [201, 3000, 20_000])
+@pytest.mark.parametrize(("opened", "closed"), [(b"[", b"]"), (b'{"a": ', b"}")], ids=["lists", "objects"])
+def test_a_body_that_is_nested_too_deeply_is_refused(
+    http: httpx.Client, levels: int, opened: bytes, closed: bytes
+) -> None:
+    """Some versions of Python parse thousands of levels, and others do not."""
+    nested = opened * levels + b"1" + closed * levels
+    body = json.dumps(VALID[TEXT]).encode()[:-1] + b', "tools": ' + nested + b"}"
+    error = error_of(http.post(TEXT, content=body, headers=JSON), 400)
+    assert error["code"] == "invalid_json" and "nested more than 200 levels" in error["message"]
+
+
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "image/png", "x"])
 def test_json_is_accepted_whatever_its_content_type(http: httpx.Client, content_type: str | None) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
