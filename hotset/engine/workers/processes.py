@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import TypeVar
@@ -64,24 +64,18 @@ START_SECONDS = 1800.0  # time limit between two reports of starting workers
 
 
 @dataclass(slots=True)
-class _StepState:
-    """A submitted step and the reports received for it so far."""
+class _SubmittedStep:
+    """Implements `StepFuture` for a step that several workers execute, with the reports received for it so far."""
 
+    executor: "MultiprocessExecutor"
     number: int
     step: Step
-    results: list[StepResult | None]
-    missing: set[int] = field(default_factory=set)  # numbers of the workers that have not reported
-
-
-class _SubmittedToWorkers:
-    """Implements `StepFuture` for a step that several workers execute."""
-
-    def __init__(self, executor: "MultiprocessExecutor", state: _StepState) -> None:
-        self._executor, self._state = executor, state
+    of_replicas: list[StepResult | None]
+    missing: set[int]  # numbers of the workers that have not reported
 
     def results(self) -> Sequence[StepResult | None]:
-        self._executor.finish(self._state)
-        return self._state.results
+        self.executor.finish(self)
+        return self.of_replicas
 
 
 class _StepsFinished:
@@ -116,7 +110,7 @@ class MultiprocessExecutor:
         self._stores: list[HostShard] = []  # the host stores on this machine
         self._shared: list[SharedMemory] = []  # the memory of these stores
         self._store_names: list[SharedName] = []  # the memory of all host stores
-        self._in_flight: deque[_StepState] = deque()
+        self._in_flight: deque[_SubmittedStep] = deque()
         self._steps_submitted = 0
         self.steps_finished = 0  # steps that every worker has reported
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
@@ -206,7 +200,8 @@ class MultiprocessExecutor:
         if any(plan is not None and plan.reads_host for plan in step) and self._shares_stores:
             self._drain()  # another rank may still write these pages in a step that it has not reported
         self._steps_submitted += 1
-        state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self.workers))))
+        missing = set(range(len(self.workers)))
+        state = _SubmittedStep(self, self._steps_submitted, step, [None] * len(step), missing)
         graph = choose_graph(step, DraftSettings.of(self._config).max_verified) if self._has_graphs else None
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
         if graph is not None:
@@ -224,9 +219,9 @@ class MultiprocessExecutor:
             )
             self._group.send(worker, command)
         self._in_flight.append(state)
-        return _SubmittedToWorkers(self, state)
+        return state
 
-    def finish(self, state: _StepState) -> None:
+    def finish(self, state: _SubmittedStep) -> None:
         """Waits until every worker has reported the step."""
         while state.missing:
             self._receive_step_report()
@@ -351,16 +346,16 @@ class MultiprocessExecutor:
         state.missing.discard(worker.rank.number)
         worker.traffic = report.traffic
         if report.result is not None:
-            state.results[worker.rank.replica] = report.result
+            state.of_replicas[worker.rank.replica] = report.result
         while self._in_flight and not self._in_flight[0].missing:
             self._complete(self._in_flight.popleft())
 
-    def _complete(self, state: _StepState) -> None:
+    def _complete(self, state: _SubmittedStep) -> None:
         """Handles a step that every worker has reported. In a pipeline, keeps its tokens for the first stage."""
         self.steps_finished = state.number
         if self.workers[0].rank.stages == 1:
             return
-        for plan, result in zip(state.step, state.results, strict=True):
+        for plan, result in zip(state.step, state.of_replicas, strict=True):
             if plan is not None and result is not None:
                 self._sampled += _sampled_tokens(plan, result)
 
