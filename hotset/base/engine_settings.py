@@ -152,8 +152,8 @@ class EngineSettings:
     speculate: int | None = setting(
         None,
         "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token, "
-        "unless --accept says so. With more requests, fewer tokens are drafted. Default: 3 on a GPU, if the model has "
-        "a layer for multi-token prediction and drafts pay, as measured at start-up; else 0.",
+        "except with --accept distribution. With more requests, fewer tokens are drafted. Default: 3 on a GPU, if the "
+        "model has a layer for multi-token prediction and drafts pay, as measured at start-up; else 0.",
         minimum=0,
     )
     speculate_by: Literal["mtp", "lookup"] = setting(
@@ -359,8 +359,8 @@ class EngineSettings:
 
     @property
     def max_drafts(self) -> int:
-        """The number of tokens to draft for each request and step. The default, if it is not 0, is chosen when the
-        engine starts: see `with_default_drafts`."""
+        """The number of tokens to draft for each request and step. While `speculate` is not set, this is 0: the
+        engine chooses the default when it starts (`with_default_drafts`)."""
         return self.speculate or 0
 
     @property

@@ -15,14 +15,14 @@ class JobPool:
     """Up to `workers` workers, which are forked when they are needed. Thread-safe: a thread waits for a free worker."""
 
     def __init__(self, memory_bytes: int, workers: int = MAX_WORKERS) -> None:
-        """Jobs may use `memory_bytes` more than what is prepared."""
+        """Each job may use `memory_bytes` in addition to the memory of the prepared objects."""
         self.server = ForkServer()
         self._memory_bytes = memory_bytes
         # Workers that no thread uses. None stands for a worker that is not forked yet.
         self._idle: queue.LifoQueue[tuple[int, Worker] | None] = queue.LifoQueue()
         for _ in range(workers):
             self._idle.put(None)
-        self._num_preparations = 0  # workers that were forked before the last one lack what it has prepared
+        self._num_preparations = 0  # a worker forked before the newest preparation lacks that object
 
     def prepare(
         self, name: str, function: str, arguments: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int

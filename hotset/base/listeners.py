@@ -113,7 +113,7 @@ def listeners() -> list[Listener]:
 
 @contextmanager
 def confined_to(interface: str) -> Iterator[None]:
-    """Binds the sockets on which this process begins to listen during the block to one interface, at its end.
+    """At the end of the block, binds to one interface all sockets on which this process began to listen during it.
 
     They then accept only connections that arrive through this interface. Connections that were accepted before are
     ended: no peer knows these ports yet. This is for libraries that listen on all addresses and cannot be configured.
@@ -141,8 +141,8 @@ def transfer_interface(control: ControlPort, interface: str | None, secret: str 
     """Returns the interface on which a transfer engine listens: `interface`, or the loopback interface by default.
 
     It is an interface, an RDMA device, or several of them separated by commas. Raises ConfigError if this machine does
-    not have it. If other machines can reach the control port or the interface, raises ConfigError if no interface or no
-    secret is given.
+    not have it. Also raises ConfigError if other machines can reach the control port or the interface and no secret is
+    given, or if they can reach the control port and no interface is given.
     """
     found = interface_addresses()
     listed = ", ".join(f"{name} ({', '.join(hosts) or 'no address'})" for name, hosts in found.items())

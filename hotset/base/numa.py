@@ -84,7 +84,7 @@ def gpu_link_bytes_per_second(gpu: int, root: Path = Path("/")) -> float | None:
 
 
 def huge_pages(root: Path = Path("/")) -> HugePages:
-    """Returns what this machine has of huge pages."""
+    """Returns the huge-page settings of this machine."""
     words = (line.split() for line in _read(root / "proc/meminfo").splitlines())
     entries = {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdecimal()}
     return HugePages(

@@ -36,16 +36,16 @@ class Geometry:
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
     max_drafts: int = 0  # drafted tokens that a step of one request can verify beside its newest token
-    max_unverified: int = 0  # drafts of a request that steps in flight verify when its next one is submitted
+    max_unverified: int = 0  # drafts of a request that steps in flight still verify when its next is submitted
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
-    # blocks_per_page / key_groups: how many blocks of one index group are in a page. Workers can differ in this number;
-    # then this is the largest, and `key_groups` and `blocks_per_page` are those of the worker where it is smallest.
+    # blocks_per_page / key_groups: how many blocks of one index group are in a page. This ratio can differ
+    # between workers. This is the largest; `key_groups` and `blocks_per_page` are of the worker with the smallest.
     max_blocks_of_group: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
         if self.max_blocks_of_group < Fraction(self.blocks_per_page, self.key_groups):
-            raise InternalError("a key page would count as whole while it has room for keys")
+            raise InternalError("max_blocks_of_group is smaller than blocks_per_page / key_groups")
 
     @property
     def page_bytes(self) -> int:
@@ -59,16 +59,18 @@ class Geometry:
     def tail_pages(self) -> int:
         """Pages of a tail: page n of a context is in tail page n % tail_pages.
 
-        If a step begins at position p or later, it begins at most `max_unverified` later, and computes up to
-        `max_drafts` drafted tokens after its first one. If all of them are right, the MTP layer then writes rows of up
-        to `max_drafts - 1` further drafts. All of them can be rejected, so they must not overwrite the page of p and
-        the page before it.
+        A step begins between p and p + `max_unverified`, and computes up to `max_drafts` drafted tokens after its first
+        one. If all of these are right, the MTP layer then writes rows of up to `max_drafts - 1` further drafts. All
+        drafts can be rejected, so their rows must not overwrite the page of p and the page before it.
         """
         return TAIL_PAGES + ceil_div(self.max_unverified + max(0, 2 * self.max_drafts - 1), self.page_rows)
 
     @property
     def slots_per_step(self) -> int:
-        """The most slots of a tiered request that one step uses. Drafting after it uses fewer, and can evict them."""
+        """The most slots of a tiered request that one step uses.
+
+        Drafting after the step uses fewer slots, and may evict those of the step.
+        """
         return self.topk * (1 + self.max_drafts)
 
     @property

@@ -40,8 +40,8 @@ class HttpMetrics(Protocol):
 
 
 class ErrorLines:
-    """Writes the log lines of errors. If a status occurs too often within a second, the others are only counted, and
-    one line reports their number."""
+    """Writes the log lines of errors. If a status occurs too often within a second, the further lines are only counted,
+    and one line reports their number."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()  # by status, in the current second

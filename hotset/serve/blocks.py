@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """What has happened to a block. `text` is what a block has grown by."""
+    """What has happened to a block. `text` is the text that was added."""
 
     what: Literal["begins", "grows", "ends"]
     block: Block

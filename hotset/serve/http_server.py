@@ -113,7 +113,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
-    """Waits until the tasks have ended. Raises CancelledError only then, if this task was cancelled meanwhile."""
+    """Waits until the tasks have ended. If this task is cancelled meanwhile, raises CancelledError then."""
     cancelled: asyncio.CancelledError | None = None
     deadline = time.monotonic() + CLEANUP_SECONDS
     while not all(task.done() for task in tasks) and (left := deadline - time.monotonic()) > 0:

@@ -9,8 +9,7 @@ from typing_extensions import TypedDict
 
 T = TypeVar("T")
 
-# A list that may be long: an iterator that creates its items when they are written, so that they do not all exist at
-# once.
+# A long list, given as an iterator, so that its items do not all exist at once.
 LongList = SkipValidation[Iterable[T]]
 
 

@@ -20,7 +20,7 @@ Phase = Literal["starting", "ready", "leaving", "stopping", "gone", "failed"]
 Shutdown = Literal["no", "drain", "now"]
 STOPPING_ORDER: tuple[Role, ...] = ("router", "decode", "prefill")  # so that requests in flight can finish
 UNROUTE_SECONDS = 10.0  # time for routers to confirm that they do not use a process any more
-STABLE_SECONDS = 60.0  # a process that was ready for this time has no earlier failures
+STABLE_SECONDS = 60.0  # after this time, the earlier failures of a ready process do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def _reconcile_role(role: Role, wanted: Wanted, members: Sequence[Member], polic
             actions.append(_end(member))
     # Those that serve are removed last; among them, the newest first.
     excess = len(kept) + len(failed) - count
-    by_use = [*failed, *_newest_first(kept, "starting"), *_newest_first(kept, "ready")]
-    removed = by_use[: max(0, excess)]
+    removal_order = [*failed, *_newest_first(kept, "starting"), *_newest_first(kept, "ready")]
+    removed = removal_order[: max(0, excess)]
     actions += [_end(member) for member in removed]
     for member in failed:
         if member not in removed and now - member.since >= backoff_seconds(member.failures, policy):

@@ -1,1 +1,1 @@
-"""Floor 5: hands requests over from prefill to decode workers. It contains no HTTP, sampling or scheduling."""
+"""Floor 9: hands requests over from prefill to decode workers. It contains no HTTP, sampling or scheduling."""

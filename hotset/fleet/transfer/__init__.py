@@ -1,1 +1,1 @@
-"""Floor 3: moves byte spans between processes. It handles addresses and peers, not requests, models or pools."""
+"""Floor 8: moves byte spans between processes. It handles addresses and peers, not requests, models or pools."""

@@ -12,7 +12,7 @@ from hotset.serve.bodies import MAX_SHOWN_CHARACTERS, LenientModel, StrictModel,
 from hotset.serve.protocol import MAX_MESSAGES, MAX_PARTS, Content
 from hotset.serve.responses_api.tools import ResponseTools, ToolChoiceField, flat_name
 
-# What a client may ask to be included. Answers of this server have none of it.
+# What a client may ask to be included. They are ignored: answers of this server contain none of these.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

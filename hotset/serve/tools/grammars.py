@@ -24,8 +24,7 @@ UNSAFE_IN_MARKUP = re.compile(r'[<>"\n]')
 
 
 class GrammarWriter:
-    """Collects the rules of one grammar. `special_ids` has the tokens that only their ids can stand for in a grammar;
-    all others may be written as text."""
+    """Collects the rules of one grammar. `special_ids` has the tokens that a grammar can name only by id."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._ids = special_ids
@@ -51,13 +50,13 @@ class GrammarWriter:
         special = self._specials.search(closer)
         if special is None:
             return self.rule(ANY_TEXT, attributes=f"[suffix={_quoted(closer)}]")
-        # Text never contains a special token, so the text before the token ends like the text before it in `closer`.
+        # Text never contains a special token, so text before the token must end with what `closer` has before it.
         before = re.escape(closer[: special.start()]).replace("/", r"\/")
         return f"{self.terminal(f'/(?s:.*){before}/')} {self.literal(closer[special.start() :])}"
 
     def limited(self, shortest: int, longest: int | None, pattern: str, closer: str) -> str:
         """Returns the expression for a text of limited length that a regular expression matches, followed by `closer`.
-        The text contains no <, unless a special token ends it: a lexer that counts characters cannot also search."""
+        The text contains no <, unless a special token ends it: a lexer that counts characters cannot search too."""
         special = self._specials.search(closer)
         ends_with_token = special is not None and special.start() == 0
         length = f"{{{shortest},{'' if longest is None else longest}}}"
@@ -90,10 +89,10 @@ class GrammarWriter:
         return self._rules[definition]
 
 
-CallWriter = Callable[[GrammarWriter, Sequence[ToolSpec], bool], str]
+GrammarOfCalls = Callable[[GrammarWriter, Sequence[ToolSpec], bool], str]
 
 
-def calls_structure(write_calls: CallWriter, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
+def calls_structure(write_calls: GrammarOfCalls, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
     """Returns the structure of an answer that is a call, or several if they may be parallel."""
     writer = GrammarWriter(special_ids)
     calls = write_calls(writer, use.callable, use.parallel)
@@ -176,8 +175,8 @@ class MarkupGrammar:
         return argument if key in tool.required else f"{argument}?"
 
     def _values(self, writer: GrammarWriter, tool: "_Arguments", schema: Any, visited: set[str]) -> "list[ValueForm]":
-        """Returns the forms that a value can have, each with the end of the argument. Definitions in `visited` add
-        none: their forms are already there."""
+        """Returns the forms that a value can have, each with the end of the argument. Skips definitions in
+        `visited`, whose forms were already added."""
         schema = tool.resolved(schema, visited)
         if schema is None:
             return []
@@ -226,7 +225,7 @@ class MarkupGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """One form of a value. `is_text`: the markup says that it is a text, if it can say so."""
+    """One form of a value. `is_text`: the value is a text; markup that can mark texts marks it."""
 
     expression: str
     is_text: bool = False

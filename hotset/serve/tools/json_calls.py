@@ -42,8 +42,11 @@ def read_llama_calls(source: Source, writer: CallWriter) -> Reading[None]:
 
 
 class JsonCall:
-    """Reads one object with a name and arguments. The arguments are written while they grow if the name precedes them.
-    If a key is there twice, its first value counts."""
+    """Reads one object with a name and arguments.
+
+    If the name comes before the arguments, they are streamed as they arrive. If a key occurs twice, its first
+    value counts.
+    """
 
     def __init__(self, source: Source, writer: CallWriter, *, is_bare: bool = False) -> None:
         self._source = source
@@ -96,7 +99,7 @@ class JsonCall:
         self._written_to = end
 
     def _check_name(self) -> str:
-        """Returns the name. Raises Malformed if it is none, or if a call without a marker names no tool."""
+        """Returns the name. Raises Malformed if it is not a text, or if a call without a marker names no tool."""
         name = json.loads(self._values.get("name", "null"))
         if not isinstance(name, str) or (self._is_bare and name not in self._writer.names):
             raise Malformed
