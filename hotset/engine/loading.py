@@ -179,6 +179,7 @@ class ModelLoader:
         self._decoder.drop_mtp()
         release_unused(self._device)
         self._open(config)
+        self._weights.finish()  # nothing is read: the files stay open no longer
 
     def free_for_kv(self, measured_steps: int | None = None) -> int:
         """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took.

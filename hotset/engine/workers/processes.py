@@ -113,6 +113,7 @@ class MultiprocessExecutor:
         self._in_flight: deque[_SubmittedStep] = deque()
         self._steps_submitted = 0
         self.steps_finished = 0  # steps that every worker has reported
+        self._steps_before = 0  # those of them with another model: the first step after them compiles kernels again
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._has_graphs = False  # all workers have captured the graphs of decode steps
         try:
@@ -179,7 +180,7 @@ class MultiprocessExecutor:
         `init_cache` must follow. `config` has no drafts."""
         self._drain()
         self._group.serving = False
-        self._config = config
+        self._config, self._steps_before = config, self.steps_finished
         self._stores, self._shared, self._store_names, self._sampled = [], [], [], []
         self._send_to_all(DropMtp(config))
 
@@ -247,7 +248,8 @@ class MultiprocessExecutor:
             rank = worker.rank
 
             def request(end: Connection | ConnectionAddress, worker: WorkerHandle = worker) -> ServiceStarted:
-                return self._request(worker, StartService(service, end), ServiceStarted)
+                # It imports what serves, and may allocate and register memory.
+                return self._request(worker, StartService(service, end), ServiceStarted, self._stall_limit(0))
 
             connection, started = self._launcher.connect(rank, request)
             described: Description = started.description
@@ -339,7 +341,7 @@ class MultiprocessExecutor:
     def _receive_step_report(self) -> None:
         """Waits for the next report on a step in flight, and records it."""
         missing = {number for state in self._in_flight for number in state.missing}
-        worker, report = self._group.receive(missing, self._stall_limit, f"step {self._oldest_step()}")
+        worker, report = self._group.receive(missing, self._stall_limit(), f"step {self._oldest_step()}")
         if not isinstance(report, StepDone):
             raise _unexpected(worker, report)
         state = next(state for state in self._in_flight if state.number == report.number)
@@ -381,9 +383,12 @@ class MultiprocessExecutor:
                 raise _unexpected(worker, report)
         return [reports[number] for number in range(len(reports))]
 
-    def _request(self, worker: WorkerHandle, command: WorkerCommand, report_type: type[T]) -> T:
+    def _request(
+        self, worker: WorkerHandle, command: WorkerCommand, report_type: type[T], limit: float | None = None
+    ) -> T:
         self._group.send(worker, command)
-        _, report = self._group.receive({worker.rank.number}, self._stall_limit, type(command).__name__)
+        limit = self._stall_limit() if limit is None else limit
+        _, report = self._group.receive({worker.rank.number}, limit, type(command).__name__)
         if not isinstance(report, report_type):
             raise _unexpected(worker, report)
         return report
@@ -391,10 +396,11 @@ class MultiprocessExecutor:
     def _oldest_step(self) -> int | None:
         return self._in_flight[0].number if self._in_flight else None
 
-    @property
-    def _stall_limit(self) -> float:
+    def _stall_limit(self, steps: int | None = None) -> float:
+        """Returns how long a worker may make no progress if `steps` steps have ended before."""
+        steps = self.steps_finished - self._steps_before if steps is None else steps
         expected = max(worker.progress.expected_seconds for worker in self.workers)
-        return stall_limit(self._config.step_timeout, self.steps_finished, expected)
+        return stall_limit(self._config.step_timeout, steps, expected)
 
 
 class _Sum:

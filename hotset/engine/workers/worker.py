@@ -221,8 +221,10 @@ def _serve(
     world = join_world(rank, device)
     inbox.set_on_abort(world.abort)
     loader = ModelLoader(init.config, device, rank.split, world.collectives, rank.ranks_on_gpu)
+    # Measured once: after `DropMtp`, other workers may still hold the host memory that this one has released.
+    host_free = free_bytes(torch.device("cpu"))
     while True:
-        send(Planned(replace(loader.plan, node=rank.node, host_free=free_bytes(torch.device("cpu")))))
+        send(Planned(replace(loader.plan, node=rank.node, host_free=host_free)))
         if isinstance(command := inbox.get(), StopWorker):
             return
         assert isinstance(command, LoadWeights), f"LoadWeights or StopWorker must follow, not {command}"
