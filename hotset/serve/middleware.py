@@ -22,7 +22,7 @@ from hotset.base.errors import (
 from hotset.base.serve_config import HttpSettings
 from hotset.base.units import MIB
 from hotset.serve.access_log import REQUEST_ID, AccessLog, HttpMetrics
-from hotset.serve.errors import error_response
+from hotset.serve.errors import REMOVED_PATHS, error_response
 from hotset.serve.http_middleware import HttpMiddleware
 from hotset.serve.messages_api.errors import MessagesErrors
 from hotset.serve.protocol import IGNORED_TOOLS_HEADER, REQUEST_ID_HEADER
@@ -36,7 +36,7 @@ DOCS_PATHS = (
     "/docs/favicon-32x32.png",
 )
 PUBLIC_PATHS = frozenset(
-    {"/", "/plan", "/health", "/ping", "/version", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS}
+    {"/", "/health", "/ping", "/version", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS, *REMOVED_PATHS}
 )
 
 

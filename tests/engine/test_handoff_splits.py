@@ -19,7 +19,7 @@ from hotset.engine.core import Engine
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff import staging
 from hotset.fleet.transfer.api import MemoryKind, Transfer
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
 
@@ -87,7 +87,7 @@ def pair(
     hub = hub or Hub(threaded=True)
 
     def transfer() -> Transfer:
-        return Loopback(hub) if transfer_name == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
+        return Loopback(hub) if transfer_name == "loopback" else TransferSettings("nixl").open()
 
     with ExitStack() as stack:
         prefill = engine_of(model, sender, "prefill", transfer, **({"nodes": nodes} if nodes else {}))

@@ -11,9 +11,9 @@ from memory.fake_cudart import FakeCudart
 from models.split_workers import SPECS
 
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, HugePages
+from hotset.engine import build_runner
 from hotset.engine.sizing import KvBudget
 from hotset.engine.workers import processes
-from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.memory.host_store import HostStore
 
@@ -35,7 +35,7 @@ def test_progress_counts_the_bytes_that_all_workers_pin(
         return store
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(worker_module, "HostStore", pinned_store)
+    monkeypatch.setattr(build_runner, "HostStore", pinned_store)
     spec = SPECS["deepseek_v32"]
     with closing(split_engine(spec, 3, on_pinned=lambda *each: reported.append(each), **split, **SIZES)) as engine:
         (shard, *_) = engine.executor.hosts()

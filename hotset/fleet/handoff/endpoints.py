@@ -51,7 +51,7 @@ from hotset.fleet.handoff.stores import (
 )
 from hotset.fleet.handoff.worker_service import TransferService
 from hotset.fleet.transfer.api import MemoryKind, Transfer
-from hotset.fleet.transfer.engines import DEADLINE_S, LANES, TransferSettings
+from hotset.fleet.transfer.engines import LANES, TransferSettings
 from hotset.fleet.transfer.workers import RemoteTransfer, WorkerConnection, WorkerTransfers, engine_address
 from hotset.schedule.handoffs import (
     CancelFetch,
@@ -324,7 +324,7 @@ def open_endpoint(
                 opened.register(region)
             endpoints = [opened]
             for connection in connections:
-                endpoints.append(RemoteTransfer(connection, DEADLINE_S))
+                endpoints.append(RemoteTransfer(connection, settings.deadline_s))
                 undo.callback(endpoints[-1].close)
             undo.pop_all()
         return WorkerTransfers(endpoints)

@@ -1,66 +1,51 @@
 """Opens a transfer engine by its name."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.fleet.transfer.api import Transfer
-from hotset.fleet.transfer.lanes import Lanes
+from hotset.fleet.transfer.lanes import Backend, Lanes
 from hotset.fleet.transfer.mooncake_backend import MooncakeBackend
 from hotset.fleet.transfer.nixl_backend import NixlBackend
 
 log = logging.getLogger(__name__)
 
-NAMES = ("nixl", "mooncake")
 LANES = 4
 DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """The arguments of `open_transfer`, for every process of an engine."""
+    """What every process of an engine needs to open its endpoint of a transfer engine."""
 
-    name: str
-    host: str
-    interface: str
-    protocol: Literal["tcp", "rdma"]
-    lanes: int
+    name: str  # of BACKENDS
+    host: str = "127.0.0.1"  # the address at which peers reach this machine
+    interface: str = LOOPBACK_INTERFACE  # the network interface to listen on; NIXL also takes RDMA devices
+    protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake; NIXL chooses its transports itself
+    lanes: int = LANES
+    deadline_s: float = DEADLINE_S  # a list of writes fails if it has not ended this long after its submission
 
     def open(self) -> Transfer:
-        return open_transfer(
-            self.name, host=self.host, interface=self.interface, protocol=self.protocol, lanes=self.lanes
-        )
+        """Opens this process's endpoint. The caller closes it. Raises StartupError if the engine cannot be used on this
+        machine (MissingDependency if a package is not installed, ConfigError if a setting is invalid)."""
+        if self.lanes < 1 or self.deadline_s <= 0:
+            raise ConfigError(
+                f"a transfer engine needs at least one lane and a positive deadline, got {self.lanes} lanes and "
+                f"{self.deadline_s} s"
+            )
+        if self.name not in BACKENDS:
+            raise ConfigError(f"there is no transfer engine {self.name!r}; choose one of {', '.join(BACKENDS)}")
+        transfer = Lanes(BACKENDS[self.name](self), self.lanes, self.deadline_s)
+        where = (self.name, self.host, self.interface, transfer.transport())
+        log.info("transfer engine %s on %s, interface %s, %s", *where)
+        return transfer
 
 
-def open_transfer(
-    name: str,
-    *,
-    host: str = "127.0.0.1",
-    interface: str = LOOPBACK_INTERFACE,
-    protocol: Literal["tcp", "rdma"] = "tcp",
-    lanes: int = LANES,
-    deadline_s: float = DEADLINE_S,
-) -> Transfer:
-    """Opens this process's endpoint of the transfer engine `name`. The caller closes it.
-
-    `host` is the address at which peers reach this machine, and `interface` the network interface on which the engine
-    listens; NIXL also takes RDMA devices. `protocol` applies only to Mooncake, because NIXL chooses its transports
-    itself. A list of writes fails if it has not ended `deadline_s` seconds after its submission. Raises StartupError if
-    the engine cannot be used on this machine (MissingDependency if a package is not installed, ConfigError if an
-    argument is invalid).
-    """
-    if lanes < 1 or deadline_s <= 0:
-        raise ConfigError(
-            f"a transfer engine needs at least one lane and a positive deadline, got {lanes} lanes and {deadline_s} s"
-        )
-    transfer: Transfer
-    if name == "nixl":
-        transfer = Lanes(NixlBackend(interface, lanes), lanes, deadline_s)
-    elif name == "mooncake":
-        transfer = Lanes(MooncakeBackend(host, interface, protocol), lanes, deadline_s)
-    else:
-        raise ConfigError(f"there is no transfer engine {name!r}; choose one of {', '.join(NAMES)}")
-    log.info("transfer engine %s on %s, interface %s, %s", name, host, interface, transfer.transport())
-    return transfer
+BACKENDS: dict[str, Callable[[TransferSettings], Backend]] = {
+    "nixl": lambda settings: NixlBackend(settings.interface, settings.lanes),
+    "mooncake": lambda settings: MooncakeBackend(settings.host, settings.interface, settings.protocol),
+}

@@ -13,7 +13,7 @@ from hotset.serve.tools.grammars import (
     DEEPSEEK_CALLS,
     GLM_CALLS,
     QWEN_CODER_CALLS,
-    CallWriter,
+    GrammarOfCalls,
     calls_structure,
     llama3_calls,
     qwen3_calls,
@@ -34,7 +34,7 @@ class ToolFormat:
     name: str
     sign: str
     new_parser: ParserMaker
-    write_calls: CallWriter
+    write_calls: GrammarOfCalls
 
     def parser(self, tools: Sequence[ToolSpec], new_id: Callable[[], str] = new_call_id) -> CallParser:
         """Returns a parser for one answer."""

@@ -25,7 +25,7 @@ from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.transfer.api import Transfer
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.schedule.handoffs import HandoffKey
 
 PEER = "127.0.0.1:2"
@@ -80,7 +80,7 @@ def serve(pipe: Connection) -> None:
     engine = PrefillEngine(
         Memory(64, 16),
         Channel("127.0.0.1:0"),
-        partial(open_transfer, "nixl"),
+        TransferSettings("nixl").open,
         stop_before="second chunk",
         scale=10.0,
         timing=replace(SHORT_TIMING, peer_timeout=600.0),
@@ -116,7 +116,7 @@ def test_defect_23_over_nixl_nobody_writes_through_a_closed_endpoint(monkeypatch
     monkeypatch.setenv("UCX_TLS", "tcp")
     with prefill_process() as (address, pipe, pid):
         decode = DecodeEngine(
-            Memory(64, 8), Channel("127.0.0.1:0"), partial(open_transfer, "nixl"), process=None, timing=SHORT_TIMING
+            Memory(64, 8), Channel("127.0.0.1:0"), TransferSettings("nixl").open, process=None, timing=SHORT_TIMING
         )
         try:
             key = decode.fetch(address, prompt(400), "r")

@@ -17,7 +17,7 @@ from hotset.fleet.handoff.channel import Channel
 from hotset.fleet.handoff.messages import FetchFailed, Landed, PackedPiece
 from hotset.fleet.handoff.packing import StagingMemory
 from hotset.fleet.handoff.timers import PeerTiming
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 
 RING_BYTES = 1 << 13  # about 70 rows
 
@@ -126,7 +126,7 @@ def serve(engine: str, ranks: int, pipe: Connection) -> None:
     """Runs a prefill worker in its own process until the test requests the number of written bytes."""
     memory, staging = Memory(64, 16, ranks=ranks), StagingMemory(RING_BYTES)
     worker = PrefillEngine(
-        memory, Channel("127.0.0.1:0"), lambda: open_transfer(engine), staging=staging, scale=1.0, timing=PeerTiming()
+        memory, Channel("127.0.0.1:0"), TransferSettings(engine).open, staging=staging, scale=1.0, timing=PeerTiming()
     )
     pipe.send(worker.address)
     pipe.recv()
@@ -153,7 +153,7 @@ def test_staged_contexts_land_between_processes_over_nixl_and_mooncake(engine: s
     decode = DecodeEngine(
         Memory(64, 8, ranks=4),
         Channel("127.0.0.1:0"),
-        lambda: open_transfer(engine),
+        TransferSettings(engine).open,
         staging=StagingMemory(RING_BYTES),
         scale=1.0,
         timing=PeerTiming(),

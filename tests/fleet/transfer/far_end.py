@@ -13,7 +13,7 @@ from loopback import Hub, Loopback
 from processes import pause
 
 from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 
 NBYTES = 8 << 20
 POISON = 0xAB
@@ -32,7 +32,7 @@ def wait_for_end(transfer: Transfer, ticket: WriteTicket, seconds: float = 60.0)
 def serve(engine: str, pipe: Connection) -> None:
     """Runs in the far process. Sends the requested spans of its memory until it receives None or the pipe is closed."""
     memory = np.full(NBYTES, POISON, np.uint8)
-    transfer = open_transfer(engine)
+    transfer = TransferSettings(engine).open()
     transfer.register(Region(memory.ctypes.data, NBYTES))
     pipe.send((transfer.describe(), memory.ctypes.data))
     try:

@@ -15,7 +15,7 @@ from waiting import ManualEvent
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 
 DEADLINE_S = 10.0
 FAILED = (WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN)
@@ -64,7 +64,7 @@ class Bench:
 def open_endpoint(engine: str, hub: Hub, deadline_s: float) -> Transfer:
     if engine == "loopback":
         return Loopback(hub, deadline_s=deadline_s)
-    return open_transfer(engine, deadline_s=deadline_s, lanes=2)
+    return TransferSettings(engine, deadline_s=deadline_s, lanes=2).open()
 
 
 def open_bench(engine: str) -> Bench:

@@ -21,7 +21,7 @@ from far_end import NBYTES, POISON, FarProcess, wait_for_end
 
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
 from hotset.fleet.transfer.api import MemoryKind, Region, Transfer, WriteState
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.regions import decode_description
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +34,7 @@ def memory() -> np.ndarray:
 
 @pytest.fixture
 def mooncake(memory: np.ndarray) -> Iterator[Transfer]:
-    transfer = open_transfer("mooncake", deadline_s=60.0, lanes=2)
+    transfer = TransferSettings("mooncake", deadline_s=60.0, lanes=2).open()
     transfer.register(Region(memory.ctypes.data, NBYTES))
     yield transfer
     transfer.close()
@@ -49,9 +49,9 @@ def far() -> Iterator[FarProcess]:
 
 def test_an_unknown_engine_and_zero_lanes_are_refused() -> None:
     with pytest.raises(ConfigError, match="nixl, mooncake"):
-        open_transfer("loopback")
+        TransferSettings("loopback").open()
     with pytest.raises(ConfigError, match="lane"):
-        open_transfer("nixl", lanes=0)
+        TransferSettings("nixl", lanes=0).open()
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,16 @@ def test_the_error_about_a_missing_package_or_library_contains_the_command_that_
 
     monkeypatch.setattr(builtins, "__import__", failing_import)
     with pytest.raises(MissingDependency, match=message):
-        open_transfer(name)
+        TransferSettings(name).open()
 
 
 PRINT_TRANSPORTS = f"""
 import logging, time
 import numpy as np
 from hotset.fleet.transfer.api import Region, WriteState
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 logging.basicConfig(level=logging.INFO)
-near, far, memory = open_transfer("nixl"), open_transfer("nixl"), np.zeros({NBYTES}, np.uint8)
+near, far, memory = TransferSettings("nixl").open(), TransferSettings("nixl").open(), np.zeros({NBYTES}, np.uint8)
 near.register(Region(memory.ctypes.data, 100))
 far.register(Region(memory.ctypes.data + 100, 100))
 near.connect("far", far.describe())
@@ -127,7 +127,7 @@ def test_closing_mooncake_releases_its_ports(mooncake: Transfer, far: FarProcess
 def test_mooncake_refuses_the_setting_with_which_the_end_of_a_write_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(StartupError, match="MC_TCP_PROTO"):
-        open_transfer("mooncake")
+        TransferSettings("mooncake").open()
 
 
 def test_defect_13_a_write_that_failed_at_its_deadline_may_still_arrive(

@@ -19,7 +19,7 @@ from waiting import ManualEvent
 
 from hotset.base.errors import EngineStopped, StartupError, TransferError
 from hotset.fleet.transfer.api import Region, Transfer, WriteState
-from hotset.fleet.transfer.engines import open_transfer
+from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import (
     RemoteTransfer,
     WorkerConnection,
@@ -59,7 +59,7 @@ class EngineProcesses:
         self.transfer = WorkerTransfers(endpoints)
 
     def open_endpoint(self, process: int) -> Transfer:
-        opened = Loopback(self.hub) if self.engine == "loopback" else open_transfer(self.engine, lanes=1)
+        opened = Loopback(self.hub) if self.engine == "loopback" else TransferSettings(self.engine, lanes=1).open()
         opened.register(Region(self.memory[process].ctypes.data, NBYTES))
         return opened
 
