@@ -74,7 +74,7 @@ VIOLATIONS: dict[Callable[[], None], str] = {
     quarantine_without_a_landing: "a request that is absent has no writer",
     park_without_a_host_store: "there is no host store to park in",
     share_pages_of_a_landing: "another process may still write to its pages",
-    count_a_key_page_as_whole_too_early: "a key page would count as whole while it has room for keys",
+    count_a_key_page_as_whole_too_early: "max_blocks_of_group is smaller than blocks_per_page / key_groups",
     commit_out_of_order: "plan 1 committed before 0",
     add_a_request_twice: "there is already a request r",
     write_rows_beyond_the_pages: "17 rows, 16 in a part, need 2 pages, not 1",
