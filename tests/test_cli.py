@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 from hotset import LLM, SamplingParams, __version__
 from hotset.base.config import CHAT_SETTINGS, EngineConfig
 from hotset.base.errors import ContextLengthExceeded
+from hotset.base.flags import BASICS, PANELS, SERVER_ONLY_SETTINGS, config_values
 from hotset.base.host_memory import HostMemory
 from hotset.base.numa import HugePages, NumaNode
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli import app, machine, main
-from hotset.cli.flags import BASICS, PANELS, SERVER_ONLY_SETTINGS, config_values
 from hotset.cli.machine import Gpu, MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
 from hotset.engine import sizing

@@ -1,4 +1,4 @@
-"""Logging of the command line and of the child processes that it starts."""
+"""Messages of the command line and of the child processes that it starts: logging, and notes at the terminal."""
 
 import logging
 
@@ -11,3 +11,10 @@ def log_to_stderr(format: str = "%(asctime)s %(levelname)s %(message)s") -> None
     """
     logging.basicConfig(format=format, level=logging.WARNING)
     logging.getLogger("hotset").setLevel(logging.INFO)
+
+
+def print_note(text: str) -> None:
+    """Prints a message of the program, not of the model, to stderr in a dim style."""
+    from rich.console import Console
+
+    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

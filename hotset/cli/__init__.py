@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,37 +17,37 @@ from hotset.base.config import CHAT_SETTINGS, EngineConfig
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.engine_settings import EMBEDDED, MODEL_HELP
 from hotset.base.errors import ConfigError, HotsetError
-from hotset.base.listeners import bound_socket, listening_address
-from hotset.base.parent_death import terminate_if_parent_dies
-from hotset.base.sampling import SamplingParams
-from hotset.base.serve_config import ServeConfig
-from hotset.cli import cluster, evaluation
-from hotset.cli.benchmark import add_bench
-from hotset.cli.flags import (
+from hotset.base.flags import (
     SERVER_ONLY_SETTINGS,
     ApiKeyFile,
     CliCommand,
     CliGroup,
-    RouterCommand,
     config_values,
     with_flags,
     with_key_of_file,
 )
-from hotset.cli.local_engine import open_llm
-from hotset.cli.packages import check_packages
-from hotset.cli.plan import add_plan
-from hotset.cli.simulate import add_simulate
+from hotset.base.listeners import bound_socket, listening_address
+from hotset.base.logs import print_note
+from hotset.base.packages import check_packages
+from hotset.base.parent_death import terminate_if_parent_dies
+from hotset.base.sampling import SamplingParams
+from hotset.base.serve_config import ServeConfig
 from hotset.cli.terminal import (
     CHAT_COMMANDS,
     CHAT_KEYS,
     Conversation,
-    print_note,
     print_stream,
     read_stdin,
     typed_lines,
 )
 from hotset.cli.top import add_top
-from hotset.fleet.router.config import RouterConfig
+from hotset.engine.local import open_llm
+from hotset.fleet.cluster import command as cluster
+from hotset.fleet.router.command import add_router
+from hotset.lab.bench.command import add_bench
+from hotset.lab.evaluate import command as evaluation
+from hotset.lab.plan.command import add_plan
+from hotset.lab.simulate.command import add_simulate
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
@@ -169,8 +169,10 @@ def serve(
     serve_config = ServeConfig(**config_values(ServeConfig, values))
     values["model"] = model
     if disaggregate is not None:
+        from hotset.fleet.local.roles import serve_disaggregated
+
         role_args = prefill_args or (), decode_args or ()
-        raise typer.Exit(_serve_disaggregated(values, serve_config, disaggregate, *role_args))
+        raise typer.Exit(serve_disaggregated(values, serve_config, disaggregate, *role_args))
     if prefill_args or decode_args:
         raise ConfigError("--prefill-args and --decode-args are for --disaggregate; add it, or leave them out")
     engine_config = EngineConfig(**config_values(EngineConfig, values))
@@ -185,25 +187,6 @@ def serve(
             process.end(0.0)
             raise
         raise typer.Exit(run(engine_config, serve_config, process, listener))
-
-
-def _serve_disaggregated(
-    values: dict[str, Any],
-    serve_config: ServeConfig,
-    counts: str,
-    prefill_args: Sequence[str],
-    decode_args: Sequence[str],
-) -> int:
-    from hotset.cli.roles import EngineCounts, role_engines
-    from hotset.fleet.local.engines import check_engines
-
-    engines = role_engines(EngineCounts.parse(counts), values, prefill_args, decode_args)
-    check_packages("server", "serve")
-    check_engines(engines)
-    with bound_socket(serve_config.host, serve_config.port) as listener:
-        from hotset.fleet.local.deployment import run
-
-        return run(engines, serve_config, listener, print_note)
 
 
 def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> socket.socket:
@@ -223,44 +206,7 @@ def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> s
     return listener
 
 
-@app.command(
-    cls=RouterCommand,
-    epilog="Example:\n\n"
-    "[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key-file key.txt[/bold]\n\n"
-    "Start workers with [bold]hotset serve MODEL --role prefill[/bold] and [bold]--role decode[/bold]. To add a worker "
-    "later, send [bold]POST /workers[/bold] with the API key and "
-    '{"url": "http://host:port"}; [bold]DELETE /workers[/bold] removes one.',
-)
-@with_flags(RouterConfig, without=("prefill", "decode", "allow_workers"))
-def router(
-    prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL...", help="URLs of prefill workers.", show_default=False)
-    ] = None,
-    decode: Annotated[
-        list[str] | None, typer.Option(metavar="URL...", help="URLs of decode workers.", show_default=False)
-    ] = None,
-    allow_workers: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST...",
-            help="Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. "
-            "Default: this machine, by its loopback addresses.",
-            show_default=False,
-        ),
-    ] = None,
-    api_key_file: ApiKeyFile = None,
-    **values: Any,
-) -> None:
-    """Serve the OpenAI API with separate prefill and decode workers."""
-    values = with_key_of_file(values, api_key_file)
-    urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
-    allowed = {"allow_workers": tuple(allow_workers)} if allow_workers else {}
-    config = RouterConfig(**config_values(RouterConfig, {**values, **urls, **allowed}))
-    check_packages("router", "serve")
-    with bound_socket(config.host, config.port) as listener:
-        from hotset.fleet.router.server import run
-
-        raise typer.Exit(run(config, listener))
+add_router(app)
 
 
 @app.command(

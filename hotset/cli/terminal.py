@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hotset.base.errors import ContextLengthExceeded, RequestError
+from hotset.base.logs import print_note
 from hotset.base.sampling import SamplingParams
 from hotset.models.answer_parser import AnswerParser, DividedText, PlainParser, TextPart
 
@@ -102,13 +103,6 @@ def read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text: {error}", param="prompt") from error
-
-
-def print_note(text: str) -> None:
-    """Prints a message of the program, not of the model, to stderr in a dim style."""
-    from rich.console import Console
-
-    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(slots=True)

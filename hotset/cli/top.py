@@ -12,7 +12,7 @@ import typer
 
 from hotset.base.config import environment_defaults
 from hotset.base.errors import ConfigError, HotsetError
-from hotset.cli.flags import ApiKeyFile, CliCommand, with_key_of_file
+from hotset.base.flags import ApiKeyFile, CliCommand, with_key_of_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -17,10 +17,10 @@ from one_line_errors import expect_one_line_error
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.flags import config_values
 from hotset.base.serve_config import ServeConfig
 from hotset.base.units import GIB
 from hotset.cli import app
-from hotset.cli.flags import config_values
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.fleet.local import deployment as local_deployment
 from hotset.fleet.local.deployment import router_arguments, stop_seconds, worker_arguments
@@ -103,7 +103,7 @@ def test_a_child_that_does_not_answer_ends_the_deployment(monkeypatch: pytest.Mo
     engine = RoleEngine("decode 1", EngineConfig(role="decode", step_timeout=1.0))
 
     async def watch(url: str) -> None:
-        deployment = local_deployment._Deployment([engine], ServeConfig(), print)
+        deployment = local_deployment._Deployment([engine], ServeConfig())
         deployment._urls = {"decode 1": url}
         async with asyncio.timeout(60):
             await deployment._watch_answers()

@@ -13,9 +13,9 @@ from harness import tiny_directory
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.cli import app, main
-from hotset.cli.roles import EngineCounts, role_engines
 from hotset.fleet.local import engines as local_engines
 from hotset.fleet.local.engines import RoleEngine, check_engines
+from hotset.fleet.local.roles import EngineCounts, role_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "models" / "demo-dsa")

@@ -65,8 +65,8 @@ def connected(address: str | None, name: str) -> Iterator[str]:
 def local_cluster(name: str) -> Iterator[str]:
     """Starts a Ray cluster of one node on this machine, which ends with the block, and yields its address.
 
-    It listens on loopback only, for which `hotset.cli.cluster` sets a variable before Ray is imported. Its folder, with
-    its logs, stays until the next such cluster starts.
+    It listens on loopback only, for which `hotset.fleet.cluster.command` sets a variable before Ray is imported. Its
+    folder, with its logs, stays until the next such cluster starts.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from hotset.base.child_process import ChildProcess
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import url_of
-from hotset.base.logs import log_to_stderr
+from hotset.base.logs import log_to_stderr, print_note
 from hotset.base.serve_config import HttpSettings, ServeConfig
 from hotset.base.settings import flag_words
 from hotset.base.status_line import StatusLine
@@ -47,19 +47,17 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without
 T = TypeVar("T")
 
 
-def run(
-    engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.socket, print_note: Callable[[str], None]
-) -> int:
+def run(engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.socket) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
     The code is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
     `reserved` is a socket that is bound to the router's address, so that no other program takes the port while the
-    models load. `print_note` prints a note of the program at the terminal.
+    models load.
     """
     log_to_stderr()
     try:
         bound = replace(serve, port=reserved.getsockname()[1])
-        return asyncio.run(_Deployment(place_engines(engines), bound, print_note).run(url_of(reserved)))
+        return asyncio.run(_Deployment(place_engines(engines), bound).run(url_of(reserved)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -70,8 +68,8 @@ def run(
 class _Deployment:
     """The engines and their router, as child processes. If one of them ends or no longer answers, all are stopped."""
 
-    def __init__(self, engines: Sequence[RoleEngine], serve: ServeConfig, print_note: Callable[[str], None]) -> None:
-        self._engines, self._serve, self._print_note = engines, serve, print_note
+    def __init__(self, engines: Sequence[RoleEngine], serve: ServeConfig) -> None:
+        self._engines, self._serve = engines, serve
         self._urls: dict[str, str] = {}  # by the name of the child
         self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
         self._stop = asyncio.Event()  # a signal was received
@@ -199,7 +197,7 @@ class _Deployment:
         Without a signal, start-up or a child has failed: all children are stopped without a drain.
         """
         if self._stop.is_set():
-            self._print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
+            print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
         else:
             self._stop_now.set()
         seconds = self._serve.drain_seconds + stop_seconds([engine.config for engine in self._engines])

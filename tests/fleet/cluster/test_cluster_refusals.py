@@ -83,7 +83,7 @@ def test_a_cluster_that_does_not_answer_is_refused_at_once() -> None:
                 pass
         assert time.monotonic() - began < 10
     with pytest.raises(ConfigError, match="expected the number of processes"):
-        from hotset.cli.cluster import _parse_counts
+        from hotset.fleet.cluster.command import _parse_counts
 
         _parse_counts(["decode=4", "decode=x"])
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.flags import ApiKeyFile, CliCommand, CliGroup, with_key_of_file
+from hotset.base.logs import print_note
+from hotset.base.packages import check_packages
 from hotset.base.status_line import StatusLine, TaskProgress
-from hotset.cli.flags import ApiKeyFile, CliCommand, CliGroup, with_key_of_file
-from hotset.cli.packages import check_packages
-from hotset.cli.terminal import print_note
 
 if TYPE_CHECKING:
     from hotset.fleet.cluster.application import Status

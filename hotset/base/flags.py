@@ -6,19 +6,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hotset.base.config import CHAT_SETTINGS, EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig, environment_defaults
 from hotset.base.errors import ConfigError
-from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name, nearest
-from hotset.fleet.router.config import RouterConfig
-from hotset.lab.bench.config import BenchConfig
 
-ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig] | type[BenchConfig]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Panels = Mapping[str, tuple[str, ...]]
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
@@ -116,7 +115,7 @@ OTHER_PANEL = "Other settings"
 
 
 def with_flags(
-    *config_types: ConfigType, without: Collection[str] = (), panels: Panels = PANELS
+    *config_types: "type[DataclassInstance]", without: Collection[str] = (), panels: Panels = PANELS
 ) -> Callable[[CommandFunction], CommandFunction]:
     """Adds flags to a command that takes `**values`: one for each field of the types, except those in `without`.
 
@@ -139,7 +138,7 @@ def with_flags(
     return add
 
 
-def _flags_of(config_type: ConfigType, panels: Panels) -> Iterator[inspect.Parameter]:
+def _flags_of(config_type: "type[DataclassInstance]", panels: Panels) -> Iterator[inspect.Parameter]:
     for setting in fields(config_type):
         name, help = f"--{flag_name(setting.name)}", setting.metadata["help"]
         if setting.type is bool:
@@ -162,7 +161,7 @@ def _position(name: str, unlisted: str, panels: Panels) -> int:
     return order.index(name if name in order else unlisted)
 
 
-def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, Any]:
+def config_values(config_type: "type[DataclassInstance]", values: dict[str, Any]) -> dict[str, Any]:
     """Returns the keywords of a configuration: the flags that are not None, else the environment's values.
 
     The environment's values are not defaults of the flags, because `--help` prints defaults and some are secrets.
@@ -201,7 +200,7 @@ def with_key_of_file(values: dict[str, Any], file: Path | None) -> dict[str, Any
     return {**values, "api_key": key}
 
 
-def given_flags(words: Sequence[str], *config_types: ConfigType) -> dict[str, Any]:
+def given_flags(words: Sequence[str], *config_types: "type[DataclassInstance]") -> dict[str, Any]:
     """Parses flags of the configurations, and returns those that were given, by the names of their fields.
 
     Raises ConfigError if the words are not flags with valid values.
@@ -246,23 +245,6 @@ class CliGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         with _usage_errors_printed(self, ctx, args):
             return super().resolve_command(ctx, args)
-
-
-class RouterCommand(CliCommand):
-    """A command whose worker flags take several values: `--prefill A B` means `--prefill A --prefill B`."""
-
-    REPEATED = ("--prefill", "--decode", "--allow-workers")
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        expanded: list[str] = []
-        flag = ""
-        for word in args:
-            if word.startswith("-"):
-                flag = word
-            elif flag in self.REPEATED and expanded[-1] != flag:
-                expanded.append(flag)
-            expanded.append(word)
-        return super().parse_args(ctx, expanded)
 
 
 @contextmanager

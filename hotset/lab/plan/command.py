@@ -8,7 +8,7 @@ import typer
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.cli.flags import CliCommand, config_values, with_flags
+from hotset.base.flags import CliCommand, config_values, with_flags
 
 if TYPE_CHECKING:
     from hotset.lab.plan.gpus import Machine

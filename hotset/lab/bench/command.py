@@ -9,9 +9,9 @@ import typer
 
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, MissingDependency
+from hotset.base.flags import ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
 from hotset.base.logs import log_to_stderr
 from hotset.base.status_line import StatusLine, TaskProgress
-from hotset.cli.flags import ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
 from hotset.lab.bench.config import BenchConfig
 
 if TYPE_CHECKING:

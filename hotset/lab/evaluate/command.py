@@ -11,11 +11,11 @@ import typer
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.base.status_line import StatusLine, TaskProgress
-from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
-from hotset.cli.local_engine import open_llm
+from hotset.engine.local import open_llm
 from hotset.lab.evaluate.tasks import MIN_LENGTH, TASKS
 
 if TYPE_CHECKING:

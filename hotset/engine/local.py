@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.flags import config_values
 from hotset.base.logs import log_to_stderr
-from hotset.cli.flags import config_values
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM

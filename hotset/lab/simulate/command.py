@@ -10,9 +10,9 @@ import typer
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.flags import CliCommand, config_values, with_flags
 from hotset.base.status_line import StatusLine, show_counts
-from hotset.cli.flags import CliCommand, config_values, with_flags
-from hotset.cli.plan import (
+from hotset.lab.plan.command import (
     PLANNED_SETTINGS,
     BusBandwidth,
     GpuBandwidth,

@@ -1,4 +1,5 @@
-"""The flags of `--disaggregate`: how many engines there are of each role, and the settings of each."""
+"""`hotset serve --disaggregate`: reads how many engines there are of each role and the settings of each, and starts
+them."""
 
 import re
 import secrets
@@ -9,10 +10,12 @@ from typing import Any
 
 from hotset.base.config import COMMON_SETTINGS, EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.flags import config_values, given_flags
+from hotset.base.listeners import bound_socket
+from hotset.base.packages import check_packages
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
-from hotset.cli.flags import config_values, given_flags
-from hotset.fleet.local.engines import RoleEngine
+from hotset.fleet.local.engines import RoleEngine, check_engines
 
 MAX_ENGINES = 64
 
@@ -36,6 +39,25 @@ class EngineCounts:
                 f"the limit is {MAX_ENGINES} engines in total"
             )
         return counts
+
+
+def serve_disaggregated(
+    values: Mapping[str, Any],
+    serve_config: ServeConfig,
+    counts: str,
+    prefill_args: Sequence[str],
+    decode_args: Sequence[str],
+) -> int:
+    """Runs `hotset serve --disaggregate COUNTS` and returns its exit code. Raises StartupError, if possible before
+    torch is imported.
+    """
+    engines = role_engines(EngineCounts.parse(counts), values, prefill_args, decode_args)
+    check_packages("server", "serve")
+    check_engines(engines)
+    with bound_socket(serve_config.host, serve_config.port) as listener:
+        from hotset.fleet.local.deployment import run
+
+        return run(engines, serve_config, listener)
 
 
 def role_engines(
