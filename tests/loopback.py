@@ -305,7 +305,6 @@ class Loopback:
         self.meter = Meter(lambda: hub.now)
         self._peers: dict[str, Loopback] = {}
         self._jobs: list[_Job] = []  # lists that have not ended
-        self._tickets = itertools.count()
         self._number = hub.join(self)
 
     def register(self, region: Region) -> None:
@@ -339,11 +338,11 @@ class Loopback:
             nbytes = int(writes[:, 2].sum())
             target = self._peers.get(peer)
             if self.closed or target is None:
-                return WriteTicket(next(self._tickets), nbytes, WriteState.FAILED_QUIESCED)
+                return WriteTicket(nbytes, WriteState.FAILED_QUIESCED)
             job = _Job(peer, self, target, writes.copy(), nbytes, after)
             self._jobs.append(job)
             self._hub.start(job, self._deadline_s)
-            return WriteTicket(next(self._tickets), nbytes, job)
+            return WriteTicket(nbytes, job)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
         job: _Job | WriteState = ticket.handle

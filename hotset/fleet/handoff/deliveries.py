@@ -31,7 +31,7 @@ from hotset.fleet.handoff.staging import (
 )
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.fleet.transfer.api import Writes
-from hotset.schedule.handoffs import ContextPages, DeviceEvent, HandoffId, RowsComputed
+from hotset.schedule.handoffs import ContextPages, DeviceEvent, RowsComputed
 
 MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 SMALLEST_PIECE_BYTES = 256 << 10  # a piece waits for rows until it is this large, or full
@@ -154,8 +154,8 @@ class Delivery(ABC):
         """Returns the place of the next list among those of all handoffs, or None if none can be submitted now."""
 
     @abstractmethod
-    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
-        """Plans the next list, which the caller submits. Returns None if there is no buffer for it."""
+    def begin(self, number: int, buffers: SenderBuffers, now: float) -> RowWrites | None:
+        """Plans the next list, which gets this number. Returns None if there is no buffer for it."""
 
     @abstractmethod
     def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
@@ -212,7 +212,7 @@ class DirectDelivery(Delivery):
     def next_order(self, num_in_flight: int) -> int | None:
         return None if self._waiting is None or num_in_flight >= MAX_LISTS_IN_FLIGHT else 0
 
-    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
+    def begin(self, number: int, buffers: SenderBuffers, now: float) -> RowWrites | None:
         rows, self._waiting = self._waiting, None
         assert rows is not None
         self._submitted = rows.last
@@ -292,8 +292,8 @@ class PackedDelivery(DirectDelivery):
         has_rows = self._announced.computed() > self._submitted
         return 0 if has_rows and num_in_flight < MAX_LISTS_IN_FLIGHT else None
 
-    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
-        buffer = buffers.acquire(handoff)
+    def begin(self, number: int, buffers: SenderBuffers, now: float) -> RowWrites | None:
+        buffer = buffers.acquire(number)
         if buffer is None:
             return None
         first, last = self._submitted, min(self._submitted + self._rows, self._announced.computed())
@@ -369,9 +369,9 @@ class StagedDelivery(Delivery):
     def next_order(self, num_in_flight: int) -> int | None:
         return min((piece.grant_order for piece in self._ready()), default=None)
 
-    def begin(self, buffers: SenderBuffers, handoff: HandoffId, now: float) -> RowWrites | None:
+    def begin(self, number: int, buffers: SenderBuffers, now: float) -> RowWrites | None:
         piece = min(self._ready(), key=lambda ready: ready.grant_order)
-        buffer = buffers.acquire(handoff)
+        buffer = buffers.acquire(number)
         if buffer is None:
             return None
         assert piece.lease is not None

@@ -380,10 +380,11 @@ class PackedPiece:
 @dataclass(frozen=True, slots=True)
 class SubmitWrites:
     """Pack the piece `pack`, if given. Then submit the writes to the transfer engine as one list, and call
-    `Sender.on_submitted`. The actions must run in the order in which the sender returned them."""
+    `Sender.on_write_ended` when it has ended. The actions must run in the order in which the sender returned them."""
 
     peer: str
     key: HandoffKey
+    number: int  # of the list; no other list of this sender has it
     writes: Writes
     after: DeviceEvent | None  # the transfer engine begins to write when this has happened
     pack: PackedPiece | None = None

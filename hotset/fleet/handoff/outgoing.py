@@ -62,7 +62,6 @@ class ListInFlight:
 
     rows: RowWrites
     deadline: float
-    ticket: int | None = None  # assigned when the list is submitted to the transfer engine
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +76,7 @@ class OutgoingHandoff:
     packed_rows: int = 0  # if rows are packed for direct writes: the most rows of a list; else 0
     delivery: Delivery | None = None  # set by StartWrites
     waiting: RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
-    in_flight: list[ListInFlight] = field(default_factory=list)
+    in_flight: dict[int, ListInFlight] = field(default_factory=dict)  # by number of the list
     announced: int = 0  # the engine has announced rows [0, announced)
     sampled: FirstTokenSampled | None = None
     has_unknown_write: bool = False  # a write ended in an unknown state and may still change the receiver's memory
@@ -119,7 +118,7 @@ class OutgoingHandoff:
         """Returns the deadline of the phase or, in WRITING, of the delivery or a list, whichever is earlier."""
         if (delivery := self.writing) is None:
             return self.timer.deadline
-        return min([self.timer.deadline, delivery.deadline, *(entry.deadline for entry in self.in_flight)])
+        return min([self.timer.deadline, delivery.deadline, *(entry.deadline for entry in self.in_flight.values())])
 
     @property
     def next_deadline(self) -> float:
@@ -145,7 +144,7 @@ class OutgoingHandoff:
         assert (self.end_reason is None) == (phase in OPEN_PHASES) or self.final_message, name
         assert phase is not SenderPhase.WRITING or self.delivery is not None, f"{name} has no delivery"
         if self.writing is not None:
-            self.writing.audit([entry.rows for entry in self.in_flight])
+            self.writing.audit([entry.rows for entry in self.in_flight.values()])
 
 
 def refusal(request: msg.HandoffRequest, hello: Hello) -> str:
@@ -173,7 +172,7 @@ class Tombstone:
     until: float  # time at which the tombstone expires
     process: ProcessIdentity | None  # of the peer that requested the handoff; None if unknown
     has_unknown_write: bool  # a write ended in an unknown state, or the sender has no record of the writes
-    in_flight: set[int]  # tickets of lists of writes that have not ended
+    in_flight: set[int]  # numbers of lists of writes that have not ended
 
     @property
     def quiesced(self) -> bool:
@@ -203,21 +202,19 @@ class Tombstones:
 
     def add_ended(self, handoff: OutgoingHandoff, now: float) -> None:
         """Adds the tombstone of a handoff that has ended. Some of its writes may still be in flight."""
-        tickets = {entry.ticket for entry in handoff.in_flight}
-        unknown = handoff.has_unknown_write or None in tickets
-        in_flight = {ticket for ticket in tickets if ticket is not None}
-        self._add(handoff.id, Tombstone(now + self._limit, handoff.hello.process, unknown, in_flight))
+        until, unknown = now + self._limit, handoff.has_unknown_write
+        self._add(handoff.id, Tombstone(until, handoff.hello.process, unknown, set(handoff.in_flight)))
 
     def add_unknown(self, handoff: HandoffId, process: ProcessIdentity | None, now: float) -> None:
         """Adds a tombstone for a handoff of which the sender has no record, unless there is one."""
         if handoff not in self._tombstones:
             self._add(handoff, Tombstone(now + self._limit, process, True, set()))
 
-    def on_write_ended(self, handoff: HandoffId, ticket: int, state: WriteState) -> None:
+    def on_write_ended(self, handoff: HandoffId, number: int, state: WriteState) -> None:
         """Records the end of a list of writes. Ignores lists that no tombstone mentions."""
         tombstone = self._tombstones.get(handoff)
-        if tombstone is not None and ticket in tombstone.in_flight:
-            tombstone.in_flight.remove(ticket)
+        if tombstone is not None and number in tombstone.in_flight:
+            tombstone.in_flight.remove(number)
             tombstone.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
 
     def forget_other_processes(self, peer: str, process: ProcessIdentity | None) -> None:

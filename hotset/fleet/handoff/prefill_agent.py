@@ -1,6 +1,5 @@
 """The agent of a prefill worker: it connects to decode workers, drives the sender and submits its writes."""
 
-import itertools
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from hotset.fleet.handoff.messages import Hello, Message
 from hotset.fleet.handoff.routes import measure_routes
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.transfer.api import Transfer, WriteState, WriteTicket
-from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, HandoffKey, PrefillFailed, RowsComputed
+from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, PrefillFailed, RowsComputed
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
@@ -49,10 +48,8 @@ class _Connecting:
 
 @dataclass(slots=True, eq=False)
 class _ListInFlight:
-    peer: str
-    key: HandoffKey
-    ticket: WriteTicket  # by which the sender knows the list
-    submitted: WriteTicket | None = None  # that of the transfer engine; None while a piece is being packed
+    action: msg.SubmitWrites
+    ticket: WriteTicket | None = None  # None while a piece is being packed
     peer_lost: bool = False
 
 
@@ -69,7 +66,6 @@ class PrefillAgent(HandoffAgent):
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
-        self._tickets = itertools.count()
         self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
@@ -117,7 +113,7 @@ class PrefillAgent(HandoffAgent):
         # Writes must not wait here until the peer's next endpoint has taken the name of this one.
         self._run_actions()
         for entry in self._lists:
-            entry.peer_lost |= entry.peer == peer
+            entry.peer_lost |= entry.action.peer == peer
         if peer in self._connecting:
             self._connecting[peer].peer_gone = True
         self._peers.pop(peer, None)
@@ -166,14 +162,14 @@ class PrefillAgent(HandoffAgent):
             self._sender.poll_events(now)
         pending = []
         for entry in self._lists:
-            state = WriteState.PENDING if entry.submitted is None else self._transfer.poll(entry.submitted)
-            if state is WriteState.PENDING:
+            state = WriteState.PENDING if entry.ticket is None else self._transfer.poll(entry.ticket)
+            if entry.ticket is None or state is WriteState.PENDING:
                 pending.append(entry)
             else:
                 self._written_bytes += entry.ticket.nbytes if state is WriteState.DONE else 0
-                self._sender.on_write_ended(entry.peer, entry.key, entry.ticket, state, now)
+                self._report_end(entry, state, now)
         self._lists = pending
-        return awaits_pass or any(entry.submitted is not None for entry in pending)
+        return awaits_pass or any(entry.ticket is not None for entry in pending)
 
     def _run_actions(self) -> None:
         for action in self._sender.take_actions():
@@ -190,23 +186,28 @@ class PrefillAgent(HandoffAgent):
 
     def _begin_writes(self, action: msg.SubmitWrites) -> None:
         """Submits a list to the transfer engine: now or, if a piece must be packed first, when it is packed."""
-        ticket = WriteTicket(next(self._tickets), int(action.writes[:, 2].sum()))
-        self._sender.on_submitted(action.peer, action.key, ticket)
-        entry = _ListInFlight(action.peer, action.key, ticket)
+        entry = _ListInFlight(action)
         self._lists.append(entry)
         if action.pack is None:
             self._next_poll = min(self._next_poll, self._clock() + self._timing.poll_every)
-            entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
-            return
-        self._begin_copy(partial(self._piece_copies().pack, action.pack), partial(self._on_packed, entry, action))
+            self._submit(entry)
+        else:
+            self._begin_copy(partial(self._piece_copies().pack, action.pack), partial(self._on_packed, entry))
 
-    def _on_packed(self, entry: _ListInFlight, action: msg.SubmitWrites) -> None:
+    def _on_packed(self, entry: _ListInFlight) -> None:
         if not entry.peer_lost:
-            entry.submitted = self._transfer.submit(action.peer, action.writes, action.after)
+            self._submit(entry)
             return
         # The peer's next endpoint may have taken its name, and this list must not be written there.
         self._lists.remove(entry)
-        self._sender.on_write_ended(entry.peer, entry.key, entry.ticket, WriteState.FAILED_QUIESCED, self._clock())
+        self._report_end(entry, WriteState.FAILED_QUIESCED, self._clock())
+
+    def _submit(self, entry: _ListInFlight) -> None:
+        entry.ticket = self._transfer.submit(entry.action.peer, entry.action.writes, entry.action.after)
+
+    def _report_end(self, entry: _ListInFlight, state: WriteState, now: float) -> None:
+        action = entry.action
+        self._sender.on_write_ended(action.peer, action.key, action.number, state, now)
 
     @property
     def _nbytes(self) -> int:

@@ -50,7 +50,7 @@ from hotset.fleet.handoff.staging import (
     small_write_bytes,
 )
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
-from hotset.fleet.transfer.api import WriteState, WriteTicket
+from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, HandoffKey, PrefillFailed, RowsComputed
 
 WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own deadline should be shorter
@@ -93,6 +93,7 @@ class Sender:
         self._max_direct_writes = max_direct_writes
         self._buffers = SenderBuffers(sources.host.staging[0].nbytes if sources.host.staging else 0)
         self._grant_numbers = itertools.count()
+        self._num_lists = 0  # lists of writes that were submitted so far
         self._actions: list[msg.SendMessage | msg.SubmitWrites | msg.SenderEvent] = []
 
     def add_peer(self, peer: str, hello: Hello, routes: Sequence[Route] = ()) -> None:
@@ -142,21 +143,12 @@ class Sender:
             case PrefillFailed():
                 self._begin_end(handoff, EndReason.FAILED, command.retry, command.reason, now)
 
-    def on_submitted(self, peer: str, key: HandoffKey, ticket: WriteTicket) -> None:
-        """Assigns a ticket to the oldest `SubmitWrites` of this handoff that has none."""
-        self._buffers.on_submitted((peer, key), ticket.number)
-        handoff = self._handoffs.get((peer, key))
-        if handoff is not None:
-            entry = next((entry for entry in handoff.in_flight if entry.ticket is None), None)
-            assert entry is not None, f"{key} has no list of writes for ticket {ticket.number}"
-            entry.ticket = ticket.number
-
-    def on_write_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
+    def on_write_ended(self, peer: str, key: HandoffKey, number: int, state: WriteState, now: float) -> None:
         """Handles the end of a list of writes. Ignores lists that the handoff no longer waits for."""
         if state is WriteState.PENDING:
-            raise InternalError(f"ticket {ticket.number} has not ended")
-        freed = self._buffers.on_write_ended((peer, key), ticket.number)
-        self._on_list_ended(peer, key, ticket, state, now)
+            raise InternalError(f"list {number} has not ended")
+        freed = self._buffers.on_write_ended(number)
+        self._on_list_ended(peer, key, number, state, now)
         if freed:
             self.poll_events(now)
 
@@ -210,15 +202,12 @@ class Sender:
     def audit(self) -> None:
         """Asserts that writes, buffers and pages are accounted for, and that every handoff will end."""
         self._tombstones.audit()
-        users = list(self._buffers.users.values())
         for name, handoff in self._handoffs.items():
             assert handoff.id == name, f"{handoff.id} is in the table under {name}"
             assert self._tombstones.get(name) is None, f"{name} is not closed, but has a tombstone"
             handoff.audit()
-            # There are more users than writes if an earlier incarnation's handoff with the same id was closed while its
-            # writes were in flight.
-            buffers = sum(entry.rows.packed is not None for entry in handoff.in_flight)
-            assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
+            packed = {number for number, entry in handoff.in_flight.items() if entry.rows.packed is not None}
+            assert packed <= self._buffers.users, f"{name} has lists of packed rows without a buffer"
 
     def _on_request(self, peer: str, request: msg.HandoffRequest, now: float) -> None:
         key, hello = request.key, self._hellos.get(peer)
@@ -339,21 +328,21 @@ class Sender:
             and (order := delivery.next_order(len(handoff.in_flight))) is not None
         ]:
             _, handoff, delivery = min(ready, key=lambda entry: entry[0])
-            rows = delivery.begin(self._buffers, handoff.id, now)
+            number = self._num_lists
+            rows = delivery.begin(number, self._buffers, now)
             if rows is None:
                 return
-            handoff.in_flight.append(ListInFlight(rows, deadline=now + self._write_limit))
-            submit = msg.SubmitWrites(handoff.peer, handoff.request.key, rows.writes, rows.after, rows.packed)
+            self._num_lists += 1
+            handoff.in_flight[number] = ListInFlight(rows, deadline=now + self._write_limit)
+            submit = msg.SubmitWrites(handoff.peer, handoff.request.key, number, rows.writes, rows.after, rows.packed)
             self._actions.append(submit)
 
-    def _on_list_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
+    def _on_list_ended(self, peer: str, key: HandoffKey, number: int, state: WriteState, now: float) -> None:
         handoff = self._handoffs.get((peer, key))
-        lists = handoff.in_flight if handoff else []
-        ended = next((entry for entry in lists if entry.ticket == ticket.number), None)
+        ended = None if handoff is None else handoff.in_flight.pop(number, None)
         if handoff is None or ended is None:
-            self._tombstones.on_write_ended((peer, key), ticket.number, state)
+            self._tombstones.on_write_ended((peer, key), number, state)
             return
-        handoff.in_flight.remove(ended)
         handoff.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
         if (delivery := handoff.writing) is not None and state is not WriteState.DONE:
             why = f"the writes of rows [{ended.rows.first}, {ended.rows.last}) ended as '{state.value}'"
@@ -361,7 +350,7 @@ class Sender:
             return
         if delivery is not None:
             handoff.timer.extend(now)
-            message = delivery.on_written(ended.rows, [entry.rows for entry in handoff.in_flight], now)
+            message = delivery.on_written(ended.rows, [entry.rows for entry in handoff.in_flight.values()], now)
             self._submit([handoff], now)
             self._send(peer, message or msg.Progress(key, handoff.landed))
         self._finish_if_idle(handoff, now)

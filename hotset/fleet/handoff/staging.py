@@ -15,7 +15,7 @@ pages of a staged context. If the sender fails, its leases may have to be quaran
 This file has no threads and no clock, and accesses no memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -39,7 +39,7 @@ from hotset.fleet.handoff.messages import Hello, Store
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.transfer.api import MemoryKind, Writes
 from hotset.memory.ring import Ring
-from hotset.schedule.handoffs import ContextPages, HandoffId, HandoffKey
+from hotset.schedule.handoffs import ContextPages, HandoffKey
 
 # A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
 # two additional copies of each byte. Up to MAX_DIRECT_WRITES writes are fast enough at any size.
@@ -215,12 +215,6 @@ def check_staging(nbytes: int, store: Store) -> None:
         )
 
 
-@dataclass(slots=True)
-class _BufferUse:
-    handoff: HandoffId
-    ticket: int | None = None  # assigned when the write is submitted to the transfer engine
-
-
 class SenderBuffers:
     """The sender's buffers, shared by all its handoffs: RING_PIECES equal parts of its staging memory.
 
@@ -231,35 +225,24 @@ class SenderBuffers:
     def __init__(self, staging_bytes: int) -> None:
         """If `staging_bytes` is 0, there are no buffers, and nothing can be staged."""
         self.nbytes = staging_bytes // RING_PIECES // ALIGN * ALIGN  # of each buffer
-        self._uses: dict[int, _BufferUse] = {}
+        self._buffer_of: dict[int, int] = {}  # the number of the buffer that a list of writes uses, by list
 
     @property
-    def users(self) -> Mapping[int, HandoffId]:
-        """Returns the handoff that uses each buffer, by the buffer's number."""
-        return {number: use.handoff for number, use in self._uses.items()}
+    def users(self) -> Set[int]:
+        """Returns the numbers of the lists of writes that use a buffer."""
+        return self._buffer_of.keys()
 
-    def acquire(self, handoff: HandoffId) -> int | None:
-        """Returns the offset of a free buffer, which then belongs to `handoff`, or None if all are in use."""
-        for number in range(RING_PIECES):
-            if number not in self._uses:
-                self._uses[number] = _BufferUse(handoff)
-                return number * self.nbytes
-        return None
+    def acquire(self, list_number: int) -> int | None:
+        """Returns the offset of a free buffer, which this list of writes then uses, or None if all are in use."""
+        free = next((buffer for buffer in range(RING_PIECES) if buffer not in self._buffer_of.values()), None)
+        if free is None:
+            return None
+        self._buffer_of[list_number] = free
+        return free * self.nbytes
 
-    def on_submitted(self, handoff: HandoffId, ticket: int) -> None:
-        """Assigns the ticket to the handoff's oldest buffer that has none."""
-        pending = (use for use in self._uses.values() if use.handoff == handoff and use.ticket is None)
-        use = next(pending, None)
-        if use is not None:
-            use.ticket = ticket
-
-    def on_write_ended(self, handoff: HandoffId, ticket: int) -> bool:
-        """Frees the buffer of this write. Returns False if the write did not use one."""
-        for number, use in self._uses.items():
-            if (use.handoff, use.ticket) == (handoff, ticket):
-                del self._uses[number]
-                return True
-        return False
+    def on_write_ended(self, list_number: int) -> bool:
+        """Frees the buffer of this list of writes. Returns False if it did not use one."""
+        return self._buffer_of.pop(list_number, None) is not None
 
 
 @dataclass(slots=True)

@@ -51,9 +51,8 @@ class Region:
 class WriteTicket:
     """Identifies one submitted list of writes. `handle` is private to the transfer engine."""
 
-    number: int
     nbytes: int
-    handle: Any = None
+    handle: Any
 
 
 class Meter:

@@ -5,7 +5,6 @@ delayed. A lane does not wait for one list to end before it begins the next. Dea
 because `poll` enforces them.
 """
 
-import itertools
 import logging
 import threading
 import time
@@ -323,7 +322,6 @@ class Lanes:
         self._lock = threading.Lock()  # guards `_peers` and `_connecting`
         self._peers: dict[str, _Peer] = {}
         self._connecting: dict[str, object] = {}  # by name: identifies the newest `connect` call that is running
-        self._tickets = itertools.count()
         self._closed = self._released = False
 
     def register(self, region: Region) -> None:
@@ -363,10 +361,10 @@ class Lanes:
         nbytes = int(writes[:, 2].sum())
         target = self._peers.get(peer)
         if target is None:
-            return WriteTicket(next(self._tickets), nbytes, WriteState.FAILED_QUIESCED)
+            return WriteTicket(nbytes, WriteState.FAILED_QUIESCED)
         job = _Job(target, writes.copy(), nbytes, after, time.monotonic() + self._deadline_s)
         target.lane.add(job)
-        return WriteTicket(next(self._tickets), nbytes, job)
+        return WriteTicket(nbytes, job)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
         job: _Job | WriteState = ticket.handle

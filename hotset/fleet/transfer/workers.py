@@ -55,7 +55,6 @@ class WorkerTransfers:
         self.name = endpoints[0].name
         self._endpoints = tuple(endpoints)
         self._peers: dict[str, int] = {}  # the number of processes of each peer
-        self._tickets = itertools.count()
 
     def register(self, region: Region) -> None:
         raise InternalError("memory is registered with the endpoint of its process")
@@ -96,7 +95,7 @@ class WorkerTransfers:
             source, target = divmod(pair, MAX_PROCESSES)
             endpoint = self._endpoints[min(source, len(self._endpoints) - 1)]  # a wrong address is not registered there
             lists.append((endpoint, endpoint.submit(_name(peer, target), local_writes[pairs == pair], after)))
-        return WriteTicket(next(self._tickets), int(writes[:, 2].sum()), lists)
+        return WriteTicket(int(writes[:, 2].sum()), lists)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
         """Returns the worst state of the lists, when all have ended."""
@@ -206,7 +205,6 @@ class RemoteTransfer:
         self._worker, self._deadline_s = worker, deadline_s
         opened: tuple[int, str, bytes] = worker.call("open").result(OPEN_S).result
         self._number, self.name, self._description = opened
-        self._tickets = itertools.count()
         self._throughput = Throughput(0, 0.0)
         self._closed: bool | None = None
 
@@ -227,7 +225,7 @@ class RemoteTransfer:
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         submitted = _RemoteList(peer, writes, after, time.monotonic() + self._deadline_s)
-        ticket = WriteTicket(next(self._tickets), int(writes[:, 2].sum()), submitted)
+        ticket = WriteTicket(int(writes[:, 2].sum()), submitted)
         self.poll(ticket)  # sends the list now if it need not wait
         return ticket
 

@@ -619,7 +619,7 @@ class PrefillWorker(Worker):
         self.stream_end = 0.0  # when the newest forward pass finishes; passes finish in order
         self.queue: deque[msg.StartPrefill] = deque()
         self.jobs: dict[tuple[str, HandoffKey], Job] = {}
-        self.tickets: list[tuple[str, HandoffKey, WriteTicket]] = []
+        self.lists: dict[int, tuple[msg.SubmitWrites, WriteTicket]] = {}  # lists of writes in flight, by number
 
     @property
     def memory(self) -> Memory:
@@ -627,11 +627,11 @@ class PrefillWorker(Worker):
 
     def step(self) -> None:
         now = self.world.now
-        for entry in list(self.tickets):
-            state = self.transfer.poll(entry[2])
+        for number, (submitted, ticket) in list(self.lists.items()):
+            state = self.transfer.poll(ticket)
             if state is not WriteState.PENDING:
-                self.tickets.remove(entry)
-                self.machine.on_write_ended(*entry, state, now)
+                del self.lists[number]
+                self.machine.on_write_ended(submitted.peer, submitted.key, number, state, now)
         self.machine.tick(now)
         if self.machine.has_pending_events:
             self.machine.poll_events(now)
@@ -645,13 +645,12 @@ class PrefillWorker(Worker):
                 match action:
                     case msg.SendMessage(peer, message):
                         self.world.send(self, peer, message)
-                    case msg.SubmitWrites(peer, key, writes, after, piece):
-                        if piece is not None:
-                            pack(piece)
+                    case msg.SubmitWrites():
+                        if action.pack is not None:
+                            pack(action.pack)
                             self.world.counts["packed"] += 1
-                        ticket = self.transfer.submit(peer, writes, after)
-                        self.machine.on_submitted(peer, key, ticket)
-                        self.tickets.append((peer, key, ticket))
+                        ticket = self.transfer.submit(action.peer, action.writes, action.after)
+                        self.lists[action.number] = action, ticket
                     case msg.StartPrefill():
                         assert (action.peer, action.key) not in self.jobs, (
                             f"{action.key} is computed twice at the same time"

@@ -453,7 +453,6 @@ class FileTransfer:
         self._path = path
         self._region: Region | None = None
         self._peers: dict[str, tuple[int, Bytes]] = {}
-        self._numbers = 0
         self._written = 0
         self.may_end = threading.Event()
         self.may_end.set()
@@ -479,16 +478,16 @@ class FileTransfer:
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         assert after is None and self._region is not None
-        self._numbers += 1
+        submitted = int(writes[:, 2].sum())
         if peer not in self._peers:
-            return WriteTicket(self._numbers, 0, WriteState.FAILED_QUIESCED)
+            return WriteTicket(submitted, WriteState.FAILED_QUIESCED)
         base, target = self._peers[peer]
         source = np.memmap(self._path, np.uint8, "r")
         for local, remote, nbytes in writes.tolist():
             first, target_first = local - self._region.address, remote - base
             target[target_first : target_first + nbytes] = source[first : first + nbytes]
-            self._written += nbytes
-        return WriteTicket(self._numbers, 0, WriteState.DONE)
+        self._written += submitted
+        return WriteTicket(submitted, WriteState.DONE)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
         state: WriteState = ticket.handle

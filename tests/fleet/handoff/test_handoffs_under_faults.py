@@ -73,7 +73,7 @@ def check_idle(world: World) -> None:
         assert not decode.open and not decode.waiting and not decode.landed, "some handoffs have not ended"
         check_pages(decode)
     for prefill in world.prefills:
-        assert not prefill.queue and not prefill.jobs and not prefill.tickets
+        assert not prefill.queue and not prefill.jobs and not prefill.lists
         assert not prefill.machine._buffers.users, "buffers leaked"
         assert prefill.memory.rows.allocator.held == 0, "source pages leaked"
 

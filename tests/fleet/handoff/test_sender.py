@@ -3,6 +3,7 @@
 Each file in scripts/sabotage.d describes the defect whose number begins the file's name.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from hotset.fleet.handoff.deliveries import MAX_LISTS_IN_FLIGHT, Sources
 from hotset.fleet.handoff.layout import plan_writes, whole_rows
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.fleet.handoff.sender import TOMBSTONE_LIMIT, Sender
-from hotset.fleet.transfer.api import WriteState, WriteTicket
+from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
@@ -60,7 +61,7 @@ class Bench:
     """A sender with two peers, and its clock."""
 
     def __init__(self, **limits: Any) -> None:
-        self.sender, self.now, self.tickets = Sender(Sources(STORE), **limits), 0.0, 0
+        self.sender, self.now, self.list_numbers = Sender(Sources(STORE), **limits), 0.0, itertools.count()
         self.sender.add_peer(PEER, HELLO)
         self.sender.add_peer(OTHER_PEER, HELLO)
 
@@ -78,17 +79,14 @@ class Bench:
     def sample(self, key: HandoffKey = KEY, peer: str = PEER) -> None:
         self.command(FirstTokenSampled(peer, key, 42, {42: (-1.0, 1)}))
 
-    def submit(self, key: HandoffKey = KEY, peer: str = PEER) -> WriteTicket:
-        """Reports to the sender that one `SubmitWrites` was submitted, and returns its ticket."""
-        self.tickets += 1
-        ticket = WriteTicket(self.tickets, 0)
-        self.sender.on_submitted(peer, key, ticket)
-        return ticket
+    def next_list(self) -> int:
+        """Returns the number of the next list of writes: the sender numbers them from 0 on."""
+        return next(self.list_numbers)
 
     def end_write(
-        self, ticket: WriteTicket, state: WriteState = WriteState.DONE, key: HandoffKey = KEY, peer: str = PEER
+        self, number: int, state: WriteState = WriteState.DONE, key: HandoffKey = KEY, peer: str = PEER
     ) -> None:
-        self.sender.on_write_ended(peer, key, ticket, state, self.now)
+        self.sender.on_write_ended(peer, key, number, state, self.now)
 
     def start_handoff(self, key: HandoffKey = KEY, peer: str = PEER) -> "Bench":
         """Brings a handoff into phase WRITING."""
@@ -97,13 +95,13 @@ class Bench:
         self.actions()
         return self
 
-    def start_writes(self, *ends: int) -> list[WriteTicket]:
-        """Starts a handoff, announces chunks of rows that end at `ends`, and returns one ticket for each chunk."""
+    def start_writes(self, *ends: int) -> list[int]:
+        """Starts a handoff, announces chunks of rows that end at `ends`, and returns the number of the list of each."""
         self.start_handoff()
         for first, last in zip((0, *ends), ends, strict=False):
             self.announce_rows(first, last)
         self.actions()
-        return [self.submit() for _ in ends]
+        return [self.next_list() for _ in ends]
 
     def pass_time(self, seconds: float) -> None:
         """Advances the clock and ticks the sender at each of its deadlines, as an agent does."""
@@ -164,7 +162,7 @@ def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list(
     submit, progress = bench.actions()
     assert submit.writes.tolist() == expected_writes(4, 10) and submit.after is events[-1]
     assert progress == msg.SendMessage(PEER, msg.Progress(KEY, 0))
-    third = bench.submit()
+    third = bench.next_list()
     bench.end_write(first)
     assert bench.sent() == [msg.Progress(KEY, 4)]
     bench.end_write(third)
@@ -199,7 +197,7 @@ def test_writes_of_chunks_may_end_in_any_order() -> None:
     bench.announce_rows(8, 10)
     bench.sample()
     bench.end_write(tickets[1])
-    tickets.append(bench.submit())
+    tickets.append(bench.next_list())
     bench.end_write(tickets[2])
     assert bench.sent() == [msg.Progress(KEY, 0)] * 2
     bench.end_write(tickets[0])
@@ -275,7 +273,7 @@ def test_a_failed_handoff_does_not_affect_other_handoffs_of_the_same_peer() -> N
     bench.start_handoff(other)
     bench.announce_rows(0, 10, other)
     bench.sample(other)
-    second = bench.submit(other)
+    second = bench.next_list()
     bench.end_write(ticket, WriteState.FAILED_UNKNOWN)
     bench.actions()
     bench.end_write(second, key=other)
@@ -340,7 +338,7 @@ def test_a_handoff_fails_if_the_engine_announces_no_rows_for_600_seconds() -> No
     bench = Bench().start_handoff()
     bench.pass_time(599)
     bench.announce_rows(0, 10)
-    bench.end_write(bench.submit())
+    bench.end_write(bench.next_list())
     assert bench.phase is SenderPhase.WRITING
     bench.pass_time(600)
     assert bench.sent()[-1] == msg.HandoffFailed(KEY, True, True, "no rows were computed or written for 600 s")
@@ -470,7 +468,7 @@ def test_only_rows_that_the_receiver_lacks_are_written() -> None:
     bench.sample()
     (submit,) = [action for action in bench.actions() if isinstance(action, msg.SubmitWrites)]
     assert submit.writes.tolist() == expected_writes(8, 10)
-    bench.end_write(bench.submit())
+    bench.end_write(bench.next_list())
     assert msg.HandoffDone(KEY, 42, {42: (-1.0, 1)}) in bench.sent()
 
 
@@ -568,10 +566,10 @@ class AnyOrder(RuleBasedStateMachine):
                     self.prefills[peer, key] = Prefill(self.processes[peer], self.bench.now)
                 case msg.ReleasePages(peer, key):
                     self.check_release(self.prefills[peer, key])
-                case msg.SubmitWrites(peer, key, writes):
+                case msg.SubmitWrites(peer, key, number, writes):
                     prefill = self.prefills[peer, key]
                     assert prefill.may_write, "a write was submitted before StartWrites"
-                    prefill.tickets[self.bench.submit(key, peer).number] = WriteState.PENDING
+                    prefill.tickets[number] = WriteState.PENDING
                     prefill.nbytes += int(writes[:, 2].sum())
                     assert list(prefill.tickets.values()).count(WriteState.PENDING) <= MAX_LISTS_IN_FLIGHT, (
                         f"more than {MAX_LISTS_IN_FLIGHT} lists of one handoff are in flight"
@@ -639,7 +637,7 @@ class AnyOrder(RuleBasedStateMachine):
         if pending:
             (peer, key), number = data.draw(st.sampled_from(pending))
             self.prefills[peer, key].tickets[number] = state
-            self.bench.end_write(WriteTicket(number, 0), state, key, peer)
+            self.bench.end_write(number, state, key, peer)
             self.check_actions()
 
     @rule(key=KEYS, peer=PEERS)

@@ -17,7 +17,7 @@ from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS, WINDOW, PiecePhase, 
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
-from hotset.fleet.transfer.api import WriteState, WriteTicket
+from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, RowsComputed
 
 DECODE, PREFILL = "decode:1", "prefill:1"
@@ -185,7 +185,7 @@ class SenderBench:
     """A sender with four buffers, and one peer. The test sends what the peer would send."""
 
     def __init__(self) -> None:
-        self.sender, self.now, self.tickets = Sender(Sources(SOURCE)), 0.0, 0
+        self.sender, self.now = Sender(Sources(SOURCE)), 0.0
         self.sender.add_peer(DECODE, msg.Hello(DECODE, MODEL, {"host": TARGET}, "loopback", b""))
 
     def start(self, rows: int, name: str = "r") -> HandoffKey:
@@ -206,10 +206,6 @@ class SenderBench:
     def actions(self) -> list[Any]:
         self.sender.audit()
         actions = list(self.sender.take_actions())
-        for action in actions:
-            if isinstance(action, msg.SubmitWrites):
-                self.tickets += 1
-                self.sender.on_submitted(DECODE, action.key, WriteTicket(self.tickets, 0))
         return [action.message if isinstance(action, msg.SendMessage) else action for action in actions]
 
     def grant(self, requests: Sequence[Any]) -> list[Any]:
@@ -217,8 +213,8 @@ class SenderBench:
         wanted = [entry for entry in requests if isinstance(entry, msg.LeaseRequest)]
         return [action for entry in wanted for action in self.receive(msg.LeaseGranted(entry.key, entry.piece, 1, 0))]
 
-    def end_write(self, ticket: int, key: HandoffKey) -> list[Any]:
-        self.sender.on_write_ended(DECODE, key, WriteTicket(ticket, 0), WriteState.DONE, self.now)
+    def end_write(self, number: int, key: HandoffKey) -> list[Any]:
+        self.sender.on_write_ended(DECODE, key, number, WriteState.DONE, self.now)
         return self.actions()
 
 
@@ -248,7 +244,7 @@ def test_buffers_are_bounded_and_assigned_in_the_order_of_grants() -> None:
     requests = [bench.announce(key, 0, 60) for key in (first, second)]
     assert len(requests[0]) == len(requests[1]) == WINDOW
     assert submitted(bench.grant(requests[0]) + bench.grant(requests[1])) == [first] * 4, "there are four buffers"
-    in_order = [submitted(bench.end_write(ticket, first)) for ticket in range(1, WINDOW + 1)]
+    in_order = [submitted(bench.end_write(number, first)) for number in range(WINDOW)]
     assert in_order == [[first]] * (WINDOW - 4) + [[second]] * 4
 
 
@@ -278,5 +274,5 @@ def test_a_handoff_ends_when_its_last_piece_is_unpacked() -> None:
     key = bench.start(11)
     bench.grant(bench.announce(key, 0, 11))
     bench.sender.handle_command(FirstTokenSampled(DECODE, key, 7, None), bench.now)
-    assert bench.end_write(1, key) == [msg.PieceWritten(key, 0, 1)]
+    assert bench.end_write(0, key) == [msg.PieceWritten(key, 0, 1)]
     assert msg.HandoffDone(key, 7, None) in bench.receive(msg.PieceUnpacked(key, 0))
