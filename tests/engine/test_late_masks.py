@@ -17,7 +17,7 @@ from engine.test_structures import ROOMY, answers_of_one_process, requests
 from engine.threaded import closing, split_engine
 from harness import RandomWeights, make_engine, run_all
 from models.split_workers import SPECS
-from processes import children_of
+from processes import children_of, command_line
 from structures import tokenizer_directory
 
 from hotset.base.sampling import SamplingParams
@@ -148,8 +148,9 @@ def test_late_masks_of_a_handoff(model_directory: str, monkeypatch: pytest.Monke
 
 
 def workers() -> set[int]:
-    """Returns the processes that follow answers."""
-    return {worker for server in children_of(os.getpid()) for worker in children_of(server)}
+    """Returns the processes that follow answers. Servers of other tests may be children of this process too."""
+    servers = [pid for pid in children_of(os.getpid()) if b"fork_server" in command_line(pid)]
+    return {worker for server in servers for worker in children_of(server)}
 
 
 @pytest.fixture
