@@ -350,15 +350,17 @@ class Pair:
 def pair(
     model: str,
     /,
-    transfer: str,
-    page_rows: tuple[int, int],
+    transfer: str = "loopback",
+    page_rows: tuple[int, int] = (16, 16),
     decode_settings: dict[str, Any] | None = None,
+    hub: Hub | None = None,
     **settings: Any,
 ) -> Iterator[Pair]:
     """Yields a prefill worker and a decode worker of one model. `page_rows` are the rows per page of the prefill worker
     and of the decode worker. `settings` apply to both workers, and `decode_settings` only to the decode worker."""
     decoder = decoder_of(model)
-    hub = Hub(threaded=True) if transfer == "loopback" else None
+    if transfer == "loopback":
+        hub = hub or Hub(threaded=True)
     common = settings if hub else {**settings, "transfer": transfer}
     prefill_page_rows, decode_page_rows = page_rows
     prefill = make(decoder, hub, role="prefill", page_rows=prefill_page_rows, **common)

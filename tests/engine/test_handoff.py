@@ -1,7 +1,6 @@
 """Handoffs in one process: answers equal those of a single engine, and every row arrives unchanged."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,22 +12,17 @@ from hotset.base.request_options import LandingChoice, TiersChoice
 from hotset.engine.core import Engine
 from hotset.schedule.plan import TokenOutputs
 
-Case = tuple[str, str, LandingChoice, tuple[int, int]]
-
-TRANSFERS = ("loopback", "nixl", "mooncake")
 # Prompt lengths at and near the boundaries of pages (16 and 64 rows) and of prefill chunks (96 tokens).
-EDGES = (1, 15, 16, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129)
+EDGES = (1, 15, 16, 17, 64, 65, 96, 97, 129)
 LENGTHS = {
     **dict.fromkeys(("gqa", "dsa", "shared", "deepseek_v32", "glm_moe_dsa"), EDGES),
     "demo-dsa": (1, 129),
     "fp8": (65,),
     EMBEDDED: (65,),
 }
-LANDINGS: tuple[LandingChoice, ...] = ("host", "device", "auto")
-PAGE_ROWS = ((64, 64), (64, 16), (16, 64))  # rows per page of the prefill worker and of the decode worker
 SIZES = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
-# Every value of every parameter occurs here, except the embedded model. The other combinations are marked slow.
-SAMPLE: list[Case] = [
+# The last parameter has the rows per page of the prefill worker and of the decode worker.
+CASES: list[Any] = [
     ("loopback", "gqa", "host", (64, 64)),
     ("loopback", "deepseek_v32", "device", (16, 64)),
     ("nixl", "dsa", "device", (64, 16)),
@@ -36,21 +30,11 @@ SAMPLE: list[Case] = [
     ("nixl", "demo-dsa", "host", (64, 64)),
     ("mooncake", "shared", "auto", (16, 64)),
     ("mooncake", "fp8", "host", (64, 16)),
+    pytest.param("nixl", EMBEDDED, "auto", (64, 64), marks=pytest.mark.slow),
 ]
 
 
-def cases() -> list[Any]:
-    params = []
-    for case in product(TRANSFERS, LENGTHS, LANDINGS, PAGE_ROWS):
-        *names, (prefill_page_rows, decode_page_rows) = case
-        marks = [] if case in SAMPLE else [pytest.mark.slow]
-        params.append(
-            pytest.param(*case, id="-".join([*names, f"{prefill_page_rows}to{decode_page_rows}"]), marks=marks)
-        )
-    return params
-
-
-@pytest.mark.parametrize(("transfer", "model", "landing", "page_rows"), cases())
+@pytest.mark.parametrize(("transfer", "model", "landing", "page_rows"), CASES)
 def test_answers_after_a_handoff_equal_those_of_a_single_engine(
     transfer: str, model: str, landing: LandingChoice, page_rows: tuple[int, int]
 ) -> None:
@@ -65,27 +49,12 @@ def test_answers_after_a_handoff_equal_those_of_a_single_engine(
     assert len(workers.comparer.released) == len(expected)
 
 
-def test_the_sample_has_every_value_of_every_parameter_except_the_embedded_model() -> None:
-    seen = [set(values) for values in zip(*SAMPLE, strict=True)]
-    assert seen == [set(TRANSFERS), LENGTHS.keys() - {EMBEDDED}, set(LANDINGS), set(PAGE_ROWS)]
-
-
 SMALL = {"max_model_len": 56, "max_num_batched_tokens": 16}
 ROOMY = {"device_kv_tokens": 400, "host_kv_tokens": 1200}
 CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # so small that some requests must be parked
 
 
-@pytest.mark.parametrize(
-    ("model", "landing", "tiers"),
-    [
-        ("dsa", "host", "always"),
-        ("glm_moe_dsa", "device", "auto"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("dsa", "device", "auto"), ("glm_moe_dsa", "host", "always"), ("shared", "host", "always"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model", "landing", "tiers"), [("dsa", "host", "always"), ("glm_moe_dsa", "device", "auto")])
 def test_landed_requests_are_parked_and_resumed_like_local_ones(
     model: str, landing: LandingChoice, tiers: TiersMode
 ) -> None:
@@ -99,14 +68,13 @@ def test_landed_requests_are_parked_and_resumed_like_local_ones(
         assert sum(stats.slot_misses.values()) > 0, "no request was tiered"
 
 
-@pytest.mark.parametrize(("landing", "tiers"), [("device", "auto"), ("host", "resident"), ("auto", "resident")])
-def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered(
-    landing: LandingChoice, tiers: TiersChoice
-) -> None:
+def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered() -> None:
     prompts, params = Prompts((5, 16)), replace(SAMPLED, max_tokens=4)
-    expected = answers_alone("dsa", prompts, params, **SMALL, **ROOMY)
+    token_ids, expected = prompts.token_ids(decoder_of("dsa")), answers_alone("dsa", prompts, params, **SMALL, **ROOMY)
+    choices: list[tuple[LandingChoice, TiersChoice]] = [("device", "auto"), ("host", "resident"), ("auto", "resident")]
     with pair("dsa", "loopback", (4, 4), {"tiers": "always"}, **SMALL, **ROOMY) as workers:
-        assert workers.answers(prompts.token_ids(decoder_of("dsa")), params, landing, tiers) == expected
+        for landing, tiers in choices:
+            assert workers.answers(token_ids, params, landing, tiers, salt=landing) == expected, (landing, tiers)
 
 
 def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_for_no_step(
@@ -114,7 +82,7 @@ def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_fo
 ) -> None:
     """The step loop sleeps while its engine waits for peers."""
     prompts, mistakes, num_tokens = Prompts((40, 97)), list[str](), list[int]()
-    with pair("dsa", "loopback", (16, 16), **SIZES) as workers:
+    with pair("dsa", **SIZES) as workers:
         for role, engine in (("prefill", workers.prefill), ("decode", workers.decode)):
 
             def watched_step(role: str = role, engine: Engine = engine, step: Any = engine.step) -> TokenOutputs:

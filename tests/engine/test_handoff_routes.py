@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.handoff_pair import SAMPLED, Pair, Prompts, answers_alone, decoder_of, make, simulated_routes
+from engine.handoff_pair import SAMPLED, Prompts, answers_alone, decoder_of, pair, simulated_routes
 from loopback import Hub
 
 from hotset.base.config import EngineConfig
@@ -37,37 +37,21 @@ def routes(
     [
         (routes(4.4, 0.4), UNMEASURED_GPU, ON_HOST),
         (routes(4.4, None), UNMEASURED_GPU, ON_HOST),
-        (routes(4.4, 0.4, device_to_device=815.0), UNMEASURED_GPU, LandingPolicy(keys_on_host=True)),
+        (routes(4.4, 0.4, device_to_device=815.0), UNMEASURED_GPU, LandingPolicy(keys_on_host=True)),  # of one GPU
         (routes(4.4, 0.4, device_to_device=3.0), UNMEASURED_GPU, ON_HOST),
         (routes(20.0, 19.0), UNMEASURED_GPU, ON_DEVICE),
         (routes(20.0, 19.0, 2 * EXPENSIVE_WRITE_SECONDS), UNMEASURED_GPU, LandingPolicy(keys_on_host=True)),
         ((), UNMEASURED_GPU, UNMEASURED_GPU),
+        # Several workers never let contexts land on the device, and a CPU has no other memory.
         (routes(20.0, 19.0), LandingPolicy(False, keys_on_host=True), LandingPolicy(False, keys_on_host=True)),
         (routes(2.0, None), LAND_ANYWHERE, LAND_ANYWHERE),
         (routes(2.0, None, 2 * EXPENSIVE_WRITE_SECONDS), LAND_ANYWHERE, LandingPolicy(keys_on_host=True)),
-    ],
-    ids=[
-        "slow",
-        "none",
-        "same GPU",
-        "slow GPU",
-        "fast",
-        "dear writes",
-        "unmeasured",
-        "several workers",
-        "CPU",
-        "CPU, dear writes",
     ],
 )
 def test_contexts_land_on_the_device_only_if_its_route_is_as_fast_as_that_to_the_host(
     measured: tuple[Route, ...], default: LandingPolicy, expected: LandingPolicy
 ) -> None:
     assert landing_policy(measured, default) == expected
-
-
-def open_pair(hub: Hub, **settings: Any) -> Pair:
-    prefill, decode = (make(decoder_of("dsa"), hub, role=role, **SIZES, **settings) for role in ("prefill", "decode"))
-    return Pair(prefill, decode)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +79,8 @@ def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of
     speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9}
     speeds[DEVICE, DEVICE] = between_devices
     hub = simulated_routes(monkeypatch, speeds)
-    workers = open_pair(hub, staging_mib=staging_mib)
     token_ids, expected = PROMPTS.token_ids(decoder_of("dsa")), answers_alone("dsa", PROMPTS, SAMPLED, **SIZES)
-    try:
+    with pair("dsa", hub=hub, staging_mib=staging_mib, **SIZES) as workers:
         assert workers.answers(token_ids, SAMPLED, "auto") == expected
         assert {request.landing for request in workers.comparer.requests.values()} == {"host"}
         workers.comparer.requests.clear()
@@ -113,18 +96,11 @@ def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of
             ends = {(route.source, route.target) for route in handoff.routes[peer.card.control]}
             assert ends == {(source.value, target.value) for source, target in speeds}
             assert (handoff.num_pieces > 0) == bool(staging_mib)
-    finally:
-        workers.close()
-        hub.close()
 
 
 def test_a_peer_without_any_route_is_refused_with_what_to_check(simulated_gpu: None, caplog: Any) -> None:
     hub = Hub(threaded=True)
     hub.speeds = {(DEVICE, DEVICE): 0.0001}  # so slow that no probe ends in time
-    workers = open_pair(hub)
-    try:
+    with pair("dsa", hub=hub, **SIZES) as workers:
         assert workers.answers(PROMPTS.token_ids(decoder_of("dsa"))[:1], SAMPLED, "auto") == [[]]
         assert "can be written from here over loopback" in caplog.text and "--transfer-interface" in caplog.text
-    finally:
-        workers.close()
-        hub.close()

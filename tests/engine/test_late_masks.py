@@ -13,7 +13,7 @@ import torch
 from engine.handoff_pair import Prompts, decoder_of, pair
 from engine.test_invariance import MODELS
 from engine.test_speculation import LOOKUP, impose_drafts
-from engine.test_structures import ROOMY, answers_of_one_process, requests
+from engine.test_structures import ROOMY, answers_of_one_process, check, requests
 from engine.threaded import closing, split_engine
 from harness import RandomWeights, make_engine, run_all
 from models.split_workers import SPECS
@@ -71,10 +71,8 @@ def punctual() -> Iterator[None]:
     ("name", "tiers", "plans"),
     [
         ("dsa", "auto", 1),
-        ("gqa", "off", 2),
-        ("shared", "always", 3),
-        pytest.param("dsa", "auto", 3, marks=pytest.mark.slow),
-        pytest.param("dsa", "always", 2, marks=pytest.mark.slow),
+        ("gqa", "off", 3),
+        ("shared", "always", 2),
     ],
 )
 def test_tokens_do_not_depend_on_late_masks(
@@ -116,6 +114,7 @@ def test_late_masks_of_split_engines(split: dict[str, int], model_directory: str
     prompts, params = requests(4)
     with punctual():
         expected = run_all(make_engine(decoder, spec, model=model_directory, **ROOMY), prompts, params)
+    check(expected, params)
     with closing(split_engine(spec, 5, **ROOMY | split | {"model": model_directory})) as engine:
         assert run_all(engine, prompts, params) == expected
     assert late
@@ -142,7 +141,7 @@ def test_late_masks_of_a_handoff(model_directory: str, monkeypatch: pytest.Monke
         expected = run_all(engine, prompts, [params] * len(prompts))
     engine.close()
     monkeypatch.setattr(FollowedAnswer, "masks", masks)
-    with pair("dsa", "loopback", (16, 16), model=model_directory, **sizes) as workers:
+    with pair("dsa", model=model_directory, **sizes) as workers:
         assert workers.answers(prompts, params, "auto") == [answer.token_ids for answer in expected]
     assert len(answers) == 2 * len(prompts)
 

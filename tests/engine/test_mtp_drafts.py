@@ -274,7 +274,7 @@ def test_the_rows_of_the_layer_travel_with_a_handoff() -> None:
     engine = make_engine(decoder, decoder.spec, max_num_seqs=4, speculate=2, **sizes)
     of_one = record_drafts(engine)
     expected = [answer.token_ids for answer in run_all(engine, prompts, [params] * 3)]
-    with pair("mtp", "loopback", (16, 16), speculate=2, **sizes) as workers:
+    with pair("mtp", speculate=2, **sizes) as workers:
         drafter = record_drafts(workers.decode)
         assert workers.answers(prompts, params, "auto") == expected
         assert workers.decode.stats().landed == 3

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.handoff_pair import Prompts, decoder_of, pair
+from engine.handoff_pair import pair
 from engine.test_invariance import MODELS
-from engine.threaded import closing, split_engine
-from harness import Answer, RandomWeights, make_engine, run_all
-from models.split_workers import SPECS
+from harness import Answer, make_engine, run_all
 from structures import (
     END,
     SMALL_STRUCTURES,
@@ -32,7 +30,6 @@ from hotset.base.structure import Structure
 from hotset.engine import constraints as constraints_module
 from hotset.engine.constraints import Constraints, SeatMasks
 from hotset.grammar.following import StructureProcesses
-from hotset.models.decoder import Decoder
 from hotset.schedule.plan import AssignSeat, Plan
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
@@ -92,18 +89,11 @@ def answers_of_one_process(name: str, model_directory: str) -> list[Answer]:
     return answers
 
 
-CASES = [
-    ("dsa", "auto", 1),
-    ("gqa", "off", 2),
-    ("dsa", "auto", 3),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [("dsa", "auto", 2), ("gqa", "off", 3), ("shared", "always", 2)]
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "tiers", "plans_in_flight"), CASES)
+# test_late_masks.py has the same with masks that are late.
+@pytest.mark.parametrize(
+    ("name", "tiers", "plans_in_flight"),
+    [("dsa", "auto", 3), pytest.param("shared", "always", 2, marks=pytest.mark.slow)],
+)
 def test_tokens_do_not_depend_on_plans_in_flight_tiers_and_preemption(
     name: str, tiers: str, plans_in_flight: int, model_directory: str
 ) -> None:
@@ -120,51 +110,13 @@ def test_tokens_do_not_depend_on_plans_in_flight_tiers_and_preemption(
     assert pressure[tiers] > 0, f"the pools were large enough, so this checks little: {stats}"
 
 
-SPLITS = [
-    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-    {"data_parallel_size": 2},
-]
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_tokens_equal_those_of_one_process_with_several_workers(split: dict[str, int], model_directory: str) -> None:
-    spec = SPECS["deepseek_v32"]
-    decoder = Decoder(spec, RandomWeights(torch.float64, 5))
-    prompts, params = requests(4)
-    expected = run_all(make_engine(decoder, spec, model=model_directory, **ROOMY), prompts, params)
-    settings: dict[str, Any] = ROOMY | split | {"model": model_directory}
-    with closing(split_engine(spec, 5, **settings)) as engine:
-        assert run_all(engine, prompts, params) == expected
-    check(expected, params)
-
-
-@pytest.mark.parametrize("structure", SMALL_STRUCTURES[:3], ids=lambda structure: structure.kind)
-def test_the_structure_travels_with_a_handoff(structure: Structure, model_directory: str) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, structure=structure)
-    prompts = Prompts((1, 17, 40)).token_ids(decoder_of("dsa"))
-    sizes = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
-    decoder = decoder_of("dsa")
-    engine = make_engine(decoder, decoder.spec, model=model_directory, max_num_seqs=4, **sizes)
-    expected = run_all(engine, prompts, [params] * len(prompts))
-    with pair("dsa", "loopback", (16, 16), model=model_directory, **sizes) as workers:
-        answers = workers.answers(prompts, params, "auto")
-        assert workers.decode.stats().landed == len(prompts)
-    assert answers == [answer.token_ids for answer in expected]
-    check(expected, [params] * len(prompts))
-
-
-@pytest.mark.parametrize("plans_in_flight", [1, 3])
-def test_an_answer_that_cannot_be_continued_ends_with_an_error_and_the_others_continue(
-    plans_in_flight: int, model_directory: str
-) -> None:
+def test_an_answer_that_cannot_be_continued_ends_with_an_error_and_the_others_continue(model_directory: str) -> None:
     """The front end refuses the first structure. The second becomes too complex only in the course of its answer."""
     spec, model = MODELS["gqa"]
     bombs = [Structure("regex", "(?=a)b"), Structure("regex", "((a{1,1000}){1,1000}){1,1000}")]
     prompts, params = requests(4)
     expected = answers_of_one_process("gqa", model_directory)[:4]
-    engine = make_engine(model, spec, model=model_directory, **ROOMY | {"plans_in_flight": plans_in_flight})
+    engine = make_engine(model, spec, model=model_directory, **ROOMY, plans_in_flight=3)
     params += [SamplingParams(temperature=0.0, max_tokens=60, structure=bomb, logit_bias={END: -100}) for bomb in bombs]
     *others, refused, complex_one = run_all(engine, [*prompts, [1], [2]], params)
     assert others == expected
@@ -176,7 +128,7 @@ def test_an_answer_that_cannot_be_continued_ends_with_an_error_and_the_others_co
 def test_a_prefill_worker_that_cannot_compile_a_structure_fails_the_handoff(model_directory: str) -> None:
     sizes = {"max_model_len": 144, "device_kv_tokens": 800, "host_kv_tokens": 4096}
     params = SamplingParams(max_tokens=4, structure=Structure("regex", "(?=a)b"))
-    with pair("dsa", "loopback", (16, 16), model=model_directory, **sizes) as workers:
+    with pair("dsa", model=model_directory, **sizes) as workers:
         assert workers.answers([[1, 2, 3]], params, "auto") == [[]]
         assert workers.decode.stats().requests_finished["lost"] == 1
 

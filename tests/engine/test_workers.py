@@ -28,7 +28,6 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers.distributed import Stage
 from hotset.engine.workers.worker import Worker
-from hotset.models.attention.gqa_spec import GqaSpec
 from hotset.models.decoder import Decoder
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
@@ -41,21 +40,11 @@ DEADLINE_S = 30.0
 SPLITS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_parallel_size": 2},
     "TP 4": {"tensor_parallel_size": 4},
-    "PP 2": {"pipeline_parallel_size": 2},
     "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "PP 3, uneven": {"pipeline_parallel_size": 3},
     "DP 2": {"data_parallel_size": 2},
     "DP 4": {"data_parallel_size": 4},
 }
-TIERS = ("off", "auto", "always")
-QUICK = (  # the other combinations are marked slow
-    ("llama with biases", "TP 4", "auto"),
-    ("deepseek_v32", "TP 2", "always"),
-    ("glm_moe_dsa", "TP 2 x PP 2", "auto"),
-    ("glm_moe_dsa", "PP 3, uneven", "auto"),
-    ("qwen3", "PP 2", "off"),
-    ("deepseek_v32", "DP 2", "auto"),
-)
 # With these settings, a device pool of 96 tokens cannot hold all requests at once.
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
 NUM_REQUESTS = 7
@@ -79,18 +68,6 @@ def answers_of_one_process(model: str) -> list[list[int]]:
     return [answer.token_ids for answer in run_all(engine, *requests())]
 
 
-def cases() -> list[Any]:
-    params = []
-    for model, spec in SPECS.items():
-        for split in SPLITS:
-            for tiers in TIERS:
-                if tiers == "always" and isinstance(spec.attention, GqaSpec):
-                    continue  # requests of a GQA model are never tiered
-                marks = () if (model, split, tiers) in QUICK else (pytest.mark.slow,)
-                params.append(pytest.param(model, split, tiers, marks=marks))
-    return params
-
-
 class ResidualChecksums:
     """Records a checksum of the residual stream after every layer of every step, on every rank."""
 
@@ -112,7 +89,25 @@ class ResidualChecksums:
         assert all(other == first for other in others), "the ranks have different activations"
 
 
-@pytest.mark.parametrize(("model", "split", "tiers"), cases())
+@pytest.mark.parametrize(
+    ("model", "split", "tiers"),
+    [
+        ("llama with biases", "TP 2 x PP 2", "auto"),
+        ("deepseek_v32", "TP 2", "always"),
+        ("glm_moe_dsa", "PP 3, uneven", "auto"),
+        ("deepseek_v32", "DP 2", "off"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama", "TP 4", "auto"),
+                ("qwen3", "TP 2", "off"),
+                ("deepseek_v32", "TP 4", "always"),
+                ("glm_moe_dsa", "TP 2 x PP 2", "always"),
+                ("glm_moe_dsa", "DP 4", "always"),
+            )
+        ),
+    ],
+)
 def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -> None:
     checksums, ranks = ResidualChecksums(), SPLITS[split].get("tensor_parallel_size", 1)
     settings = SPLITS[split] | SMALL | {"device_kv_tokens": 80, "tiers": tiers}
@@ -128,16 +123,8 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
         checksums.check(ranks, SPECS[model].layers)
 
 
-@pytest.mark.parametrize(
-    ("model", "split", "tiers"),
-    [
-        ("glm_moe_dsa", "PP 3, uneven", "auto"),
-        pytest.param("deepseek_v32", "TP 2", "always", marks=pytest.mark.slow),
-        pytest.param("glm_moe_dsa", "TP 2 x PP 2", "always", marks=pytest.mark.slow),
-    ],
-)
 def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_tokens_of_one_process(
-    model: str, split: str, tiers: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The stages have different numbers of index groups per layer, so a key page holds different tokens on each. Rank 0
     also reads host pages that other ranks wrote in earlier plans."""
@@ -147,10 +134,10 @@ def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_token
     prefix = [rng.randrange(61) for _ in range(42)]
     prompts = [prefix, *([*prefix, *(rng.randrange(61) for _ in range(count))] for count in (1, 3, 9))]
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * len(prompts)
-    spec, answers = SPECS[model], []
+    spec, answers = SPECS["glm_moe_dsa"], []
     sizes: dict[str, int] = {"device_kv_tokens": 700, "host_kv_tokens": 900}
     one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
-    with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes, tiers=tiers)) as engine:
+    with closing(split_engine(spec, SEED, **SPLITS["PP 3, uneven"], **SMALL, **sizes)) as engine:
         for some in (slice(0, 1), slice(1, 4)):  # the others come when the first request has ended
             answers += [answer.token_ids for answer in run_all(engine, prompts[some], params[some])]
         stats = engine.stats()
@@ -332,20 +319,9 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
         assert any(replay.tokens == 0 for of_workers in replays for replay in of_workers), "no replica was ever idle"
 
 
-# Every size of a graph and both splits occur in a case that is not slow.
-@pytest.mark.parametrize(
-    ("split", "rest", "size"),
-    [
-        ("TP 2", [9], 1),
-        ("TP 2", [9, 2, 6], 4),
-        ("DP 2", [9, 2, 6, 5, 4, 3, 2], 16),
-        pytest.param("TP 2", [9, 2, 6, 5, 4, 3, 2], 16, marks=pytest.mark.slow),
-        pytest.param("DP 2", [9], 1, marks=pytest.mark.slow),
-        pytest.param("DP 2", [9, 2, 6], 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("split", ["TP 2", "DP 2"])
 def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
-    split: str, rest: list[int], size: int, monkeypatch: pytest.MonkeyPatch
+    split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan loads the cached pages, and a graph computes all other tokens of the prompt."""
     log: ReplayLog = defaultdict(list)
@@ -360,17 +336,18 @@ def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_al
     monkeypatch.setattr(build_runner, "captures_graphs", lambda config, model: isinstance(model, Stage))
     monkeypatch.setattr(runner_module, "DecodeGraphs", partial(FakeGraphs, log=log))
     spec, prefix, answers = SPECS["deepseek_v32"], [7, 5, 3, 1] * 10, []
+    prompts = [[*prefix, *rest] for rest in ([8], [9], [5, 2, 6], [3, 2, 6, 5, 4, 3, 2])]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     sizes: dict[str, int] = {"device_kv_tokens": 400, "host_kv_tokens": 600}
     one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
     with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes)) as engine:
         engine.executor.warm_up(lambda done, total: None)
-        for prompt in ([*prefix, 8], [*prefix, *rest]):
+        for prompt in prompts:
             answers += [answer.token_ids for answer in run_all(engine, [prompt], [params])]
         stats, workers = engine.stats(), len(engine.executor.workers)  # type: ignore[attr-defined]
-    assert answers == [answer.token_ids for answer in run_all(one, [[*prefix, 8], [*prefix, *rest]], [params] * 2)]
-    assert stats.tokens_reused == len(prefix)
-    assert loading and set(loading) == {StepGraph(size, has_tiered=False)}
+    assert answers == [answer.token_ids for answer in run_all(one, prompts, [params] * len(prompts))]
+    assert stats.tokens_reused == 3 * len(prefix)
+    assert list(dict.fromkeys(loading)) == [StepGraph(size, has_tiered=False) for size in (1, 4, 16)]
     assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
 
 
