@@ -9,8 +9,8 @@ The script starts `hotset serve MODEL` with the flags after `--`. It reads two s
 ("harmless"); while ordinary structures are sent, for which a server makes its tables once ("first"); and then with the
 structures. They are nested, repeated, aliased, enormous, ambiguous or recursive: schemas, grammars, regular
 expressions, choices and tools that must be called, made from --seed. Then SIGTERM ends the server in the middle of
-hostile requests. The server's KV memory has room for KV_TOKENS tokens, so that the phases before the structures fill it:
-memory of KV that is written for the first time was reserved at the start, and no structure keeps it.
+hostile requests. The server's KV memory has room for KV_TOKENS tokens, so that the phases before the structures fill
+it: memory of KV that is written for the first time was reserved at the start, and no structure keeps it.
 
 Columns (times in ms):
   health, longest    the longest time until /health has answered
