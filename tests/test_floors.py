@@ -29,6 +29,8 @@ CORE = {
 # What connects engines, and the tools around the engine. Both import the core, but not each other.
 FLEET = {
     "fleet": 8,
+    "fleet/child_process": 8,
+    "fleet/processes": 8,
     "fleet/kv_events": 8,
     "fleet/ray": 8,
     "fleet/transfer": 8,
@@ -50,9 +52,11 @@ GROUPS = ("fleet", "lab")  # folders of folders
 NO_TORCH = (
     "base",
     "lab/bench",
+    "fleet/child_process",
     "fleet/cluster",
     "fleet/kv_events",
     "fleet/local",
+    "fleet/processes",
     "fleet/router",
     "grammar",
     "schedule",
@@ -60,7 +64,7 @@ NO_TORCH = (
 )
 # The offline API imports these, so they need no package of the server. So does an engine that is connected with others.
 LIBRARY = [folder for folder, floor in CORE.items() if floor <= CORE["engine"]]
-LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/ray", "fleet/transfer"]
+LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/processes", "fleet/ray", "fleet/transfer"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
     *("ray", "gguf", "jinja2", "transformers", "cuda", "llguidance"),

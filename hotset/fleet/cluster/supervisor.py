@@ -22,15 +22,15 @@ import ray
 from ray.experimental import internal_kv
 
 from hotset.base.address import WILDCARD_HOSTS
-from hotset.base.child_process import ChildProcess
 from hotset.base.errors import ConfigError, HeadLost, StartupError
-from hotset.base.processes import find_stopped
 from hotset.base.settings import flag_words
 from hotset.engine.progress import StallTimer
+from hotset.fleet.child_process import ChildProcess
 from hotset.fleet.cluster.folders import make_folder
 from hotset.fleet.cluster.probe import probe_node
 from hotset.fleet.cluster.scaling import Load
 from hotset.fleet.cluster.spec import ClusterSpec, Restart, Role
+from hotset.fleet.processes import find_stopped
 
 POLL_SECONDS = 0.5  # interval between two looks at the process
 ANSWER_SECONDS = 2.0  # time for one answer of the process

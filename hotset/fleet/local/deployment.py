@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from hotset.base.child_process import ChildProcess
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import url_of
@@ -26,6 +25,7 @@ from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
 from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
+from hotset.fleet.child_process import ChildProcess
 from hotset.fleet.local.engines import RoleEngine
 from hotset.fleet.local.shares import place_engines
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from scaled_timeouts import scaled
 
 from hotset.base.paged_span import PagedSpan
-from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS, Sources
@@ -33,6 +32,7 @@ from hotset.fleet.handoff.packing import pack, unpack
 from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
+from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import Region, WriteState, WriteTicket
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed

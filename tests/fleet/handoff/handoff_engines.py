@@ -19,7 +19,6 @@ from waiting import WAIT_SECONDS, wait_until
 
 from hotset.base.errors import EngineStopped
 from hotset.base.paged_span import PagedSpan
-from hotset.base.processes import ProcessIdentity, this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.ports import Throughput
 from hotset.fleet.handoff import messages as msg
@@ -35,6 +34,7 @@ from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.timers import PeerTiming
+from hotset.fleet.processes import ProcessIdentity, this_process
 from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
 from hotset.schedule.handoffs import (
     CancelFetch,

@@ -12,13 +12,13 @@ from handoff_engines import THIS_PROCESS
 from processes import pause
 from waiting import wait_until
 
-from hotset.base.processes import has_ended, is_observable
 from hotset.fleet.handoff.messages import ProcessIdentity
+from hotset.fleet.processes import has_ended, is_observable
 
 # Prints its identity. Its first thread ends when a line is read; another thread runs on until the input is closed.
 TWO_THREADS = """
 import ctypes, os, sys, threading
-from hotset.base.processes import this_process
+from hotset.fleet.processes import this_process
 me = this_process()
 print(me.boot_id, me.pid_namespace, me.pid, me.start_time, flush=True)
 sys.stdin.readline()

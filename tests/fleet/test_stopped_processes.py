@@ -7,7 +7,7 @@ import sys
 
 from processes import pause
 
-from hotset.base.processes import find_stopped
+from hotset.fleet.processes import find_stopped
 
 # A thread starts a process, which starts another one and prints its id.
 CODE = """

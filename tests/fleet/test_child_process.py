@@ -8,7 +8,7 @@ from processes import is_running, pause, wait_until_ended
 
 PARENT = """
 import asyncio, sys
-from hotset.base.child_process import ChildProcess
+from hotset.fleet.child_process import ChildProcess
 
 async def main():
     arguments = ["router", "--host", "127.0.0.1", "--port", "0", "--workers-file", sys.argv[1]]
