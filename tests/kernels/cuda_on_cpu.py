@@ -11,12 +11,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
 from torch import Tensor
 
 from hotset.kernels.cuda_source import LaunchShape
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = shutil.which("g++") or shutil.which("c++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no host compiler for C++")
 
 # The kernels use these constants only in arithmetic. The emulation makes them variables, so that one compilation serves
 # many sizes.

@@ -16,7 +16,7 @@ from hotset.base.errors import ConfigError
 from hotset.kernels.collectives import cuda_impl, reference
 from hotset.kernels.collectives.cuda_impl import Staging
 
-pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
+pytestmark = cuda_on_cpu.needs_compiler
 ALWAYS_TWO_SHOTS = -1
 
 

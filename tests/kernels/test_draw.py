@@ -13,6 +13,7 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from draw_oracle import Rule, draw_rules, token_of, weight_of
 from examples import examples
 from hypothesis import given
@@ -85,7 +86,6 @@ def with_poison(x: Tensor) -> Tensor:
 
 
 Draw = Callable[[Tensor, list[Rule]], list[int]]
-needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
 with_each_op = pytest.mark.parametrize(
     "draw_tokens",
     [pytest.param(by_reference, id="reference"), pytest.param(by_cuda_on_cpu, id="cuda", marks=needs_compiler)],

@@ -5,7 +5,6 @@ instead (see test_interpreted.py).
 """
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from hotset.kernels import EMPTY
 from hotset.kernels.experts import MAX_EXPERTS, experts, reference
 
 needs_interpreter = pytest.mark.interpreted
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # The interpreter is slow: few examples, and no shrinking of failing ones.
 EXAMPLES = examples(4, phases=[Phase.generate]) if INTERPRETED else examples(20)
 
@@ -36,14 +36,6 @@ BF16_ERROR = 1e-2
 
 def triton_impl() -> Any:
     return importlib.import_module("hotset.kernels.experts.triton_impl")
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_poisoned() -> Iterator[None]:
-    """In an interpreted process, makes torch fill fresh memory with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(INTERPRETED)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,7 @@ def test_tiled_products_equal_a_loop_over_tokens(tokens: int, hidden: int, width
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("hidden", "width", "first"), matrix([(17, 5), (33, 70), (64, 32)], [0, 2], together=1))
+@pytest.mark.parametrize(("hidden", "width", "first"), matrix([(17, 5), (33, 12)], [0, 2], together=1))
 def test_a_single_token_equals_a_loop_over_its_experts(hidden: int, width: int, first: int) -> None:
     torch.manual_seed(hidden + first)
     case = draw_case(1, 5, *draw_weights(7, hidden, width, torch.bfloat16, "cpu"))

@@ -4,7 +4,6 @@ Tests without a marker run with the reference. Those marked `interpreted` run th
 """
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from hotset.kernels.experts import experts, reference
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
 
 needs_interpreter = pytest.mark.interpreted
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # The interpreter is slow: few examples, and no shrinking of failing ones.
 EXAMPLES = examples(2, phases=[Phase.generate]) if INTERPRETED else examples(20)
 
@@ -45,14 +45,6 @@ def small_tiles(block_pairs: int, tile_out: int = SCALE_BLOCK, tma: bool = False
     impl = fp8_impl()
     tile = impl.Tile(SCALE_BLOCK, 4, 2, tma)
     return impl.Tiles(block_pairs, block_pairs >= 64, tile, replace(tile, outputs=tile_out))
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_poisoned() -> Iterator[None]:
-    """In an interpreted process, makes torch fill fresh memory with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(INTERPRETED)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run_op(case: Case) -> Tensor:

@@ -12,6 +12,7 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from hopper_on_cpu import emulated_scoring
 from index_topk_cases import SCALE, Case, Inputs, make_inputs, reference_scores, with_padding
 from matrix import slow_if
@@ -65,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("name", slow_if(CASES, {"96 of 128 heads, float16"}))
 def test_emulated_kernel_equals_the_reference(name: str) -> None:
     case, shape, blocks = CASES[name]
@@ -80,14 +81,14 @@ def test_emulated_kernel_equals_the_reference(name: str) -> None:
         torch.testing.assert_close(moments[1], got.square().sum(), rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 def test_padded_queries_and_queries_that_select_every_position_are_not_scored() -> None:
     inputs = with_padding(make_inputs(Case((1,) * 4, (200, 90, 91, 130)), seed=2, device=CPU))
     values = run(inputs, BlockShape(2, 1), k=90).values
     assert (values != -77).any(1).tolist() == [False, True, False, True, True, False]
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_more_queries_than_lanes_are_scored_wherever_the_share_of_a_block_begins(blocks: int) -> None:
     """A lane counts the tiles of three queries, of which some are not scored."""
@@ -101,7 +102,7 @@ def test_more_queries_than_lanes_are_scored_wherever_the_share_of_a_block_begins
             assert float((values[row, : len(expected)] - expected).norm() / expected.norm()) < 1e-4
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 def test_scores_do_not_depend_on_the_batch_or_on_the_number_of_blocks() -> None:
     inputs = make_inputs(Case((1,) * 3, (330, 100, 200)), seed=3, device=CPU)
     together = run(inputs, BlockShape(4, 2), blocks=3).values
@@ -122,7 +123,7 @@ PREFETCHED = {
 }
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("name", PREFETCHED)
 def test_the_first_tiles_of_every_block_are_prefetched(name: str) -> None:
     kernels: list[cuda_on_cpu.EmulatedKernel] = []
@@ -213,7 +214,7 @@ STALE = {
 }
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("stale", STALE)
 def test_seats_positions_and_pages_may_be_anything_before_the_previous_launch_has_ended(stale: str) -> None:
     inputs = make_inputs(Case((1,), (70,), block_rows=44), seed=7, device=CPU)
@@ -225,7 +226,7 @@ def test_seats_positions_and_pages_may_be_anything_before_the_previous_launch_ha
     assert torch.equal(values, expected)
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 def test_tiles_are_prefetched_before_the_previous_launch_has_ended() -> None:
     """Before that, the query has the seat of another one, whose tile is prefetched in vain.
 

@@ -11,6 +11,7 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from index_topk_cases import NAN, check_selection, draw_scores
 from matrix import matrix, slow_if
 from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
@@ -27,8 +28,6 @@ KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "N
 KINDS += ["one outlier", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
 HELD = {"all": 1 << 20, "some": 4 * 512}  # bytes of a block's scores that are in shared memory
 
-emulated = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
-
 
 @pytest.fixture(autouse=True)
 def on_cpu() -> Iterator[None]:
@@ -36,7 +35,7 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize(("kind", "cluster", "held"), matrix(KINDS, [(3, "some"), (8, "all"), (1, "all")], together=1))
 def test_emulated_selection_equals_stable_topk(kind: str, cluster: int, held: str) -> None:
     torch.manual_seed(cluster)
@@ -46,7 +45,7 @@ def test_emulated_selection_equals_stable_topk(kind: str, cluster: int, held: st
         check_selection(CPU, select, draw_scores(kind, len(lengths), CONTEXT), lengths, k)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 129, 700])
 def test_emulated_selection_is_exact_at_lengths_around_k_and_around_shares(k: int, cluster: int) -> None:
@@ -57,14 +56,14 @@ def test_emulated_selection_is_exact_at_lengths_around_k_and_around_shares(k: in
     check_selection(CPU, select, draw_scores("ties", len(lengths), CONTEXT), lengths, k)
 
 
-@emulated
+@needs_compiler
 def test_a_kernel_for_longer_contexts_selects_the_same() -> None:
     torch.manual_seed(5)
     select = partial(cuda_select.select, shape=SMALL, cluster=3, limit=5 * CONTEXT)
     check_selection(CPU, select, draw_scores("ties", 3, CONTEXT), [CONTEXT, 3001, 131], 130)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("wrong", slow_if([NAN, 1e38, 0.0, 1.0, -5.0, float("inf")], {1.0, -5.0, float("inf")}))
 def test_wrong_moments_do_not_change_the_selection(wrong: float) -> None:
     torch.manual_seed(3)

@@ -32,11 +32,7 @@ with_each_op = pytest.mark.parametrize(
     "copy",
     [
         pytest.param(reference.copy, id="reference"),
-        pytest.param(
-            emulated_copy,
-            id="cuda",
-            marks=pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler"),
-        ),
+        pytest.param(emulated_copy, id="cuda", marks=cuda_on_cpu.needs_compiler),
     ],
 )
 both_directions = pytest.mark.parametrize("to_host", [True, False], ids=["to host", "to device"])

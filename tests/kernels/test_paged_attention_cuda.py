@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from unittest import mock
 
-import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from hopper_on_cpu import emulated_attention
 from matrix import slow_if
 from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
@@ -19,7 +19,6 @@ from torch import Tensor
 from hotset.kernels import cuda_source
 from hotset.kernels.paged_attention import cuda_prefill
 
-needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
 DIM = 128
 
 

@@ -12,12 +12,13 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from draw_oracle import Rule as OracleRule
 from draw_oracle import draw_rules, kept_tokens, key_of, shares_of, verified_token_of
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_draw import any_row, any_rule, needs_compiler, with_poison
+from test_draw import any_row, any_rule, with_poison
 from torch import Tensor
 
 from hotset.kernels import EMPTY, cuda_source

@@ -5,7 +5,6 @@ instead (see test_interpreted.py).
 """
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from hotset.kernels.route import MAX_EXPERTS, Routes, RoutingRule, reference, ro
 
 # The interpreter is slow: few examples, and no shrinking of failing ones.
 EXAMPLES = examples(6, phases=[Phase.generate]) if INTERPRETED else examples(60)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # The sigmoids of these logits differ by much more than rounding errors. Only those of the last two are equal (1.0).
 LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]
@@ -34,14 +34,6 @@ ODD = RoutingRule(60, 5, groups=5, topk_group=2, normalise=False)
 
 def triton_impl() -> Any:
     return importlib.import_module("hotset.kernels.route.triton_impl")
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_poisoned() -> Iterator[None]:
-    """In an interpreted process, makes torch fill fresh memory with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(INTERPRETED)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @st.composite

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from hopper_on_cpu import emulated_attention
 from matrix import matrix, slow_if
 from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
@@ -109,7 +109,7 @@ SLOW = {
 }
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("name", slow_if(CASES, SLOW))
 def test_emulated_kernel_equals_the_reference(name: str) -> None:
     case, launch = CASES[name]
@@ -117,7 +117,7 @@ def test_emulated_kernel_equals_the_reference(name: str) -> None:
     inputs.check(run(inputs, launch))
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 def test_the_merge_does_not_hide_nan() -> None:
     case, launch = Case(2, 16, 640), replace(PLAIN_16, splits=20)
     partial, lse = torch.randn(2, 20, 16, 512), torch.randn(2, 20, 16)
@@ -128,7 +128,7 @@ def test_the_merge_does_not_hide_nan() -> None:
     assert bool(out[0, 3].isnan().all()) and int(out.isnan().sum()) == 512
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("fp8", [False, True])
 def test_earlier_sums_of_many_heads_shrink_when_a_much_larger_score_appears(fp8: bool) -> None:
     """Sums are multiplied only when a score exceeds the earlier ones by more than 8, which random rows seldom do."""
@@ -140,7 +140,7 @@ def test_earlier_sums_of_many_heads_shrink_when_a_much_larger_score_appears(fp8:
     inputs.check(run(inputs, FP8_64 if fp8 else PLAIN_64))
 
 
-@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@needs_compiler
 @pytest.mark.parametrize("launch", [FP8_16, FP8_64], ids=["few heads", "many heads"])
 def test_queries_that_are_not_aligned_are_copied_first(launch: LaunchConfig) -> None:
     inputs = make_inputs(Case(2, 3, 20, fp8=True), device=torch.device("cpu"))

@@ -13,6 +13,7 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import needs_compiler
 from examples import examples, times
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +72,6 @@ def small_tuning(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_i
 
 TWO_LAUNCHES = small_tuning((1, None))
 CLUSTERS = small_tuning((1, cuda_impl.BlockCluster(3, rows_at_once=1)), (9, cuda_impl.BlockCluster(2)))
-needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
 COPIES = [
     pytest.param(reference, id="reference"),
     pytest.param(CudaOnCpu(TWO_LAUNCHES), id="cuda", marks=needs_compiler),
