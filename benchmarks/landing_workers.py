@@ -41,7 +41,7 @@ from hotset.fleet.handoff.routes import PROBE_BYTES
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.stores import (
-    Staging,
+    TransferMemory,
     host_shards,
     landing_store_name,
     landing_stores,
@@ -278,7 +278,7 @@ class Worker(AgentWorker):
         self.pool: DevicePool | None = None
         on_device = (case.source if prefill else case.target) == "device"
         kinds = {device_kind(): GPU} if on_device else {MemoryKind.HOST: torch.device("cpu")}
-        self.staging = Staging(STAGING_BYTES, kinds)
+        self.staging = TransferMemory(STAGING_BYTES, kinds)
         self.probe = StagingMemory(PROBE_BYTES, *((GPU, device_kind()) if on_device else ()))
         for region in (*self.staging.regions, self.probe.region):
             self.transfer.register(region)

@@ -31,12 +31,11 @@ from hotset.fleet.handoff.messages import Hello
 from hotset.fleet.handoff.packing import EngineCopies
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.receiver import Receiver
-from hotset.fleet.handoff.routes import show_routes
+from hotset.fleet.handoff.routes import PROBE_BYTES, show_routes
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging, check_staging
 from hotset.fleet.handoff.stores import (
-    ProbeMemory,
-    Staging,
+    TransferMemory,
     TransferWorker,
     device_store_name,
     host_shards,
@@ -75,8 +74,7 @@ class TransferResources:
     all of them alive."""
 
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
-    staging: Staging
-    probes: ProbeMemory
+    memory: Sequence[TransferMemory]
     connections: Sequence[WorkerConnection]  # to the workers that serve transfer endpoints
 
     def close(self) -> None:
@@ -308,12 +306,13 @@ def open_endpoint(
     connections = [WorkerConnection(worker.connection) for worker in workers]
     # Contexts of workers on other nodes are not staged.
     staging_mib = 0 if any(worker.described.host is not None for worker in workers) else config.staging_mib
-    staging = Staging(staging_mib * MIB, memory_devices(pool, host=bool(hosts)))
+    staging = TransferMemory(staging_mib * MIB, memory_devices(pool, host=bool(hosts)))
     stores = landing_stores(host_shards(hosts, workers, staging), pool_shards(pool, workers, staging))
     for store in stores.values():
         if store.staging:
             check_staging(config.staging_mib * MIB, store)
-    probes = ProbeMemory(pool)
+    probes = TransferMemory(PROBE_BYTES, memory_devices(pool, host=True))
+    known_probes = _worker_probes(workers) | probes.ranges
     registered = [*regions([shard.store for shard in hosts], pool), *probes.regions, *staging.regions]
 
     def open_registered() -> Transfer:
@@ -344,7 +343,7 @@ def open_endpoint(
             description=b"" if isinstance(transfer, Endpoints) else transfer.describe(),
             process=this_process(),
             writers=tuple(process for worker in workers if (process := worker.described.process) is not None),
-            probes={**_worker_probes(workers), **probes.ranges},
+            probes={kind.value: memory for kind, memory in known_probes.items()},
         )
         device = torch.device("cpu") if pool is None else pool.device
         copies = EngineCopies(device, connections)
@@ -361,7 +360,7 @@ def open_endpoint(
             agent = PrefillAgent(sender, hello, channel, transfer, wake=wake, copies=copies)
         agent.start()
         undo.pop_all()
-    resources = TransferResources(transfer, staging, probes, connections)
+    resources = TransferResources(transfer, (staging, probes), connections)
     if is_prefill:
         return PrefillEndpoint(agent, resources, schedulers[0], executor, card)
     return DecodeEndpoint(agent, resources, schedulers, executor, card.landing)
@@ -377,7 +376,7 @@ def _transfer_settings(config: EngineConfig) -> TransferSettings:
     )
 
 
-def _worker_probes(workers: Sequence[TransferWorker]) -> dict[str, msg.MemoryRange]:
+def _worker_probes(workers: Sequence[TransferWorker]) -> dict[MemoryKind, msg.MemoryRange]:
     """Returns the probe memory of the first worker process, with engine addresses."""
     return {
         kind: replace(memory, address=engine_address(1, memory.address))

@@ -31,7 +31,7 @@ class StagingMemory:
     divides it into buffers. The caller registers `region` and keeps this object until the transfer engine is closed."""
 
     def __init__(self, nbytes: int, device: torch.device = CPU, memory: MemoryKind = MemoryKind.HOST) -> None:
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.memory_range = MemoryRange(self._bytes.data_ptr(), nbytes)
         self.region = Region(self.memory_range.address, nbytes, memory, device.index or 0)
 

@@ -12,7 +12,7 @@ from hotset.engine.workers.executor import HostShard, ServingWorker
 from hotset.fleet.handoff.layout import head_shards, whole_rows
 from hotset.fleet.handoff.messages import MemoryRange, Store, StoreName
 from hotset.fleet.handoff.packing import CPU, StagingMemory
-from hotset.fleet.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, PROBE_BYTES, find_route
+from hotset.fleet.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, find_route
 from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import MemoryKind, Region
 from hotset.fleet.transfer.workers import engine_address
@@ -39,7 +39,7 @@ class WorkerMemory:
 
     pool: Spans | None
     host: Spans | None  # None if another worker describes it, or if the controller has mapped it
-    probes: Mapping[str, MemoryRange]  # memory for measuring routes, by kind
+    probes: Mapping[MemoryKind, MemoryRange]  # memory for measuring routes, by kind
     staging: Mapping[MemoryKind, MemoryRange]  # memory for packed pieces, by kind
     process: ProcessIdentity | None
 
@@ -47,12 +47,12 @@ class WorkerMemory:
 TransferWorker = ServingWorker[WorkerMemory]
 
 
-class Staging:
-    """The staging memory of one process, of each kind that its stores are in. It must live as long as it is
-    registered."""
+class TransferMemory:
+    """Memory of one process beside its stores: staging memory, or probes, which measure routes. It must live as long as
+    it is registered."""
 
     def __init__(self, nbytes: int, devices: Mapping[MemoryKind, torch.device]) -> None:
-        """Allocates no memory if `nbytes` is 0."""
+        """Allocates `nbytes` bytes of each kind of memory, on these devices."""
         self._memories = {kind: StagingMemory(nbytes, device, kind) for kind, device in devices.items() if nbytes}
 
     @property
@@ -150,7 +150,7 @@ def pool_spans(pool: DevicePool) -> Spans:
 
 
 def pool_shards(
-    pool: DevicePool | None, workers: Sequence[TransferWorker], staging: Staging | None = None
+    pool: DevicePool | None, workers: Sequence[TransferWorker], staging: TransferMemory | None = None
 ) -> list[StoreShard]:
     """Describes all device pools: that of this process if it is given, and those that workers have described. `staging`
     is that of this process."""
@@ -159,7 +159,7 @@ def pool_shards(
 
 
 def host_shards(
-    hosts: Sequence[HostShard], workers: Sequence[TransferWorker] = (), staging: Staging | None = None
+    hosts: Sequence[HostShard], workers: Sequence[TransferWorker] = (), staging: TransferMemory | None = None
 ) -> list[StoreShard]:
     """Describes all host stores: those that this process has mapped, and those that workers have described. `staging`
     is that of this process."""
@@ -190,7 +190,7 @@ def _shard(replica: int, first_layer: int, kv_heads: int, shape: KvShape, spans:
     return StoreShard(replica, first_layer, kv_heads, shape.row.row_bytes, spans.rows, spans.keys, spans.memory)
 
 
-def _staged(shards: Sequence[StoreShard], staging: Staging | None) -> list[StoreShard]:
+def _staged(shards: Sequence[StoreShard], staging: TransferMemory | None) -> list[StoreShard]:
     ranges = {} if staging is None else staging.ranges
     return [replace(shard, staging=ranges.get(shard.memory)) for shard in shards]
 
@@ -210,30 +210,6 @@ def memory_devices(pool: DevicePool | None, *, host: bool) -> dict[MemoryKind, t
     """Returns the kinds of memory of the device pool, if there is one, and of host stores, if `host`."""
     devices = {MemoryKind.HOST: CPU} if host else {}
     return devices if pool is None else devices | {memory_kind(pool): pool.device}
-
-
-class ProbeMemory:
-    """Memory for measuring routes, of each kind that this process has. It must live as long as it is registered."""
-
-    def __init__(self, pool: DevicePool | None, *, host: bool = True) -> None:
-        """`host` is False in a worker process: its engine's process has the probe in host memory."""
-        on_device = pool if pool is not None and memory_kind(pool) is MemoryKind.DEVICE else None
-        devices = memory_devices(on_device, host=host)
-        self._tensors = {
-            kind: torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device) for kind, device in devices.items()
-        }
-
-    @property
-    def ranges(self) -> dict[str, MemoryRange]:
-        """The probes of `Hello`."""
-        return {kind.value: MemoryRange(tensor.data_ptr(), tensor.nbytes) for kind, tensor in self._tensors.items()}
-
-    @property
-    def regions(self) -> list[Region]:
-        return [
-            Region(tensor.data_ptr(), tensor.nbytes, kind, tensor.device.index or 0)
-            for kind, tensor in self._tensors.items()
-        ]
 
 
 def landing_policy(routes: Sequence[Route], default: LandingPolicy) -> LandingPolicy:

@@ -9,9 +9,9 @@ from hotset.engine.ports import Messages
 from hotset.engine.workers.messages import THIS_MACHINE, RunningService, WorkerRank
 from hotset.fleet.handoff.messages import PackedPiece
 from hotset.fleet.handoff.packing import pack, unpack
+from hotset.fleet.handoff.routes import PROBE_BYTES
 from hotset.fleet.handoff.stores import (
-    ProbeMemory,
-    Staging,
+    TransferMemory,
     WorkerMemory,
     host_spans,
     memory_devices,
@@ -19,7 +19,7 @@ from hotset.fleet.handoff.stores import (
     regions,
 )
 from hotset.fleet.processes import this_process
-from hotset.fleet.transfer.api import Transfer
+from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import serve_transfers
 from hotset.memory.device_pool import DevicePool
@@ -44,8 +44,11 @@ class TransferService:
     ) -> RunningService[WorkerMemory]:
         served_pool = pool if self.with_pool else None
         on_this_machine = rank.node == THIS_MACHINE
-        probes = ProbeMemory(served_pool, host=False)
-        staging = Staging(self.staging_bytes if on_this_machine else 0, memory_devices(served_pool, host=False))
+        devices = memory_devices(served_pool, host=False)
+        # The engine's process has the probe in host memory.
+        with_probes = {kind: device for kind, device in devices.items() if kind != MemoryKind.HOST}
+        probes = TransferMemory(PROBE_BYTES, with_probes)
+        staging = TransferMemory(self.staging_bytes if on_this_machine else 0, devices)
         registered = [*regions([] if host is None else [host], served_pool), *probes.regions, *staging.regions]
         known = [] if on_this_machine else [listener.address for listener in listeners()]  # Ray's
 
