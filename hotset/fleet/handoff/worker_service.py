@@ -45,9 +45,8 @@ class TransferService:
         served_pool = pool if self.with_pool else None
         on_this_machine = rank.node == THIS_MACHINE
         devices = memory_devices(served_pool, host=False)
-        # The engine's process has the probe in host memory.
-        with_probes = {kind: device for kind, device in devices.items() if kind != MemoryKind.HOST}
-        probes = TransferMemory(PROBE_BYTES, with_probes)
+        gpu = devices.get(MemoryKind.DEVICE)  # the engine's process has the probe in host memory
+        probes = TransferMemory(PROBE_BYTES, {} if gpu is None else {MemoryKind.DEVICE: gpu})
         staging = TransferMemory(self.staging_bytes if on_this_machine else 0, devices)
         registered = [*regions([] if host is None else [host], served_pool), *probes.regions, *staging.regions]
         known = [] if on_this_machine else [listener.address for listener in listeners()]  # Ray's
