@@ -38,7 +38,6 @@ SLOW_FILES = (
     "fleet/router/test_deaths.py",
     "models/test_sampler.py",
     "serve/test_requests.py",
-    "serve/test_shutdown.py",
     "serve/test_hung.py",
     "serve/test_workers_die.py",
     "kernels/test_swap_in.py",

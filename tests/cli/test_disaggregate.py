@@ -1,9 +1,11 @@
 """`--disaggregate` and `hotset router`: rejected settings, the command lines of child processes, and a child
-that does not answer."""
+that does not start, dies, or does not answer."""
 
 import asyncio
+import os
+import re
+import signal
 import socket
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,8 +14,8 @@ from typing import Any
 
 import pytest
 import typer
-from harness import tiny_directory
 from one_line_errors import expect_one_line_error
+from processes import wait_until_ended
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
@@ -27,7 +29,6 @@ from hotset.fleet.local.deployment import router_arguments, stop_seconds, worker
 from hotset.fleet.local.engines import RoleEngine
 from hotset.fleet.router.config import RouterConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret that is long enough"
 REACHABLE = ("--control", "10.0.0.1:0", "--transfer-interface", "lo")
 
@@ -189,13 +190,53 @@ def test_start_up_errors_are_one_line(
     expect_one_line_error(arguments, message, capsys, monkeypatch)
 
 
-def test_a_child_process_that_does_not_start_is_named_and_stops_all_others(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"damaged, which only the engine notices")
-    flags = ["--disaggregate", "1P1D", "--port", "0", "--device", "cpu", "--device-kv-tokens", "64"]
-    command = [sys.executable, "-m", "hotset", "serve", tiny_directory(tmp_path), *flags]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout) == (1, "")
-    error = result.stderr.splitlines()[-1]
-    assert (
-        error.startswith("error: ") and " 1 ended (exit code 1): " in error and "model.safetensors is damaged" in error
-    )
+# Stands for Python: its first argument is -m, the third one is the command.
+CHILD = """#!/bin/sh
+case "$*" in
+  *"--role decode"*) role=decode ;;
+  *"--role prefill"*) role=prefill ;;
+  *) role=router ;;
+esac
+echo "$role $$ $HOTSET_API_KEY" >> {children}
+if [ "$role" = "{damaged}" ]; then
+  echo "error: model.safetensors is damaged" >&2
+  exit 1
+fi
+echo "Hotset serves m at http://127.0.0.1:9"
+exec sleep 600
+"""
+
+
+@pytest.mark.parametrize("damaged", ["prefill", "none"])
+def test_a_child_that_does_not_start_or_dies_is_named_and_stops_all_others(
+    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = tmp_path / "children"
+    child = tmp_path / "child"
+    child.write_text(CHILD.format(children=children, damaged=damaged))
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))
+    monkeypatch.setattr(local_deployment, "_health", lambda url: {"prefill": 1, "decode": 1})
+    monkeypatch.setattr(local_deployment, "_answers", lambda url: True)
+    engines = [RoleEngine(f"{role} 1", EngineConfig(role=role)) for role in ("prefill", "decode")]
+    deployment = local_deployment._Deployment(engines, ServeConfig(api_key="k3y"), print)
+
+    def started() -> dict[str, int]:
+        """Returns the process of each child. All of them have the API key."""
+        lines = [line.split() for line in children.read_text().splitlines()] if children.exists() else []
+        assert all(key == "k3y" for _, _, key in lines)
+        return {role: int(pid) for role, pid, _ in lines}
+
+    async def serve() -> None:
+        serving = asyncio.create_task(deployment.run("http://127.0.0.1:9"))
+        while damaged == "none" and "router" not in started():
+            await asyncio.sleep(0.01)
+        if damaged == "none":
+            os.kill(started()["prefill"], signal.SIGKILL)
+        await asyncio.wait_for(serving, 60)
+
+    cause = "SIGKILL" if damaged == "none" else "exit code 1): model.safetensors is damaged"
+    message = rf"^prefill 1 ended \({re.escape(cause)}.*; the other processes are stopped$"
+    with pytest.raises(StartupError, match=message):
+        asyncio.run(serve())
+    wait_until_ended(started().values())

@@ -4,25 +4,27 @@ test_clients.py has the tests with the embedded model.
 """
 
 import asyncio
+import json
 import random
+import re
 import secrets
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import plain_http
 import pytest
 from openai.types.chat import ChatCompletionChunk
-from running_server import RunningServer, serving
+from pydantic import BaseModel, ConfigDict, Field
+from running_server import RunningServer
 
 from hotset.lab.bench.benchmark import Benchmark, BenchReport
 from hotset.lab.bench.config import BenchConfig
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 MODEL = "demo-dsa"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+DESCRIBE: list[Any] = [{"role": "user", "content": "Describe Ada Lovelace."}]
 CAPITAL = "The capital of France is"
 COUNTING = "1, 2, 3, 4,"
 PAGE_ROWS = 64
@@ -157,22 +159,6 @@ def test_a_prompt_counts_once_however_many_choices_share_it(client: openai.OpenA
     first, again = complete(client, **fields), complete(client, **fields)
     assert first.usage.prompt_tokens == again.usage.prompt_tokens == 3 * PAGE_ROWS + 4
     assert (cached(first), cached(again)) == (0, 3 * PAGE_ROWS)
-
-
-@pytest.mark.slow
-def test_a_server_without_the_cache_gives_the_same_answers_and_reports_no_cached_tokens(
-    client: openai.OpenAI, tmp_path: Path, salt: str
-) -> None:
-    prompt = random_prompt(3 * PAGE_ROWS + 1)
-    fields = {"return_token_ids": True, "ignore_eos": True, "cache_salt": salt}
-    with (
-        serving(tmp_path, DEMO, "--no-prefix-cache") as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as without,
-    ):
-        answers = [complete(each, prompt=prompt, extra_body=fields) for each in (client, without) * 2]
-        assert [cached(answer) for answer in answers] == [0, 0, 3 * PAGE_ROWS, 0]
-        assert len({tuple(answer.choices[0].model_extra["token_ids"]) for answer in answers}) == 1
-        assert server.gauge("hotset_prefix_cache_tokens_queried_total") == 0
 
 
 def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: openai.OpenAI) -> None:
@@ -356,12 +342,61 @@ def test_simultaneous_requests_get_their_own_answers(demo_server: RunningServer,
     assert asyncio.run(all_at_once(prompts * 2)) == one_by_one * 2
 
 
+class Pet(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["cat", "dog"]
+    name: str = Field(max_length=8)
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=130)
+    pets: list[Pet] = Field(max_length=1)
+
+
+def test_parse_returns_objects_of_a_pydantic_model(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.parse(
+        model=MODEL, messages=DESCRIBE, response_format=Person, temperature=1, seed=1, n=2, max_tokens=1000
+    )
+    for choice in completion.choices:
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Person)
+
+
+def test_a_stream_is_the_same_json_in_pieces(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": DESCRIBE, "seed": 5, "temperature": 1}
+    options |= {"response_format": Person, "max_tokens": 1000}
+    whole = client.chat.completions.parse(**options).choices[0].message
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.content == whole.content and streamed.parsed == whole.parsed
+
+
+def test_regex_choice_grammar_and_json_of_vllm(client: openai.OpenAI) -> None:
+    def structured(**structure: Any) -> str:
+        options = {"temperature": 1, "seed": 3, "max_tokens": 500, "extra_body": {"structured_outputs": structure}}
+        answer = complete(client, prompt="Answer: ", **options).choices[0]
+        assert answer.finish_reason == "stop"
+        text: str = answer.text
+        return text
+
+    assert re.fullmatch(r"[0-9]{3}-[a-z]{2}", structured(regex=r"^[0-9]{3}-[a-z]{2}$"))
+    assert structured(choice=["positive", "negative"]) in ("positive", "negative")
+    assert structured(grammar='root ::= "SELECT " [a-z] " FROM t"')[:7] == "SELECT "
+    assert 0 <= json.loads(structured(json={"type": "integer", "minimum": 0, "maximum": 9})) <= 9
+
+
+def test_an_answer_that_becomes_too_complex_ends_its_stream_with_an_error(client: openai.OpenAI) -> None:
+    bomb = {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}, "logit_bias": {"1": -100}}
+    with pytest.raises(openai.APIError, match="cannot be completed"):
+        client.completions.create(model=MODEL, prompt="a", max_tokens=400, temperature=0, extra_body=bomb)
+
+
 @pytest.mark.parametrize(
     "prompts",
     [
         {"prompt_format": "ids"},
         {"endpoint": "chat"},
-        pytest.param({"prompt_format": "text"}, marks=pytest.mark.slow),
     ],
 )
 def test_hotset_bench_counts_what_the_server_counts_and_no_token_comes_earlier(

@@ -1,4 +1,5 @@
-"""The live page: it loads nothing from elsewhere, its script is valid, and its data needs the API key.
+"""The live page and `hotset top` load nothing from elsewhere, and their data needs the API key. The traces of requests
+reach a collector. A signal ends requests, pages and the server.
 
 With a headless Chromium, the page is used against servers under load (`make test-all`).
 """
@@ -25,16 +26,21 @@ import httpx
 import plain_http
 import pytest
 from browser import CHROMIUM, browser
+from one_line_errors import expect_one_line_error
+from otlp_collector import WAIT_SECONDS, Collector, attributes_of, check, collector
 from processes import children_of, command_line
 from pseudo_terminal import run_on_terminal
 from running_server import API_KEY, RunningServer, error_of, serving
+from typer.testing import CliRunner
+from waiting import wait_until
 
 from hotset.base.serve_config import ServeConfig
+from hotset.cli import app
 from hotset.serve.app import create_app
 from hotset.serve.page import page_response
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo-dsa")
-WAIT_SECONDS = 60.0
+TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium-headless-shell")
 
 
@@ -62,11 +68,20 @@ class Elements(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def collected() -> Iterator[tuple[str, Collector]]:
+    with collector() as url_and_collected:
+        yield url_and_collected
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: str, collected: tuple[str, Collector], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server with an API key, which sends traces to the collector."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "key.txt").write_text(API_KEY)
     flags = ["--load-format", "dummy", "--device", "cpu", "--api-key-file", str(folder / "key.txt")]
-    with serving(folder, tiny_model, *flags) as server:
+    with serving(folder, tiny_model, *flags, "--drain-seconds", "4", "--otlp", collected[0]) as server:
         yield server
 
 
@@ -168,25 +183,40 @@ def plain(output: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
 
 
-def test_top_prints_once_and_names_what_is_wrong(server: RunningServer, tmp_path: Path) -> None:
-    environment = {**os.environ, "COLUMNS": "150"}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hotset", "top", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=WAIT_SECONDS)
-
+def test_top_prints_once_and_names_what_is_wrong(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
     (tmp_path / "key.txt").write_text(API_KEY)
-    shown = run(server.url, "--once", "--api-key-file", str(tmp_path / "key.txt"))
-    assert shown.returncode == 0 and "tiny cpu" in shown.stdout and "of" in shown.stdout and not shown.stderr
-    for arguments, problem in {
-        (server.url,): "needs an API key",
-        ("localhost:1",): "must look like http://127.0.0.1:8000",
-        ("http://127.0.0.1:1",): "cannot read http://127.0.0.1:1/live: ",
-        (f"{server.url}/docs",): "needs an API key",
+    shown = CliRunner().invoke(app, ["top", server.url, "--once", "--api-key-file", str(tmp_path / "key.txt")])
+    assert shown.exit_code == 0 and "tiny cpu" in shown.stdout and not shown.stderr
+    for url, problem in {
+        server.url: "needs an API key",
+        "localhost:1": "must look like http://127.0.0.1:8000",
+        "http://127.0.0.1:1": "cannot read http://127.0.0.1:1/live: ",
     }.items():
-        failed = run(*arguments)
-        assert failed.returncode == 1 and failed.stderr.startswith("error: ") and problem in failed.stderr, failed
-        assert "Traceback" not in failed.stderr
+        expect_one_line_error(["top", url], problem, capsys, monkeypatch)
+
+
+def test_a_request_over_http_becomes_a_trace_within_that_of_its_client(
+    server: RunningServer, collected: tuple[str, Collector]
+) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True, "n": 2}
+    headers = {"Authorization": f"Bearer {API_KEY}", "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+    answer = plain_http.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=WAIT_SECONDS)
+    assert answer.status_code == 200
+    collector = collected[1]
+    spans = collector.wait_for(2, TRACE_ID)
+    children = check(spans)
+    roots = [span for span in spans if span["name"] == "request"]
+    assert [root["parentSpanId"] for root in roots] == [PARENT_ID] * 2
+    for root in roots:
+        assert attributes_of(root)["gen_ai.usage.output_tokens"] == "4"
+        assert attributes_of(root)["hotset.finish_reason"] == "length"
+        names = [span["name"] for span in children[root["spanId"]]]
+        assert names[:3] == ["queue", "prefill", "decode"] and "tier resident" in names
+    resource = collector.bodies[0]["resourceSpans"][0]["resource"]
+    assert attributes_of(resource)["service.name"] == "hotset"
 
 
 @pytest.fixture(scope="module")
@@ -312,3 +342,33 @@ def test_the_page_asks_for_the_key(server: RunningServer, tmp_path: Path) -> Non
         )
         page.wait_for("document.getElementById('dot').classList.contains('up')")
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def events_of(stream: httpx.Response) -> list[Any]:
+    """Returns all events of a stream, parsed except for [DONE]."""
+    data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
+
+
+def test_sigterm_drains_running_requests_and_exits_with_0(server: RunningServer) -> None:
+    """This is the last test of this file, because it ends the shared server."""
+    key = {"Authorization": f"Bearer {API_KEY}"}
+    body = {"model": "tiny", "prompt": [1, 2, 3], "ignore_eos": True, "stream": True}
+    with (
+        plain_http.Client(base_url=server.url, timeout=WAIT_SECONDS, headers=key) as http,
+        http.stream("POST", "/v1/completions", json={**body, "max_tokens": 8000}) as endless,
+        http.stream("POST", "/v1/completions", json={**body, "max_tokens": 10}) as short,
+        http.stream("GET", "/live") as page,
+    ):
+        messages = lines_of(page)
+        assert "hello" in next(messages)
+        server.process.send_signal(signal.SIGTERM)
+        assert not any("hello" in message for message in messages), "an open page must not delay the end"
+        finished = events_of(short)
+        assert finished[-1] == "[DONE]" and finished[-2]["choices"][0]["finish_reason"] == "length"
+        assert wait_until(lambda: plain_http.refuses_connections(server.url))
+        assert server.process.poll() is None, "the server must refuse new connections while it drains"
+        # A stream that outlasts the drain ends with an error event.
+        assert events_of(endless)[-1]["error"]["code"] == "engine_stopped"
+        assert server.process.wait(90) == 0
+        assert "Traceback" not in server.log()
