@@ -30,17 +30,14 @@ class TextPart:
     text: str
 
 
-AnswerPart = TextPart
-
-
 class AnswerParser(Protocol):
     """Parses the text of one choice."""
 
-    def push(self, text: str) -> list[AnswerPart]:
+    def push(self, text: str) -> list[TextPart]:
         """Returns the parts that `text` completes. Holds back an end of the text that may be half of a marker."""
         ...
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self) -> list[TextPart]:
         """Ends the text and returns the parts that were held back."""
         ...
 
@@ -48,10 +45,10 @@ class AnswerParser(Protocol):
 class PlainParser:
     """The parser for models that do not mark their reasoning: all text is content."""
 
-    def push(self, text: str) -> list[AnswerPart]:
+    def push(self, text: str) -> list[TextPart]:
         return _parts("content", text)
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self) -> list[TextPart]:
         return []
 
 
@@ -68,7 +65,7 @@ class ThinkParser:
         self._may_start = True  # the answer may still begin with <think>
         self._held = ""
 
-    def push(self, text: str) -> list[AnswerPart]:
+    def push(self, text: str) -> list[TextPart]:
         text, self._held = self._held + text, ""
         if self._may_start:
             begin = text.lstrip()
@@ -89,7 +86,7 @@ class ThinkParser:
         self._held = text[certain:]
         return _parts("reasoning", text[:certain])
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self) -> list[TextPart]:
         held, self._held = self._held, ""
         return _parts(self._channel, held)
 
@@ -102,7 +99,7 @@ class DividedText:
     content: str
 
     @classmethod
-    def of(cls, parts: Iterable[AnswerPart]) -> "DividedText":
+    def of(cls, parts: Iterable[TextPart]) -> "DividedText":
         texts: dict[Channel, str] = {"reasoning": "", "content": ""}
         for part in parts:
             texts[part.channel] += part.text
@@ -119,7 +116,7 @@ def ends_in_reasoning(prompt: str, continued: str) -> bool:
     return tail.rfind(REASONING_START) > tail.rfind(REASONING_END)
 
 
-def _parts(channel: Channel, text: str) -> list[AnswerPart]:
+def _parts(channel: Channel, text: str) -> list[TextPart]:
     return [TextPart(channel, text)] if text else []
 
 

@@ -7,48 +7,37 @@ bad pattern.
 """
 
 import json
-import os
 import re
-import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hotset.base.fork_server import ENVIRONMENT, ONE_THREAD
+from hotset.base.errors import CheckpointError, RequestError
+from hotset.base.fork_server import ForkServer, JobFailed
 
 CPU_SECONDS = 20  # a tokenizer of 260,000 tokens takes 2 s
-WALL_SECONDS = 300  # on a machine that is busy with other work
 MEMORY_BYTES = 2 << 30
 MEMORY_PER_FILE_BYTE = 32
 
 REPEATED = ("a", "A", "0", " ", "\n", "\t", ".", "_", "'", "é", "中", "Ġ", "▁")
 SHORT, LONG = 60, 3_000  # repetitions: exponential and cubic patterns exceed a limit
 MAX_WORDS = 40  # of the patterns
+MAX_REASON_CHARACTERS = 300
 
 
 def why_unusable(path: Path) -> str | None:
     """Returns why the tokenizer in `path` cannot be used, or None if it encoded all texts within the limits."""
-    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
-    command = [sys.executable, "-I", "-c", start, str(path), str(CPU_SECONDS)]
-    # The child has one thread, because the address space of threads would count as memory.
-    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
+    memory_bytes = MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
+    server, probe = ForkServer(), f"{__name__}:try_tokenizer"
     try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=WALL_SECONDS
-        )
-    except OSError as error:
-        return f"it cannot be tried in a process: {error}"
-    except subprocess.TimeoutExpired:
-        return f"loading it and encoding a few texts takes more than {WALL_SECONDS} s"
-    if done.returncode == 0:
-        return None
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"loading it and encoding a few texts takes more than {CPU_SECONDS} s; does a pattern backtrack?"
-    reason = " ".join(done.stdout.decode(errors="replace").split())
-    return reason[-300:] or f"the library ends with status {done.returncode} when it loads it and encodes a few texts"
+        server.prepare("probe", probe, {"path": str(path)}, cpu_seconds=CPU_SECONDS, memory_bytes=memory_bytes)
+    except JobFailed as failure:
+        return f"the library {failure} when it loads the file and encodes a few texts; does a pattern backtrack?"
+    except RequestError as refusal:
+        return str(refusal)
+    finally:
+        server.close()
+    return None
 
 
 def may_have_patterns(content: str) -> bool:
@@ -80,29 +69,18 @@ def _texts(patterns: list[str]) -> Iterator[str]:
                 yield repeated * times + end
 
 
-def _probe(path: str, cpu_seconds: int) -> None:
-    memory = MEMORY_BYTES + MEMORY_PER_FILE_BYTE * os.path.getsize(path)
-    for kind, limit in (
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+def try_tokenizer(path: str) -> None:
+    """Runs in a process with limits. Raises `CheckpointError` if the library refuses the file or fails on a text."""
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_file(path)
-    backend.no_truncation()
-    backend.no_padding()
-    parts = [part.__getstate__() for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder) if part]
-    for text in _texts([pattern for part in parts for pattern in _patterns(json.loads(part))]):
-        backend.decode(backend.encode(text).ids)
-
-
-def main() -> None:
-    """Runs in the child: tries a file and prints why it fails. Arguments: the file and the limit in CPU seconds."""
     try:
-        _probe(sys.argv[1], int(sys.argv[2]))
+        backend = tokenizers.Tokenizer.from_file(path)
+        backend.no_truncation()
+        backend.no_padding()
+        parts = [part.__getstate__() for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder) if part]
+        for text in _texts([pattern for part in parts for pattern in _patterns(json.loads(part))]):
+            backend.decode(backend.encode(text).ids)
+    except MemoryError:
+        raise
     except BaseException as error:  # a panic of the library is not an Exception
-        print(error)
-        sys.exit(1)
+        raise CheckpointError(" ".join(str(error).split())[-MAX_REASON_CHARACTERS:]) from error

@@ -13,7 +13,7 @@ from hotset.base.errors import ContextLengthExceeded, InternalError, RequestErro
 from hotset.base.sampling import SamplingParams
 from hotset.base.structure import Structure
 from hotset.engine.outputs import Delta
-from hotset.models.answer_parser import REASONING_END, AnswerParser, AnswerPart, ends_in_reasoning
+from hotset.models.answer_parser import REASONING_END, AnswerParser, TextPart, ends_in_reasoning
 from hotset.models.chat_prompt import ChatOptions, Message
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import Deltas, GenerationJob, usage_of
@@ -119,7 +119,7 @@ class AnswerReader:
         pieces = self._pieces(self._parser.finish())
         return pieces if self._calls is None else pieces + self._kept(self._calls.finish())
 
-    def _pieces(self, parts: Iterable[AnswerPart]) -> list[AnswerPiece]:
+    def _pieces(self, parts: Iterable[TextPart]) -> list[AnswerPiece]:
         pieces: list[AnswerPiece] = []
         for part in parts:
             if part.channel == "reasoning":

@@ -28,6 +28,7 @@ def test_kernel_equals_the_reference(
 ) -> None:
     impl = triton_impl("paged_attention")
     monkeypatch.setattr(impl, "MIN_SPLIT_ROWS", min_split_rows)
+    monkeypatch.setattr(impl, "multiprocessors", lambda device: 132)
     batch = Batch([1, 33, 100, 64], heads, kv_heads, dim, page_rows, torch.float32)
     got = torch.empty(batch.q.shape)
     impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale, got)

@@ -17,6 +17,7 @@ from paged_attention_batch import CPU, Batch, error
 from torch import Tensor
 
 from hotset.kernels import cuda_source
+from hotset.kernels.fast_path import is_hopper
 from hotset.kernels.paged_attention import cuda_prefill
 
 DIM = 128
@@ -94,24 +95,28 @@ def test_queries_that_are_not_aligned_are_copied_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "page_rows", "major", "served"),
+    ("dtype", "dim", "page_rows", "hopper", "served"),
     [
-        (torch.bfloat16, 128, 64, 9, True),
-        (torch.bfloat16, 128, 24, 9, True),
-        (torch.float32, 128, 64, 9, False),
-        (torch.bfloat16, 64, 64, 9, False),
-        (torch.bfloat16, 128, 20, 9, False),
-        (torch.bfloat16, 128, 64, 8, False),
-        (torch.bfloat16, 128, 64, 10, False),
+        (torch.bfloat16, 128, 64, True, True),
+        (torch.bfloat16, 128, 24, True, True),
+        (torch.float32, 128, 64, True, False),
+        (torch.bfloat16, 64, 64, True, False),
+        (torch.bfloat16, 128, 20, True, False),
+        (torch.bfloat16, 128, 64, False, False),
     ],
 )
 def test_other_sizes_and_gpus_have_the_triton_kernel(
-    dtype: torch.dtype, dim: int, page_rows: int, major: int, served: bool
+    dtype: torch.dtype, dim: int, page_rows: int, hopper: bool, served: bool
 ) -> None:
     batch = Batch([3], 1, 1, dim, page_rows, dtype)
-    uncached = mock.patch.object(cuda_prefill, "_is_hopper", cuda_prefill._is_hopper.__wrapped__)
-    with uncached, mock.patch.object(torch.cuda, "get_device_capability", lambda device: (major, 0)):
+    with mock.patch.object(cuda_prefill, "is_hopper", lambda device: hopper):
         assert cuda_prefill.supports(batch.q, batch.context(CPU)) == served
+
+
+@pytest.mark.parametrize(("major", "hopper"), [(8, False), (9, True), (10, False)])
+def test_only_gpus_of_compute_capability_9_are_hopper(major: int, hopper: bool) -> None:
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (major, 0)):
+        assert is_hopper.__wrapped__(torch.device("cuda")) == hopper
 
 
 @needs_nvcc

@@ -5,7 +5,6 @@ instead (see test_interpreted.py).
 """
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,21 +126,6 @@ def test_logits_are_products_with_the_router(hidden: int, experts: int, tokens: 
     routes = (triton_impl().route if INTERPRETED else reference.route)(x, router, correction, rule, None)
     assert torch.equal(routes.expert_ids, expected.expert_ids)
     torch.testing.assert_close(routes.weights, expected.weights, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        ({"groups": 5}, "64 experts cannot be divided into 5 groups"),
-        ({"groups": 64}, "groups of 1 expert cannot be ranked"),
-        ({"groups": 4, "topk_group": 5}, "5 groups cannot be selected from 4"),
-        ({"groups": 32, "topk_group": 2}, "6 experts cannot be selected from 2 groups of 2"),
-        ({"experts_per_token": 0}, "0 experts cannot be selected from 1 groups of 64"),
-    ],
-)
-def test_an_impossible_rule_is_refused(rule: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(PLAIN, **rule)
 
 
 @pytest.mark.gpu

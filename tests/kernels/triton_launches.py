@@ -194,7 +194,7 @@ SMALL_OPS: dict[str, Case] = {
     ),
     "rope": (
         "_rotate_kernel",
-        lambda: kernels_of("rope").rotate_into(meta(16, 64, 128), meta(16, 64, 128), rotation(64), False),
+        lambda: kernels_of("rope").rotate_pairs_into(meta(16, 64, 64), meta(16, 64, 64), rotation(64)),
     ),
     "mla append": ("_append_kernel", append_mla_rows),
     "index append": ("_append_kernel", append_index_keys),

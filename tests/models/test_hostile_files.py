@@ -243,8 +243,7 @@ def test_defect_26_a_tokenizer_that_encodes_too_slowly_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_probe, "CPU_SECONDS", 1)
-    monkeypatch.setattr(tokenizer_probe, "WALL_SECONDS", 45)
-    assert "takes more than 1 s" in tokenizer_refusal(tokenizer_dir(tmp_path, "a*a*b"))
+    assert "did not finish within 1 s" in tokenizer_refusal(tokenizer_dir(tmp_path, "a*a*b"))
 
 
 def test_a_text_on_which_a_pattern_backtracks_too_often_is_a_request_error() -> None:

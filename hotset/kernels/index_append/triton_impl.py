@@ -12,7 +12,8 @@ from torch import Tensor
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
-from hotset.kernels.mla_append.triton_impl import e4m3_codes, e4m3_scale
+from hotset.kernels.mla_append.triton_impl import e4m3_codes
+from hotset.kernels.quantise.triton_impl import e4m3_scale
 from hotset.kernels.rope import Rotation
 from hotset.kernels.rope.triton_impl import (
     HEADS_PER_PROGRAM,

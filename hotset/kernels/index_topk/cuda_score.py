@@ -1,6 +1,5 @@
 """Scores fp8 index keys of queries that share no context in CUDA C++, for Hopper: constants and launch shape."""
 
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,9 @@ from torch import Tensor
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
-from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, is_hopper, multiprocessors
+from hotset.kernels.cuda_source import LaunchShape, float_bits
+from hotset.kernels.fast_path import is_hopper, multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores
 from hotset.kernels.rows import PagedRows
 
 SOURCE = Path(__file__).with_name("score.cu")
@@ -119,7 +119,7 @@ def score(
         heads,
         context,
         num_blocks,
-        _bits(scale),
+        float_bits(scale),
     )
     return Scores(values, moments, shares)
 
@@ -131,9 +131,3 @@ def _shared_bytes(groups: int, shape: BlockShape) -> int:
     if size > MAX_SHARED_BYTES:
         raise InternalError(f"{shape} needs {size} bytes of shared memory, more than {MAX_SHARED_BYTES}")
     return size
-
-
-def _bits(value: float) -> int:
-    """Returns the bits of a float32, because kernels accept only integers."""
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return bits

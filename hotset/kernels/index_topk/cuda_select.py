@@ -9,7 +9,8 @@ from torch import Tensor
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.index_topk.scores import Scores, is_hopper
+from hotset.kernels.fast_path import is_hopper
+from hotset.kernels.index_topk.scores import Scores
 
 SOURCE = Path(__file__).with_name("select.cu")
 # Blocks that share a query, and the number of queries up to which this is faster than fewer blocks. A block fills a

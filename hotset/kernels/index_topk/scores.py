@@ -1,17 +1,13 @@
 """The result of scoring, which selection reads."""
 
 from dataclasses import dataclass
-from functools import cache
 
-import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError
 
-HOPPER = 9  # major compute capability
 CONTEXT_MULTIPLE = 4096  # each query has memory for a multiple of this many scores, so that blocks are whole
 MAX_SPLITS = 1024  # programs that share the context of one query
-INTERPRETED_MULTIPROCESSORS = 2  # assumed when the kernels are interpreted on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +25,3 @@ class Scores:
             raise InternalError(f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}")
         if not out.is_contiguous():
             raise InternalError(f"the output must be contiguous, but has strides {out.stride()}")
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of the device."""
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER

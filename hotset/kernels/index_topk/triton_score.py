@@ -24,8 +24,9 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, is_hopper, multiprocessors
-from hotset.kernels.mla_append.triton_impl import e4m3_scale
+from hotset.kernels.fast_path import is_hopper, multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores
+from hotset.kernels.quantise.triton_impl import e4m3_scale
 from hotset.kernels.rows import PagedRows
 
 

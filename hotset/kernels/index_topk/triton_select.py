@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores, multiprocessors
+from hotset.kernels.fast_path import multiprocessors
+from hotset.kernels.index_topk.scores import MAX_SPLITS, Scores
 
 
 @dataclass(frozen=True, slots=True)

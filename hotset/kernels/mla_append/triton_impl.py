@@ -8,8 +8,9 @@ from torch import Tensor
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, wait_for_previous_launch
-from hotset.kernels.fp8 import E4M3_MAX, MIN_SCALE, SCALE_BLOCK
+from hotset.kernels.fp8 import SCALE_BLOCK
 from hotset.kernels.norm.triton_impl import rms_normed
+from hotset.kernels.quantise.triton_impl import e4m3_scale
 from hotset.kernels.rope import Rotation
 from hotset.kernels.rope.triton_impl import rotated_first, rotated_second
 from hotset.kernels.rows import ROW_ALIGN, RowLayout
@@ -19,8 +20,6 @@ OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded 
 
 _EMPTY = tl.constexpr(EMPTY)
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROW_ALIGN = tl.constexpr(ROW_ALIGN)
 
 
@@ -123,15 +122,6 @@ def _append_kernel(
     if row_bytes < stride_bytes:  # the padding is shorter than ROW_ALIGN bytes
         padding = row_bytes + tl.arange(0, _ROW_ALIGN)
         tl.store(target + padding, tl.zeros([_ROW_ALIGN], tl.uint8), mask=padding < stride_bytes)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def e4m3_scale(largest: tl.tensor) -> tl.tensor:
-    """Returns the scale of a block whose largest absolute value is `largest`.
-
-    Divides instead of multiplying by the inverse, so that the result has the same bits as on a CPU.
-    """
-    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, _E4M3_MAX, tl.float32)), _MIN_SCALE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

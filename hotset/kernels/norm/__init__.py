@@ -13,7 +13,7 @@ MAX_FAST_WIDTH = 32_768  # the fast path holds a whole vector in registers; wide
 
 
 def rms_norm(
-    x: Tensor,  # [tokens, (heads,) width]; vectors may have any stride, their values must be adjacent
+    x: Tensor,  # [tokens, width]; tokens may have any stride, their values must be adjacent
     weight: Tensor,  # [width]
     eps: float,
 ) -> Tensor:  # like x, contiguous in the fast path

@@ -14,7 +14,7 @@ OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if not (x.dim() in (2, 3) and x.stride(-1) == 1):
+    if not (x.dim() == 2 and x.stride(1) == 1):
         raise InternalError(f"x has strides {x.stride()}; its values must be adjacent")
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, x, weight, normed, normed, eps, adds=False)
@@ -41,24 +41,20 @@ def _launch(
     adds: bool,
 ) -> None:
     """Launches the kernel. Without `adds`, it neither reads `delta` nor writes `total`."""
-    width = x.shape[-1]
-    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    tokens, width = x.shape
     if not (weight.shape == (width,) and weight.is_contiguous()):
         raise InternalError(f"a weight {tuple(weight.shape)} for a width of {width}")
-    vectors = x.numel() // width
-    if vectors == 0:
+    if tokens == 0:
         return
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(vectors,)](
+    _rms_norm_kernel[(tokens,)](
         x=x,
         delta=delta,
         weight=weight,
         total=total,
         normed=normed,
-        heads=heads,
         token_stride=x.stride(0),
-        head_stride=head_stride,
-        delta_stride=delta.stride(0) if adds else 0,
+        delta_stride=delta.stride(0),
         eps=eps,
         width=width,
         block=block,
@@ -75,29 +71,26 @@ def _rms_norm_kernel(
     weight: tl.tensor,
     total: tl.tensor,
     normed: tl.tensor,
-    heads: tl.tensor,
     token_stride: tl.tensor,
-    head_stride: tl.tensor,
     delta_stride: tl.tensor,
     eps: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    vector = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0)
     wait_for_previous_launch()
-    source = x + vector // heads * token_stride + vector % heads * head_stride
-    value = tl.load(source + column, mask=inside, other=0)
+    value = tl.load(x + token * token_stride + column, mask=inside, other=0)
     if adds:
-        added = tl.load(delta + vector * delta_stride + column, mask=inside, other=0)
+        added = tl.load(delta + token * delta_stride + column, mask=inside, other=0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
-        tl.store(total + vector * width + column, value, mask=inside)
+        tl.store(total + token * width + column, value, mask=inside)
     wide = value.to(tl.float32)
     result = rms_normed(wide, tl.sum(wide * wide, 0), gain, eps, width)
-    tl.store(normed + vector * width + column, result, mask=inside)
+    tl.store(normed + token * width + column, result, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

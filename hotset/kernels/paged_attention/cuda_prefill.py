@@ -12,6 +12,7 @@ from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape, float_bits
+from hotset.kernels.fast_path import is_hopper
 from hotset.kernels.paged_attention.triton_impl import LOG2_E, check_strides
 from hotset.kernels.rows import PagedRows
 
@@ -28,7 +29,7 @@ def supports(q: Tensor, context: PagedRows) -> bool:
         q.dtype == torch.bfloat16
         and q.shape[2] == DIM
         and _box_rows(context.blocks) >= MIN_BOX_ROWS
-        and _is_hopper(q.device)
+        and is_hopper(q.device)
     )
 
 
@@ -67,11 +68,6 @@ def prefill(
 def _box_rows(blocks: Tensor) -> int:
     """Returns the rows of one copy, which must not extend beyond a page or a tile."""
     return math.gcd(blocks.shape[2], KEYS)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache  # captured graphs read it, so it is never freed

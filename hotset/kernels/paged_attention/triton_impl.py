@@ -7,7 +7,6 @@ the GPU. The length of a split depends on the query's position, which is on the 
 the end of its context has no rows.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
+from hotset.kernels.fast_path import multiprocessors
 from hotset.kernels.rows import PagedRows
 
 SHAPES = {torch.bfloat16: (64, 4, 3), torch.float32: (32, 8, 2)}  # rows per tile, warps, stages
 PROGRAMS_PER_SM = 8  # contexts are split to reach this number of programs per multiprocessor
 MIN_SPLIT_ROWS = 256  # merging a shorter split costs more than it saves
 MAX_SPLITS = 64
-INTERPRETED_MULTIPROCESSORS = 132  # assumed when the kernels are interpreted on a CPU
 LOG2_E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -39,7 +38,7 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
     check_strides(q, context, positions, out)
     blocks, table = context.blocks, context.table
     page_rows = blocks.shape[2]
-    splits = _num_splits(queries * kv_heads, table.shape[1] * page_rows, _multiprocessors(q.device))
+    splits = _num_splits(queries * kv_heads, table.shape[1] * page_rows, multiprocessors(q.device))
     partial, lse = out, out
     if splits > 1:
         partial = torch.empty(queries, heads, splits, dim, dtype=torch.float32, device=q.device)
@@ -100,17 +99,9 @@ def check_strides(q: Tensor, context: PagedRows, positions: Tensor, out: Tensor)
         raise InternalError("the result must be contiguous")
 
 
-def _num_splits(programs: int, longest: int, multiprocessors: int) -> int:
-    filling = multiprocessors * PROGRAMS_PER_SM // programs
+def _num_splits(programs: int, longest: int, num_multiprocessors: int) -> int:
+    filling = num_multiprocessors * PROGRAMS_PER_SM // programs
     return max(1, min(filling, longest // MIN_SPLIT_ROWS, MAX_SPLITS))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -27,6 +27,6 @@ def rope_query(
     if not has_fast_path(q):
         return reference.rope_query(q, key_up, rotation)
     out = q.new_empty(q.shape[0], heads, rank + rotation.dim)
-    kernels_of("rope").rotate_into(out[..., rank:], q[..., nope:], rotation, True)
+    kernels_of("rope").rotate_pairs_into(out[..., rank:], q[..., nope:], rotation)
     per_head_matmul_into(out[..., :rank], q[..., :nope], key_up)
     return out

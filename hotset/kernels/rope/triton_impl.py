@@ -13,10 +13,10 @@ WARPS = 2
 OPTIONS = {"enable_fp_fusion": False} | EARLY_LAUNCH  # each product is rounded as torch rounds it
 
 
-def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -> None:
-    """Writes the result of `reference.rotate` to `out`: it may be a slice of a wider tensor but must not share memory
-    with x."""
-    tokens, heads, dim = x.shape
+def rotate_pairs_into(out: Tensor, x: Tensor, rotation: Rotation) -> None:
+    """Writes the result of `reference.rotate_pairs` to `out`: it may be a slice of a wider tensor but must not share
+    memory with x."""
+    tokens, heads, _ = x.shape
     cos, sin = rotation.cos, rotation.sin
     if not x.stride(2) == out.stride(2) == cos.stride(2) == 1:
         raise InternalError("the values of a head must be adjacent")
@@ -26,7 +26,7 @@ def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -
         raise InternalError(f"cos has strides {cos.stride()}, sin {sin.stride()}")
     if x.numel() == 0:
         return
-    half, plain = rotation.dim // 2, dim - rotation.dim
+    half = rotation.dim // 2
     block_heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
     _rotate_kernel[(tokens, triton.cdiv(heads, block_heads))](
         x=x,
@@ -40,11 +40,8 @@ def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -
         out_head_stride=out.stride(1),
         angle_stride=cos.stride(0),
         half=half,
-        plain=plain,
-        interleaved=interleaved,
         block_heads=block_heads,
         block_half=triton.next_power_of_2(half),
-        block_plain=triton.next_power_of_2(max(1, plain)),
         num_warps=WARPS,
         **OPTIONS,
     )
@@ -63,11 +60,8 @@ def _rotate_kernel(
     out_head_stride: tl.tensor,
     angle_stride: tl.tensor,
     half: tl.constexpr,
-    plain: tl.constexpr,
-    interleaved: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
-    block_plain: tl.constexpr,
 ) -> None:
     wait_for_previous_launch()
     token = tl.program_id(0).to(tl.int64)
@@ -79,10 +73,10 @@ def _rotate_kernel(
         target=out + token * out_token_stride + head * out_head_stride,
         inside=head < heads,
         half=half,
-        plain=plain,
-        interleaved=interleaved,
+        plain=0,
+        interleaved=True,
         block_half=block_half,
-        block_plain=block_plain,
+        block_plain=1,
     )
 
 

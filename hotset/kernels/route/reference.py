@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.stable_topk import stable_topk
 
@@ -15,7 +14,10 @@ SUM_EPSILON = 1e-20  # is added to the sum of a token's weights, because all of 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """The rule that selects `experts_per_token` experts from the best `topk_group` of `groups` groups of equal size."""
+    """The rule that selects `experts_per_token` experts from the best `topk_group` of `groups` groups of equal size.
+
+    The reader of a model's configuration checks that the numbers go together.
+    """
 
     experts: int
     experts_per_token: int
@@ -23,21 +25,6 @@ class RoutingRule:
     topk_group: int = 1
     normalise: bool = True  # the weights of a token sum to 1 before they are scaled
     scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError if the numbers contradict each other."""
-        groups, topk_group = self.groups, self.topk_group
-        if groups < 1 or self.experts % groups:
-            raise ConfigError(f"{self.experts} experts cannot be divided into {groups} groups")
-        group_size = self.experts // groups
-        if groups > 1 and group_size < 2:
-            raise ConfigError(f"groups of {group_size} expert cannot be ranked by their two best")
-        if not 1 <= topk_group <= groups:
-            raise ConfigError(f"{topk_group} groups cannot be selected from {groups}")
-        if not 1 <= self.experts_per_token <= topk_group * group_size:
-            raise ConfigError(
-                f"{self.experts_per_token} experts cannot be selected from {topk_group} groups of {group_size}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

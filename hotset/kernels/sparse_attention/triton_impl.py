@@ -10,7 +10,6 @@ divided by a power of two. Therefore values of any magnitude are rounded to the 
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import triton
@@ -18,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.base.units import ceil_div
+from hotset.kernels.fast_path import is_hopper, multiprocessors
 from hotset.kernels.fp8 import SCALE_BLOCK
 from hotset.kernels.rows import RowLayout
 from hotset.kernels.sparse_attention import cuda_impl
@@ -66,7 +66,7 @@ def sparse_attention(
     shape = AttentionShape(queries, heads, row_ids.shape[1], rank, width - rank, layout.quantised > 0)
     if out.numel() == 0:
         return out
-    launch = launch or choose_launch(shape, _gpu(q.device))
+    launch = launch or choose_launch(shape, GpuTraits(multiprocessors(q.device), is_hopper(q.device)))
     splits = launch.splits
     partial = q.new_empty(queries, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(queries, splits, heads, dtype=torch.float32)
@@ -84,14 +84,6 @@ def _attend_of(launch: LaunchConfig) -> Attend:
 def _merge_of(launch: LaunchConfig) -> Merge:
     """Returns the Triton merge for the Triton kernel, else that in CUDA C++: a dependent launch, which needs Hopper."""
     return _merge if launch.kernel == "triton" else cuda_impl.merge
-
-
-@cache
-def _gpu(device: torch.device) -> GpuTraits:
-    if device.type != "cuda":
-        return GpuTraits(multiprocessors=1, hopper=False)  # the interpreter
-    properties = torch.cuda.get_device_properties(device)
-    return GpuTraits(properties.multi_processor_count, hopper=properties.major == 9)
 
 
 def _attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
