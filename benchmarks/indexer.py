@@ -170,14 +170,12 @@ def scoring_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
 
 
 def topk_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
-    """Times the selection for the queries of `workspace_queries`. Their scores are computed before the timing. If the
-    tuning of a kernel is given, this kernel selects."""
-    from hotset.kernels.index_topk import cuda_select, triton_impl, triton_select
+    """Times the selection for the queries of `workspace_queries`, by default with the tuned shape. Their scores are
+    computed before the timing."""
+    from hotset.kernels.index_topk import cuda_select, triton_impl
 
     select: Any = triton_impl.select
-    if isinstance(tuning, triton_select.SelectTuning):
-        select = partial(triton_select.select, tuning=tuning)
-    elif isinstance(tuning, CudaSelection):
+    if isinstance(tuning, CudaSelection):
         select = partial(cuda_select.select, shape=tuning.shape, cluster=tuning.cluster)
     queries = workspace_queries(inputs)
     scores = score(inputs, queries=queries)
@@ -193,8 +191,6 @@ def index_topk_seconds(inputs: IndexerInputs) -> float:
 
 
 def measure(case: IndexerCase) -> Row:
-    from hotset.kernels.index_topk import triton_select
-
     inputs = make_inputs(case)
     queries = min(inputs.q.shape[0], workspace_queries(inputs).stop)
     scoring_s, topk_s = scoring_seconds(inputs), topk_seconds(inputs)
@@ -213,7 +209,6 @@ def measure(case: IndexerCase) -> Row:
         "TFLOP/s": flops * 1e-12,
         "of ceiling": of_ceiling,
         "top-k us": topk_s * 1e6,
-        "Triton top-k us": topk_seconds(inputs, triton_select.TUNED) * 1e6,
         "top-k/scoring": topk_s / scoring_s,
         "whole op us": index_topk_seconds(inputs) * 1e6,
     }
@@ -231,7 +226,7 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 
 def sweeps() -> Iterator[Sweep]:
-    from hotset.kernels.index_topk import cuda_score, cuda_select, triton_score, triton_select
+    from hotset.kernels.index_topk import cuda_score, cuda_select, triton_score
 
     def of(title: str, tunings: list[Any], cases: list[IndexerCase], seconds: Any) -> Sweep:
         inputs = {f"{case.batch}x{case.chunk} @{case.context >> 10}k": make_inputs(case) for case in cases}
@@ -247,7 +242,7 @@ def sweeps() -> Iterator[Sweep]:
     scoring += [own, *(replace(own, programs_per_sm=programs) for programs in (4, 6, 10)), replace(own, stages=6)]
     yield of("Scoring, one query per context", scoring, [*few, *decode], scoring_seconds)
     shapes = [cuda_select.BlockShape(threads, bins) for threads in (256, 512, 1024) for bins in (1024, 2048)]
-    selecting = [triton_select.TUNED, *(CudaSelection(shape, size) for shape in shapes for size in (1, 2, 4, 8))]
+    selecting = [CudaSelection(shape, size) for shape in shapes for size in (1, 2, 4, 8)]
     cases = [IndexerCase(1, 128 << 10), *decode, IndexerCase(128, 128 << 10)]
     yield of("Top-k", selecting, cases, topk_seconds)
 

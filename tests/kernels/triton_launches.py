@@ -22,7 +22,6 @@ from hotset.base.paged_span import PagedSpan
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.fp8 import Fp8Weight
 from hotset.kernels.gqa_append import HeadNorms
-from hotset.kernels.index_topk.scores import Scores
 from hotset.kernels.rope import Rotation
 from hotset.kernels.route import RoutingRule
 from hotset.kernels.rows import PagedRows, RowLayout, gqa_row, index_key_row, mla_row
@@ -140,11 +139,6 @@ def score(layout: RowLayout, queries: int, *, share_context: bool = False, **tur
         impl.score(*arguments, integers(queries), integers(queries), 4096, 2048, 0.1, share_context=share_context)
 
 
-def select_positions() -> None:
-    scores = Scores(meta(2, 131_072, dtype=FP32), meta(2, 8, 2, dtype=FP32), meta(2, dtype=torch.int32))
-    kernels_of("index_topk", "triton_select").select(scores, integers(2), integers(2), 2048, integers(2, 2048))
-
-
 def sparse_attention(fp8: bool, heads: int) -> None:
     layout, launch = mla_row(512, 64, BF16, fp8), replace(PORTABLE[fp8, heads], splits=4)
     rows = meta(64, layout.stored_width, dtype=layout.stored_dtype)
@@ -258,9 +252,6 @@ INDEX_TOPK: dict[str, Case] = {
     "score fp8": ("_score_kernel", lambda: score(FP8_KEYS, 2, step=7)),  # 21 groups in 78 layers
     "score bf16": ("_score_kernel", lambda: score(PLAIN_KEYS, 2)),
     "score shared context": ("_score_kernel", lambda: score(FP8_KEYS, 64, share_context=True)),
-    "count": ("_count_kernel", select_positions),
-    "gather": ("_gather_kernel", select_positions),
-    "finish": ("_finish_kernel", select_positions),
 }
 SPARSE_ATTENTION = {  # with fp8 rows, blocks of more heads spill (600 and 2976 bytes with Triton 3.9)
     f"attention of {heads} heads, fp8={fp8}": (fp8, heads) for fp8, heads in PORTABLE if heads == 16 or not fp8

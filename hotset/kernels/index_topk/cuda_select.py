@@ -63,7 +63,7 @@ def select(
     cluster: int | None = None,
     max_held_bytes: int = MAX_HELD_BYTES,
 ) -> None:
-    """Does the same as `triton_select.select`.
+    """Does the same as `triton_impl.select`.
 
     `limit` is the length of the longest context of any call, by default that of this one. The kernel is compiled for
     it, so that contexts of other lengths compile nothing. `cluster`: blocks that share a query; by default, the fastest
