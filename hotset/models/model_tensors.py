@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from hotset.models.feed_forward import ROUTED, MlpTensors, MoeTensors, mlp_tenso
 from hotset.models.spec import ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.tensors import WeightTensor, layer_of, shard_slice, vector
+
+CACHED_WORKERS = 256  # a plan asks for the same weights again for every context and load
 
 
 class EndTensors(NamedTuple):
@@ -107,6 +110,7 @@ def matrix_values(tensors: Iterable[WeightTensor]) -> int:
     return sum(tensor.values for tensor in tensors if tensor.product is not None)
 
 
+@lru_cache(CACHED_WORKERS)
 def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
     """Returns the bytes of the weights of the worker that holds this part of the model.
 
@@ -127,6 +131,7 @@ def worker_weight_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
     return _bytes(spec, tensors, dtype_bytes) + vocabularies * _vocabulary_values(spec, split) * dtype_bytes
 
 
+@lru_cache(CACHED_WORKERS)
 def routed_expert_bytes(spec: ModelSpec, split: Split, dtype_bytes: int) -> int:
     """Returns the bytes of the worker's routed experts. A step reads only the experts that it uses."""
     tensors = (tensor for layer in split.layer_range(spec.layers) for tensor in layer_tensors(spec, layer, split))

@@ -1,11 +1,12 @@
 """The matrix products that a prompt takes on one worker."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hotset.models.attention.spec import AttentionSpec
 from hotset.models.formats.weight_format import ProductType
-from hotset.models.model_tensors import layer_tensors
+from hotset.models.model_tensors import CACHED_WORKERS, layer_tensors
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split
 from hotset.models.tensors import WeightTensor
@@ -60,7 +61,8 @@ def prefill_products(spec: ModelSpec, split: Split, first: int, last: int) -> li
     return [Product(rate.name, rate.kind, rate.flops(work)) for rate in product_rates(spec, split)]
 
 
-def product_rates(spec: ModelSpec, split: Split) -> list[ProductRate]:
+@lru_cache(CACHED_WORKERS)
+def product_rates(spec: ModelSpec, split: Split) -> tuple[ProductRate, ...]:
     """Returns the rates of all products of a prompt on one rank.
 
     With data parallelism every rank computes a prompt of its own, and its experts receive the tokens of all ranks. The
@@ -74,7 +76,7 @@ def product_rates(spec: ModelSpec, split: Split) -> list[ProductRate]:
                 key = tensor.product, _product_type(spec, tensor)
                 per_token[key] = per_token.get(key, 0.0) + 2.0 * tensor.values * tensor.tokens
     rates = [ProductRate(name, kind, token=flops) for (name, kind), flops in per_token.items()]
-    return [*rates, *_attention_rates(spec.attention, split, layers), _lm_head(spec, split)]
+    return (*rates, *_attention_rates(spec.attention, split, layers), _lm_head(spec, split))
 
 
 def _product_type(spec: ModelSpec, tensor: WeightTensor) -> ProductType:
