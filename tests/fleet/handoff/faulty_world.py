@@ -12,21 +12,19 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from loopback import Faults, Hub, Loopback
-from numpy.typing import NDArray
 from scaled_timeouts import scaled
+from sharded_memory import POISON, ShardedMemory
 
-from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS, Sources
-from hotset.fleet.handoff.layout import check_peers, head_shards
+from hotset.fleet.handoff.layout import check_peers
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.fleet.handoff.packing import pack, unpack
 from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
@@ -35,174 +33,63 @@ from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import Region, WriteState, WriteTicket
 from hotset.memory.pages import PageAllocator
-from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
+from hotset.schedule.handoffs import ContextPages, FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
-POISON = 0xAB
 LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 4, 3, 5
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 STAGING_BYTES = 4096  # 4 pieces of at most 12 rows
 RANKS = (1, 2, 4, 8)  # of the workers of each kind, in turn
 TIMEOUT_SCALE = 0.2  # for the timeouts of the state machines
-Bytes = NDArray[np.uint8]
 
 
-def computed_bytes(token_ids: Sequence[int], first: int, last: int, unit: int, width: int) -> Bytes:
-    """Returns the bytes of positions [first, last) in one unit (a layer or an index group): [last - first, width]. The
-    bytes depend on token, position and unit."""
-    tokens = np.asarray(token_ids[first:last], np.int64)[:, None]
-    positions = np.arange(first, last, dtype=np.int64)[:, None]
-    mixed = tokens * 2654435761 + positions * 40503 + unit * 9176 + np.arange(width) * 131
-    return ((mixed >> 7) & 0xFF).astype(np.uint8)
+class Memory(ShardedMemory):
+    """One store, and the allocators of its pages."""
 
+    def __init__(self, ranks: int, groups: int, *, same_pages: bool, **shape: Any) -> None:
+        """If `same_pages`, rows and index keys have the same page numbers, as in a host store of a prefill worker."""
+        super().__init__(
+            ranks, HEADS, layers=LAYERS, groups=groups, head_bytes=HEAD_BYTES, key_bytes=KEY_BYTES, **shape
+        )
+        self.row_pages = PageAllocator(self.pages)
+        self.key_pages = self.row_pages if same_pages else PageAllocator(shape.get("key_pages", self.pages))
 
-class Arena:
-    """All memory of one worker, allocated in order, so that distances between its pools are the same in every run."""
+    def allocate(self, tokens: int) -> ContextPages | None:
+        """Returns pages of rows and pages of index keys, or None if there are too few of either."""
+        rows = self.row_pages.allocate(self.ranks[0].span.pages_for(tokens))
+        if rows is None or self.keys is None:
+            return None if rows is None else ContextPages(tuple(rows), ())
+        if self.key_pages is self.row_pages:
+            return ContextPages(tuple(rows), tuple(rows))
+        keys = self.key_pages.allocate(self.keys.span.pages_for(tokens))
+        if keys is None:
+            self.row_pages.release(rows)
+        return None if keys is None else ContextPages(tuple(rows), tuple(keys))
 
-    def __init__(self) -> None:
-        self._bytes, self._num_allocated = np.full(1 << 18, POISON, np.uint8), 0
+    def split(self, pages: ContextPages, first: int) -> tuple[ContextPages, ContextPages]:
+        """Returns the pages with only rows, or index keys, before `first`, and all others."""
+        rows, keys = (0 if pool is None else pool.span.pages_before(first) for pool in (self.ranks[0], self.keys))
+        before = ContextPages(pages.rows[:rows], pages.keys[:keys])
+        return before, ContextPages(pages.rows[rows:], pages.keys[keys:])
 
-    def allocate(self, *shape: int) -> Bytes:
-        first, self._num_allocated = self._num_allocated, self._num_allocated + math.prod(shape)
-        return self._bytes[first : self._num_allocated].reshape(shape)
+    def check_prompt(self, pages: ContextPages, request: msg.HandoffRequest) -> None:
+        self.check(pages, request.prompt.token_ids, 0, len(request.prompt))
 
-
-class Pool:
-    """Pages of rows or of index keys: `[units][parts][pages][bytes]`, filled with POISON while they are free.
-
-    A unit is a layer or an index group. Each page is divided into parts, as in `PagedSpan`. Each part ends with
-    `spare` unused bytes.
-    """
-
-    def __init__(
-        self, arena: Arena, units: int, parts: int, pages: int, page_rows: int, row_bytes: int, spare: int = 0
-    ) -> None:
-        self.part_rows, self.page_rows = page_rows // parts, page_rows
-        page_bytes = self.part_rows * row_bytes + spare
-        self.bytes = arena.allocate(units, parts, pages, page_bytes)
-        bases = tuple(tuple(part.ctypes.data for part in unit) for unit in self.bytes)
-        self.span = PagedSpan(bases, page_bytes, self.part_rows, row_bytes)
-        self.allocator = PageAllocator(pages)
-
-    def rows(self, pages: Sequence[int], unit: int, count: int) -> Bytes:
-        """Returns a copy of the first `count` rows of a context in one unit: [count, row_bytes]."""
-        parts = self.bytes[unit][:, list(pages), : self.part_rows * self.span.row_bytes]
-        by_page = parts.swapaxes(0, 1).reshape(-1, self.span.row_bytes)
-        return by_page[:count]
-
-    def write(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
-        """Writes rows to positions [first, first + len(rows)) of a context in one unit."""
-        for position, row in enumerate(rows, first):
-            page, row_index = pages[position // self.page_rows], position % self.page_rows
-            start = row_index % self.part_rows * self.span.row_bytes
-            self.bytes[unit, row_index // self.part_rows, page, start : start + len(row)] = row
-
-    def poison(self, pages: Sequence[int]) -> None:
-        self.bytes[:, :, list(pages)] = POISON
-
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: ContextPages) -> None:
         self.poison(pages)
-        self.allocator.release(pages)
-
-    def audit(self, allocator: PageAllocator | None = None) -> None:
-        """Audits `allocator`, by default the pool's own, and asserts that all its free pages are POISON."""
-        allocator = allocator or self.allocator
-        allocator.audit()
-        free = self.bytes[:, :, [page for page in range(allocator.capacity) if not allocator._held[page]]]
-        assert (free == POISON).all(), "free pages were written to"
-
-
-class ShardedPool:
-    """A pool of rows that are sharded over ranks by heads. Page n of the pool consists of page n of every rank."""
-
-    def __init__(self, arena: Arena, ranks: int, pages: int, page_rows: int) -> None:
-        width = 2 * max(1, HEADS // ranks) * HEAD_BYTES
-        self.pools = [Pool(arena, LAYERS, 1, pages, page_rows, width) for _ in range(ranks)]
-        self.shards = head_shards([pool.span for pool in self.pools], HEADS, HEAD_BYTES)
-        self.span, self.allocator = self.pools[0].span, self.pools[0].allocator
-
-    def check(self, pages: Sequence[int], layer: int, rows: Bytes) -> None:
-        """Asserts that the pages contain these rows of one layer, from the context's first row."""
-        for pool, shard in zip(self.pools, self.shards, strict=True):
-            found = pool.rows(pages, layer, len(rows))
-            assert (found == self._slices(rows, shard)).all(), f"rows of layer {layer} are wrong"
-
-    def write(self, pages: Sequence[int], layer: int, first: int, rows: Bytes) -> None:
-        for pool, shard in zip(self.pools, self.shards, strict=True):
-            pool.write(pages, layer, first, self._slices(rows, shard))
-
-    @staticmethod
-    def _slices(rows: Bytes, shard: msg.Shard) -> Bytes:
-        return np.concatenate([rows[:, first : first + nbytes] for first, nbytes in shard.slices], axis=1)
-
-    def release(self, pages: Sequence[int]) -> None:
-        for pool in self.pools:
-            pool.poison(pages)
-        self.allocator.release(pages)
+        self.row_pages.release(pages.rows)
+        if self.key_pages is not self.row_pages:
+            self.key_pages.release(pages.keys)
 
     def audit(self) -> None:
-        for pool in self.pools:
-            pool.audit(self.allocator)
-
-
-class Memory:
-    """The rows and index keys of one store."""
-
-    def __init__(self, rows: ShardedPool, keys: Pool, groups: int) -> None:
-        """If `groups` is 0, the model has no index keys, and `keys` stays POISON."""
-        self.rows, self.keys, self._groups = rows, keys, groups
-        self.store = msg.Store(rows.shards, keys.span if groups else None)
+        """Audits the allocators, and asserts that all free pages are POISON."""
+        for allocator, pools in ((self.row_pages, self.ranks), (self.key_pages, [self.keys] if self.keys else [])):
+            allocator.audit()
+            free = [page for page in range(allocator.capacity) if not allocator._held[page]]
+            assert all(pool.is_poison(free) for pool in pools), "free pages were written to"
 
     @property
-    def pools(self) -> list[Pool]:
-        return [*self.rows.pools, self.keys]
-
-    def allocate(self, tokens: int) -> "ContextPages | None":
-        """Returns pages of rows and pages of index keys, or None if there are too few of either."""
-        rows = self.rows.allocator.allocate(self.rows.span.pages_for(tokens))
-        keys = self.keys.allocator.allocate(self.keys.span.pages_for(tokens)) if rows is not None else None
-        if rows is not None and keys is None:
-            self.rows.allocator.release(rows)
-        return None if rows is None or keys is None else ContextPages(tuple(rows), tuple(keys))
-
-    def write(self, pages: "ContextPages", token_ids: Sequence[int], first: int, last: int) -> None:
-        """Writes the computed bytes of rows and index keys [first, last) of a prompt."""
-        for layer in range(LAYERS):
-            self.rows.write(pages.rows, layer, first, computed_bytes(token_ids, first, last, layer, ROW_BYTES))
-        for group in range(self._groups):
-            self.keys.write(pages.keys, group, first, computed_bytes(token_ids, first, last, group, KEY_BYTES))
-
-    def check(self, pages: "ContextPages", request: msg.HandoffRequest) -> None:
-        """Asserts that the pages contain the computed bytes of the prompt."""
-        count = len(request.prompt)
-        for layer in range(LAYERS):
-            self.rows.check(pages.rows, layer, computed_bytes(request.prompt.token_ids, 0, count, layer, ROW_BYTES))
-        for group in range(self._groups):
-            expected = computed_bytes(request.prompt.token_ids, 0, count, group, KEY_BYTES)
-            assert (self.keys.rows(pages.keys, group, count) == expected).all(), (
-                f"{request.key}: index keys of group {group} are wrong"
-            )
-
-    def release(self, pages: "ContextPages") -> None:
-        self.rows.release(pages.rows)
-        self.keys.release(pages.keys)
-
-    def audit(self) -> None:
-        self.rows.audit()
-        self.keys.audit()
-
-
-@dataclass(frozen=True)
-class ContextPages:
-    """Pages of a context."""
-
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    def split(self, memory: Memory, first: int) -> "tuple[ContextPages, ContextPages]":
-        """Returns the pages with only rows, or index keys, before `first`, and all others."""
-        rows, keys = memory.rows.span.pages_before(first), memory.keys.span.pages_before(first)
-        before = ContextPages(self.rows[:rows], self.keys[:keys])
-        return before, ContextPages(self.rows[rows:], self.keys[keys:])
+    def num_held(self) -> int:
+        return self.row_pages.held + self.key_pages.held
 
 
 @dataclass(frozen=True)
@@ -302,6 +189,12 @@ class World:
             writer[1].close()
             self.orphaned_writers.remove(writer)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every handoff is closed and nothing is due any more, so that further steps change nothing."""
+        is_due = self._due or self.orphaned_writers or self.hub.next_due() is not None
+        return not is_due and all(worker.is_idle for worker in self.workers)
+
     def inject_worker_faults(self) -> None:
         """Kills workers at random, and reports living peers as lost at random."""
         for worker in self.workers:
@@ -338,11 +231,10 @@ class Worker(ABC):
         """Starts a new incarnation with new memory."""
         self.alive, self.known_peers = True, dict[str, int]()  # the incarnations of peers, by name
         self.incarnation += 1
-        arena = Arena()
-        self.memories = self.make_memories(arena)
-        staging = arena.allocate(STAGING_BYTES)  # the ring of a receiver, or the buffers of a sender
+        self.memories = self.make_memories()
+        staging = np.full(STAGING_BYTES, POISON, np.uint8)  # the ring of a receiver, or the buffers of a sender
         staging_range = msg.MemoryRange(staging.ctypes.data, staging.nbytes)
-        self.blocks = [staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]
+        self.blocks = [staging, *(memory.buffer for memory in self.memories)]
         self.transfer = self.open_endpoint()
         stores = {
             name: replace(memory.store, staging=(staging_range,) * len(memory.store.shards))
@@ -360,8 +252,12 @@ class Worker(ABC):
     def lose(self, peer: str, reason: str) -> None:
         self.machine.peer_lost(peer, reason, self.world.now)
 
+    @property
+    def is_idle(self) -> bool:
+        return self.alive and self.machine.next_deadline() == math.inf
+
     @abstractmethod
-    def make_memories(self, arena: Arena) -> list[Memory]:
+    def make_memories(self) -> list[Memory]:
         """Returns one memory for each of `store_names`."""
 
     @abstractmethod
@@ -407,11 +303,11 @@ class DecodeWorker(Worker):
 
     store_names = ("host", "device")
 
-    def make_memories(self, arena: Arena) -> list[Memory]:
+    def make_memories(self) -> list[Memory]:
         page_rows, groups = (4, 16, 6, 10)[self.number % 4], self.world.model.groups
-        keys = Pool(arena, GROUPS, 1, 400 // page_rows, page_rows, KEY_BYTES)
-        host = Memory(ShardedPool(arena, self.ranks, 400 // page_rows, page_rows), keys, groups)
-        device = Memory(ShardedPool(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3), groups)
+        host = Memory(self.ranks, groups, same_pages=False, page_rows=page_rows, pages=400 // page_rows)
+        keys: dict[str, Any] = {"key_page_rows": 14, "key_pages": 40, "key_parts": 2, "key_spare": 3}
+        device = Memory(1, groups, same_pages=False, page_rows=8, pages=50, **keys)
         return [host, device]
 
     def start(self) -> None:
@@ -432,6 +328,10 @@ class DecodeWorker(Worker):
         self.endpoints: dict[str, Loopback] = {}  # by prefill worker
         self.retired: dict[Loopback, set[HandoffKey]] = {}  # handoffs that end when the endpoint is closed
 
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not self.waiting and not self.landed
+
     def request(self) -> None:
         """Adds a prompt of random length to the queue. A few do not fit into the ring at once."""
         longest = 150 if self.world.chance(0.05) else 40
@@ -444,7 +344,7 @@ class DecodeWorker(Worker):
         for key, (release_at, request) in list(self.landed.items()):
             if now >= release_at:
                 memory, pages = self.memory(request), self.pages.pop(key)
-                memory.check(pages, request)
+                memory.check_prompt(pages, request)
                 memory.release(pages)
                 del self.landed[key]
         while self.waiting and self._fetch(*self.waiting[0]):
@@ -515,7 +415,7 @@ class DecodeWorker(Worker):
         if prefill.alive:
             self.world.introduce(self, prefill)
         first = self._write_prefix(self.memories[store], pages, token_ids)
-        _, listed = pages.split(self.memories[store], first)
+        _, listed = self.memories[store].split(pages, first)
         prompt = PromptSpec(token_ids, SamplingParams())
         request = msg.HandoffRequest(key, prompt, self.store_names[store], listed.rows, listed.keys, first)
         self.pages[key] = pages
@@ -533,7 +433,7 @@ class DecodeWorker(Worker):
     def _write_prefix(self, memory: Memory, pages: ContextPages, token_ids: tuple[int, ...]) -> int:
         """Writes the rows and index keys of some whole pages, which the worker has without the handoff. Returns the
         number of rows, which is 0 for most prompts."""
-        page_rows = memory.rows.span.part_rows
+        page_rows = memory.page_rows
         most = (len(token_ids) - 1) // page_rows if self.world.chance(0.4) else 0
         first = self.world.random.randint(0, most) * page_rows
         memory.write(pages, token_ids, 0, first)
@@ -551,7 +451,7 @@ class DecodeWorker(Worker):
         self.world.longest_s = max(self.world.longest_s, self.world.now - began_at)
         if isinstance(event, msg.Landed):
             assert event.token_id == request.prompt.token_ids[-1] + 1
-            self.memory(request).check(self.pages[event.key], request)
+            self.memory(request).check_prompt(self.pages[event.key], request)
             counts["landed after a prefix"] += request.first > 0
             self.landed[event.key] = self.world.now + self.world.random.uniform(0, 1.5), request
             counts["landed"] += 1
@@ -561,7 +461,7 @@ class DecodeWorker(Worker):
             "only the receiver writes to the pages of staged contexts"
         )
         counts["failed" if event.quiesced else "failed, not quiesced"] += 1
-        before, own = self.pages[event.key].split(self.memory(request), request.first)
+        before, own = self.memory(request).split(self.pages[event.key], request.first)
         self.memory(request).release(before)
         if event.quiesced:
             self.memory(request).release(own)
@@ -578,7 +478,7 @@ class Job:
     """A prompt that is computed chunk by chunk."""
 
     start: msg.StartPrefill
-    pages: list[int]
+    pages: ContextPages
     num_submitted: int = 0  # rows whose forward pass is submitted
 
 
@@ -599,12 +499,10 @@ class ForwardPass:
 class PrefillWorker(Worker):
     """Computes prompts in its own pages, and fills the pages with POISON as soon as they are released."""
 
-    def make_memories(self, arena: Arena) -> list[Memory]:
+    def make_memories(self) -> list[Memory]:
         page_rows = (16, 4, 10, 6)[self.number % 4]
-        rows = ShardedPool(arena, self.ranks, 240 // page_rows, page_rows)
-        keys = Pool(arena, GROUPS, 1, 240 // page_rows, page_rows, KEY_BYTES)
-        keys.allocator = rows.allocator  # in a host store, rows and index keys have the same page numbers
-        return [Memory(rows, keys, self.world.model.groups)]
+        groups, pages = self.world.model.groups, 240 // page_rows
+        return [Memory(self.ranks, groups, same_pages=True, page_rows=page_rows, pages=pages)]
 
     def start(self) -> None:
         super().start()
@@ -662,8 +560,7 @@ class PrefillWorker(Worker):
     def _release(self, peer: str, key: HandoffKey) -> None:
         job = self.jobs.pop((peer, key), None)
         if job is not None:
-            self.memory.keys.poison(job.pages)
-            self.memory.rows.release(job.pages)
+            self.memory.release(job.pages)
         else:
             queued = [start for start in self.queue if (start.peer, start.key) == (peer, key)]
             assert len(queued) == 1, f"ReleasePages for {key}, which is neither queued nor computed"
@@ -672,7 +569,7 @@ class PrefillWorker(Worker):
     def _compute(self) -> None:
         """Submits one chunk of each of up to three prompts. The rows reach their pages at most 30 ms after they were
         announced, in order."""
-        while self.queue and (pages := self._allocate(len(self.queue[0].prompt))) is not None:
+        while self.queue and (pages := self.memory.allocate(len(self.queue[0].prompt))) is not None:
             start = self.queue.popleft()
             self.jobs[start.peer, start.key] = Job(start, pages)
         for job in [job for job in self.jobs.values() if job.num_submitted < len(job.start.prompt)][:3]:
@@ -686,7 +583,7 @@ class PrefillWorker(Worker):
             )
             forward = ForwardPass(self.incarnation, job, first, job.num_submitted)
             self.machine.handle_command(
-                RowsComputed(peer, key, first, job.num_submitted, tuple(job.pages), forward), self.world.now
+                RowsComputed(peer, key, first, job.num_submitted, job.pages.rows, forward), self.world.now
             )
             self.stream_end = max(self.stream_end, self.world.now + self.world.random.uniform(0, 0.03))
             self.world.call_later(self.stream_end - self.world.now, partial(self._finish_forward_pass, forward))
@@ -695,9 +592,6 @@ class PrefillWorker(Worker):
                     FirstTokenSampled(peer, key, job.start.prompt.token_ids[-1] + 1, None), self.world.now
                 )
 
-    def _allocate(self, tokens: int) -> list[int] | None:
-        return self.memory.rows.allocator.allocate(self.memory.rows.span.pages_for(tokens))
-
     def _finish_forward_pass(self, forward: "ForwardPass") -> None:
         """Writes rows and index keys to the job's pages, unless the pages were released, and marks the event as
         happened. Does nothing if the worker has died meanwhile."""
@@ -705,6 +599,5 @@ class PrefillWorker(Worker):
         if forward.incarnation != self.incarnation or not self.alive:
             return
         if self.jobs.get((job.start.peer, job.start.key)) is job:
-            pages = ContextPages(tuple(job.pages), tuple(job.pages))
-            self.memory.write(pages, job.start.prompt.token_ids, forward.first, forward.last)
+            self.memory.write(job.pages, job.start.prompt.token_ids, forward.first, forward.last)
         forward.happened = True

@@ -9,16 +9,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scaled_timeouts import scaled
+from sharded_memory import ShardedMemory
 from waiting import WAIT_SECONDS, wait_until
 
 from hotset.base.errors import EngineStopped
-from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.ports import Throughput
 from hotset.fleet.handoff import messages as msg
@@ -27,7 +28,6 @@ from hotset.fleet.handoff.agent import HandoffAgent
 from hotset.fleet.handoff.channel import Channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
-from hotset.fleet.handoff.layout import head_shards
 from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.receiver import Receiver
@@ -38,10 +38,10 @@ from hotset.fleet.processes import ProcessIdentity, this_process
 from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
 from hotset.schedule.handoffs import (
     CancelFetch,
+    ContextPages,
     DeviceEvent,
     FirstTokenSampled,
     HandoffKey,
-    PrefillFailed,
     RowsComputed,
 )
 
@@ -50,89 +50,30 @@ if TYPE_CHECKING:
 
 LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
-POISON = 0xAB
 MODEL = msg.ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
 TIMEOUT_SCALE = 0.2  # default factor for the timeouts of the state machines
 
 THIS_PROCESS = this_process()
 
-Bytes = NDArray[np.uint8]
-
-
-def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
-    """Returns the bytes that the fake model computes for this prompt: [units, positions, width]. Units are
-    layers or index groups."""
-    tokens = np.asarray(token_ids, np.int64)
-    prefix_sums = np.cumsum(tokens)[None, :, None]
-    unit = np.arange(units)[:, None, None]
-    return ((prefix_sums * 7 + tokens[None, :, None] * 3 + unit * 31 + np.arange(width) * 11) % 251).astype(np.uint8)
-
 
 def first_token(token_ids: Sequence[int]) -> int:
     return sum(token_ids) % 1009
 
 
-class Memory:
-    """Rows and index keys in pages, filled with POISON at first. Rows are sharded over ranks by heads."""
-
-    def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None, ranks: int = 1) -> None:
-        self.pages, self.page_rows = pages, page_rows
-        rows_bytes = LAYERS * pages * page_rows * ROW_BYTES
-        self.buffer = np.empty(self.nbytes(pages, page_rows), np.uint8) if buffer is None else buffer
-        self.buffer[:] = POISON
-        shape = (ranks, LAYERS, pages, page_rows, ROW_BYTES // ranks)
-        self.ranks = self.buffer[:rows_bytes].reshape(shape)
-        self.keys = self.buffer[rows_bytes:].reshape(GROUPS, pages, page_rows, KEY_BYTES)
-        self._shards = head_shards([self._span(rank) for rank in self.ranks], HEADS, HEAD_BYTES)
-
-    @staticmethod
-    def nbytes(pages: int, page_rows: int) -> int:
-        return pages * page_rows * (LAYERS * ROW_BYTES + GROUPS * KEY_BYTES)
-
-    @property
-    def region(self) -> Region:
-        return Region(self.buffer.ctypes.data, self.buffer.nbytes)
-
-    @property
-    def store(self) -> msg.Store:
-        return msg.Store(self._shards, self._span(self.keys))
-
-    def _span(self, units: Bytes) -> PagedSpan:
-        bases = tuple((unit.ctypes.data,) for unit in units)
-        width = units.shape[-1]
-        return PagedSpan(bases, self.page_rows * width, self.page_rows, width)
-
-    def _split(self, rows: Bytes) -> list[Bytes]:
-        """Splits whole rows into the shards of the ranks."""
-        return [
-            np.concatenate([rows[..., first : first + nbytes] for first, nbytes in shard.slices], axis=-1)
-            for shard in self._shards
-        ]
-
-    def fill(self, pages: Sequence[int], token_ids: Sequence[int], first: int, last: int) -> None:
-        """Writes the rows and index keys of positions [first, last) to the pages."""
-        positions = np.arange(first, last)
-        page, row = np.asarray(pages)[positions // self.page_rows], positions % self.page_rows
-        shards = self._split(contents(token_ids, LAYERS, ROW_BYTES)[:, first:last])
-        for rank, shard in zip(self.ranks, shards, strict=True):
-            rank[:, page, row] = shard
-        self.keys[:, page, row] = contents(token_ids, GROUPS, KEY_BYTES)[:, first:last]
-
-    def holds(self, row_pages: Sequence[int], key_pages: Sequence[int], token_ids: Sequence[int]) -> bool:
-        """Returns whether the pages contain the correct rows and index keys of this prompt."""
-        positions = np.arange(len(token_ids))
-        row, page = positions % self.page_rows, np.asarray(row_pages)[positions // self.page_rows]
-        keys = self.keys[:, np.asarray(key_pages)[positions // self.page_rows], row]
-        shards = self._split(contents(token_ids, LAYERS, ROW_BYTES))
-        rows_correct = all(
-            np.array_equal(rank[:, page, row], shard) for rank, shard in zip(self.ranks, shards, strict=True)
-        )
-        return rows_correct and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
-
-    def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
-        self.ranks[:, :, list(row_pages)] = POISON
-        self.keys[:, list(key_pages)] = POISON
+def make_memory(pages: int, page_rows: int, ranks: int = 1, **options: Any) -> ShardedMemory:
+    """Returns memory for contexts of MODEL."""
+    return ShardedMemory(
+        ranks,
+        HEADS,
+        page_rows=page_rows,
+        pages=pages,
+        layers=LAYERS,
+        groups=GROUPS,
+        head_bytes=HEAD_BYTES,
+        key_bytes=KEY_BYTES,
+        **options,
+    )
 
 
 class StoppableClock:
@@ -167,7 +108,7 @@ class _Engine(ABC):
     def __init__(
         self,
         machine: Receiver | Sender,
-        memory: Memory,
+        memory: ShardedMemory,
         channel: Channel,
         open_transfer: Callable[[], Transfer],
         timing: PeerTiming = SHORT_TIMING,
@@ -189,7 +130,7 @@ class _Engine(ABC):
             machine, hello, channel, self.transfer, wake=self._event_ready.set, timing=timing, clock=clock
         )
         self.failure: BaseException | None = None  # the exception that ended the thread
-        self._closing = self._stopped = False
+        self._closing = self._stopped = False  # while closing, the agent may refuse commands of the thread
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.agent.start()
         self._thread.start()
@@ -209,8 +150,7 @@ class _Engine(ABC):
                 for event in self.agent.take_events():
                     self.handle_event(event)
         except EngineStopped as error:
-            # A test may close the agent alone, while this thread handles an event.
-            self.failure = None if self._closing or "is closed" in str(error) else error
+            self.failure = None if self._closing else error
         except BaseException as error:
             self.failure = error
 
@@ -238,7 +178,7 @@ class DecodeEngine(_Engine):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: ShardedMemory,
         channel: Channel,
         open_transfer: Callable[[], Transfer],
         *,
@@ -264,7 +204,7 @@ class DecodeEngine(_Engine):
             rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
             assert len(rows) == len(keys) == count, "the test needs more pages than the memory has"
-        self.memory.poison(rows, keys)
+        self.memory.poison(ContextPages(tuple(rows), tuple(keys)))
         request = msg.HandoffRequest(
             key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys)
         )
@@ -287,9 +227,7 @@ class DecodeEngine(_Engine):
             case msg.Landed(key, token_id):
                 assert not self.events[key], f"{event} came after {self.events[key]}"
                 token_ids = request.prompt.token_ids
-                assert self.memory.holds(request.row_pages, request.key_pages, token_ids), (
-                    f"wrong bytes landed for {key}"
-                )
+                self.memory.check(ContextPages(request.row_pages, request.key_pages), token_ids, 0, len(token_ids))
                 assert token_id == first_token(token_ids)
                 self._release(request)
             case msg.FetchFailed(key, quiesced):
@@ -359,22 +297,21 @@ class PrefillEngine(_Engine):
     """Computes prompts in chunks.
 
     `stop_before`, if not empty, is the stage before which every prompt stops: 'compute', 'second chunk' (any chunk but
-    the first) or 'sample'. `refuse`, if not empty, is the reason for which every prompt is refused. By default, a
-    chunk is computed before it is announced, and has no event. With `event_s`, it is computed `event_s` seconds later,
-    and then its event happens. With `gate`, which overrides `event_s`, it is computed before it is announced, and its
-    event happens when the test sets the gate. `report` is called with the name of each stage that a prompt reaches.
+    the first) or 'sample'. By default, a chunk is computed before it is announced, and has no event. With `event_s`, it
+    is computed `event_s` seconds later, and then its event happens. With `gate`, which overrides `event_s`, it is
+    computed before it is announced, and its event happens when the test sets the gate. `report` is called with the name
+    of each stage that a prompt reaches.
     """
 
     def __init__(
         self,
-        memory: Memory,
+        memory: ShardedMemory,
         channel: Channel,
         open_transfer: Callable[[], Transfer],
         *,
         scale: float = TIMEOUT_SCALE,
         chunk: int = 24,
         stop_before: str = "",
-        refuse: str = "",
         event_s: float = 0.0,
         gate: threading.Event | None = None,
         report: Callable[[str], None] = lambda stage: None,
@@ -382,8 +319,7 @@ class PrefillEngine(_Engine):
         **options: Any,
     ) -> None:
         self._chunk, self._event_s, self._report = chunk, event_s, report
-        self.stop_before, self._refuse = stop_before, refuse
-        self._gate = gate
+        self.stop_before, self._gate = stop_before, gate
         self.free = list(range(memory.pages))
         self.held: dict[tuple[str, HandoffKey], list[int]] = {}
         self.started: list[HandoffKey] = []  # one entry for each StartPrefill
@@ -406,9 +342,6 @@ class PrefillEngine(_Engine):
         pages, self.free = self.free[-count:], self.free[:-count]
         assert len(pages) == count, "the test needs more pages than the memory has"
         self.held[peer, key] = pages
-        if self._refuse:
-            self.agent.put(PrefillFailed(peer, key, False, self._refuse))
-            return
         for first in range(0, len(token_ids), self._chunk):
             if self._stops_before("compute" if first == 0 else "second chunk"):
                 return
@@ -421,16 +354,12 @@ class PrefillEngine(_Engine):
 
     def _submit_chunk(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> DeviceEvent | None:
         """Computes a chunk, now or after `event_s` seconds. Returns its event, or None if it needs none."""
-        if self._gate is not None:
-            self.memory.fill(pages, token_ids, first, last)
-            return _GatedEvent(self._gate)
-        if not self._event_s:
-            self.memory.fill(pages, token_ids, first, last)
-            return None
-        self._stream = _DelayedEvent(
-            self._event_s, lambda: self.memory.fill(pages, token_ids, first, last), self._stream
-        )
-        return self._stream
+        compute = partial(self.memory.write, ContextPages(tuple(pages), tuple(pages)), token_ids, first, last)
+        if self._event_s and self._gate is None:
+            self._stream = _DelayedEvent(self._event_s, compute, self._stream)
+            return self._stream
+        compute()
+        return None if self._gate is None else _GatedEvent(self._gate)
 
     def _stops_before(self, stage: str) -> bool:
         self._report(stage)
@@ -452,15 +381,15 @@ class FileTransfer:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._region: Region | None = None
-        self._peers: dict[str, tuple[int, Bytes]] = {}
+        self._peers: dict[str, tuple[int, NDArray[np.uint8]]] = {}
         self._written = 0
         self.may_end = threading.Event()
         self.may_end.set()
 
     @staticmethod
-    def memory(path: Path, pages: int, page_rows: int) -> Memory:
+    def memory(path: Path, pages: int, page_rows: int) -> ShardedMemory:
         """Returns memory in a new file."""
-        return Memory(pages, page_rows, np.memmap(path, np.uint8, "w+", shape=(Memory.nbytes(pages, page_rows),)))
+        return make_memory(pages, page_rows, allocate=lambda nbytes: np.memmap(path, np.uint8, "w+", shape=(nbytes,)))
 
     def register(self, region: Region) -> None:
         self._region = region

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from handoff_engines import DecodeEngine, Memory, PrefillEngine
+from handoff_engines import DecodeEngine, PrefillEngine, make_memory
 from loopback import Hub, Loopback
 
 from hotset.fleet.handoff.channel import Channel
@@ -82,7 +82,7 @@ class World:
     engines: list[DecodeEngine | PrefillEngine] = field(default_factory=list)
 
     def decode(self, channel: Channel | None = None, pages: int = 64, ranks: int = 1, **options: Any) -> DecodeEngine:
-        memory = Memory(pages, 8, ranks=ranks)
+        memory = make_memory(pages, 8, ranks=ranks)
         engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), partial(Loopback, self.hub), **options)
         self.engines.append(engine)
         return engine
@@ -91,7 +91,7 @@ class World:
         self, channel: Channel | None = None, transfer: Transfer | None = None, ranks: int = 1, **options: Any
     ) -> PrefillEngine:
         channel, chosen = channel or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
-        engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, lambda: chosen, **options)
+        engine = PrefillEngine(make_memory(32, 16, ranks=ranks), channel, lambda: chosen, **options)
         self.engines.append(engine)
         return engine
 

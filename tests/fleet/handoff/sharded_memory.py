@@ -1,6 +1,9 @@
-"""Memory of an engine whose rows are sharded over ranks by heads, for tests that compare bytes head by head."""
+"""Memory of one worker in tests of handoffs: rows and index keys in pages, all POISON until they are written.
 
-from collections.abc import Sequence
+Rows are sharded over ranks by heads. What a model computes is replaced by bytes that depend on token and position.
+"""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,15 +12,74 @@ from hotset.base.paged_span import PagedSpan
 from hotset.fleet.handoff.layout import head_shards
 from hotset.fleet.handoff.messages import Store
 from hotset.fleet.transfer.api import Region
+from hotset.schedule.handoffs import ContextPages
 
 POISON = 0xAB
 HEAD_BYTES, KEY_BYTES = 7, 5
+GAP_BYTES = 64  # after each layer and each part of an index group
 Bytes = NDArray[np.uint8]
 
 
+def computed_bytes(token_ids: Sequence[int], first: int, last: int, units: int, width: int) -> Bytes:
+    """Returns the bytes of positions [first, last) of a prompt in all layers, or index groups:
+    [units, last - first, width]."""
+    tokens = np.asarray(token_ids[first:last], np.int64)[None, :, None]
+    positions = np.arange(first, last, dtype=np.int64)[None, :, None]
+    unit = np.arange(units)[:, None, None]
+    mixed = tokens * 2654435761 + positions * 40503 + unit * 9176 + np.arange(width) * 131
+    return ((mixed >> 7) & 0xFF).astype(np.uint8)
+
+
+class Pool:
+    """The pages of rows of one rank, or of index keys. A unit is a layer or an index group, and each page is divided
+    into parts, as in `PagedSpan`."""
+
+    def __init__(self, units: Sequence[Bytes], part_rows: int, row_bytes: int, width: int) -> None:
+        """`units` have the shape [parts, pages, bytes of a part]. Only the first `width` bytes of each row are used."""
+        self.units, self._part_rows = units, part_rows
+        parts, pages, part_bytes = units[0].shape
+        used = part_rows * row_bytes
+        self._rows = [
+            unit[..., :used].reshape(parts, pages, part_rows, row_bytes)[..., :width] for unit in units
+        ]  # views: [parts, pages, part_rows, width]
+        bases = tuple(tuple(part.ctypes.data for part in unit) for unit in units)
+        self.span = PagedSpan(bases, part_bytes, part_rows, row_bytes)
+
+    def _index(self, pages: Sequence[int], first: int, last: int) -> tuple[Bytes, Bytes, Bytes]:
+        page, row = np.divmod(np.arange(first, last), self._part_rows * len(self.units[0]))
+        part, row = np.divmod(row, self._part_rows)
+        return part, np.asarray(pages, int)[page], row
+
+    def write(self, pages: Sequence[int], first: int, values: Bytes) -> None:
+        """Writes `values` of all units, [units, rows, width], to the rows of a context from row `first` on."""
+        index = self._index(pages, first, first + values.shape[1])
+        for unit, rows in zip(self._rows, values, strict=True):
+            unit[index] = rows
+
+    def read(self, pages: Sequence[int], first: int, last: int) -> Bytes:
+        """Returns rows [first, last) of a context in all units: [units, last - first, width]."""
+        index = self._index(pages, first, last)
+        return np.stack([unit[index] for unit in self._rows])
+
+    def holds_nothing_but(self, pages: Sequence[int], first: int, last: int) -> bool:
+        """Returns whether all rows are POISON, except rows [first, last) of this context."""
+        others = [unit.copy() for unit in self._rows]
+        for unit in others:
+            unit[self._index(pages, first, last)] = POISON
+        return all((unit == POISON).all() for unit in others)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        for unit in self.units:
+            unit[:, list(pages)] = POISON
+
+    def is_poison(self, pages: Sequence[int]) -> bool:
+        return all((unit[:, list(pages)] == POISON).all() for unit in self.units)
+
+
 class ShardedMemory:
-    """Rows and index keys in pages. Each rank has an array [page][row][byte] for each layer, with `spare` unused bytes
-    after each row. The index keys have such an array for each index group. All bytes are POISON until rows are written.
+    """One pool of rows for each rank, and a pool of index keys if the model has index groups.
+
+    The layers of all ranks are in one block of memory, in random order and with gaps. The index keys follow.
     """
 
     def __init__(
@@ -29,139 +91,105 @@ class ShardedMemory:
         pages: int = 80,
         layers: int = 3,
         groups: int = 2,
-        spare: int = 0,
-        seed: int = 0,
         head_bytes: int = HEAD_BYTES,
+        key_bytes: int = KEY_BYTES,
+        row_spare: int = 0,
+        key_page_rows: int | None = None,
+        key_pages: int | None = None,
+        key_parts: int = 1,
+        key_spare: int = 0,
+        seed: int = 0,
+        allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
     ) -> None:
-        self.ranks, self.heads, self.layers, self.groups, self.page_rows = ranks, heads, layers, groups, page_rows
-        self.pages, self.head_bytes = pages, head_bytes
-        self.heads_per_rank = max(1, heads // ranks)
-        width = 2 * self.heads_per_rank * head_bytes
-        # All layers of all ranks are in one block of memory, in random order and with gaps. The index keys follow.
-        layer_bytes = pages * page_rows * (width + spare) + 64
-        group_bytes = pages * page_rows * KEY_BYTES + 64
-        self.memory = np.full(ranks * layers * layer_bytes + groups * group_bytes, POISON, np.uint8)
+        """Each row of a rank ends with `row_spare` unused bytes, and each part of a page of index keys with
+        `key_spare`. By default, index keys have as many pages, and as many rows in each, as rows."""
+        self.pages, self.page_rows = pages, page_rows
+        self._heads, self._head_bytes, self._layers, self._groups = heads, head_bytes, layers, groups
+        self._heads_per_rank = max(1, heads // ranks)
+        self._width = width = 2 * self._heads_per_rank * head_bytes
+        part_rows = (key_page_rows or page_rows) // key_parts
+        row_shape = 1, pages, page_rows * (width + row_spare)
+        key_shape = key_parts, key_pages or pages, part_rows * key_bytes + key_spare
+        layer_bytes, group_bytes = (int(np.prod(shape)) + GAP_BYTES for shape in (row_shape, key_shape))
+        self.buffer = allocate(ranks * layers * layer_bytes + groups * group_bytes)
+        self.buffer[:] = POISON
+
+        def block(start: int, shape: tuple[int, int, int]) -> Bytes:
+            return self.buffer[start : start + int(np.prod(shape))].reshape(shape)
+
         order = np.random.default_rng(seed).permutation(ranks * layers).reshape(ranks, layers)
-        self.rows = [
-            [self._pages(int(index) * layer_bytes, page_rows, width + spare)[:, :, :width] for index in indices]
-            for indices in order
-        ]
+        units_of_ranks = [[block(int(index) * layer_bytes, row_shape) for index in indices] for indices in order]
+        self.ranks = [Pool(units, page_rows, width + row_spare, width) for units in units_of_ranks]
         first_key = ranks * layers * layer_bytes
-        self.keys = [self._pages(first_key + group * group_bytes, page_rows, KEY_BYTES) for group in range(groups)]
-        spans = [self._span(layers_of_rank, width + spare) for layers_of_rank in self.rows]
-        keys = self._span(self.keys, KEY_BYTES) if groups else None
-        self.store = Store(head_shards(spans, heads, head_bytes), keys)
+        key_units = [block(first_key + group * group_bytes, key_shape) for group in range(groups)]
+        self.keys = Pool(key_units, part_rows, key_bytes, key_bytes) if groups else None
+        shards = head_shards([pool.span for pool in self.ranks], heads, head_bytes)
+        self.store = Store(shards, None if self.keys is None else self.keys.span)
 
     @property
     def region(self) -> Region:
-        return Region(self.memory.ctypes.data, self.memory.nbytes)
-
-    def _pages(self, start: int, page_rows: int, stride: int) -> Bytes:
-        return self.memory[start : start + self.pages * page_rows * stride].reshape(self.pages, page_rows, stride)
-
-    def _span(self, arrays: Sequence[Bytes], stride: int) -> PagedSpan:
-        bases = tuple((array.ctypes.data,) for array in arrays)
-        return PagedSpan(bases, self.page_rows * stride, self.page_rows, stride)
-
-    def heads_of_rank(self, rank: int) -> range:
-        first = rank * self.heads // self.ranks
-        return range(first, first + self.heads_per_rank)
+        return Region(self.buffer.ctypes.data, self.buffer.nbytes)
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Returns whether these addresses are inside this memory."""
-        start = self.memory.ctypes.data
-        return start <= address and address + nbytes <= start + self.memory.nbytes
+        return self.region.address <= address and address + nbytes <= self.region.address + self.region.nbytes
 
-    def compute(self, pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Writes rows and index keys [first, last) of the context `seed` to these pages."""
-        self._write(self.rows, self.keys, pages, pages, first, last, seed)
+    def _computed(self, token_ids: Sequence[int], first: int, last: int) -> list[Bytes]:
+        """Returns what belongs into each pool."""
+        rows = computed_bytes(token_ids, first, last, self._layers, 2 * self._heads * self._head_bytes)
+        by_head = rows.reshape(self._layers, last - first, 2, self._heads, self._head_bytes)  # K, then V
+        found = []
+        for rank in range(len(self.ranks)):
+            head = rank * self._heads // len(self.ranks)
+            of_rank = by_head[:, :, :, head : head + self._heads_per_rank]
+            found.append(of_rank.reshape(self._layers, last - first, self._width))
+        if self.keys is not None:
+            key_bytes = self.keys.span.row_bytes
+            found.append(computed_bytes(token_ids, first, last, self._groups, key_bytes))
+        return found
 
-    def check(self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Asserts that these pages contain rows and index keys [first, last) of the context `seed`, and that all other
-        rows and index keys are POISON."""
-        expected = ShardedMemory(
-            self.ranks,
-            self.heads,
-            page_rows=self.page_rows,
-            pages=self.pages,
-            layers=self.layers,
-            groups=self.groups,
-            head_bytes=self.head_bytes,
-        )
-        expected._write(expected.rows, expected.keys, row_pages, key_pages, first, last, seed)
-        for rows, expected_rows in zip(self.rows, expected.rows, strict=True):
-            np.testing.assert_array_equal(np.stack(rows), np.stack(expected_rows))
-        for keys, expected_keys in zip(self.keys, expected.keys, strict=True):
-            np.testing.assert_array_equal(keys, expected_keys)
+    def _pools(self, pages: ContextPages) -> list[tuple[Pool, Sequence[int]]]:
+        """Returns all pools, and the pages of a context in each."""
+        keys = [] if self.keys is None else [(self.keys, pages.keys)]
+        return [*((pool, pages.rows) for pool in self.ranks), *keys]
 
-    def check_rows(
-        self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0
-    ) -> None:
-        """Asserts that these pages contain rows and index keys [first, last) of the context `seed`. Other bytes are not
-        compared."""
-        rows = [[np.full_like(array, POISON) for array in arrays] for arrays in self.rows]
-        keys = [np.full_like(array, POISON) for array in self.keys]
-        self._write(rows, keys, row_pages, key_pages, first, last, seed)
-        page, row = np.divmod(np.arange(first, last), self.page_rows)
-        arrays_found = [
-            *((array, row_pages) for arrays in self.rows for array in arrays),
-            *((array, key_pages) for array in self.keys),
-        ]
-        arrays_expected = [*(array for arrays in rows for array in arrays), *keys]
-        for (found, pages), expected in zip(arrays_found, arrays_expected, strict=True):
-            index = np.asarray(pages)[page], row
-            np.testing.assert_array_equal(found[index], expected[index])
+    def write(self, pages: ContextPages, token_ids: Sequence[int], first: int, last: int) -> None:
+        """Writes the computed bytes of rows and index keys [first, last) of a prompt."""
+        values = self._computed(token_ids, first, last)
+        for (pool, numbers), of_pool in zip(self._pools(pages), values, strict=True):
+            pool.write(numbers, first, of_pool)
 
-    def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
-        for arrays in self.rows:
-            for array in arrays:
-                array[list(row_pages)] = POISON
-        for keys in self.keys:
-            keys[list(key_pages)] = POISON
+    def check(self, pages: ContextPages, token_ids: Sequence[int], first: int, last: int) -> None:
+        """Asserts that the pages contain the computed bytes of rows and index keys [first, last) of a prompt."""
+        values = self._computed(token_ids, first, last)
+        for (pool, numbers), expected in zip(self._pools(pages), values, strict=True):
+            what = "index keys" if pool is self.keys else "rows"
+            np.testing.assert_array_equal(pool.read(numbers, first, last), expected, f"{what} are wrong")
 
-    def _write(
-        self,
-        rows: Sequence[Sequence[Bytes]],
-        keys: Sequence[Bytes],
-        row_pages: Sequence[int],
-        key_pages: Sequence[int],
-        first: int,
-        last: int,
-        seed: int,
-    ) -> None:
-        for position in range(first, last):
-            page, row = divmod(position, self.page_rows)
-            for rank, arrays in enumerate(rows):
-                for layer, array in enumerate(arrays):
-                    heads = [
-                        self.head(layer, position, half, head, seed)
-                        for half in "KV"
-                        for head in self.heads_of_rank(rank)
-                    ]
-                    array[row_pages[page], row] = np.concatenate(heads)
-            for group, array in enumerate(keys):
-                array[key_pages[page], row] = _bytes(KEY_BYTES, 91, group, position, seed)
+    def check_alone(self, pages: ContextPages, token_ids: Sequence[int], first: int, last: int) -> None:
+        """Does the same, and asserts that all other rows and index keys are POISON."""
+        self.check(pages, token_ids, first, last)
+        for pool, numbers in self._pools(pages):
+            assert pool.holds_nothing_but(numbers, first, last), "other rows or index keys were written to"
 
-    def head(self, layer: int, position: int, half: str, head: int, seed: int) -> Bytes:
-        return _bytes(self.head_bytes, layer, position, ord(half), head, seed)
+    def poison(self, pages: ContextPages) -> None:
+        for pool, numbers in self._pools(pages):
+            pool.poison(numbers)
 
-
-def _bytes(count: int, *coordinates: int) -> Bytes:
-    """Returns `count` bytes that are computed from the coordinates."""
-    mixed = 17
-    for coordinate in coordinates:
-        mixed = (mixed * 1000003 + coordinate * 7919 + 13) % (1 << 31)
-    return ((mixed >> 3) + np.arange(count) * 37 & 0xFF).astype(np.uint8)
+    def are_rows_poison(self, row_pages: Sequence[int]) -> bool:
+        return all(pool.is_poison(row_pages) for pool in self.ranks)
 
 
 def fresh_pages(
     source: ShardedMemory, target: ShardedMemory, *, rows: int, seed: int = 0
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns random pages for a context: at the source, at the target for rows, and at the target for index keys."""
+) -> tuple[ContextPages, ContextPages]:
+    """Returns random pages for a context at the source, where index keys have the pages of rows, and at the target."""
     random = np.random.default_rng(seed)
-    spans = (source.store.shards[0].span, target.store.shards[0].span, target.store.shards[0].span)
-    sides = (source, target, target)
-    found = [
-        random.permutation(side.pages)[: span.pages_for(rows)].tolist() for side, span in zip(sides, spans, strict=True)
-    ]
-    return found[0], found[1], found[2]
+
+    def pages(pool: Pool) -> tuple[int, ...]:
+        count = pool.units[0].shape[1]
+        return tuple(random.permutation(count)[: pool.span.pages_for(rows)].tolist())
+
+    at_source, row_pages = pages(source.ranks[0]), pages(target.ranks[0])
+    key_pages = () if target.keys is None else pages(target.keys)
+    return ContextPages(at_source, at_source), ContextPages(row_pages, key_pages)

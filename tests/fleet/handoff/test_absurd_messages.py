@@ -5,11 +5,12 @@ from functools import partial
 
 import numpy as np
 from examples import examples
-from handoff_engines import LAYERS, MODEL, POISON, ROW_BYTES, Memory, first_token
+from handoff_engines import LAYERS, MODEL, ROW_BYTES, first_token, make_memory
 from handoff_world import OWN_ADDRESS, Clock, ScriptedChannel
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from loopback import Hub, Loopback
+from sharded_memory import POISON
 from waiting import wait_until
 
 from hotset.base.errors import BadMessage
@@ -55,7 +56,7 @@ spans = st.builds(
 )
 slices = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
 slices_of_a_row = st.lists(st.tuples(st.integers(0, ROW_BYTES), st.integers(0, ROW_BYTES)), max_size=3).map(tuple)
-memory = Memory(8, PAGE_ROWS)
+memory = make_memory(8, PAGE_ROWS)
 rings = st.builds(msg.MemoryRange, numbers, numbers) | st.just(msg.MemoryRange(memory.buffer.ctypes.data, 1 << 12))
 # Two shards of half a row each. Both are at the same addresses, but no test reads or writes there.
 half_row_store = msg.Store(
@@ -209,7 +210,7 @@ def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: lis
 @given(decode_scripts() | steps, st.lists(st.sampled_from(PEERS), min_size=1, max_size=2))
 def test_a_decode_worker_survives_all_messages_and_every_fetch_ends_once(script: list[Step], peers: list[str]) -> None:
     channel, clock, endpoints = ScriptedChannel(), Clock(), Endpoints(partial(Loopback, Hub()))
-    staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
+    staging, target = StagingMemory(4096), make_memory(8, PAGE_ROWS)
     hello = msg.Hello(OWN_ADDRESS, MODEL, {"host": staging.beside(target.store)}, "loopback", b"")
     receiver = Receiver(staging=ReceiverStaging(hello.stores))
     agent = DecodeAgent(receiver, hello, channel, endpoints, wake=lambda: None, clock=clock)
@@ -243,7 +244,7 @@ def run_prefill_engine(agent: HandoffAgent, events: list[HandoffEvent]) -> int:
 def test_a_prefill_worker_survives_all_messages_and_releases_all_pages(script: list[Step]) -> None:
     hub, channel, clock = Hub(), ScriptedChannel(), Clock()
     transfer = SelfConnected(hub)
-    source = Memory(8, PAGE_ROWS)
+    source = make_memory(8, PAGE_ROWS)
     transfer.register(source.region)
     staging = StagingMemory(1 << 12)
     transfer.register(staging.region)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from handoff_engines import MODEL, SHORT_TIMING, Memory, StoppableClock
+from handoff_engines import MODEL, SHORT_TIMING, StoppableClock, make_memory
 from handoff_world import Clock, FaultyChannel, ScriptedChannel, World, open_world, prompt
 from loopback import Hub, Loopback
 from waiting import WAIT_SECONDS, wait_until
@@ -84,7 +84,7 @@ class HangingLoopback(Loopback):
 def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_peers_are_refused() -> None:
     channel, clock, transfer = ScriptedChannel(), Clock(), HangingLoopback(Hub())
     transfer.may_fail = threading.Event()
-    store = Memory(4, 8).store
+    store = make_memory(4, 8).store
     hello = Hello(channel.address, MODEL, {"host": store}, "loopback", b"")
     agent = PrefillAgent(Sender(Sources(store)), hello, channel, transfer, wake=lambda: None, clock=clock)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
@@ -210,6 +210,7 @@ def test_a_second_close_shortens_the_drain(world: World) -> None:
     closing = threading.Thread(target=prefill.agent.close, args=(60.0,))
     closing.start()
     assert wait_until(lambda: prefill.agent._closing) and not decode.events[key]
+    prefill._closing = True  # its thread may still put commands when the agent is closed
     prefill.agent.close(0.0)
     closing.join(WAIT_SECONDS)
     assert not closing.is_alive() and isinstance(decode.wait_for_outcome(key), FetchFailed)

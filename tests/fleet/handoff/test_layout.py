@@ -213,30 +213,16 @@ STORE = Store(whole_rows(ROWS), PagedSpan(((1 << 22,),), 64 * 256, 64, 256))
 HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
 
 
-def test_the_name_of_a_model_may_differ() -> None:
+def test_peers_may_have_other_names_of_the_model_and_other_page_sizes() -> None:
     assert check_peers(HELLO, replace(HELLO, model=replace(MODEL, name="other"))) is None
-
-
-def test_page_sizes_of_peers_may_differ() -> None:
-    rows = replace(ROWS, part_rows=16, page_bytes=16 * 1152)
-    assert (
-        check_peers(
-            HELLO, replace(HELLO, control="127.0.0.1:2", stores={"device": Store(whole_rows(rows), STORE.keys)})
-        )
-        is None
-    )
+    small_pages = Store(whole_rows(replace(ROWS, part_rows=16, page_bytes=16 * 1152)), STORE.keys)
+    assert check_peers(HELLO, replace(HELLO, stores={"device": small_pages})) is None
     assert check_peers(HELLO, replace(HELLO, stores={})) is None
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("layers", 3),
-        ("row", "656 bytes of fp8"),
-        ("key", None),
-        ("groups", 2),
-        ("weights", "ffff"),
-    ],
+    [("layers", 3), ("row", "656 bytes of fp8"), ("key", None), ("groups", 2), ("weights", "ffff")],
 )
 def test_peers_with_another_model_are_refused_with_both_values(field: str, value: object) -> None:
     reason = check_peers(HELLO, replace(HELLO, model=replace(MODEL, **{field: value})))
@@ -247,12 +233,6 @@ def test_peers_with_another_model_are_refused_with_both_values(field: str, value
 def test_peers_with_another_transfer_engine_are_refused() -> None:
     reason = check_peers(HELLO, replace(HELLO, transfer="nixl"))
     assert reason == "the transfer engine differs: 'loopback' here, 'nixl' there"
-
-
-def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> None:
-    rows = replace(ROWS, row_bytes=656)
-    reason = check_peers(HELLO, replace(HELLO, stores={"device": Store(whole_rows(rows), STORE.keys)}))
-    assert reason is not None and "rows of 1152 bytes" in reason and "rows of 656 bytes" in reason
 
 
 @pytest.mark.parametrize(

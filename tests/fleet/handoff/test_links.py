@@ -10,10 +10,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
-from handoff_engines import MODEL, POISON, SHORT_TIMING, THIS_PROCESS, DecodeEngine, Memory, PrefillEngine
+from handoff_engines import MODEL, SHORT_TIMING, THIS_PROCESS, DecodeEngine, PrefillEngine, make_memory
 from handoff_world import Clock, ScriptedChannel, World, open_world, prompt
 from loopback import Fate, Hub, Loopback
 from processes import pause
+from sharded_memory import POISON
 from waiting import wait_until
 
 from hotset.base.errors import StartupError
@@ -56,7 +57,7 @@ def test_defect_23_a_live_peer_with_a_write_in_unknown_state_is_cut_off_and_its_
     late = [page for page in request.row_pages if page not in reused]
     assert late, "the test needs pages of the failed handoff that were not used again"
     assert wait_until(lambda: world.hub.next_due() is None), "the late bytes are still on their way"
-    assert (decode.memory.ranks[:, :, late] == POISON).all(), "bytes arrived after the peer was cut off"
+    assert decode.memory.are_rows_poison(late), "bytes arrived after the peer was cut off"
     assert wait_until(lambda: len(decode.transfer) == 1)
 
 
@@ -78,7 +79,7 @@ def serve(pipe: Connection) -> None:
     """Runs a prefill worker over TCP, like one on another machine. Every prompt stops before its second chunk."""
     os.environ["UCX_TLS"] = "tcp"
     engine = PrefillEngine(
-        Memory(64, 16),
+        make_memory(64, 16),
         Channel("127.0.0.1:0"),
         TransferSettings("nixl").open,
         stop_before="second chunk",
@@ -116,13 +117,12 @@ def test_defect_23_over_nixl_nobody_writes_through_a_closed_endpoint(monkeypatch
     monkeypatch.setenv("UCX_TLS", "tcp")
     with prefill_process() as (address, pipe, pid):
         decode = DecodeEngine(
-            Memory(64, 8), Channel("127.0.0.1:0"), TransferSettings("nixl").open, process=None, timing=SHORT_TIMING
+            make_memory(64, 8), Channel("127.0.0.1:0"), TransferSettings("nixl").open, process=None, timing=SHORT_TIMING
         )
         try:
             key = decode.fetch(address, prompt(400), "r")
             request = decode._requests[key]
-            first_page = decode.memory.ranks[:, :, request.row_pages[0]]
-            assert wait_until(lambda: bool((first_page != POISON).any())), "no row has landed"
+            assert wait_until(lambda: not decode.memory.are_rows_poison(request.row_pages[:1])), "no row has landed"
             pause(pid)
             end = decode.wait_for_outcome(key)
             assert isinstance(end, msg.FetchFailed) and end.quiesced, "the pages are not free"
@@ -133,7 +133,7 @@ def test_defect_23_over_nixl_nobody_writes_through_a_closed_endpoint(monkeypatch
             landed = decode.fetch(address, prompt(20), "next")
             assert isinstance(decode.wait_for_outcome(landed), msg.Landed), "the worker must get a new endpoint"
             untouched = [page for page in range(64) if page not in decode._requests[landed].row_pages]
-            assert (decode.memory.ranks[:, :, untouched] == POISON).all(), "a write with the old keys has arrived"
+            assert decode.memory.are_rows_poison(untouched), "a write with the old keys has arrived"
         finally:
             decode.close()
 
@@ -144,7 +144,7 @@ class Bench:
     def __init__(self, endpoint: type[Loopback] = Loopback) -> None:
         self.channel, self.clock = ScriptedChannel(), Clock()
         self.endpoints = Endpoints(partial(endpoint, Hub()))
-        self.hello = msg.Hello(self.channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+        self.hello = msg.Hello(self.channel.address, MODEL, {"host": make_memory(4, 8).store}, "loopback", b"")
         self.agent = DecodeAgent(
             Receiver(), self.hello, self.channel, self.endpoints, wake=lambda: None, clock=self.clock
         )

@@ -2,7 +2,6 @@
 the result is compared with heads that are copied one by one."""
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,25 +27,7 @@ from hotset.fleet.handoff.messages import Hello, ModelIdentity, Shard, Store
 from hotset.schedule.handoffs import ContextPages
 
 RANKS = (1, 2, 4, 8)
-
-
-def at_source(pages: Sequence[Sequence[int]]) -> ContextPages:
-    return ContextPages(tuple(pages[0]), tuple(pages[0]))
-
-
-def at_target(pages: Sequence[Sequence[int]]) -> ContextPages:
-    return ContextPages(tuple(pages[1]), tuple(pages[2]))
-
-
-def perform_writes(
-    source: ShardedMemory, target: ShardedMemory, pages: Sequence[Sequence[int]], first: int, last: int
-) -> int:
-    """Performs the planned writes, asserts that each is inside the memory of both sides, and returns their number."""
-    planned = plan_context_writes(source.store, at_source(pages), target.store, at_target(pages), first, last)
-    for local, remote, nbytes in planned.tolist():
-        assert source.contains(local, nbytes) and target.contains(remote, nbytes)
-        ctypes.memmove(remote, local, nbytes)
-    return len(planned)
+TOKENS = tuple(range(60))
 
 
 @examples(50)
@@ -54,19 +35,24 @@ def perform_writes(
 def test_random_pages_rows_and_shardings_are_written_exactly(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 8))
     ranks = [rank for rank in RANKS if heads % rank == 0 or rank % heads == 0]
-    sides = [
-        ShardedMemory(
-            data.draw(st.sampled_from(ranks)), heads, page_rows=data.draw(st.integers(1, 20)), spare=spare, seed=seed
-        )
-        for seed, spare in enumerate(data.draw(st.tuples(st.sampled_from([0, 5]), st.sampled_from([0, 3]))))
-    ]
+    page_rows, in_use = st.integers(1, 20), st.sampled_from(ranks)
+    source = ShardedMemory(
+        data.draw(in_use), heads, page_rows=data.draw(page_rows), row_spare=data.draw(st.sampled_from([0, 5]))
+    )
+    target = ShardedMemory(
+        data.draw(in_use), heads, page_rows=data.draw(page_rows), row_spare=data.draw(st.sampled_from([0, 3])), seed=1
+    )
     rows = data.draw(st.integers(1, 60))
     first = data.draw(st.integers(0, rows))
     last = data.draw(st.integers(first, rows))
-    pages = fresh_pages(*sides, rows=rows, seed=data.draw(st.integers(0, 99)))
-    sides[0].compute(pages[0], 0, rows)
-    perform_writes(*sides, pages, first, last)
-    sides[1].check(pages[1], pages[2], first, last)
+    at_source, at_target = fresh_pages(source, target, rows=rows, seed=data.draw(st.integers(0, 99)))
+    source.write(at_source, TOKENS, 0, rows)
+    for local, remote, nbytes in plan_context_writes(
+        source.store, at_source, target.store, at_target, first, last
+    ).tolist():
+        assert source.contains(local, nbytes) and target.contains(remote, nbytes)
+        ctypes.memmove(remote, local, nbytes)
+    target.check_alone(at_target, TOKENS, first, last)
 
 
 def test_a_head_that_several_ranks_hold_is_read_evenly_from_all_of_them() -> None:
@@ -78,10 +64,10 @@ def test_a_head_that_several_ranks_hold_is_read_evenly_from_all_of_them() -> Non
 
 
 def test_equal_shardings_are_written_in_whole_runs() -> None:
-    source, target = ShardedMemory(2, 4, page_rows=64), ShardedMemory(2, 4, page_rows=16)
-    pages = (range(1, 5), range(2, 18), range(3, 19))
-    planned = plan_context_writes(source.store, at_source(pages), target.store, at_target(pages), 0, 256)
-    assert len(planned) == 2 * source.layers + source.groups, (
+    source, target = (ShardedMemory(2, 4, page_rows=page_rows).store for page_rows in (64, 16))
+    at_source = ContextPages(tuple(range(1, 5)), tuple(range(1, 5)))
+    at_target = ContextPages(tuple(range(2, 18)), tuple(range(3, 19)))
+    assert len(plan_context_writes(source, at_source, target, at_target, 0, 256)) == 2 * 3 + 2, (
         "there must be one write for each pair of shard and layer, and one for each index group"
     )
 
@@ -162,14 +148,14 @@ def test_every_copy_of_rows_and_index_keys_is_written() -> None:
     """Ranks whose rows have no heads hold whole rows on the device, and all index keys."""
     source = ShardedMemory(1, 1, page_rows=16, seed=1)
     copies = [ShardedMemory(1, 1, page_rows=8) for _ in range(3)]
-    pages = fresh_pages(source, copies[0], rows=40)
-    source.compute(pages[0], 0, 40)
+    at_source, at_target = fresh_pages(source, copies[0], rows=40)
+    source.write(at_source, TOKENS, 0, 40)
     first, *further = (copy.store for copy in copies)
     keys = tuple(store.keys for store in further if store.keys is not None)
     target = Store(tuple(shard for copy in copies for shard in copy.store.shards), first.keys, keys)
-    planned = plan_context_writes(source.store, at_source(pages), target, at_target(pages), 0, 40)
-    assert len(planned) == count_writes(source.store, at_source(pages), target, at_target(pages), 0, 40)
+    planned = plan_context_writes(source.store, at_source, target, at_target, 0, 40)
+    assert len(planned) == count_writes(source.store, at_source, target, at_target, 0, 40)
     for local, remote, nbytes in planned.tolist():
         ctypes.memmove(remote, local, nbytes)
     for copy in copies:
-        copy.check(pages[1], pages[2], 0, 40)
+        copy.check_alone(at_target, TOKENS, 0, 40)

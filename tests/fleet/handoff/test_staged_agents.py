@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
-from handoff_engines import DecodeEngine, Memory, PrefillEngine
+from handoff_engines import DecodeEngine, PrefillEngine, make_memory
 from handoff_world import open_world, prompt
 from waiting import wait_until
 
@@ -124,7 +124,7 @@ def test_prefill_workers_with_different_shardings_serve_one_decode_worker() -> N
 
 def serve(engine: str, ranks: int, pipe: Connection) -> None:
     """Runs a prefill worker in its own process until the test requests the number of written bytes."""
-    memory, staging = Memory(64, 16, ranks=ranks), StagingMemory(RING_BYTES)
+    memory, staging = make_memory(64, 16, ranks=ranks), StagingMemory(RING_BYTES)
     worker = PrefillEngine(
         memory, Channel("127.0.0.1:0"), TransferSettings(engine).open, staging=staging, scale=1.0, timing=PeerTiming()
     )
@@ -151,7 +151,7 @@ def prefill_process(engine: str, ranks: int) -> Iterator[tuple[str, Connection]]
 @pytest.mark.parametrize("engine", ["nixl", pytest.param("mooncake", marks=pytest.mark.slow)])
 def test_staged_contexts_land_between_processes_over_nixl_and_mooncake(engine: str) -> None:
     decode = DecodeEngine(
-        Memory(64, 8, ranks=4),
+        make_memory(64, 8, ranks=4),
         Channel("127.0.0.1:0"),
         TransferSettings(engine).open,
         staging=StagingMemory(RING_BYTES),

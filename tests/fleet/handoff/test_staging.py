@@ -34,20 +34,7 @@ from hotset.fleet.transfer.api import MemoryKind
 from hotset.schedule.handoffs import ContextPages, HandoffKey
 
 RANKS = (1, 2, 4, 8)
-
-
-def pack_and_unpack(
-    source: ShardedMemory, target: ShardedMemory, pages: tuple[list[int], list[int], list[int]], first: int, last: int
-) -> None:
-    """Packs and unpacks one piece, and asserts that packing writes nothing after the end of the piece."""
-    nbytes = (last - first) * packed_row_bytes(source.store, target.store)
-    memory = StagingMemory(nbytes + 9)
-    memory._bytes.fill_(POISON)
-    source_pages, row_pages, key_pages = map(tuple, pages)
-    stores = memory.beside(source.store), memory.beside(target.store)
-    pack(PackedPiece(*stores, ContextPages(source_pages, source_pages), first, last, 0))
-    assert (memory._bytes[nbytes:] == POISON).all(), "bytes after the end of the piece were written"
-    unpack(PackedPiece(*stores, ContextPages(row_pages, key_pages), first, last, 0))
+TOKENS = tuple(range(50))
 
 
 @examples(40)
@@ -56,58 +43,49 @@ def test_random_pages_rows_and_shardings_are_packed_exactly(data: st.DataObject)
     heads = data.draw(st.integers(1, 8))
     ranks = st.sampled_from([rank for rank in RANKS if heads % rank == 0 or rank % heads == 0])
     page_rows = st.integers(1, 20)
+    parts = data.draw(st.integers(1, 3))  # pages of index keys have several parts in the device pool
     source = ShardedMemory(data.draw(ranks), heads, page_rows=data.draw(page_rows), seed=1)
-    target = ShardedMemory(data.draw(ranks), heads, page_rows=data.draw(page_rows), groups=2)
+    target = ShardedMemory(
+        data.draw(ranks),
+        heads,
+        page_rows=data.draw(page_rows),
+        key_page_rows=4 * parts,
+        key_parts=parts,
+        key_spare=3,
+    )
     rows = data.draw(st.integers(1, 50))
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, rows))
-    pages = fresh_pages(source, target, rows=rows, seed=data.draw(st.integers(0, 99)))
-    source.compute(pages[0], 0, rows)
-    pack_and_unpack(source, target, pages, first, last)
-    target.check(pages[1], pages[2], first, last)
-
-
-def test_index_keys_may_land_in_pages_of_several_parts() -> None:
-    """The target's pages have 3 parts of 4 keys, with unused bytes at the end of each part, as in the device pool."""
-    source, target = ShardedMemory(2, 2, page_rows=16, seed=1), ShardedMemory(1, 2, page_rows=8)
-    pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
-    memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
-    bases = tuple(tuple(part.ctypes.data for part in group) for group in memory)
-    in_parts = PagedSpan(bases, page_bytes, part_rows, KEY_BYTES)
-    source_pages, row_pages, _ = fresh_pages(source, target, rows=30)
-    source.compute(source_pages, 0, 30)
-    packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
-    stores = packed.beside(source.store), packed.beside(replace(target.store, keys=in_parts))
-    key_pages, at_source = (5, 0, 6), ContextPages(tuple(source_pages), tuple(source_pages))
-    pack(PackedPiece(*stores, at_source, 2, 30, 0))
-    unpack(PackedPiece(*stores, ContextPages(tuple(row_pages), key_pages), 2, 30, 0))
-    for position in range(30):
-        page, row = divmod(position, 12)
-        first_byte = row % part_rows * KEY_BYTES
-        for group in range(2):
-            found = memory[group, row // part_rows, key_pages[page], first_byte : first_byte + KEY_BYTES]
-            expected = source.keys[group][source_pages[position // 16], position % 16]
-            assert (found == (expected if position >= 2 else POISON)).all(), f"key {position} of group {group} is wrong"
+    at_source, at_target = fresh_pages(source, target, rows=rows, seed=data.draw(st.integers(0, 99)))
+    source.write(at_source, TOKENS, 0, rows)
+    nbytes = (last - first) * packed_row_bytes(source.store, target.store)
+    memory = StagingMemory(nbytes + 9)
+    memory._bytes.fill_(POISON)
+    stores = memory.beside(source.store), memory.beside(target.store)
+    pack(PackedPiece(*stores, at_source, first, last, 0))
+    assert (memory._bytes[nbytes:] == POISON).all(), "bytes after the end of the piece were written"
+    unpack(PackedPiece(*stores, at_target, first, last, 0))
+    target.check_alone(at_target, TOKENS, first, last)
 
 
 def test_the_staging_memory_of_every_rank_gets_the_index_keys() -> None:
     """Each rank of the target has staging memory and a copy of the index keys of its own."""
     source, first, second = (ShardedMemory(ranks, 2, page_rows=8, seed=ranks) for ranks in (1, 2, 2))
-    pages = fresh_pages(source, first, rows=30)
-    source.compute(pages[0], 0, 30)
+    at_source, at_target = fresh_pages(source, first, rows=30)
+    source.write(at_source, TOKENS, 0, 30)
     nbytes = 30 * packed_row_bytes(source.store, first.store)
     packed, *rings = (StagingMemory(nbytes) for _ in range(3))
     for ring in rings:
         ring._bytes.fill_(POISON)
-    assert second.store.keys is not None
+    assert first.keys is not None and second.keys is not None
     staging = tuple(ring.memory_range for ring in rings)
-    stores = packed.beside(source.store), replace(first.store, key_copies=(second.store.keys,), staging=staging)
-    pack(PackedPiece(*stores, ContextPages(tuple(pages[0]), tuple(pages[0])), 0, 30, 0))
+    stores = packed.beside(source.store), replace(first.store, key_copies=(second.keys.span,), staging=staging)
+    pack(PackedPiece(*stores, at_source, 0, 30, 0))
     for local, remote, length in piece_writes(*stores, 30, 0, 0).tolist():
         ctypes.memmove(remote, local, length)
-    unpack(PackedPiece(*stores, ContextPages(tuple(pages[1]), tuple(pages[2])), 0, 30, 0))
-    first.check(pages[1], pages[2], 0, 30)
-    np.testing.assert_array_equal(np.stack(second.keys), np.stack(first.keys))
+    unpack(PackedPiece(*stores, at_target, 0, 30, 0))
+    first.check_alone(at_target, TOKENS, 0, 30)
+    np.testing.assert_array_equal(np.stack(second.keys.units), np.stack(first.keys.units))
 
 
 def test_a_head_that_several_ranks_hold_is_packed_once() -> None:
@@ -181,10 +159,10 @@ class DeviceMemory:
     """A copy of sharded memory on a device, with staging memory beside it."""
 
     def __init__(self, memory: ShardedMemory, device: torch.device, nbytes: int) -> None:
-        self.memory, self.bytes = memory, torch.from_numpy(memory.memory.copy()).to(device)
+        self.memory, self.bytes = memory, torch.from_numpy(memory.buffer.copy()).to(device)
         self.staging = StagingMemory(nbytes, device, MemoryKind.DEVICE)
         self.staging._bytes.fill_(POISON)
-        distance = self.bytes.data_ptr() - memory.memory.ctypes.data
+        distance = self.bytes.data_ptr() - memory.buffer.ctypes.data
 
         def moved(span: PagedSpan) -> PagedSpan:
             return replace(span, bases=tuple(tuple(base + distance for base in parts) for parts in span.bases))
@@ -200,17 +178,17 @@ def test_contexts_on_a_device_are_packed_and_unpacked_there(
     device: str, source_ranks: int, target_ranks: int, head_bytes: int
 ) -> None:
     on = torch.device(device)
-    source = ShardedMemory(source_ranks, 4, page_rows=16, seed=1, spare=16, head_bytes=head_bytes)
+    source = ShardedMemory(source_ranks, 4, page_rows=16, seed=1, row_spare=16, head_bytes=head_bytes)
     target = ShardedMemory(target_ranks, 4, page_rows=6, head_bytes=head_bytes)
-    pages = fresh_pages(source, target, rows=40)
-    source.compute(pages[0], 0, 40)
+    at_source, at_target = fresh_pages(source, target, rows=40)
+    source.write(at_source, TOKENS, 0, 40)
     nbytes = 40 * packed_row_bytes(source.store, target.store)
     near, far = DeviceMemory(source, on, nbytes + 512), DeviceMemory(target, on, nbytes + 512)
     before = far.bytes.clone()
     EngineCopies(on, ()).warm_up(far.store)
     assert torch.equal(far.bytes, before), "warming up has changed a store"
     for first, last in ((0, 17), (17, 40)):
-        piece = PackedPiece(near.store, far.store, ContextPages(tuple(pages[0]), tuple(pages[0])), first, last, 256)
+        piece = PackedPiece(near.store, far.store, at_source, first, last, 256)
         pack(piece, 0, on)
         for local, remote, length in piece_writes(near.store, far.store, last - first, 256, 128).tolist():
             begin = local - near.staging.memory_range.address, remote - far.staging.memory_range.address
@@ -218,9 +196,9 @@ def test_contexts_on_a_device_are_packed_and_unpacked_there(
         far.staging._bytes[128 + length :] = POISON
         if device == "cuda":
             torch.cuda.synchronize()
-        unpack(replace(piece, pages=ContextPages(tuple(pages[1]), tuple(pages[2])), offset=128), 0, on)
-    target.memory[:] = far.bytes.cpu().numpy()
-    target.check(pages[1], pages[2], 0, 40)
+        unpack(replace(piece, pages=at_target, offset=128), 0, on)
+    target.buffer[:] = far.bytes.cpu().numpy()
+    target.check_alone(at_target, TOKENS, 0, 40)
 
 
 @pytest.mark.parametrize(
