@@ -24,11 +24,13 @@ from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
 from hotset.models.checkpoint.weights import WeightSource
+from hotset.models.decoder import Decoder
 from hotset.models.formats.weight_format import PLAIN, WeightFormat
 from hotset.models.spec import ModelSpec
 from hotset.schedule.plan import LogprobColumns
 
 CPU = torch.device("cpu")
+DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
 
 
 class RandomTensors:
@@ -127,6 +129,11 @@ def make_engine(
         assert isinstance(engine.executor, InProcessExecutor)
         model.tokens = engine.executor.runner._tokens
     return engine
+
+
+def whole_engine(spec: ModelSpec, seed: int, **settings: Any) -> Engine:
+    """Returns an engine of one process, with random weights in float64. `settings` are fields of EngineConfig."""
+    return make_engine(Decoder(spec, RandomWeights(torch.float64, seed)), spec, **settings)
 
 
 def run_all(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from fake_files import write_files
 
 from hotset.base.host_memory import HostMemory, host_memory
 from hotset.base.units import GIB
@@ -10,13 +11,7 @@ from hotset.base.units import GIB
 UNLIMITED = 9223372036854771712  # what cgroups v1 writes if there is no limit
 
 
-def write(root: Path, files: dict[str, str | int]) -> Path:
-    machine = {"proc/meminfo": f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {32 * GIB // 1024} kB\n"}
-    for name, content in {**machine, **files}.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(str(content))
-    return root
+MACHINE = {"proc/meminfo": f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {32 * GIB // 1024} kB\n"}
 
 
 def v2(folder: str, **numbers: str | int) -> dict[str, str | int]:
@@ -96,7 +91,7 @@ CASES: dict[str, tuple[dict[str, str | int], HostMemory]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_free_memory_is_the_least_that_the_machine_and_each_control_group_leave(tmp_path: Path, case: str) -> None:
     files, expected = CASES[case]
-    assert host_memory(write(tmp_path, files)) == expected
+    assert host_memory(write_files(tmp_path, MACHINE | files)) == expected
 
 
 def test_without_proc_half_of_the_physical_memory_counts_as_free(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from fake_files import write_files
 
 from hotset.base import numa
 from hotset.base.numa import HugePages, NumaNode, gpu_link_bytes_per_second, gpu_node, huge_pages, numa_nodes
@@ -19,16 +20,8 @@ TWO_SOCKETS = {
 }
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root
-
-
 def test_nodes_with_memory_are_listed_in_order(tmp_path: Path) -> None:
-    assert numa_nodes(write(tmp_path, TWO_SOCKETS)) == (
+    assert numa_nodes(write_files(tmp_path, TWO_SOCKETS)) == (
         NumaNode(0, 64 * GIB, MIB, "0-15,32-47", True),
         NumaNode(1, 32 * GIB, 2 * MIB, "16-31,48-63", True),
     )
@@ -39,7 +32,7 @@ def test_nodes_with_memory_are_listed_in_order(tmp_path: Path) -> None:
     [("Mems_allowed_list:\t1\n", [False, True]), ("Mems_allowed_list:\t0,2-5\n", [True, False]), ("", [True, True])],
 )
 def test_nodes_that_a_control_group_excludes_are_not_allowed(tmp_path: Path, status: str, allowed: list[bool]) -> None:
-    root = write(tmp_path, TWO_SOCKETS | {"proc/self/status": status})
+    root = write_files(tmp_path, TWO_SOCKETS | {"proc/self/status": status})
     assert [node.allowed for node in numa_nodes(root)] == allowed
 
 
@@ -56,7 +49,7 @@ def test_the_node_of_a_gpu_is_that_of_its_pci_device(
     files = {"sys/bus/pci/devices/0000:3b:00.0/numa_node": "0\n"}
     if text is not None:
         files["sys/bus/pci/devices/0000:af:00.0/numa_node"] = text
-    assert (gpu_node(0, write(tmp_path, files)), gpu_node(1, tmp_path), gpu_node(2, tmp_path)) == (0, node, None)
+    assert (gpu_node(0, write_files(tmp_path, files)), gpu_node(1, tmp_path), gpu_node(2, tmp_path)) == (0, node, None)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +69,7 @@ def test_huge_pages_are_those_that_the_system_allows(
         "proc/meminfo": "MemTotal: 9 kB\nHugePages_Total: 8\nHugePages_Free: 7\nHugePages_Rsvd: 3\n"
         "Hugepagesize: 2048 kB\n",
     }
-    pages = huge_pages(write(tmp_path, files))
+    pages = huge_pages(write_files(tmp_path, files))
     assert pages == HugePages(private_mode, shared_mode, 2 * MIB, 4)
     assert (pages.private, pages.shared) == (private, shared)
 
@@ -95,7 +88,7 @@ def test_the_speed_of_a_gpus_link_follows_from_its_generation_and_width(
 ) -> None:
     monkeypatch.setattr(numa, "pci_address", {0: "0000:3b:00.0"}.get)
     folder = "sys/bus/pci/devices/0000:3b:00.0"
-    root = write(tmp_path, {f"{folder}/max_link_speed": f"{speed}\n", f"{folder}/max_link_width": f"{width}\n"})
+    root = write_files(tmp_path, {f"{folder}/max_link_speed": f"{speed}\n", f"{folder}/max_link_width": f"{width}\n"})
     found = gpu_link_bytes_per_second(0, root)
     assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9, rel=0.001))
     assert gpu_link_bytes_per_second(1, root) is None

@@ -6,13 +6,13 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 from pseudo_terminal import run_on_terminal, screen
+from waiting import wait_until
 
 from hotset import LLM
 from hotset.base import status_line
@@ -23,7 +23,6 @@ from hotset.base.status_line import LOG_SECONDS, ShowProgress, StatusLine, TaskP
 from hotset.serve.server import run as run_server
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_SECONDS = 60.0
 GIB = 1 << 30
 # Fails, or is interrupted or killed, while a bar is drawn. Each prints a message like the command line does.
 FAILING = """
@@ -52,25 +51,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.01)
-
-
 def test_a_terminal_shows_a_bar_that_is_erased_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with StatusLine("Starting", terminal) as status:
         show = show_counts(status.show, "Loading m", in_bytes=True)
         show(GIB // 2, 2 * GIB)
-        wait_for(lambda: "25 %" in terminal.getvalue())
+        assert wait_until(lambda: "25 %" in terminal.getvalue())
         [line] = screen(terminal.getvalue())
         assert re.fullmatch(r"Loading m ━━━━━─{15} 25 % of 2\.0 GiB, \d+ s", line)
         status.print("a line above")
         show(GIB, 2 * GIB)
-        wait_for(lambda: "50 %" in terminal.getvalue())
+        assert wait_until(lambda: "50 %" in terminal.getvalue())
         assert screen(terminal.getvalue())[0] == "a line above"
     assert screen(terminal.getvalue()) == ["a line above", ""]
 
@@ -79,7 +71,7 @@ def test_the_bar_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with StatusLine("x" * 200, terminal):
-        wait_for(terminal.getvalue)
+        assert wait_until(terminal.getvalue)
         assert screen(terminal.getvalue()) == ["x" * 79]
 
 
@@ -94,11 +86,11 @@ def test_without_a_terminal_progress_is_logged_in_lines(
         return any(re.fullmatch(pattern, message) for message in caplog.messages)
 
     with StatusLine("Starting", stream, log_seconds=0.02) as status:
-        wait_for(lambda: logged(r"Starting, \d+ s"))
+        assert wait_until(lambda: logged(r"Starting, \d+ s"))
         status.show(TaskProgress("Loading m", GIB // 2, 2 * GIB, in_bytes=True))
-        wait_for(lambda: logged(r"Loading m: 25 % of 2\.0 GiB, \d+ s"))
+        assert wait_until(lambda: logged(r"Loading m: 25 % of 2\.0 GiB, \d+ s"))
         status.show(TaskProgress("Capturing", 3, 12))
-        wait_for(lambda: logged(r"Capturing: 3 of 12, \d+ s"))
+        assert wait_until(lambda: logged(r"Capturing: 3 of 12, \d+ s"))
         status.print("a line")
     assert isinstance(stream, io.StringIO) and stream.getvalue() == "a line\n"
     assert not [thread for thread in threading.enumerate() if thread.name == "hotset-status"]
@@ -147,7 +139,9 @@ def test_a_start_without_a_terminal_logs_its_progress(
 ) -> None:
     def load(config: EngineConfig, *rest: object, show: ShowProgress) -> None:
         show(TaskProgress("Loading m", GIB, 4 * GIB, in_bytes=True))
-        wait_for(lambda: any(message.startswith("Loading m: 25 % of 4.0 GiB, ") for message in caplog.messages))
+        assert wait_until(
+            lambda: any(message.startswith("Loading m: 25 % of 4.0 GiB, ") for message in caplog.messages)
+        )
         raise StartupError("it fails, as planned")
 
     monkeypatch.setattr(status_line, "LOG_SECONDS", 0.02)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from harness import tiny_directory
+from harness import DEMO, tiny_directory
 from processes import pause
 
 from hotset.base.config import EngineConfig
@@ -31,7 +31,6 @@ from hotset.engine.process import AddRequests, EngineProcess, StopEngine
 from hotset.engine.progress import Progress
 from hotset.models.decoder_layer import DecoderLayer
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 DEADLINE_S = 200.0
 NOTICE_S = 60.0  # time for a client to notice a process that is stopped or hangs; the limit is 3 s
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

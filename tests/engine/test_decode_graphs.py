@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine.waiting_steps import forbid_waiting
+from harness import DEMO
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +27,6 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Plan, PromptRange
 from hotset.tiers.residence import Residence
-
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 65, 100, 256, 1000, 4096])

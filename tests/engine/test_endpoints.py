@@ -3,12 +3,14 @@
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 from engine.handoff_pair import decoder_of
 from harness import make_engine
 from loopback import Hub, Loopback
+from waiting import ManualEvent
 
 from hotset.base.errors import StartupError
 from hotset.base.request_options import RequestOptions
@@ -75,16 +77,14 @@ class FakeAgent:
 
 @pytest.fixture
 def prefill() -> Iterator[Engine]:
-    engine = make("prefill", plans_in_flight=2)
-    yield engine
-    engine.close()
+    with closing(make("prefill", plans_in_flight=2)) as engine:
+        yield engine
 
 
 @pytest.fixture
 def decode() -> Iterator[Engine]:
-    engine = make("decode")
-    yield engine
-    engine.close()
+    with closing(make("decode")) as engine:
+        yield engine
 
 
 def replace_agent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
@@ -130,18 +130,11 @@ def test_a_prompt_that_cannot_be_computed_is_refused(
         assert [type(command) for command in agent.commands] == [PrefillFailed] and prefill.idle
 
 
-class FakeEvent:
-    occurred = False
-
-    def query(self) -> bool:
-        return self.occurred
-
-
 def test_pages_are_announced_to_a_peer_only_after_copies_to_them_have_finished(
     decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        agent, copies = replace_agent(decode, patch), FakeEvent()
+        agent, copies = replace_agent(decode, patch), ManualEvent()
         patch.setattr(decode.executor, "mirrored_event", lambda: copies)
         for name in ("aborted", "kept"):
             (choice,) = InputProcessor(decode.card, seed=0).accept(
@@ -153,7 +146,7 @@ def test_pages_are_announced_to_a_peer_only_after_copies_to_them_have_finished(
         assert not agent.commands, "pages that a copy may still write to were announced to a peer"
         decode.abort("aborted/0")
         decode.step()
-        copies.occurred = True
+        copies.happened = True
         decode.step()
         (command,) = agent.commands
         assert isinstance(command, Fetch) and "kept" in command.request.key.request_id
@@ -225,8 +218,7 @@ def test_a_hurried_close_cuts_the_drain_of_handoffs_short() -> None:
 
 
 def test_a_child_is_killed_only_after_the_time_it_may_need_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = make("decode"), make("decode", host_kv_tokens=8192)
-    try:
+    with closing(make("decode")) as small, closing(make("decode", host_kv_tokens=8192)) as large:
         without_memory = core.DRAIN_SECONDS + NOTIFY_SECONDS + 2 * STOP_SECONDS + CLOSE_S
         assert large.closing_seconds == without_memory, "without a GPU no memory is pinned"
         monkeypatch.setattr(HostStore, "pinned_bytes", property(lambda store: store.rows.nbytes))
@@ -235,9 +227,6 @@ def test_a_child_is_killed_only_after_the_time_it_may_need_to_close(monkeypatch:
         process.pipe = type("Pipe", (), {"recv": lambda _: EngineReady(large.card, large.closing_seconds)})()
         assert process.wait_ready() is large.card
         assert process.stop_seconds > large.closing_seconds
-    finally:
-        small.close()
-        large.close()
 
 
 def test_only_a_stop_command_counts_as_a_request_to_stop() -> None:

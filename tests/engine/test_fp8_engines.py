@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.test_decode_graphs import DEMO, answers, make_prompts
+from engine.test_decode_graphs import answers, make_prompts
+from harness import DEMO
 from models.fp8_models import quantise_checkpoint, save_fp8_model
 
 from hotset import LLM, SamplingParams

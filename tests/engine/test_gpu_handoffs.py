@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from engine.handoff_pair import Pair
-from engine.test_decode_graphs import DEMO
 from engine.test_gpu_ranks import on_gpu, on_one_gpu
+from harness import DEMO
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig

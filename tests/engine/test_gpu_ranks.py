@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engine.symmetric_ranks import has_mps
-from engine.test_decode_graphs import DEMO
-from harness import tiny_directory
+from harness import DEMO, tiny_directory
 from torch import Tensor
 
 from hotset import LLM, SamplingParams

@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-import torch
 from engine.handoff_pair import SAMPLED, Pair, decoder_of, make, pair
 from engine.test_handoff_splits import SEED, SPECS
 from engine.test_handoff_splits import pair as split_pair
-from harness import RandomWeights, make_engine, run_all
+from harness import run_all, whole_engine
 from loopback import Faults, Loopback
 
 from hotset.base.request_options import LandingChoice
 from hotset.engine.core import Engine
 from hotset.fleet.handoff.endpoints import PrefillEndpoint
 from hotset.fleet.transfer.workers import WorkerTransfers
-from hotset.models.decoder import Decoder
 
 PAGE_ROWS, PREFILL_PAGE_ROWS = 8, 16
 SIZES = {"max_model_len": 160, "max_num_batched_tokens": 24, "device_kv_tokens": 800, "host_kv_tokens": 4096}
@@ -123,7 +121,7 @@ def tokens_prefilled(handed: list[Turn]) -> int:
 )
 def test_a_conversation_between_engines_with_different_parallelism(model: str, sender: str, receiver: str) -> None:
     spec = SPECS[model]
-    single = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, page_rows=16, device_kv_tokens=2000)
+    single = whole_engine(spec, SEED, page_rows=16, device_kv_tokens=2000)
     with split_pair(model, sender, receiver, "loopback", extend_locally=EXTEND) as workers:
         turns = converse(workers, single, "auto", (21, 1, 19))
         assert [turn.extended for turn in turns] == [False, True, False]

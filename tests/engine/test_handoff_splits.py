@@ -7,10 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-import torch
 from engine.handoff_pair import Pair, simulated_routes
 from engine.threaded import split_engine
-from harness import RandomWeights, make_engine, run_all
+from harness import run_all, whole_engine
 from loopback import Hub, Loopback
 from models.split_workers import SPECS
 
@@ -21,7 +20,6 @@ from hotset.fleet.handoff import staging
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.models.attention.gqa_spec import GqaSpec
-from hotset.models.decoder import Decoder
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 SEED = 5
@@ -62,7 +60,7 @@ def prompts() -> list[list[int]]:
 @lru_cache
 def answers_of_one_process(model: str) -> list[list[int]]:
     spec = SPECS[model]
-    engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, page_rows=16, device_kv_tokens=2000)
+    engine = whole_engine(spec, SEED, page_rows=16, device_kv_tokens=2000)
     return [answer.token_ids for answer in run_all(engine, prompts(), [PARAMS] * len(LENGTHS))]
 
 
@@ -73,9 +71,8 @@ def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Tran
         settings["staging_mib"] = 1
     if parallelism != "TP1":
         return split_engine(spec, SEED, opener, **settings)
-    decoder = Decoder(spec, RandomWeights(torch.float64, SEED))
     connections = FleetConnections(lambda _settings: opener())
-    return make_engine(decoder, spec, connections=lambda: connections, weights=f"random {SEED}", **settings)
+    return whole_engine(spec, SEED, connections=lambda: connections, weights=f"random {SEED}", **settings)
 
 
 @contextmanager

@@ -4,18 +4,17 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from engine.handoff_pair import Prompts, decoder_of, pair
 from engine.test_invariance import MODELS
 from engine.test_speculation import LOOKUP, impose_drafts
 from engine.test_structures import ROOMY, answers_of_one_process, check, requests
-from engine.threaded import closing, split_engine
-from harness import RandomWeights, make_engine, run_all
+from engine.threaded import split_engine
+from harness import make_engine, run_all, whole_engine
 from models.split_workers import SPECS
 from processes import children_of, command_line
 from structures import tokenizer_directory
@@ -26,7 +25,6 @@ from hotset.engine import constraints
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.grammar.following import FollowedAnswer, Masks
-from hotset.models.decoder import Decoder
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.residence import Residence
@@ -110,10 +108,9 @@ def test_drafts_are_taken_back_with_the_token_before_them(model_directory: str, 
 )
 def test_late_masks_of_split_engines(split: dict[str, int], model_directory: str, late: list[Residence]) -> None:
     spec = SPECS["deepseek_v32"]
-    decoder = Decoder(spec, RandomWeights(torch.float64, 5))
     prompts, params = requests(4)
     with punctual():
-        expected = run_all(make_engine(decoder, spec, model=model_directory, **ROOMY), prompts, params)
+        expected = run_all(whole_engine(spec, 5, model=model_directory, **ROOMY), prompts, params)
     check(expected, params)
     with closing(split_engine(spec, 5, **ROOMY | split | {"model": model_directory})) as engine:
         assert run_all(engine, prompts, params) == expected

@@ -7,17 +7,17 @@ right by chance.
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.handoff_pair import Prompts, decoder_of, pair
 from engine.test_invariance import REQUESTS, dsa_spec, workload
-from engine.threaded import closing, split_engine
-from harness import Answer, RandomWeights, make_engine, run_all
+from engine.threaded import split_engine
+from harness import DEMO, Answer, RandomWeights, make_engine, run_all, whole_engine
 from models.mtp_oracle import MtpOracle
 from models.split_workers import SPECS as SPLIT_SPECS
 from models.test_mtp import DraftingMemory, oracle_drafts, sizes
@@ -38,7 +38,6 @@ from hotset.models.spec import ModelSpec, MtpSpec
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 LIKELY = 4  # tokens that the LM head prefers
 
 
@@ -63,12 +62,11 @@ def plain(spec: ModelSpec) -> ModelSpec:
 
 
 @cache
-def expected_answer(name: str, number: int) -> Answer:
-    """Returns the answer to a request that runs alone, without drafts and without the layer."""
+def expected_answers(name: str) -> list[Answer]:
+    """Returns the answers of an engine that has room for all REQUESTS, without drafts and without the layer."""
     spec = plain(SPECS[name])
-    sizes = {"device_kv_tokens": 96, "page_rows": 96, "max_num_seqs": 1, "max_model_len": 56}
-    (answer,) = run_all(make_engine(Decoder(spec, WEIGHTS), spec, **sizes, tiers="off"), *zip(REQUESTS[number]))
-    return answer
+    sizes = {"device_kv_tokens": 2000, "page_rows": 96, "max_num_seqs": len(REQUESTS), "max_model_len": 56}
+    return run_all(make_engine(Decoder(spec, WEIGHTS), spec, **sizes, tiers="off"), *zip(*REQUESTS, strict=True))
 
 
 class RecordedDrafts(MtpDrafter):
@@ -126,7 +124,7 @@ def settings_of(load: Any, max_drafts: int) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize("workloads", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workloads", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPECS)
 def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines have one, two or three plans in flight, all of which can verify drafts of the same request."""
@@ -141,7 +139,7 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
         drafter = record_drafts(engine)
         prompts, params = zip(*(REQUESTS[request] for request in load.batch), strict=True)
         answers = run_all(engine, prompts, params, load.arrive_at)
-        assert answers == [expected_answer(name, request) for request in load.batch], load
+        assert answers == [expected_answers(name)[request] for request in load.batch], load
         stats = engine.stats()
         assert stats.device_pages_held == 0
         accepted += sum(stats.drafts_accepted.values())
@@ -152,7 +150,7 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
                 drafts = drafter.recorded[context]
                 assert list(drafts) == published_drafts(name, context, len(drafts)), load
                 checked += 1
-    assert accepted > 8 and rejected > 20 and checked >= 12, (accepted, rejected, checked)
+    assert accepted > 8 and rejected > 20 and checked >= 6, (accepted, rejected, checked)
     assert sum(drafts > 0 for drafts in unverified) > 0.2 * len(unverified), "few plans were made ahead of verification"
 
 
@@ -162,29 +160,21 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
         ("tensor_parallel_size", "distribution"),
         ("pipeline_parallel_size", "exact"),
         ("data_parallel_size", "distribution"),
-        *(
-            pytest.param(split, accept, marks=pytest.mark.slow)
-            for split, accept in (
-                ("tensor_parallel_size", "exact"),
-                ("pipeline_parallel_size", "distribution"),
-                ("data_parallel_size", "exact"),
-            )
-        ),
     ],
 )
 def test_ranks_and_stages_draft_what_one_process_drafts(split: str, accept: str) -> None:
     prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [8, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57, 58], [6]]
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
     sizes = {"device_kv_tokens": 400, "host_kv_tokens": 500, "max_num_seqs": 3, "max_model_len": 56, "page_rows": 4}
     spec, seed = replace(SPLIT_SPECS["deepseek_v32"], mtp=MtpSpec(carries_normed=False, shares_selection=False)), 6
-    one = make_engine(Decoder(spec, RandomWeights(torch.float64, seed)), spec, **sizes, speculate=3, accept=accept)
+    one = whole_engine(spec, seed, **sizes, speculate=3, accept=accept)
     drafter = record_drafts(one)
     expected = run_all(one, prompts, params)
     with closing(split_engine(spec, seed, **sizes, **{split: 2}, speculate=3, accept=accept)) as engine:
         of_split = record_drafts(engine)
         assert run_all(engine, prompts, params) == expected
     assert of_split.recorded == drafter.recorded
-    assert sum(map(len, drafter.recorded.values())) > 100
+    assert sum(map(len, drafter.recorded.values())) > 40
 
 
 def test_a_rank_that_would_draft_other_tokens_verifies_the_drafts_of_rank_0() -> None:
@@ -204,7 +194,7 @@ def test_a_rank_that_would_draft_other_tokens_verifies_the_drafts_of_rank_0() ->
     prompts = [[5, 7, 11, 2, 3, 4, 9, 30, 31], [6]]
     sizes = {"device_kv_tokens": 200, "max_num_seqs": 2, "max_model_len": 56, "page_rows": 4, "tiers": "off"}
     spec, seed = replace(SPLIT_SPECS["deepseek_v32"], mtp=MtpSpec(carries_normed=False, shares_selection=False)), 6
-    one = make_engine(Decoder(plain(spec), RandomWeights(torch.float64, seed)), plain(spec), **sizes)
+    one = whole_engine(plain(spec), seed, **sizes)
     expected = run_all(one, prompts, params)
     split = {"tensor_parallel_size": 2, "speculate": 3}
     with closing(split_engine(spec, seed, on_load=draft_others, **sizes, **split)) as engine:
@@ -220,30 +210,34 @@ def drafted_answers(name: str, params: Sequence[SamplingParams], **settings: Any
     return [answer.token_ids for answer in answers], sum(engine.stats().drafts_accepted.values())
 
 
-@pytest.mark.parametrize(("name", "plans"), [pytest.param("deepseek", 1, marks=pytest.mark.slow), ("glm", 2)])
-def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sampled(name: str, plans: int) -> None:
+def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sampled() -> None:
     """Answers of many seeds. In each place, tokens are sampled as often as without drafts: the squared differences, in
     units of their variance, have the mean 1."""
     params = [
         SamplingParams(
-            temperature=1.0 + number % 2 / 2, top_p=1.0 - number % 3 / 10, seed=number, max_tokens=6, ignore_eos=True
+            temperature=1.0 + number % 2 / 2,
+            top_p=1.0 - number % 3 / 10,
+            seed=number,
+            max_tokens=4,
+            ignore_eos=True,
+            logit_bias=dict.fromkeys(range(LIKELY, 3 * LIKELY), 4.0),
         )
-        for number in range(300)
+        for number in range(200)
     ]
-    plain, _ = drafted_answers(name, params)
-    exact, num_exact = drafted_answers(name, params, speculate=3)
+    plain, _ = drafted_answers("glm", params)
+    exact, num_exact = drafted_answers("glm", params, speculate=3)
     assert exact == plain
-    found, num_accepted = drafted_answers(name, params, speculate=3, accept="distribution", plans_in_flight=plans)
+    found, num_accepted = drafted_answers("glm", params, speculate=3, accept="distribution", plans_in_flight=2)
     assert found != plain and num_accepted > 1.2 * num_exact, (num_accepted, num_exact)
-    for place in range(1, 6):
+    for place in range(1, 4):
         counts = [Counter(answer[place] for answer in answers) for answers in (plain, found)]
         often = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 10]
         squares = [(counts[0][token] - counts[1][token]) ** 2 / (counts[0] + counts[1])[token] for token in often]
-        assert len(often) >= 8 and sum(squares) < len(often) + 4 * (2 * len(often)) ** 0.5, (place, counts)
+        assert len(often) >= 6 and sum(squares) < len(often) + 4 * (2 * len(often)) ** 0.5, (place, counts)
 
 
 def test_acceptance_by_distribution_changes_no_greedy_token() -> None:
-    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={n: 2.0}) for n in range(9)]
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={n: 2.0}) for n in range(5)]
     plain, _ = drafted_answers("deepseek", params)
     found, accepted = drafted_answers("deepseek", params, speculate=3, accept="distribution")
     assert found == plain and accepted > 0
@@ -251,7 +245,7 @@ def test_acceptance_by_distribution_changes_no_greedy_token() -> None:
 
 def test_a_tiered_request_with_few_slots_drafts_what_a_resident_one_drafts() -> None:
     """The slots suffice for the tokens that a step verifies. Drafting after it evicts rows that the step has read."""
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=16, ignore_eos=True)
     prompts = [[(7 * number * number + seat) % 61 for number in range(28)] for seat in range(3)]
     sizes = {"max_num_seqs": 3, "max_model_len": 56, "page_rows": 1, "device_kv_tokens": 400, "host_kv_tokens": 600}
     recorded, answers = [], []
@@ -261,7 +255,7 @@ def test_a_tiered_request_with_few_slots_drafts_what_a_resident_one_drafts() -> 
         answers.append(run_all(engine, prompts, [params] * 3))
         recorded.append({context: drafts for context, drafts in drafter.recorded.items() if len(drafts) == 3})
     compared = recorded[0].keys() & recorded[1].keys()
-    assert answers[0] == answers[1] and len(compared) > 20
+    assert answers[0] == answers[1] and len(compared) > 10
     assert all(recorded[0][context] == recorded[1][context] for context in compared)
 
 
@@ -286,7 +280,7 @@ def test_the_rows_of_the_layer_travel_with_a_handoff() -> None:
 
 def test_the_demo_model_drafts_its_answers() -> None:
     with LLM(DEMO, device="cpu", max_num_seqs=2, max_model_len=320, speculate=3) as llm:
-        questions = make_questions(["several", "sum"], 256, 2, 5, LocalBackend(llm).count_tokens)
+        questions = make_questions(["several"], 256, 1, 5, LocalBackend(llm).count_tokens)
         prompts = [f"<|bos|>{question.prompt}" for question in questions]
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
         stats = llm.stats()

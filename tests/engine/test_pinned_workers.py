@@ -1,12 +1,13 @@
 """Where the host stores of several workers are, and how the workers pin them and report it. No GPU is needed."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from engine.threaded import closing, split_engine
+from engine.threaded import split_engine
 from memory.fake_cudart import FakeCudart
 from models.split_workers import SPECS
 

@@ -3,6 +3,7 @@ exactly once. tests/models/test_parity.py compares them with those of transforme
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_invariance import MODELS
-from engine.threaded import closing, split_engine
+from engine.threaded import split_engine
 from harness import Answer, make_engine, run_all
 from models.split_workers import SPECS
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from examples import examples
+from fake_files import write_files
 from harness import CPU, RandomWeights, make_engine
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -196,9 +197,7 @@ def test_defect_26_the_pools_fit_into_the_limit_of_a_control_group(
 ) -> None:
     limit, used = 40 * MIB, 8 * MIB
     files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": limit, "sys/fs/cgroup/a/memory.current": used}
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(str(content))
+    write_files(tmp_path, files)
     monkeypatch.setattr(sizing, "host_memory", lambda: host_memory(tmp_path))
     sized = budget(shape, "auto", context=1 << 20)
     device_bytes = sized.device_pages * shape.layers * sized.geometry.layer_page_bytes

@@ -6,16 +6,16 @@ places. What `lookup` drafts is tested in tests/schedule/test_lookup_drafts.py.
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine.handoff_pair import Prompts, decoder_of, pair
-from engine.test_invariance import MODELS, REQUESTS, answer_alone, workload
+from engine.test_invariance import MODELS, REQUESTS, expected_answers, workload
 from engine.test_structures import ROOMY, answers_of_one_process, requests
-from engine.threaded import closing, split_engine
-from harness import Answer, RandomWeights, make_engine, run_all
+from engine.threaded import split_engine
+from harness import DEMO, Answer, make_engine, run_all, whole_engine
 from imposed_drafts import ImposedDrafter
 from models.split_workers import SPECS
 from structures import tokenizer_directory
@@ -25,9 +25,7 @@ from hotset.base.config import TiersMode
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.models.decoder import Decoder
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 LOOKUP: dict[str, Any] = {"speculate_by": "lookup"}
 
 
@@ -46,7 +44,7 @@ def impose_drafts(engine: Engine, prompts: Sequence[Sequence[int]], answers: Seq
 
 @pytest.mark.parametrize(
     ("name", "workloads"),
-    [("dsa", 6), ("gqa", 6), *(pytest.param(name, 60, marks=pytest.mark.slow) for name in MODELS)],
+    [("dsa", 4), ("gqa", 4), *(pytest.param(name, 60, marks=pytest.mark.slow) for name in MODELS)],
 )
 def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
     spec, model = MODELS[name]
@@ -63,7 +61,7 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
             settings["host_kv_tokens"] += 8 * max_drafts
         engine = make_engine(model, spec, max_model_len=56, **settings)
         prompts, params = zip(*(REQUESTS[request] for request in load.batch), strict=True)
-        expected = [answer_alone(name, request) for request in load.batch]
+        expected = [expected_answers(name)[request] for request in load.batch]
         impose_drafts(engine, prompts, expected, spec.vocab)
         assert run_all(engine, prompts, params, load.arrive_at) == expected, load
         stats = engine.stats()
@@ -131,8 +129,7 @@ def test_several_workers_verify_the_same_drafts(model: str, split: dict[str, int
     prompts = [[rng.randrange(61) for _ in range(rng.choice([1, 7, 25]))] for _ in range(5)]
     params = [SamplingParams(temperature=0.8 * (n % 2), seed=n, max_tokens=20, ignore_eos=True) for n in range(5)]
     small = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
-    decoder = Decoder(spec, RandomWeights(torch.float64, 5))
-    expected = run_all(make_engine(decoder, spec, **small, device_kv_tokens=2000), prompts, params)
+    expected = run_all(whole_engine(spec, 5, **small, device_kv_tokens=2000), prompts, params)
     settings = small | split | LOOKUP | {"speculate": 3, "device_kv_tokens": 140, "tiers": tiers}
     if tiers != "off":
         settings["host_kv_tokens"] = 600

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.threaded import ThreadWorkers
-from harness import CPU, tiny_directory
+from harness import CPU, DEMO, tiny_directory
 from models.test_weight_plan import measured_bytes
 
 from hotset.base.config import EngineConfig
@@ -35,7 +35,6 @@ from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import WeightPlan
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = str(ROOT / "models" / "demo-dsa")
 CUDA = torch.device("cuda")
 H200 = 140 * GIB
 

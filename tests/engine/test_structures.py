@@ -5,14 +5,13 @@ import json
 import random
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.handoff_pair import pair
 from engine.test_invariance import MODELS
-from harness import Answer, make_engine, run_all
+from harness import DEMO, Answer, make_engine, run_all
 from structures import (
     END,
     SMALL_STRUCTURES,
@@ -32,7 +31,6 @@ from hotset.engine.constraints import Constraints, SeatMasks
 from hotset.grammar.following import StructureProcesses
 from hotset.schedule.plan import AssignSeat, Plan
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 VOCAB = 61
 CPU = torch.device("cpu")
 ROOMY = {"device_kv_tokens": 2000, "page_rows": 8, "max_num_seqs": 8, "max_model_len": 96, "tiers": "off"}
@@ -58,7 +56,7 @@ def requests(count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
         SamplingParams(
             temperature=0.0 if number % 5 == 0 else 1.0,
             seed=number,
-            max_tokens=30,
+            max_tokens=30 if number % 3 else 12,
             logprobs=1 if number % 4 == 0 else None,
             repetition_penalty=1.2 if number % 4 == 1 else 1.0,
             structure=None if number % 3 == 0 else SMALL_STRUCTURES[number % len(SMALL_STRUCTURES)],
@@ -221,24 +219,24 @@ def test_generations_at_temperature_1_end_by_themselves_and_satisfy_their_struct
 
 def test_a_greedy_answer_that_satisfies_a_structure_anyway_is_the_same(llm: LLM) -> None:
     prompt = "The capital of France is"
-    free = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    free = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
     for structure in [
         Structure("choice", json.dumps(["Berlin", free.text + " and so on"])),
         Structure("regex", r"(.|\n)*"),
         Structure("grammar", f"start: /[^~]*/ {json.dumps(free.text[-3:])} | /[0-9]+/"),
     ]:
-        params = SamplingParams(temperature=0, max_tokens=24, structure=structure)
+        params = SamplingParams(temperature=0, max_tokens=12, structure=structure)
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == free.token_ids, structure
 
 
 def test_a_greedy_answer_ends_at_the_same_stop_token_if_its_structure_may_end_there(llm: LLM) -> None:
     prompt = "The capital of France is"
     stop = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids[-1]
-    free = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stop]))[0].outputs[0]
+    free = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop]))[0].outputs[0]
     assert (free.finish_reason, free.token_ids[-1]) == ("stop", stop)
     params = SamplingParams(
         temperature=0,
-        max_tokens=24,
+        max_tokens=12,
         stop_token_ids=[stop],
         structure=Structure("choice", json.dumps([free.text, free.text + " and so on"])),
     )

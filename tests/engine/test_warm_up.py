@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import CPU, run_all, tiny_directory
+from harness import CPU, DEMO, run_all, tiny_directory
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import StartupError
@@ -29,8 +29,6 @@ from hotset.engine.workers.executor import InProcessExecutor
 from hotset.memory.geometry import Geometry
 from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
-
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -15,7 +16,7 @@ from typing import cast
 
 import pytest
 import torch
-from engine.threaded import closing, split_engine
+from engine.threaded import split_engine
 from models.split_workers import SPECS
 from processes import pause
 

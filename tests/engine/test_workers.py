@@ -6,14 +6,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
-from engine.threaded import closing, split_engine
-from harness import RandomWeights, make_engine, run_all
+from engine.threaded import split_engine
+from harness import Answer, run_all, whole_engine
 from models.split_workers import SPECS
 from torch import Tensor
 
@@ -61,11 +62,9 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @lru_cache
-def answers_of_one_process(model: str) -> list[list[int]]:
+def answers_of_one_process(model: str) -> list[Answer]:
     """Returns the answers of one process that has room for all requests."""
-    spec = SPECS[model]
-    engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, device_kv_tokens=2000)
-    return [answer.token_ids for answer in run_all(engine, *requests())]
+    return run_all(whole_engine(SPECS[model], SEED, **SMALL, device_kv_tokens=2000), *requests())
 
 
 class ResidualChecksums:
@@ -114,7 +113,7 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
     if tiers != "off":
         settings["host_kv_tokens"] = 600
     with closing(split_engine(SPECS[model], SEED, on_load=checksums.record, **settings)) as engine:
-        assert [answer.token_ids for answer in run_all(engine, *requests())] == answers_of_one_process(model)
+        assert run_all(engine, *requests()) == answers_of_one_process(model)
         stats = engine.stats()
     pressure = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
     assert pressure[tiers] > 0, f"the pools were large enough, so this test checks nothing: {stats}"
@@ -136,12 +135,12 @@ def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_token
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * len(prompts)
     spec, answers = SPECS["glm_moe_dsa"], []
     sizes: dict[str, int] = {"device_kv_tokens": 700, "host_kv_tokens": 900}
-    one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
+    one = whole_engine(spec, SEED, **SMALL, **sizes, prefix_cache=False)
     with closing(split_engine(spec, SEED, **SPLITS["PP 3, uneven"], **SMALL, **sizes)) as engine:
         for some in (slice(0, 1), slice(1, 4)):  # the others come when the first request has ended
-            answers += [answer.token_ids for answer in run_all(engine, prompts[some], params[some])]
+            answers += run_all(engine, prompts[some], params[some])
         stats = engine.stats()
-    assert answers == [answer.token_ids for answer in run_all(one, prompts, params)]
+    assert answers == run_all(one, prompts, params)
     assert stats.tokens_reused == 3 * 40 and stats.tokens_prefilled == sum(map(len, prompts)) - stats.tokens_reused
     assert len(shared) == 2 * engine.replicas[0].scheduler._ledger.geometry.whole_key_pages(40) > 0
 
@@ -215,7 +214,7 @@ def test_a_rank_that_would_sample_other_tokens_follows_rank_0() -> None:
 
     split = {"tensor_parallel_size": 2, "device_kv_tokens": 400, "tiers": "off"}
     with closing(split_engine(SPECS["qwen3"], SEED, on_load=negate_logits, **SMALL, **split)) as engine:
-        assert [answer.token_ids for answer in run_all(engine, *requests())] == answers_of_one_process("qwen3")
+        assert run_all(engine, *requests()) == answers_of_one_process("qwen3")
 
 
 @dataclass(frozen=True)
@@ -300,10 +299,9 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
     settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "host_kv_tokens": 600, "tiers": "always"}
     with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
         engine.executor.warm_up(lambda done, total: captured.append((done, total)))
-        answers = [answer.token_ids for answer in run_all(engine, prompts, params)]
+        answers = run_all(engine, prompts, params)
         workers, replicas = len(engine.executor.workers), len(engine.replicas)  # type: ignore[attr-defined]
-    whole = make_engine(Decoder(SPECS[model], RandomWeights(torch.float64, SEED)), SPECS[model], **SMALL)
-    assert answers == [answer.token_ids for answer in run_all(whole, prompts, params)]
+    assert answers == run_all(whole_engine(SPECS[model], SEED, **SMALL), prompts, params)
     assert captured == [(1, 1)]
     replays = list(zip(*log.values(), strict=True))
     assert len(log) == workers and len(replays) > 10
@@ -339,13 +337,13 @@ def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_al
     prompts = [[*prefix, *rest] for rest in ([8], [9], [5, 2, 6], [3, 2, 6, 5, 4, 3, 2])]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     sizes: dict[str, int] = {"device_kv_tokens": 400, "host_kv_tokens": 600}
-    one = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, **sizes, prefix_cache=False)
+    one = whole_engine(spec, SEED, **SMALL, **sizes, prefix_cache=False)
     with closing(split_engine(spec, SEED, **SPLITS[split], **SMALL, **sizes)) as engine:
         engine.executor.warm_up(lambda done, total: None)
         for prompt in prompts:
-            answers += [answer.token_ids for answer in run_all(engine, [prompt], [params])]
+            answers += run_all(engine, [prompt], [params])
         stats, workers = engine.stats(), len(engine.executor.workers)  # type: ignore[attr-defined]
-    assert answers == [answer.token_ids for answer in run_all(one, prompts, [params] * len(prompts))]
+    assert answers == run_all(one, prompts, [params] * len(prompts))
     assert stats.tokens_reused == 3 * len(prefix)
     assert list(dict.fromkeys(loading)) == [StepGraph(size, has_tiered=False) for size in (1, 4, 16)]
     assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
@@ -403,6 +401,6 @@ def test_a_request_goes_to_the_replica_with_the_fewest_tokens() -> None:
     with closing(split_engine(spec, SEED, **SMALL, device_kv_tokens=400, tiers="off", data_parallel_size=2)) as engine:
         answers = run_all(engine, prompts, params)
         prefilled = [replica.scheduler.counters.tokens_prefilled for replica in engine.replicas]
-    assert [answer.token_ids for answer in answers] == answers_of_one_process("deepseek_v32")
+    assert answers == answers_of_one_process("deepseek_v32")
     assert sum(prefilled) == sum(map(len, prompts))
     assert max(prefilled) - min(prefilled) <= max(map(len, prompts)), f"the replicas prefilled {prefilled} tokens"

@@ -4,8 +4,7 @@ import os
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -198,11 +197,3 @@ def split_engine(
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = worker_kv_shape(spec, torch.float64, kv_storage(config, spec))
     return assemble(config, card, shape, budget, workers, weights=f"random {seed}", connections=lambda: connections)
-
-
-@contextmanager
-def closing(engine: Engine) -> Iterator[Engine]:
-    try:
-        yield engine
-    finally:
-        engine.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_files import write_files
 from memory.fake_cudart import FakeCudart, allocated_bytes
 from torch import Tensor
 
@@ -169,9 +170,7 @@ def test_a_store_is_on_the_nodes_of_the_gpus_that_use_it(
         files[f"sys/devices/system/node/node{node}/meminfo"] = f"Node {node} MemTotal: 1024 kB\n"
     for gpu, node_text in enumerate(("0", "0", "1", "1", "-1")):
         files[f"sys/bus/pci/devices/0000:0{gpu}:00.0/numa_node"] = node_text
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+    write_files(tmp_path, files)
     monkeypatch.setattr(numa, "pci_address", lambda gpu: f"0000:0{gpu}:00.0")
     assert store_nodes(gpus, tmp_path) == nodes
     (tmp_path / "sys/devices/system/node/node1/meminfo").unlink()

@@ -51,7 +51,7 @@ def longest_run(free: set[int]) -> int:
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = examples(60, stateful_step_count=40)
+TestAllocator.settings = examples(30, stateful_step_count=40)
 
 
 def test_only_consecutive_pages_are_merged_into_a_run() -> None:

@@ -127,7 +127,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = examples(80, stateful_step_count=40)
+TestRing.settings = examples(40, stateful_step_count=40)
 
 
 def test_defect_09_an_empty_ring_grants_the_whole_ring_after_leases_of_any_sizes() -> None:

@@ -11,7 +11,7 @@ from hotset.tiers.residence import Residence
 
 def test_a_step_with_more_tokens_of_a_tiered_request_than_its_tail_holds_is_refused() -> None:
     bench = Bench(18, 80, tiers="always")
-    request = bench.add("tiered", 20, 50)
+    request = bench.add("tiered", 20, 8)
     bench.run(until=lambda: request.holding.residence is Residence.TIERED)
     bench.step()
     seat, start = request.holding.seat, request.num_scheduled
@@ -24,7 +24,7 @@ def test_a_step_with_more_tokens_of_a_tiered_request_than_its_tail_holds_is_refu
 def test_releasing_used_slots_changes_only_the_stamps_of_tiered_seats() -> None:
     """Other seats have no maps. Without a check, their maps would begin at the first word of the pool."""
     bench = Bench(18, 80, tiers="always")
-    request = bench.add("tiered", 20, 50)
+    request = bench.add("tiered", 20, 8)
     bench.run(until=lambda: request.holding.residence is Residence.TIERED)
     bench.step()
     hot_buffers, tiered = bench.memory.hot_buffers, request.holding.seat

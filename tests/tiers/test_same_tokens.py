@@ -1,12 +1,10 @@
 """Logits and answers are equal bit for bit with `tiers` "always" and "off"."""
 
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import CPU, RandomWeights, Recorder, make_engine, run_all
+from harness import CPU, DEMO, RandomWeights, Recorder, make_engine, run_all
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
@@ -20,7 +18,6 @@ from hotset.models.feed_forward import MoeSpec
 from hotset.models.spec import ModelSpec, RopeSpec
 from hotset.models.tokenizer import Tokenizer
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a full context has 32 times as many tokens as there are slots
 
 
@@ -50,20 +47,16 @@ def answers(
     return [run_all(engine, [prompt], [params])[0].token_ids for prompt in prompts]
 
 
-def cases() -> list[Any]:
-    """Returns all combinations of family, dtype and KV dtype. Quick runs use four, which cover every pair of values."""
-    quick = {
+@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch warns about bf16 on CPUs without bf16 instructions
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_dtype"),  # every pair of values
+    [
         ("deepseek_v32", torch.float32, "auto"),
         ("deepseek_v32", torch.bfloat16, "fp8"),
         ("glm_moe_dsa", torch.float32, "fp8"),
         ("glm_moe_dsa", torch.bfloat16, "auto"),
-    }
-    every = product(SPECS, (torch.float32, torch.bfloat16), ("auto", "fp8"))
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
-
-
-@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch warns about bf16 on CPUs without bf16 instructions
-@pytest.mark.parametrize(("family", "dtype", "kv_dtype"), cases())
+    ],
+)
 def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
     model_spec = SPECS[family]
     store = kv_storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
@@ -74,7 +67,7 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
         recorder = Recorder(Decoder(model_spec, RandomWeights(dtype, seed=5), store))
         hot_slots = None if tiers == "off" else SLOTS
         chunks = {"max_num_batched_tokens": 37, "page_rows": 8, "hot_slots": hot_slots, "kv_dtype": kv_dtype}
-        tokens.append(answers(recorder, model_spec, prompts, 24, device_kv_tokens=CONTEXT, tiers=tiers, **chunks))
+        tokens.append(answers(recorder, model_spec, prompts, 12, device_kv_tokens=CONTEXT, tiers=tiers, **chunks))
         recorders.append(recorder)
     off, always = recorders
     assert tokens[0] == tokens[1]
@@ -87,7 +80,7 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
 
 @pytest.mark.slow
 def test_the_demo_model_gives_the_same_answers_with_tiers_always_and_off() -> None:
-    files = find_model(str(DEMO))
+    files = find_model(DEMO)
     tokenizer = Tokenizer.load(files, None)
     assert tokenizer is not None
     questions = make_questions(["lookup", "several"], 1024, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))

@@ -61,7 +61,7 @@ class RecordingMemory(KvMemory):
 def run(name: str) -> tuple[Bench, RecordingMemory]:
     """Runs three requests to their end, and returns the bench and its memory with the recorded calls."""
     bench = Bench(**RUNS[name], memory=RecordingMemory)
-    for number, (prompt, answer) in enumerate([(20, 60), (20, 50), (7, 30)]):
+    for number, (prompt, answer) in enumerate([(20, 44), (20, 36), (7, 24)]):
         bench.add(f"r{number}", prompt, answer)
     bench.finish()
     assert isinstance(bench.memory, RecordingMemory)
