@@ -39,7 +39,6 @@ SLOW_FILES = (
     "models/test_sampler.py",
     "serve/test_requests.py",
     "serve/test_hung.py",
-    "serve/test_workers_die.py",
     "kernels/test_swap_in.py",
     "kernels/test_triton_compiles.py",
     "engine/test_client.py",

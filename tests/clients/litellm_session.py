@@ -1,7 +1,7 @@
 """Talks to a server through LiteLLM, and prints what it answered as one JSON object.
 
-The tests run this file in an environment of its own, because LiteLLM needs an older `openai` than they do. It reads the
-server's URL from standard input, so that the imports, which take seconds, can begin before the server is ready.
+The tests run this file in an environment of its own, because LiteLLM needs an older `openai` than they do. Its
+arguments are the URL of the server and the name of the model.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ litellm.telemetry = False
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 NEXT_QUESTION = {"role": "user", "content": "And of Italy?"}
-PROMPT = "The capital of France is"
+PROMPT = "Go on: <|capital|>"  # the token with which a script of the model begins
 
 
 def ask(model: str, messages: list[Any], options: dict[str, Any]) -> Any:
@@ -42,7 +42,8 @@ def streamed(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def called(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    parameters: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
+    parameters |= {"required": ["city"], "additionalProperties": False}
     function = {"name": "forecast", "description": "Returns the weather of a city", "parameters": parameters}
     tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     tools["_skip_mcp_handler"] = True  # it needs a package that LiteLLM does not install
@@ -63,7 +64,7 @@ def continued(model: str, options: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    url, name = sys.stdin.readline().split()
+    url, name = sys.argv[1:]
     options = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 8, "num_retries": 0}
     first = ask(f"openai/{name}", [QUESTION], options)
     turns = [QUESTION, first, NEXT_QUESTION]  # `first` is the message object that LiteLLM returned
@@ -72,8 +73,8 @@ def main() -> None:
         "second": ask(f"openai/{name}", turns, options).content,
         "hosted_vllm": asyncio.run(ask_asynchronously(f"hosted_vllm/{name}", turns, options)).content,
         "streamed": streamed(f"openai/{name}", options),
-        "called": called(f"openai/{name}", options | {"max_tokens": 64}),
-        "continued": continued(f"text-completion-openai/{name}", options | {"max_tokens": 3}),
+        "called": called(f"openai/{name}", options | {"max_tokens": 200}),
+        "continued": continued(f"text-completion-openai/{name}", options),
     }
     print(json.dumps(answers))
 

@@ -1,6 +1,6 @@
 """The `openai` package gets the expected answers from a server of the demo model.
 
-test_clients.py has the tests with the embedded model.
+test_clients.py has the tests with a model that says what a script tells it to.
 """
 
 import asyncio
@@ -303,6 +303,13 @@ def test_stop_token_ids_end_the_answer_and_special_tokens_can_be_shown(
         ask(client, extra_body={"skip_special_tokens": skip, "ignore_eos": True}, **ends) for skip in (True, False)
     )
     assert (hidden.choices[0].message.content, shown.choices[0].message.content) == ("", "<|end|><|end|>")
+
+
+def test_the_model_is_listed_and_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).model_extra["max_model_len"] == 8192
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
 
 
 def test_text_parts_are_joined(client: openai.OpenAI) -> None:
