@@ -54,7 +54,6 @@ class Fp8Weight(QuantisedWeight):
     scales: Tensor  # [..., ceil(out / block_rows), ceil(in / SCALE_BLOCK)] float32
     block_rows: int = SCALE_BLOCK
 
-    format_name = "fp8"
     kernels = "triton_fp8"
 
     def __post_init__(self) -> None:

@@ -16,7 +16,6 @@ class QuantisedWeight(ABC):
     """
 
     __slots__ = ()
-    format_name: ClassVar[str]  # in messages
     kernels: ClassVar[str]  # the name of the modules
     codes: Tensor
 

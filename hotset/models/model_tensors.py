@@ -156,7 +156,7 @@ def _tensor_bytes(spec: ModelSpec, tensor: WeightTensor, dtype_bytes: int) -> in
     biases = tensor.local_shape[0] if tensor.bias else 0
     if tensor.storage == "matrix":
         outputs, inputs = tensor.local_shape
-        matrix = spec.weight_formats.matrix_bytes(tensor.name, outputs, inputs, dtype_bytes)
+        matrix = spec.weight_formats.of(tensor.name).matrix_bytes(outputs, inputs, dtype_bytes)
         return matrix * tensor.copies + biases * dtype_bytes
     value_bytes = max(4, dtype_bytes) if tensor.storage == "fp32" else dtype_bytes
     return tensor.values * value_bytes + biases * dtype_bytes

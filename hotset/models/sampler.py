@@ -210,7 +210,7 @@ class Sampler:
             entries = (batch.biased.requests, batch.biased.token_ids)
             x[entries] = x[entries] + batch.biases.to(x.dtype)
         if batch.penalised is not None:
-            penalties = Penalties(*self._floats[batch.index[batch.penalised], 2:].unbind(-1))
+            penalties = self._floats[batch.index[batch.penalised], 2:]
             guessed = None if drafts is None else drafts.counts(x.shape[1])[batch.penalised]
             x[batch.penalised] = self._counts.penalised(x[batch.penalised], batch.count_rows, penalties, guessed)
         if batch.banned is not None:
@@ -334,15 +334,6 @@ def _masked(x: Tensor, masks: TokenMasks, *, in_place: bool) -> Tensor:
     return x
 
 
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """The penalties of the `m` penalised requests of a batch, each [m] float64."""
-
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-
 class TokenCounts:
     """The tokens in prompt and answer of each penalised request: [count row][token], on the device.
 
@@ -383,13 +374,10 @@ class TokenCounts:
         one = torch.ones_like(entries, dtype=torch.int32) if kept is None else kept.int()
         self._in_answer.view(-1).scatter_add_(0, entries, one)
 
-    def penalised(self, x: Tensor, rows: Tensor, penalties: Penalties, guessed: Tensor | None = None) -> Tensor:
+    def penalised(self, x: Tensor, rows: Tensor, penalties: Tensor, guessed: Tensor | None) -> Tensor:
         """Returns `x` [m, vocab] after the repetition, then the presence and frequency penalties, as a new tensor.
-        `guessed` [m, vocab] counts further tokens of the answers."""
-        repetition, presence, frequency = (
-            penalty.unsqueeze(-1).to(x.dtype)
-            for penalty in (penalties.repetition, penalties.presence, penalties.frequency)
-        )
+        `penalties` [m, 3] float64 are these three. `guessed` [m, vocab] counts further tokens of the answers."""
+        repetition, presence, frequency = penalties.to(x.dtype).unsqueeze(-1).unbind(1)  # each [m, 1]
         in_answer = self._in_answer[rows] if guessed is None else self._in_answer[rows] + guessed
         seen = self._in_prompt[rows] | (in_answer > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)

@@ -19,7 +19,7 @@ from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import MAX_EXPERTS, experts, reference
 
@@ -129,7 +129,7 @@ def test_experts_of_other_ranks_add_nothing(first: int) -> None:
 def test_experts_of_another_dtype_are_refused() -> None:
     gate_up, down = draw_weights(2, 8, 6, torch.bfloat16, "cpu")
     case = draw_case(3, 2, gate_up, down)
-    with pytest.raises(ConfigError, match=r"x is torch\.float32, but the experts are torch\.bfloat16"):
+    with pytest.raises(InternalError, match=r"x is torch\.float32, but the experts are torch\.bfloat16"):
         experts(case.x.float(), case.expert_ids, case.weights, gate_up, down)
 
 

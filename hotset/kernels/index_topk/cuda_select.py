@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.fast_path import is_hopper
-from hotset.kernels.index_topk.scores import Scores
+from hotset.kernels.index_topk.scores import CONTEXT_MULTIPLE, Scores
 
 SOURCE = Path(__file__).with_name("select.cu")
 # Blocks that share a query, and the number of queries up to which this is faster than fewer blocks. A block fills a
@@ -71,7 +72,10 @@ def select(
     """
     values = scores.values
     queries, context = values.shape
-    scores.check_selection(out)
+    if context % CONTEXT_MULTIPLE != 0:
+        raise InternalError(f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}")
+    if not out.is_contiguous():
+        raise InternalError(f"the output must be contiguous, but has strides {out.stride()}")
     limit = max(limit or 0, context)
     cluster = cluster or _cluster(queries, limit, shape)
     words = shape.words(limit, cluster)

@@ -23,22 +23,6 @@ def plan(
     host_rows: Tensor | None = None,
     device_rows: Tensor | None = None,
 ) -> SwapPlan:
-    swap = _plan(positions, seats, stamps, tables, words, words_per_page, counts, ignore_tail)
-    if host_rows is not None and device_rows is not None:
-        copy(swap.copies, host_rows, device_rows)
-    return swap
-
-
-def _plan(
-    positions: Tensor,
-    seats: Tensor,
-    stamps: Tensor,
-    tables: SeatTables,
-    words: Tensor,
-    words_per_page: int,
-    counts: Tensor,
-    ignore_tail: bool,
-) -> SwapPlan:
     seat = seats.clamp_min(0)[:, None]
     valid = (positions != EMPTY) & (seats != EMPTY)[:, None]
     tiered = tables.tiered[seat] & (seats != EMPTY)[:, None]  # [batch, 1]
@@ -58,6 +42,8 @@ def _plan(
         copies.host_rows[tiered_queries] = swap.copies.host_rows
         copies.device_rows[tiered_queries] = swap.copies.device_rows
         copies.counts[tiered_queries] = swap.copies.counts
+    if host_rows is not None and device_rows is not None:
+        copy(copies, host_rows, device_rows)
     return SwapPlan(rows, copies)
 
 

@@ -171,17 +171,13 @@ class MlaSpec(AttentionSpec):
 
 def read_full_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     """Returns the layers that run their own indexer: from a list, a pattern, or a frequency and an offset."""
-    pattern = fields.get("index_topk_pattern")
-    if "indexer_types" in fields:
-        name = "indexer_types"
-        types = fields.layer_choices(name, layers, ("full", "shared")) or []
-    elif isinstance(pattern, str):
-        name = "index_topk_pattern"
+    name = "indexer_types" if "indexer_types" in fields else "index_topk_pattern"
+    pattern = fields.get(name)
+    if isinstance(pattern, str) and name == "index_topk_pattern":
         if len(pattern) < layers or not set(pattern) <= {"F", "S"}:
             fields.refuse(name, f"a letter F (full) or S (shared) for each of {layers} layers")
         types = ["full" if letter == "F" else "shared" for letter in pattern[:layers]]
     elif pattern is not None:
-        name = "index_topk_pattern"
         types = fields.layer_choices(name, layers, ("full", "shared")) or []
     else:
         name = "index_skip_topk_offset"

@@ -16,8 +16,7 @@ import torch
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
-from hotset.models.checkpoint.stored_tensors import check_shape
-from hotset.models.checkpoint.unused_tensors import check_unused_tensors
+from hotset.models.checkpoint.stored_tensors import check_shape, check_unused_tensors
 from hotset.models.formats.weight_format import PLAIN, WeightFormat
 from hotset.models.model_tensors import tensor_names
 from hotset.models.spec import ModelSpec

@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 from hotset.base.errors import CheckpointError
 from hotset.kernels.weights import Weight
 from hotset.models.checkpoint.files import INDEX, header_bytes, read_weight_index, shard_paths
-from hotset.models.checkpoint.stored_tensors import check_shape
-from hotset.models.checkpoint.unused_tensors import check_unused_tensors
+from hotset.models.checkpoint.stored_tensors import check_shape, check_unused_tensors
 from hotset.models.formats import readable_formats
 from hotset.models.formats.weight_format import PLAIN, QuantisedFormat, WeightFormat
 from hotset.models.model_tensors import tensor_names

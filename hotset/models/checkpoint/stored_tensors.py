@@ -1,7 +1,8 @@
-"""Stored tensors: what reads them, and how they are copied to their place piece by piece and checked."""
+"""Stored tensors: what reads them, how they are copied to their place piece by piece, and how they are checked."""
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor
 from hotset.base.errors import CheckpointError
 from hotset.kernels.weights import Weight
 from hotset.models.formats.weight_format import WeightFormat
+from hotset.models.model_tensors import is_unused
+from hotset.models.spec import ModelSpec
 from hotset.models.split import TensorSlice
+from hotset.models.tensors import layer_of
 
+LOGGER = logging.getLogger("hotset.models")
 Progress = Callable[[int], None]  # is called with the number of bytes that were read so far
 
 PIECE_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
@@ -84,3 +89,21 @@ def check_finite(title: str, values: Tensor, piece_sums: list[Tensor]) -> None:
 def check_shape(title: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise CheckpointError(f"{title} has shape {list(found)}, but the configuration requires {list(expected)}")
+
+
+def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> None:
+    """Raises `CheckpointError` if `unused` contains tensors that do not belong to the model.
+
+    Layers beyond the model's last layer are reported in one log line. Tensors that `is_unused` knows are ignored.
+    """
+    foreign = [name for name in unused if not is_unused(spec, name)]
+    layers = {name: layer_of(name) for name in foreign}
+    extra_layers = sorted({layer for layer in layers.values() if layer is not None and layer >= spec.layers})
+    foreign = sorted(name for name in foreign if layers[name] not in extra_layers)
+    if foreign:
+        raise CheckpointError(
+            f"{file}: {len(foreign)} tensors do not belong to a {spec.architecture} model: {', '.join(foreign[:3])}"
+        )
+    if extra_layers:
+        listed = ", ".join(str(layer) for layer in extra_layers)
+        LOGGER.info("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)

@@ -107,9 +107,5 @@ class WeightFormats:
                     return rule.format
         return PLAIN
 
-    def matrix_bytes(self, name: str, outputs: int, inputs: int, dtype_bytes: int) -> int:
-        """Returns the bytes of the matrix `name`, or of a slice of it, in memory."""
-        return self.of(name).matrix_bytes(outputs, inputs, dtype_bytes)
-
 
 PLAIN_WEIGHTS = WeightFormats()
