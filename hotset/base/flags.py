@@ -24,6 +24,7 @@ CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 # Settings that have no effect outside a server.
 SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS, *EVENT_SETTINGS)
 MAX_KEY_CHARACTERS = 4096
+PICTURE_SUFFIXES = (".svg", ".html")
 EXIT_USAGE = 2  # the exit status of a wrong command line
 ApiKeyFile = Annotated[
     Path | None,
@@ -198,6 +199,16 @@ def with_key_of_file(values: dict[str, Any], file: Path | None) -> dict[str, Any
     if not key.isprintable() or not 0 < len(key) <= MAX_KEY_CHARACTERS:
         raise ConfigError(f"--api-key-file {file} must contain the API key on one line, and nothing else")
     return {**values, "api_key": key}
+
+
+def check_output_file(flag: str, file: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Raises ConfigError if the directory of a file does not exist, or if its name ends in none of the suffixes."""
+    if file is None:
+        return
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {file}: the directory {file.absolute().parent} does not exist")
+    if suffixes and file.suffix not in suffixes:
+        raise ConfigError(f"{flag} {file}: the name must end in {' or '.join(suffixes)}")
 
 
 def given_flags(words: Sequence[str], *config_types: "type[DataclassInstance]") -> dict[str, Any]:

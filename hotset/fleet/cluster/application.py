@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,8 +23,8 @@ from hotset.fleet.cluster.controller import CONTROLLER, MAX_CALLS, Controller, n
 from hotset.fleet.cluster.folders import make_folder
 from hotset.fleet.cluster.placement import Node, check_fit
 from hotset.fleet.cluster.spec import ENGINE_ROLES, ClusterSpec, EngineRole, Role
+from hotset.fleet.ray.nodes import CONNECT_SECONDS, unreachable
 
-CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0  # for a node or the controller
 POLL_SECONDS = 0.5
 LOCAL_OBJECT_STORE_BYTES = 100 << 20  # nothing of ours is in it; 75 MB is Ray's minimum
@@ -45,8 +44,14 @@ def connected(address: str | None, name: str) -> Iterator[str]:
         raise ConfigError(
             f"{address}: Ray Client is not supported; run this on a node of the cluster, or use its GCS address"
         )
-    if address not in ("auto", "local"):
-        _check_reachable(address)
+    if address not in ("auto", "local"):  # Ray itself would try for a minute
+        head = Address.parse(address)
+        if head is None:
+            raise ConfigError(f"the address of a Ray cluster looks like 10.0.0.1:6379, got {address!r}")
+        if (reason := unreachable(head, CONNECT_SECONDS)) is not None:
+            raise ConfigError(
+                f"no Ray cluster answers at {address}: {reason}; start one with `ray start --head`, or use --local"
+            )
     try:
         ray.init(address=address, namespace=namespace_of(name), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -89,19 +94,6 @@ def local_cluster(name: str) -> Iterator[str]:
 def log_folder() -> str:
     """Returns the folder with the logs of all processes on this node."""
     return f"{ray.get_runtime_context().get_temp_dir()}/session_latest/logs"
-
-
-def _check_reachable(address: str) -> None:
-    """Raises ConfigError if nothing listens at an address like 10.0.0.1:6379. Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"the address of a Ray cluster looks like 10.0.0.1:6379, got {address!r}")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"no Ray cluster answers at {address}: {error}; start one with `ray start --head`, or use --local"
-        ) from None
 
 
 def cluster_nodes() -> list[Node]:

@@ -93,7 +93,7 @@ def up(
             try:
                 _wait_until_complete(wait_seconds, signals if local else None)
                 if local:
-                    _serve_until(signals)
+                    signals.received.wait()
             finally:
                 if local:
                     _end(signals)
@@ -246,12 +246,6 @@ def _wait_until_complete(seconds: float, signals: _Signals | None) -> None:
     print(
         f"Hotset serves {found['model']} at {', '.join(router_urls(found))} (application {found['name']})", flush=True
     )
-
-
-def _serve_until(signals: _Signals) -> None:
-    """Waits for a signal."""
-    while not signals.received.wait(POLL_SECONDS):
-        pass
 
 
 def _end(signals: _Signals) -> None:

@@ -182,8 +182,7 @@ class ClusterSpec(SpecPart):
 
         Raises ConfigError if settings are invalid or contradict each other.
         """
-        names = {declared.name for declared in fields(EngineConfig)}
-        settings = {name: value for name, value in self.engine_settings(role).items() if name in names}
+        settings = _settings_of(EngineConfig, self.engine_settings(role))
         if not chosen:  # the interface is one of the node, not of this machine
             settings.pop("transfer_interface", None)
         return EngineConfig(**{**settings, "model": self.model, **chosen})

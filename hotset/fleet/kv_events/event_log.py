@@ -9,7 +9,7 @@ gets the whole cache, and the sequence numbers of an answer never leave a gap be
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -56,9 +56,8 @@ class EventLog:
         keep: bool,
         max_batches: int = MAX_BATCHES,
         max_bytes: int = MAX_BYTES,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._rank, self._keep, self._clock = rank, keep, clock
+        self._rank, self._keep = rank, keep
         self._max_batches, self._max_bytes = max_batches, max_bytes
         self._next = 0
         self._kept: deque[bytes] = deque()  # the batches [_oldest, _next)
@@ -122,7 +121,7 @@ class EventLog:
                 self._summary.clear()
 
     def _encode(self, events: Sequence[Event]) -> bytes:
-        return encode(EventBatch(self._clock(), events, self._rank))
+        return encode(EventBatch(time.time(), events, self._rank))
 
 
 def stored(hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], salt: str | None) -> BlockStored:

@@ -4,8 +4,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hotset.lab.bench.events import EventParser
-
 MAX_ERROR_CHARACTERS = 300
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of the delta of a chat chunk
 
@@ -66,6 +64,29 @@ class StreamedAnswer:
 
     def _fail(self, message: str) -> None:
         self.failure = self.failure or Failure(200, message)
+
+
+class EventParser:
+    """Splits the bytes of a stream, as they arrive, into the data of its server-sent events. An event may be divided
+    between any two bytes."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # the beginning of a line whose end has not arrived
+        self._data: list[bytes] = []  # the data lines of an event whose end has not arrived
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Returns the data of the events that end in these bytes. Comments and other fields are dropped."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events
 
 
 def error_message(error: Any) -> str:

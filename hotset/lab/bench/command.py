@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.base.descriptors import raise_descriptor_limit
-from hotset.base.errors import ConfigError, MissingDependency
-from hotset.base.flags import ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
+from hotset.base.errors import MissingDependency
+from hotset.base.flags import (
+    PICTURE_SUFFIXES,
+    ApiKeyFile,
+    CliCommand,
+    check_output_file,
+    config_values,
+    with_flags,
+    with_key_of_file,
+)
 from hotset.base.logs import log_to_stderr
 from hotset.base.status_line import StatusLine, TaskProgress
 from hotset.lab.bench.config import BenchConfig
@@ -21,7 +29,6 @@ if TYPE_CHECKING:
     from hotset.lab.bench.runner import Tally
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-PLOT_SUFFIXES = (".svg", ".html")
 EXIT_INTERRUPTED = 130
 BENCH_PANELS = {
     "Load": ("concurrency", "rate", "burstiness", "num_requests", "duration", "warmup", "request_timeout"),
@@ -82,11 +89,13 @@ def bench(
     """Measure throughput and latency of a running server."""
     values = with_key_of_file(values, api_key_file)
     config = BenchConfig(**config_values(BenchConfig, values))
-    _check_output_files(json_file, plot_file)
+    check_output_file("--json", json_file)
+    check_output_file("--plot", plot_file, PICTURE_SUFFIXES)
     import asyncio  # would delay the answers of all other commands
 
     try:
         from hotset.lab.bench import plot, tables
+        from hotset.lab.bench.svg import write_picture
     except ModuleNotFoundError as error:
         if error.name not in ("aiohttp", "yarl"):
             raise
@@ -102,7 +111,7 @@ def bench(
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json()) + "\n")
     if plot_file is not None:
-        plot.draw(report, plot_file)
+        write_picture(plot.picture(report), report.server.model, plot_file)
     console.print(f"seed {report.seed}", style="dim", highlight=False)
     if report.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -162,11 +171,3 @@ class _Display:
         if self._line is not None:
             self._line.__exit__(None, None, None)
             self._line = None
-
-
-def _check_output_files(json_file: Path | None, plot_file: Path | None) -> None:
-    for flag, file in (("--json", json_file), ("--plot", plot_file)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {file}: the directory {file.absolute().parent} does not exist")
-    if plot_file is not None and plot_file.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {plot_file}: the name must end in {' or '.join(PLOT_SUFFIXES)}")

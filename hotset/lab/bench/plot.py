@@ -1,8 +1,6 @@
 """The picture of a benchmark: distributions of latencies, the course of time, and the curve of a sweep."""
 
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
-from pathlib import Path
 
 from hotset.lab.bench.benchmark import BenchReport
 from hotset.lab.bench.results import LoadResult, RequestRecord, Summary, percentile
@@ -13,15 +11,6 @@ RAMP = ("#9cc3e6", "#5a9bd4", "#1f5fa8", "#123c6b", "#0a2138")  # loads from low
 CURVE_POINTS = 200
 TIME_BINS = range(10, 61)  # of the output rate over time: one per second within these limits
 MAX_BARS = 400
-
-
-def draw(report: BenchReport, path: Path) -> None:
-    """Writes the picture as .svg, or as an .html page that contains it."""
-    svg = picture(report)
-    if path.suffix == ".html":
-        title = escape(report.server.model)
-        svg = f'<!doctype html><meta charset="utf-8"><title>{title}</title><body style="margin:0">{svg}</body>\n'
-    path.write_text(svg)
 
 
 def picture(report: BenchReport) -> str:

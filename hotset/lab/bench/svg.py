@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
 WIDTH = 1000
 COLUMNS = 2
@@ -71,9 +72,9 @@ class Panel:
         return (x_max or 1.0, max(ys, default=1.0) or 1.0)
 
 
-def ticks(limit: float, count: int = TICKS) -> list[float]:
-    """Returns round numbers from 0 up to `limit`, at most `count` + 1 of them."""
-    step = limit / count
+def ticks(limit: float) -> list[float]:
+    """Returns round numbers from 0 up to `limit`, at most TICKS + 1 of them."""
+    step = limit / TICKS
     power = 10.0 ** math.floor(math.log10(step))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * (1 - 1e-9))
     return [index * step for index in range(int(limit / step * (1 + 1e-9)) + 1)]
@@ -104,6 +105,14 @@ def page(title: str, subtitle: str, panels: Iterable[Panel]) -> str:
         f'<text x="20" y="28" style="font-size:17px;font-weight:600">{escape(title)}</text>'
         f'<text x="20" y="47" class="soft">{escape(subtitle)}</text>{"".join(parts)}</svg>\n'
     )
+
+
+def write_picture(svg: str, title: str, path: Path) -> None:
+    """Writes the picture as .svg, or as an .html page that contains it."""
+    if path.suffix == ".html":
+        title = escape(title)
+        svg = f'<!doctype html><meta charset="utf-8"><title>{title}</title><body style="margin:0">{svg}</body>\n'
+    path.write_text(svg)
 
 
 def _panel(panel: Panel, width: int) -> str:

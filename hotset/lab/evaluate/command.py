@@ -11,7 +11,14 @@ import typer
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.base.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
+from hotset.base.flags import (
+    SERVER_ONLY_SETTINGS,
+    CliCommand,
+    CliGroup,
+    check_output_file,
+    config_values,
+    with_flags,
+)
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.base.status_line import StatusLine, TaskProgress
@@ -64,8 +71,7 @@ def retrieval(
     plan = EvaluationPlan(_task_names(tasks), _token_counts(lengths), questions, seed)
     if questions < 1:
         raise ConfigError(f"--questions must be at least 1, got {questions}")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: the directory {json_file.absolute().parent} does not exist")
+    check_output_file("--json", json_file)
     with _open_backend(values, url, config_values(ServeConfig, {"api_key": api_key}).get("api_key")) as backend:
         report = _evaluate(backend, plan)
     if json_file is not None:

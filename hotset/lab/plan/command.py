@@ -8,7 +8,7 @@ import typer
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.base.flags import CliCommand, config_values, with_flags
+from hotset.base.flags import PICTURE_SUFFIXES, CliCommand, check_output_file, config_values, with_flags
 
 if TYPE_CHECKING:
     from hotset.lab.plan.gpus import Machine
@@ -105,14 +105,14 @@ def plan(
     **values: Any,
 ) -> None:
     """Predict requests at once and tokens per second of a model on a machine, before buying or starting it."""
+    from hotset.lab.bench.svg import write_picture
     from hotset.lab.plan.model_configs import find_config
     from hotset.lab.plan.planner import GOALS, make_plan
-    from hotset.lab.plan.plot import check_plot_file, picture, write_picture
+    from hotset.lab.plan.plot import picture
 
     if goal not in GOALS:
         raise ConfigError(f"--goal must be one of {', '.join(GOALS)}, got {goal!r}")
-    if plot is not None:
-        check_plot_file(plot)
+    check_output_file("--plot", plot, PICTURE_SUFFIXES)
     config = EngineConfig(**config_values(EngineConfig, values))
     files = find_config(model, config.weight_dtype)
     machine = find_machine(gpu, gpus, host_gib, this_machine, gpu_gib, gpu_tb_per_s, bus_gb_per_s)

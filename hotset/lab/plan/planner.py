@@ -141,12 +141,9 @@ def _without_tiers(config: EngineConfig) -> EngineConfig:
     return replace(config, tiers=tiers, host_kv_gib=None, host_kv_tokens=None, hot_slots=None)
 
 
-def predict(
-    capacity: Capacity, files: ModelFiles, machine: Machine, context: int, requests: int | None = None
-) -> Decode:
-    """Predicts the steps of `requests` requests on each data parallel rank. Default: the most that fit at once."""
-    config = capacity.config
-    count = capacity.requests(context) if requests is None else requests
+def predict(capacity: Capacity, files: ModelFiles, machine: Machine, context: int) -> Decode:
+    """Predicts the steps of the most requests that fit at once."""
+    config, count = capacity.config, capacity.requests(context)
     tiered, replicas = capacity.tiered(count, context), config.data_parallel_size
     if machine.gpu is None or count == 0:
         return Decode(context, count * replicas, tiered * replicas)

@@ -1,32 +1,10 @@
 """Draws a plan: requests at once and tokens per second by context length, with tiers off and on."""
 
-from html import escape
-from pathlib import Path
-
-from hotset.base.errors import ConfigError
 from hotset.lab.bench.svg import Line, Panel, page
 from hotset.lab.plan.planner import Plan
 from hotset.lab.plan.tables import describe
 
 BLUE, GREY = "#1f5fa8", "#8a8a8a"
-SUFFIXES = (".svg", ".html")
-
-
-def check_plot_file(path: Path) -> None:
-    """Raises ConfigError if no picture can be written to `path`."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: the directory {path.absolute().parent} does not exist")
-
-
-def write_picture(svg: str, title: str, path: Path) -> None:
-    """Writes the picture as .svg, or as an .html page that contains it."""
-    if path.suffix == ".html":
-        svg = (
-            f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><body style="margin:0">{svg}</body>\n'
-        )
-    path.write_text(svg)
 
 
 def picture(plan: Plan) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.base.flags import CliCommand, config_values, with_flags
+from hotset.base.flags import PICTURE_SUFFIXES, CliCommand, check_output_file, config_values, with_flags
 from hotset.base.status_line import StatusLine, show_counts
 from hotset.lab.plan.command import (
     PLANNED_SETTINGS,
@@ -74,8 +74,7 @@ def record(
     seed: Annotated[int, typer.Option(help="Seed of questions and sampling.")] = 0,
 ) -> None:
     """Record which rows a sparse-attention model selects, for `hotset simulate`."""
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: the directory {out.absolute().parent} does not exist")
+    check_output_file("--out", out)
     from hotset.lab.simulate.recorder import RecordConfig
     from hotset.lab.simulate.recorder import record as record_trace
     from hotset.lab.simulate.topk_trace import write_trace
@@ -149,10 +148,7 @@ def simulate(
     **values: Any,
 ) -> None:
     """Replay selections against other hot buffers, or run requests through the scheduler in simulated time."""
-    from hotset.lab.plan.plot import check_plot_file, write_picture
-
-    if plot is not None:
-        check_plot_file(plot)
+    check_output_file("--plot", plot, PICTURE_SUFFIXES)
     if not _holds_requests(trace):
         if simulated_model is not None:
             raise ConfigError(f"--model is for a trace of requests, but {trace} does not begin like one")
@@ -165,6 +161,7 @@ def simulate(
     for flag, value in (("--trace-speed", trace_speed), ("--scale-lengths", scale_lengths), ("--step-ms", step_ms)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} must be a finite number above 0, got {value}")
+    from hotset.lab.bench.svg import write_picture
     from hotset.lab.bench.workload import read_trace
     from hotset.lab.plan.model_configs import find_config
     from hotset.lab.simulate.prompts import arrivals
@@ -209,7 +206,7 @@ def _holds_requests(trace: Path) -> bool:
 def _replay_selections(
     trace: Path, policy: list[str] | None, slots: str | None, plot: Path | None, as_json: bool
 ) -> None:
-    from hotset.lab.plan.plot import write_picture
+    from hotset.lab.bench.svg import write_picture
     from hotset.lab.simulate.hit_rates import compare, picture, print_rates, to_json
     from hotset.lab.simulate.policies import POLICIES, find_policy
     from hotset.lab.simulate.topk_trace import read_trace

@@ -9,8 +9,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotset.lab.bench.answer import Failure, StreamedAnswer, failure_of
-from hotset.lab.bench.events import EventParser
+from hotset.lab.bench.answer import EventParser, Failure, StreamedAnswer, failure_of
 
 
 def event(**chunk: Any) -> bytes:

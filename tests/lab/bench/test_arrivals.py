@@ -10,7 +10,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotset.lab.bench.arrivals import arrival_times
+from hotset.lab.bench.runner import arrival_times
 
 COUNT = 4000
 EXAMPLES = examples(20)
