@@ -15,7 +15,7 @@ from hotset.fleet.handoff.messages import Hello, Message
 from hotset.fleet.handoff.routes import measure_routes
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.transfer.api import Transfer, WriteState, WriteTicket
-from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, PrefillFailed, RowsComputed
+from hotset.schedule.handoffs import FirstTokenSampled, PrefillFailed, RowsComputed
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
@@ -61,15 +61,13 @@ class PrefillAgent(HandoffAgent):
     ) -> None:
         super().__init__(sender, hello, channel, options)
         self._sender, self._transfer = sender, transfer
-        self._peers: dict[str, Hello] = {}  # peers whose memory is connected
         self._connecting: dict[str, _Connecting] = {}
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
         self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
-        self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
-        self._outcomes = {"done": 0, "failed": 0, "cancelled": 0, "peer lost": 0}
+        self._outcomes = sender.outcomes
 
     def _handle_command(self, command: object, now: float) -> None:
         match command:
@@ -85,7 +83,7 @@ class PrefillAgent(HandoffAgent):
         match message:
             case Hello():
                 self._on_hello(peer, message, now)
-            case msg.HandoffRequest() if peer not in self._peers:
+            case msg.HandoffRequest() if peer not in self._sender.peers:
                 pass  # the peer learns from the next Pong that this worker has no Hello from it, or has forgotten it
             case msg.HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
                 self._send(peer, msg.HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
@@ -104,7 +102,7 @@ class PrefillAgent(HandoffAgent):
 
     def _connected_to(self, peer: str) -> bool:
         """Returns whether handoffs with this peer are possible without a new Hello."""
-        return peer in self._peers
+        return peer in self._sender.peers
 
     def _on_peer_restarted(self, peer: str, now: float) -> None:
         self._on_peer_lost(peer, f"{peer} was restarted", now)
@@ -116,7 +114,6 @@ class PrefillAgent(HandoffAgent):
             entry.peer_lost |= entry.action.peer == peer
         if peer in self._connecting:
             self._connecting[peer].peer_gone = True
-        self._peers.pop(peer, None)
         self._sender.peer_lost(peer, reason, now)
         self._transfer.forget(peer)
 
@@ -138,11 +135,8 @@ class PrefillAgent(HandoffAgent):
         return len(self._sender.phases())
 
     def _watched_peers(self) -> set[str]:
-        """Returns the peers on which a handoff depends. Counts handoffs closed without a message as 'peer lost'."""
-        phases = self._sender.phases()
-        for handoff in self._unreported - phases.keys():
-            self._count(handoff, "peer lost")
-        return {peer for peer, _ in phases if peer in self._peers}
+        """Returns the connected peers on which a handoff depends."""
+        return {peer for peer, _ in self._sender.phases() if peer in self._sender.peers}
 
     def _tick(self, now: float) -> None:
         limit = self._timing.hello_timeout
@@ -175,13 +169,10 @@ class PrefillAgent(HandoffAgent):
         for action in self._sender.take_actions():
             match action:
                 case msg.SendMessage(peer, message):
-                    self._count_end(peer, message)
                     self._send(peer, message)
                 case msg.SubmitWrites():
                     self._begin_writes(action)
                 case _:
-                    if isinstance(action, msg.StartPrefill):
-                        self._unreported.add((action.peer, action.key))
                     self._emit(action)
 
     def _begin_writes(self, action: msg.SubmitWrites) -> None:
@@ -226,14 +217,14 @@ class PrefillAgent(HandoffAgent):
             reason = STOPPING
         if reason is not None:
             self._refuse(peer, reason)
-        elif self._peers.get(peer) == hello:
+        elif self._sender.peers.get(peer) == hello:
             self._welcome(peer, hello)
         elif self._connects_running >= MAX_HUNG_CONNECTS:
             count = self._connects_running
             unfinished = f"{count} attempts to connect to the memory of peers have not ended here"
             self._refuse(peer, f"{unfinished}; if they hang, restart this worker")
         elif peer not in self._connecting and len(self._connecting) < MAX_CONNECTING:
-            if peer in self._peers:
+            if peer in self._sender.peers:
                 self._on_peer_lost(peer, f"{peer} introduced itself again", now)
             self._num_connects += 1
             self._connects_running += 1
@@ -260,7 +251,7 @@ class PrefillAgent(HandoffAgent):
         self._connects_running -= 1
         peer, connecting = finished.peer, self._connecting.get(finished.peer)
         if connecting is None or connecting.number != finished.number:
-            if connecting is None and peer not in self._peers:
+            if connecting is None and peer not in self._sender.peers:
                 self._transfer.forget(peer)  # the connect had timed out
             return
         del self._connecting[peer]
@@ -270,7 +261,6 @@ class PrefillAgent(HandoffAgent):
             self._transfer.forget(peer)
             self._refuse(peer, finished.error)
         else:
-            self._peers[peer] = connecting.hello
             self._add_routes(peer, finished.routes)
             self._sender.add_peer(peer, connecting.hello, finished.routes)
             self._welcome(peer, connecting.hello)
@@ -283,18 +273,3 @@ class PrefillAgent(HandoffAgent):
             self._refused[peer] = reason
             LOGGER.warning("refused %s: %s (logged once)", peer, reason)
         self._send(peer, msg.Refused(reason))
-
-    def _count_end(self, peer: str, message: Message) -> None:
-        match message:
-            case msg.HandoffDone(key):
-                self._count((peer, key), "done")
-            case msg.HandoffFailed(key):
-                self._count((peer, key), "failed")
-            case msg.Cancelled(key):
-                self._count((peer, key), "cancelled")
-
-    def _count(self, handoff: HandoffId, outcome: str) -> None:
-        """Counts the outcome of a handoff. Ignores handoffs that were counted before."""
-        if handoff in self._unreported:
-            self._unreported.remove(handoff)
-            self._outcomes[outcome] += 1

@@ -83,9 +83,10 @@ class Sender:
         self.table = PhaseTable(SENDER_TRANSITIONS, timeouts)
         self.piece_table = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
         self.num_retransmits = 0
+        self.outcomes = {"done": 0, **{end.value: 0 for end in EndReason}}  # of handoffs whose pages are released
         self.ring_quarantined_bytes = 0  # a sender has no ring
         self._sources, self._write_limit = sources, write_limit
-        self._hellos: dict[str, Hello] = {}
+        self.peers: dict[str, Hello] = {}
         self._routes: dict[str, Sequence[Route]] = {}  # from this worker to each peer; empty if not measured
         self._run_pages: dict[str, int] = {}  # by kind of memory: length of the runs of pages in the newest context
         self._handoffs: dict[HandoffId, OutgoingHandoff] = {}
@@ -99,13 +100,13 @@ class Sender:
     def add_peer(self, peer: str, hello: Hello, routes: Sequence[Route] = ()) -> None:
         """Adds a peer that `check_peers` accepts, and the measured routes to it. If it was added before, call
         `peer_lost` first."""
-        self._hellos[peer], self._routes[peer] = hello, routes
+        self.peers[peer], self._routes[peer] = hello, routes
         self._tombstones.forget_other_processes(peer, hello.process)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
         """Handles a peer that died, restarted or was silent. Its handoffs are kept until their writes in flight have
         ended or count as hung. The tombstones stay: a peer that was only silent will ask whether writes have ended."""
-        self._hellos.pop(peer, None)
+        self.peers.pop(peer, None)
         self._routes.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             handoff.final_message = None
@@ -210,7 +211,7 @@ class Sender:
             assert packed <= self._buffers.users, f"{name} has lists of packed rows without a buffer"
 
     def _on_request(self, peer: str, request: msg.HandoffRequest, now: float) -> None:
-        key, hello = request.key, self._hellos.get(peer)
+        key, hello = request.key, self.peers.get(peer)
         of_peer = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
         attempts = [handoff for handoff in of_peer if handoff.request.key.request_id == key.request_id]
         known = [handoff.request.key.attempt for handoff in attempts]
@@ -265,7 +266,7 @@ class Sender:
             self._cancel(handoff, now)
             return
         # The HandoffRequest may arrive after this Cancel, and must not begin anything then.
-        hello = self._hellos.get(peer)
+        hello = self.peers.get(peer)
         self._tombstones.add_unknown((peer, key), None if hello is None else hello.process, now)
         tombstone = self._tombstones.get((peer, key))
         self._send(peer, msg.Cancelled(key, tombstone is not None and tombstone.quiesced))
@@ -444,8 +445,10 @@ class Sender:
             self._transmit(handoff)
 
     def _release_pages(self, handoff: OutgoingHandoff) -> None:
+        """Releases the pages of a handoff whose outcome is decided."""
         if not handoff.pages_released:
             handoff.pages_released = True
+            self.outcomes["done" if handoff.end_reason is None else handoff.end_reason.value] += 1
             self._actions.append(msg.ReleasePages(*handoff.id))
 
     def _transmit(self, handoff: OutgoingHandoff) -> None:
