@@ -35,6 +35,8 @@ InternalError                a bug in Hotset: continuing would corrupt memory, s
 class HotsetError(Exception):
     """The base class of all exceptions that Hotset raises on purpose."""
 
+    code: str  # a stable identifier for programs; all errors that clients get have one
+
 
 class StartupError(HotsetError):
     """The engine cannot start. The message is one line and, if the cause is known, includes what to change."""
@@ -57,7 +59,7 @@ class MissingDependency(StartupError):
 
 
 class RequestError(HotsetError):
-    """A request is refused. `param` names the field at fault; `code` is a stable identifier for programs."""
+    """A request is refused. `param` names the field at fault."""
 
     code = "invalid_request"
 

@@ -6,9 +6,11 @@ import logging
 import re
 import time
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import prometheus_client
+from prometheus_client import CollectorRegistry, Histogram
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,11 +34,25 @@ LINES_PER_SECOND = 10  # of errors with the same status
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class HttpMetrics(Protocol):
-    """The metrics that the access log updates for every request."""
+class HttpMetrics:
+    """The metrics that the access log updates for every request. They are in a registry of their own, so that two
+    servers in one process do not mix."""
 
-    http_requests: prometheus_client.Counter  # by endpoint and status
-    request_seconds: prometheus_client.Histogram  # by endpoint
+    def __init__(self, prefix: str) -> None:
+        self._registry = CollectorRegistry()
+        self.http_requests = prometheus_client.Counter(
+            f"{prefix}_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
+        )
+        self.request_seconds = self._histogram(
+            f"{prefix}_http_request_seconds",
+            "Time from a request's arrival to the last byte of its response.",
+            labels=("endpoint",),
+        )
+
+    def _histogram(
+        self, name: str, help: str, buckets: Sequence[float] = SECONDS_BUCKETS, labels: Sequence[str] = ()
+    ) -> Histogram:
+        return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
 
 
 class ErrorLines:

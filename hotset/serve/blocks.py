@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hotset.serve.conversation import AnswerPiece, ReasoningPiece
-from hotset.serve.tools.calls import CallArguments, CallBegins, CallBreaks, CallEnds, TextPiece
+from hotset.serve.tools.calls import (
+    CallArguments,
+    CallBegins,
+    CallBreaks,
+    CallEnds,
+    TextPiece,
+    without_broken_calls,
+)
 
 
 @dataclass(slots=True)
@@ -63,9 +70,13 @@ class AnswerBlocks:
                 yield BlockChange("grows", block, piece.text)
 
     def add(self, pieces: Iterable[AnswerPiece]) -> None:
-        """Adds pieces of a whole answer, whose changes nobody watches."""
-        for _ in self.push(pieces):
+        """Adds the pieces of a whole answer, in which broken calls are text."""
+        for _ in self.push(without_broken_calls(pieces)):
             pass
+
+    def text(self, kind: Literal["reasoning", "text"]) -> str:
+        """Returns the texts of all blocks of a kind as one."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
     def end(self) -> Iterator[BlockChange]:
         """Ends the open block, if there is one."""

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.chat_prompt import ChatOptions
+from hotset.serve.blocks import AnswerBlocks
 from hotset.serve.chunks import ChunkResponder, ResponseFormatter
 from hotset.serve.conversation import (
-    Answer,
     AnswerPiece,
     AnswerReader,
     Conversation,
@@ -102,15 +102,18 @@ class ChatFormatter(ResponseFormatter):
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         reader = self.new_reader()
-        answer = Answer.of(reader.feed(output.text) + reader.finish())
+        answer = AnswerBlocks()
+        answer.add(reader.feed(output.text) + reader.finish())
+        text, reasoning = answer.text("text"), answer.text("reasoning")
         calls = [
-            MessageToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in answer.calls
+            MessageToolCall(id=block.call.id, function=FunctionCall(name=block.call.name, arguments=block.text))
+            for block in answer.blocks
+            if block.call is not None
         ]
         message = AssistantMessage(
             role="assistant",
-            content=answer.text or (None if answer.reasoning or calls else ""),
-            reasoning_content=(answer.reasoning or None) if self.show_reasoning else None,
+            content=text or (None if reasoning or calls else ""),
+            reasoning_content=(reasoning or None) if self.show_reasoning else None,
             tool_calls=calls or None,
         )
         return ChatChoice(

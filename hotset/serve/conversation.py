@@ -20,15 +20,12 @@ from hotset.serve.generation import Deltas, GenerationJob, usage_of
 from hotset.serve.responses import Usage
 from hotset.serve.service import Service
 from hotset.serve.tools.calls import (
-    CallArguments,
     CallBegins,
     CallBreaks,
     CallEnds,
     Piece,
     TextPiece,
-    ToolCall,
     ToolUse,
-    without_broken_calls,
 )
 from hotset.serve.tools.formats import ToolFormat, format_for, structure_in_process, takes_tools
 from hotset.serve.tools.parsing import CallParser
@@ -159,29 +156,6 @@ class AnswerReader:
         return "tool_calls" if self.has_calls and reason == "stop" else reason
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A collected answer. `text` and `reasoning` are empty if there are none."""
-
-    reasoning: str
-    text: str
-    calls: tuple[ToolCall, ...]
-
-    @classmethod
-    def of(cls, pieces: Iterable[AnswerPiece]) -> "Answer":
-        """Collects the pieces of a whole answer. A broken call is text."""
-        pieces = without_broken_calls(pieces)
-        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-        calls: list[ToolCall] = []
-        for piece in pieces:
-            if isinstance(piece, CallBegins):
-                calls.append(ToolCall(piece.id, piece.name, ""))
-            elif isinstance(piece, CallArguments):
-                calls[piece.index] = replace(calls[piece.index], arguments=calls[piece.index].arguments + piece.text)
-        return cls(reasoning, text, tuple(calls))
-
-
 def thinking_kwargs(effort: str) -> dict[str, Any]:
     """Returns the variables, under all their names, with which chat templates turn thinking on or off."""
     thinks = effort != "none"
@@ -270,7 +244,7 @@ async def events_of(deltas: Deltas, job: GenerationJob, reader: AnswerReader) ->
 
 
 async def collected(events: AsyncIterator[AnswerEvent]) -> tuple[list[AnswerPiece], Finished]:
-    """Returns the pieces of a whole answer, in which broken calls are text, and how it ended."""
+    """Returns the pieces of a whole answer, and how it ended."""
     pieces: list[AnswerPiece] = []
     finished: Finished | None = None
     async for event in events:
@@ -279,4 +253,4 @@ async def collected(events: AsyncIterator[AnswerEvent]) -> tuple[list[AnswerPiec
         else:
             pieces.append(event)
     assert finished is not None, "events_of ends with Finished"
-    return without_broken_calls(pieces), finished
+    return pieces, finished

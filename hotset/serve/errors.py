@@ -16,6 +16,7 @@ from hotset.base.errors import (
     DeadlineExceeded,
     EngineStopped,
     HandoffLost,
+    HotsetError,
     NoRoomLeft,
     NotAllowed,
     NoWorkers,
@@ -34,15 +35,8 @@ from hotset.serve.responses import ErrorDetail, ErrorResponse
 logger = logging.getLogger("hotset.serve")
 
 MAX_MESSAGE_CHARACTERS = 500
-# Errors that the request did not cause; a retry may succeed.
-UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoRoomLeft, NoWorkers, WorkerLost)
-# Errors after which a client should retry, and when. EngineStopped is not among them: a stopped engine stays stopped.
-RETRY_AFTER_SECONDS: Mapping[type[BaseException], int] = {
-    HandoffLost: 1,
-    NoRoomLeft: 5,
-    NoWorkers: 2,
-    WorkerLost: 1,
-}
+# Paths of earlier versions, and what replaces them.
+REMOVED_PATHS = {"/plan": "hotset plan", "/plan/calculate": "hotset plan --json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +45,10 @@ class ErrorKind:
 
     status: int
     type: str
+    retry_after_s: int | None = None  # a client should retry after this time; QueueFull has a time of its own
 
 
-# Paths of earlier versions, and what replaces them.
-REMOVED_PATHS = {"/plan": "hotset plan", "/plan/calculate": "hotset plan --json"}
-
+_UNAVAILABLE = "service_unavailable_error"  # the request did not cause the error
 ERROR_KINDS: Mapping[type[BaseException], ErrorKind] = {
     RequestError: ErrorKind(400, "invalid_request_error"),
     WrongApiKey: ErrorKind(401, "authentication_error"),
@@ -65,11 +58,11 @@ ERROR_KINDS: Mapping[type[BaseException], ErrorKind] = {
     RequestTimeout: ErrorKind(408, "invalid_request_error"),
     BodyTooLarge: ErrorKind(413, "invalid_request_error"),
     QueueFull: ErrorKind(429, "rate_limit_error"),
-    EngineStopped: ErrorKind(503, "service_unavailable_error"),
-    HandoffLost: ErrorKind(503, "service_unavailable_error"),
-    NoRoomLeft: ErrorKind(503, "service_unavailable_error"),
-    NoWorkers: ErrorKind(503, "service_unavailable_error"),
-    WorkerLost: ErrorKind(503, "service_unavailable_error"),
+    EngineStopped: ErrorKind(503, _UNAVAILABLE),  # a stopped engine stays stopped
+    HandoffLost: ErrorKind(503, _UNAVAILABLE, retry_after_s=1),
+    NoRoomLeft: ErrorKind(503, _UNAVAILABLE, retry_after_s=5),
+    NoWorkers: ErrorKind(503, _UNAVAILABLE, retry_after_s=2),
+    WorkerLost: ErrorKind(503, _UNAVAILABLE, retry_after_s=1),
     DeadlineExceeded: ErrorKind(504, "timeout_error"),
     BaseException: ErrorKind(500, "server_error"),
 }
@@ -83,30 +76,27 @@ def error_kind(error: BaseException) -> ErrorKind:
 def error_body(error: BaseException) -> ErrorResponse:
     """Returns the response body. An unexpected error is logged here, and its details are hidden from the client."""
     kind = error_kind(error)
-    if isinstance(error, RequestError):
-        param = None if error.param is None else _printable(error.param)
-        detail = ErrorDetail(message=_printable(str(error)), type=kind.type, param=param, code=error.code)
-    elif isinstance(error, UNAVAILABLE):
-        detail = ErrorDetail(message=_printable(str(error)), type=kind.type, param=None, code=error.code)
-    else:
+    if not isinstance(error, HotsetError) or kind.status == 500:
         logger.error("unexpected error", exc_info=error)
         message = "internal error; the server's log has the details"
-        detail = ErrorDetail(message=message, type=kind.type, param=None, code="internal_error")
+        return ErrorResponse(error=ErrorDetail(message=message, type=kind.type, param=None, code="internal_error"))
+    param = error.param if isinstance(error, RequestError) else None
+    shown_param = None if param is None else _printable(param)
+    detail = ErrorDetail(message=_printable(str(error)), type=kind.type, param=shown_param, code=error.code)
     return ErrorResponse(error=detail)
 
 
 def error_response(error: BaseException) -> Response:
     """Returns the HTTP response for an error."""
-    headers: dict[str, str] = {}
-    if isinstance(error, QueueFull):
-        headers["Retry-After"] = str(error.retry_after_s)
-    elif type(error) in RETRY_AFTER_SECONDS:
-        headers["Retry-After"] = str(RETRY_AFTER_SECONDS[type(error)])
+    kind, headers = error_kind(error), dict[str, str]()
+    retry_after_s = error.retry_after_s if isinstance(error, QueueFull) else kind.retry_after_s
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
     if isinstance(error, WrongApiKey):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, AmbiguousLength | RequestTimeout):
         headers["Connection"] = "close"  # it is unknown where the next request would begin
-    return _response(error_kind(error).status, error_body(error), headers)
+    return _response(kind.status, error_body(error), headers)
 
 
 def http_error_response(error: HTTPException, method: str, path: str) -> Response:

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -15,7 +14,7 @@ from hotset.engine.client import ReceivedStats
 from hotset.engine.outputs import EngineStats
 from hotset.engine.ports import HandoffStats
 from hotset.schedule.statistics import DERIVED_GAUGES
-from hotset.serve.access_log import SECONDS_BUCKETS
+from hotset.serve.access_log import SECONDS_BUCKETS, HttpMetrics
 from hotset.serve.vllm_metrics import (
     FIRST_TOKEN_BUCKETS,
     INTER_TOKEN_BUCKETS,
@@ -29,54 +28,35 @@ MAX_NEWEST = 1024  # newest latencies of one kind that are kept
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
 
 
-class Metrics:
-    """The metrics of one server, in its own registry, so that two servers in one process do not mix."""
+class Metrics(HttpMetrics):
+    """The metrics of one server."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        super().__init__("hotset")
         # For the live page, which empties them.
         self.newest_first_token_seconds: deque[float] = deque(maxlen=MAX_NEWEST)
         self.newest_inter_token_seconds: deque[float] = deque(maxlen=MAX_NEWEST)
-        self.http_requests = Counter(
-            "hotset_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
-        )
-        self.request_seconds = Histogram(
-            "hotset_http_request_seconds",
-            "Time from a request's arrival to the last byte of its response.",
-            ("endpoint",),
-            buckets=SECONDS_BUCKETS,
-            registry=self._registry,
-        )
-        self.first_token_seconds = Histogram(
+        self.first_token_seconds = self._histogram(
             "hotset_time_to_first_token_seconds",
             "Time from a request's submission to its first token.",
-            buckets=sorted({*SECONDS_BUCKETS, *FIRST_TOKEN_BUCKETS}),
-            registry=self._registry,
+            sorted({*SECONDS_BUCKETS, *FIRST_TOKEN_BUCKETS}),
         )
-        self.inter_token_seconds = Histogram(
+        self.inter_token_seconds = self._histogram(
             "hotset_inter_token_seconds",
             "Time between tokens of one choice. If several tokens arrive together, the time since the previous ones is "
             "divided by their number and counted once.",
-            buckets=TOKEN_SECONDS_BUCKETS,
-            registry=self._registry,
+            TOKEN_SECONDS_BUCKETS,
         )
-        self.choice_seconds = Histogram(
+        self.choice_seconds = self._histogram(
             "hotset_request_seconds",
             "Time from a request's submission to the end of each of its choices.",
-            buckets=REQUEST_BUCKETS,
-            registry=self._registry,
+            REQUEST_BUCKETS,
         )
-        self.prompt_tokens = Histogram(
-            "hotset_request_prompt_tokens",
-            "Prompt tokens of each choice that has ended.",
-            buckets=TOKEN_BUCKETS,
-            registry=self._registry,
+        self.prompt_tokens = self._histogram(
+            "hotset_request_prompt_tokens", "Prompt tokens of each choice that has ended.", TOKEN_BUCKETS
         )
-        self.generation_tokens = Histogram(
-            "hotset_request_generation_tokens",
-            "Generated tokens of each choice that has ended.",
-            buckets=TOKEN_BUCKETS,
-            registry=self._registry,
+        self.generation_tokens = self._histogram(
+            "hotset_request_generation_tokens", "Generated tokens of each choice that has ended.", TOKEN_BUCKETS
         )
 
     def observe_first_token(self, seconds: float) -> None:

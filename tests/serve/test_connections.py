@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import Receive, Scope, Send
 
 from hotset.base.config import EngineConfig
@@ -24,7 +23,7 @@ from hotset.base.serve_config import ServeConfig
 from hotset.fleet.router.config import RouterConfig
 from hotset.fleet.router.server import run as run_router
 from hotset.serve import connections
-from hotset.serve.access_log import AccessLog
+from hotset.serve.access_log import AccessLog, HttpMetrics
 from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors
 from hotset.serve.http_server import HttpServer, uvicorn_config
 from hotset.serve.middleware import BodyLimit
@@ -39,13 +38,6 @@ CHUNK = bytes(1 << 16)
 def other_listeners_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """These servers run in the process of the tests, in which other tests may have left ports open."""
     monkeypatch.setattr("hotset.serve.http_server.check_listeners", lambda *_, **__: None)
-
-
-class Metrics:
-    def __init__(self) -> None:
-        registry = CollectorRegistry()
-        self.http_requests = Counter("requests", "", ("endpoint", "status"), registry=registry)
-        self.request_seconds = Histogram("seconds", "", ("endpoint",), registry=registry)
 
 
 @dataclass
@@ -129,7 +121,7 @@ def running(
     ready, server_of = threading.Event(), {}
 
     async def serve() -> None:
-        layers = AccessLog(BodyLimit(app, max_body_mib=1, receive_timeout_seconds=receive_seconds), Metrics())
+        layers = AccessLog(BodyLimit(app, max_body_mib=1, receive_timeout_seconds=receive_seconds), HttpMetrics("test"))
         limits = ConnectionLimits(max_connections, receive_seconds, send_seconds)
         server_of["server"] = HttpServer(uvicorn_config(layers, 0.0), limits, ready.set)
         server_of["loop"] = asyncio.get_running_loop()

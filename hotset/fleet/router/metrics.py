@@ -2,33 +2,24 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hotset.fleet.router.fleet import ROLES, ChosenWorker, Fleet
-from hotset.serve.access_log import SECONDS_BUCKETS
+from hotset.serve.access_log import HttpMetrics
 
 OUTCOMES = ("completed", "rejected", "failed", "no_workers", "interrupted", "disconnected")
 RETRY_REASONS = ("prefill_lost", "decode_lost")
 
 
-class RouterMetrics:
-    """The metrics of one router, in its own registry, so that two routers in one process do not mix."""
+class RouterMetrics(HttpMetrics):
+    """The metrics of one router."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.http_requests = Counter(
-            "hotset_router_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=registry
-        )
-        self.request_seconds = Histogram(
-            "hotset_router_http_request_seconds",
-            "Time from a request's arrival to the last byte of its response.",
-            ("endpoint",),
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
+        super().__init__("hotset_router")
+        registry = self._registry
         self.requests = Counter(
             "hotset_router_requests",
             "Completion requests by outcome. interrupted: the stream ended with an error after its first byte. "
@@ -55,17 +46,12 @@ class RouterMetrics:
             ("role",),
             registry=registry,
         )
-        self.first_byte_seconds = Histogram(
+        self.first_byte_seconds = self._histogram(
             "hotset_router_upstream_first_byte_seconds",
             "Time from the start of an attempt to the first byte of its response.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
         )
-        self.upstream_seconds = Histogram(
-            "hotset_router_upstream_seconds",
-            "Time from the start of an attempt to the last byte of its response.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
+        self.upstream_seconds = self._histogram(
+            "hotset_router_upstream_seconds", "Time from the start of an attempt to the last byte of its response."
         )
         for outcome in OUTCOMES:
             self.requests.labels(outcome)

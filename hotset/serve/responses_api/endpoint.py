@@ -66,30 +66,26 @@ FIELDS = {"prompt": "input", "messages": "input"}
 async def create_response(request: Request, service: Service, body: ResponsesRequest) -> Response:
     """Answers a request. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
     with naming(FIELDS):
-        return await _create_response(request, service, body)
+        tools = declared_tools(body.tools or ())
+        effort = None if body.reasoning is None else body.reasoning.effort
+        kwargs = ({} if effort is None else thinking_kwargs(effort)) | (body.chat_template_kwargs or {})
+        conversation = Conversation(
+            tuple(messages_of(body)),
+            ChatOptions(template_kwargs=kwargs),
+            tool_use(tools, body.tool_choice or "auto", parallel=body.parallel_tool_calls is not False),
+        )
+        text_format = None if body.text is None else body.text.format
+        turn = AgentTurn(
+            id=f"resp_{uuid.uuid4().hex}",
+            conversation=conversation,
+            max_tokens=body.max_output_tokens,
+            structure=None if text_format is None else text_format.structure(),
+        )
 
+        def new_responder(job: GenerationJob, reader: AnswerReader) -> ResponsesResponder:
+            return ResponsesResponder(job, reader, tools, _unanswered(job, service, body))
 
-async def _create_response(request: Request, service: Service, body: ResponsesRequest) -> Response:
-    tools = declared_tools(body.tools or ())
-    effort = None if body.reasoning is None else body.reasoning.effort
-    kwargs = ({} if effort is None else thinking_kwargs(effort)) | (body.chat_template_kwargs or {})
-    conversation = Conversation(
-        tuple(messages_of(body)),
-        ChatOptions(template_kwargs=kwargs),
-        tool_use(tools, body.tool_choice or "auto", parallel=body.parallel_tool_calls is not False),
-    )
-    text_format = None if body.text is None else body.text.format
-    turn = AgentTurn(
-        id=f"resp_{uuid.uuid4().hex}",
-        conversation=conversation,
-        max_tokens=body.max_output_tokens,
-        structure=None if text_format is None else text_format.structure(),
-    )
-
-    def new_responder(job: GenerationJob, reader: AnswerReader) -> ResponsesResponder:
-        return ResponsesResponder(job, reader, tools, _unanswered(job, service, body))
-
-    response = await answer(request, service, body, turn, new_responder)
+        response = await answer(request, service, body, turn, new_responder)
     if ignored := ignored_tools(body.tools or ()):
         response.headers[IGNORED_TOOLS_HEADER] = ", ".join(ignored)
     return response

@@ -156,15 +156,6 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A complete call. `arguments` is the text of a JSON object."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class TextPiece:
     """New text of the answer."""
 

@@ -12,18 +12,17 @@ from hotset.serve.tools.calls import ToolSpec, ToolUse, invalid_tool
 from hotset.serve.tools.grammars import (
     DEEPSEEK_CALLS,
     GLM_CALLS,
+    LLAMA3_CALLS,
+    QWEN3_CALLS,
     QWEN_CODER_CALLS,
     GrammarOfCalls,
     calls_structure,
-    llama3_calls,
-    qwen3_calls,
 )
-from hotset.serve.tools.json_calls import PYTHON_TAG, read_llama_calls, read_qwen3_call
+from hotset.serve.tools.json_calls import PYTHON_TAG, TOOL_CALL, read_llama_calls, read_qwen3_call
 from hotset.serve.tools.markup_calls import DSML, Tools, deepseek_reader, glm_reader, qwen_coder_reader
-from hotset.serve.tools.parsing import CallParser, CallReader, new_call_id
+from hotset.serve.tools.parsing import CallParser, CallReader
 
 WRITE_SECONDS = 2.0  # of CPU time, for the grammar of calls of a request
-ParserMaker = Callable[[Sequence[ToolSpec], Callable[[], str]], CallParser]
 USES_TOOLS = re.compile(r"\btools\b")
 
 
@@ -33,12 +32,15 @@ class ToolFormat:
 
     name: str
     sign: str
-    new_parser: ParserMaker
+    opener: str  # the marker with which calls begin
+    reader_of: Callable[[Tools], CallReader]
     write_calls: GrammarOfCalls
+    at_start: bool = False  # calls may also begin the answer without the marker
 
-    def parser(self, tools: Sequence[ToolSpec], new_id: Callable[[], str] = new_call_id) -> CallParser:
+    def parser(self, tools: Sequence[ToolSpec]) -> CallParser:
         """Returns a parser for one answer."""
-        return self.new_parser(tools, new_id)
+        by_name = {tool.name: tool for tool in tools}
+        return CallParser(self.opener, self.reader_of(by_name), by_name, at_start=self.at_start)
 
     def structure(self, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
         """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool. Schemas
@@ -46,33 +48,15 @@ class ToolFormat:
         return calls_structure(self.write_calls, use, special_ids)
 
 
-def _markup_parser(opener: str, reader_of: Callable[[Tools], CallReader]) -> ParserMaker:
-    def new_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> CallParser:
-        by_name = {tool.name: tool for tool in tools}
-        return CallParser(opener, reader_of(by_name), by_name, new_id)
-
-    return new_parser
-
-
-def _qwen3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> CallParser:
-    return CallParser("<tool_call>", read_qwen3_call, [tool.name for tool in tools], new_id)
-
-
-def _llama3_parser(tools: Sequence[ToolSpec], new_id: Callable[[], str]) -> CallParser:
-    return CallParser(PYTHON_TAG, read_llama_calls, [tool.name for tool in tools], new_id, at_start=True)
-
-
-DEEPSEEK_V32 = ToolFormat(
-    "deepseek_v32", DSML, _markup_parser(f"<{DSML}function_calls>", deepseek_reader), DEEPSEEK_CALLS
-)
-QWEN3 = ToolFormat("qwen3", "<tool_call>", _qwen3_parser, qwen3_calls)
+DEEPSEEK_V32 = ToolFormat("deepseek_v32", DSML, f"<{DSML}function_calls>", deepseek_reader, DEEPSEEK_CALLS)
+QWEN3 = ToolFormat("qwen3", TOOL_CALL, TOOL_CALL, lambda tools: read_qwen3_call, QWEN3_CALLS)
 # In the order in which templates are searched for their signs: a sign can also be in templates of earlier formats.
 FORMATS = (
     DEEPSEEK_V32,
-    ToolFormat("glm", "<arg_key>", _markup_parser("<tool_call>", glm_reader), GLM_CALLS),
-    ToolFormat("qwen3_coder", "<function=", _markup_parser("<tool_call>", qwen_coder_reader), QWEN_CODER_CALLS),
+    ToolFormat("glm", "<arg_key>", TOOL_CALL, glm_reader, GLM_CALLS),
+    ToolFormat("qwen3_coder", "<function=", TOOL_CALL, qwen_coder_reader, QWEN_CODER_CALLS),
     QWEN3,
-    ToolFormat("llama3", '"parameters"', _llama3_parser, llama3_calls),
+    ToolFormat("llama3", '"parameters"', PYTHON_TAG, lambda tools: read_llama_calls, LLAMA3_CALLS, at_start=True),
 )
 DEFAULT = QWEN3  # of templates that do not show a format
 

@@ -99,26 +99,20 @@ def calls_structure(write_calls: GrammarOfCalls, use: ToolUse, special_ids: Mapp
     return writer.structure(_joined(writer.terminal(SPACE) + "?", calls))
 
 
-def qwen3_calls(writer: GrammarWriter, tools: Sequence[ToolSpec], parallel: bool) -> str:
-    calls = [
-        _joined(
-            writer.literal(f'<tool_call>\n{{"name": "{tool.name}", "arguments": '),
-            writer.json(tool.schema),
-            writer.literal("}\n</tool_call>"),
-        )
-        for tool in tools
-    ]
-    return _repeated(writer, calls, writer.literal("\n"), parallel)
+@dataclass(frozen=True, slots=True)
+class JsonGrammar:
+    """How calls are written as JSON. `begin` has a text before the name of the tool, and one after it."""
 
+    begin: tuple[str, str]
+    end: str  # after the arguments
+    separator: str
 
-def llama3_calls(writer: GrammarWriter, tools: Sequence[ToolSpec], parallel: bool) -> str:
-    calls = [
-        _joined(
-            writer.literal(f'{{"name": "{tool.name}", "parameters": '), writer.json(tool.schema), writer.literal("}")
-        )
-        for tool in tools
-    ]
-    return _repeated(writer, calls, writer.literal("; "), parallel)
+    def __call__(self, writer: GrammarWriter, tools: Sequence[ToolSpec], parallel: bool) -> str:
+        calls = [
+            _joined(writer.literal(tool.name.join(self.begin)), writer.json(tool.schema), writer.literal(self.end))
+            for tool in tools
+        ]
+        return _repeated(writer, calls, writer.literal(self.separator), parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +228,8 @@ class ValueForm:
     is_json: bool = False  # written by a schema
 
 
+QWEN3_CALLS = JsonGrammar(('<tool_call>\n{"name": "', '", "arguments": '), "}\n</tool_call>", separator="\n")
+LLAMA3_CALLS = JsonGrammar(('{"name": "', '", "parameters": '), "}", separator="; ")
 DEEPSEEK_CALLS = MarkupGrammar(
     before=f"<{DSML}function_calls>\n",
     begin=f'<{DSML}invoke name="{{name}}">\n',

@@ -94,10 +94,9 @@ class CallWriter:
     """Makes the pieces of one answer. It numbers the calls, and drops white space around them, which is part of the
     format and not of the answer."""
 
-    def __init__(self, source: Source, names: Collection[str], new_id: Callable[[], str]) -> None:
+    def __init__(self, source: Source, names: Collection[str]) -> None:
         self.names = frozenset(names)
         self._source = source
-        self._new_id = new_id
         self._pieces: list[Piece] = []
         self._calls = 0
         self._spaces = ""  # white space that follows the pieces so far
@@ -182,7 +181,7 @@ class CallWriter:
         if not self._is_shown:
             assert self._name is not None, "a call has begun"
             self._is_shown = True
-            self._pieces.append(CallBegins(self._calls, self._new_id(), self._name))
+            self._pieces.append(CallBegins(self._calls, f"call_{uuid.uuid4().hex[:24]}", self._name))
         if self._pieces and isinstance(last := self._pieces[-1], CallArguments):
             self._pieces[-1] = CallArguments(self._calls, last.text + self._arguments)
         elif self._arguments:
@@ -197,19 +196,11 @@ class CallParser:
     """Parses the text of one answer. Calls begin with the marker `opener`. If `at_start`, they may also begin the
     answer without it. `read_calls` reads the calls from there on, and raises Malformed where the text is not a call."""
 
-    def __init__(
-        self,
-        opener: str,
-        read_calls: CallReader,
-        names: Collection[str],
-        new_id: Callable[[], str],
-        *,
-        at_start: bool = False,
-    ) -> None:
+    def __init__(self, opener: str, read_calls: CallReader, names: Collection[str], *, at_start: bool) -> None:
         self._opener = opener
         self._read_calls = read_calls
         self._source = Source()
-        self._writer = CallWriter(self._source, names, new_id)
+        self._writer = CallWriter(self._source, names)
         self._reading = self._read_answer(at_start)
 
     def feed(self, text: str) -> list[Piece]:
@@ -249,10 +240,6 @@ class CallParser:
             if found >= 0 or source.has_ended:
                 return found >= 0
             yield
-
-
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def overlap(text: str, marker: str) -> int:

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -102,7 +102,7 @@ class SeenCall:
 def seen(pieces: Iterable[Piece]) -> list[str | SeenCall]:
     """Adds up the texts, each as long as possible, and the calls, in order."""
     items: list[str | SeenCall] = []
-    count = 0
+    ids: set[str] = set()
     for piece in pieces:
         last = items[-1] if items else None
         if isinstance(piece, TextPiece):
@@ -113,12 +113,12 @@ def seen(pieces: Iterable[Piece]) -> list[str | SeenCall]:
                 items.append(piece.text)
             continue
         if isinstance(piece, CallBegins):
-            assert piece.index == count and piece.id == f"id-{count}"
+            assert piece.index == len(ids) and piece.id not in ids
             assert not isinstance(last, SeenCall) or last.end is not None, "one call at a time"
             items.append(SeenCall(piece.name))
-            count += 1
+            ids.add(piece.id)
             continue
-        assert isinstance(last, SeenCall) and last.end is None and piece.index == count - 1
+        assert isinstance(last, SeenCall) and last.end is None and piece.index == len(ids) - 1
         if isinstance(piece, CallArguments):
             assert piece.text, "an empty piece"
             last.arguments += piece.text
@@ -128,19 +128,14 @@ def seen(pieces: Iterable[Piece]) -> list[str | SeenCall]:
 
 
 def streamed(tool_format: ToolFormat, chunks: Iterable[str], tools: Sequence[ToolSpec] = TOOLS) -> list[Piece]:
-    numbers = itertools.count()
-    parser = tool_format.parser(tools, lambda: f"id-{next(numbers)}")
+    parser = tool_format.parser(tools)
     return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish()
 
 
 def parsed(tool_format: ToolFormat, chunks: Iterable[str], tools: Sequence[ToolSpec] = TOOLS) -> list[Item]:
     """Returns the whole answer, in which broken calls are text."""
-    numbers = itertools.count()
-    pieces: list[Piece] = []
-    for piece in without_broken_calls(streamed(tool_format, chunks, tools)):
-        pieces.append(replace(piece, id=f"id-{next(numbers)}") if isinstance(piece, CallBegins) else piece)
     items: list[Item] = []
-    for item in seen(pieces):
+    for item in seen(without_broken_calls(streamed(tool_format, chunks, tools))):
         assert isinstance(item, str) or isinstance(item.end, CallEnds)
         items.append(item if isinstance(item, str) else (item.name, json.loads(item.arguments)))
     return items
