@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from byte_level import BYTES, byte_level
 from safetensors.torch import save_file
 
 END = "<|end|>"
@@ -37,14 +38,10 @@ def write_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]]) 
     """Writes a checkpoint and returns its path. A script is a list of tokens; no token may be in a script twice, or in
     two scripts. There must be scripts with the names `result`, for the results of tools, and `other`."""
     assert {"result", "other"} <= scripts.keys()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     pieces = [piece for script in scripts.values() for piece in script]
     added = [END, *(f"<|{name}|>" for name in scripts), *pieces]
-    assert len({*alphabet, *added}) == len(alphabet) + len(added), "each token may be used once, and must be long"
-    bpe = tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, [])
-    tokenizer = tokenizers.Tokenizer(bpe)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    assert len({*BYTES, *added}) == len(BYTES) + len(added), "each token may be used once, and must be long"
+    tokenizer = byte_level()
     tokenizer.add_special_tokens(added[: 1 + len(scripts)])
     tokenizer.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in pieces])
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,7 +51,7 @@ def write_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]]) 
     template = TEMPLATE.replace("NAMES", json.dumps(names))
     settings = {"eos_token": END, "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    vocab = len(alphabet) + len(added)
+    vocab = len(BYTES) + len(added)
     config = _config(vocab, eos=ids[END])
     (directory / "config.json").write_text(json.dumps(config))
     next_ids = torch.full((vocab,), ids[END])

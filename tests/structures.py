@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import tokenizers
+from byte_level import BYTES, byte_level
 from harness import tiny_directory
 
 from hotset.base.structure import Structure
@@ -34,15 +35,11 @@ def small_tokenizer() -> tokenizers.Tokenizer:
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """Returns a byte-level tokenizer with a token for each byte and the longer tokens of the small one."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    return _tokenizer([*letters, *(piece for piece in PIECES if len(piece) > 1)])
+    return _tokenizer([*BYTES, *(piece for piece in PIECES if len(piece) > 1)])
 
 
 def _tokenizer(others: Sequence[str]) -> tokenizers.Tokenizer:
-    pieces = [*others[:END], "<end>", *others[END:]]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = byte_level([*others[:END], "<end>", *others[END:]])
     tokenizer.add_special_tokens(["<end>"])
     return tokenizer
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tokenizers
+from byte_level import byte_level
 from running_server import RunningServer, serving
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
@@ -36,12 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TINY_LLAMA))
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, [])
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = byte_level()
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}<end>{% endfor %}"

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+from byte_level import byte_level
 from harness import tiny_directory
 
 from hotset.base.sampling import SamplingParams
@@ -20,10 +20,7 @@ from hotset.schedule.plan import TokenOutputs
 
 def byte_tokenizer(directory: Path, template: str, special: Sequence[str]) -> Tokenizer:
     """Returns a tokenizer of the 256 bytes, BOS, an end token, and these special tokens. The caller closes it."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend = byte_level()
     backend.add_special_tokens(["<bos>", "<end>", *special])
     backend.save(str(directory / "tokenizer.json"))
     config = {"bos_token": "<bos>", "eos_token": "<end>", "add_bos_token": True, "chat_template": template}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from byte_level import byte_level
 from test_parsers import BY_NAME, WRITERS, parsed
 
 from hotset.base.errors import RequestError
@@ -26,10 +27,7 @@ VALID = {"city": "Genève, <b>", "days": 2, "unit": "C", "tags": ["F"]}
 
 
 def backend(special: bool) -> tokenizers.Tokenizer:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    made = byte_level()
     made.add_special_tokens(["<end>"])
     (made.add_special_tokens if special else made.add_tokens)(MARKERS)
     return made
