@@ -1,10 +1,11 @@
 """Random cases for experts with weights in fp8, and their float64 model: products of the same quantised numbers."""
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+from experts_cases import Case, draw_tokens
 from interpreted import INTERPRETED
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,24 +28,6 @@ def fp8_impl() -> Any:
     return importlib.import_module("hotset.kernels.experts.triton_fp8")
 
 
-@dataclass(frozen=True)
-class Case:
-    """The arguments of one call."""
-
-    x: Tensor
-    expert_ids: Tensor
-    weights: Tensor
-    gate_up: Fp8Weight
-    down: Fp8Weight
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.x, self.expert_ids, self.weights, self.gate_up, self.down
-
-    def first(self, tokens: int) -> "Case":
-        return replace(self, x=self.x[:tokens], expert_ids=self.expert_ids[:tokens], weights=self.weights[:tokens])
-
-
 def draw_weight(shape: tuple[int, ...], block_rows: int, device: str = "cpu") -> Fp8Weight:
     """Draws codes of all magnitudes, and scales that differ by up to a factor of 4 between blocks."""
     weight = Fp8Weight.empty(shape, torch.device(device), block_rows)
@@ -62,10 +45,8 @@ def draw_weights(
 
 def draw_case(tokens: int, k: int, weights: tuple[Fp8Weight, Fp8Weight], dtype: torch.dtype = torch.float32) -> Case:
     """Draws random tokens with k distinct experts each. The groups of a token differ in magnitude."""
-    (count, _, hidden), device = weights[0].shape, weights[0].device
-    x = torch.randn(tokens, hidden, device=device) * torch.linspace(0.1, 3, hidden, device=device)
-    expert_ids = torch.rand(tokens, count, device=device).argsort(dim=1)[:, :k]
-    return Case(x.to(dtype), expert_ids, torch.rand(tokens, k, device=device), *weights)
+    case, hidden = draw_tokens(tokens, k, *weights), weights[0].shape[-1]
+    return replace(case, x=(case.x * torch.linspace(0.1, 3, hidden, device=case.x.device)).to(dtype))
 
 
 def poison(case: Case, unused: list[int]) -> None:
@@ -93,11 +74,6 @@ def expected_output(case: Case) -> Tensor:
                 activation = expected_activation(case.x[token], case.gate_up[expert]).to(case.x.dtype)
                 out[token] += weight * (case.down[expert].dequantised(torch.float64) @ dequantised(activation))
     return out
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    norm = torch.linalg.vector_norm
-    return float(norm(out.double() - expected.double()) / norm(expected.double()))
 
 
 def group_scales(values: Tensor) -> Tensor:

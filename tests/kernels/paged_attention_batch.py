@@ -1,13 +1,13 @@
 """Contexts in pages for tests of paged_attention."""
 
 import torch
+from kernel_tensors import paged_rows
 from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.kernels.paged_attention import reference
 from hotset.kernels.rows import PagedRows, gqa_row
 from hotset.kernels.segments import Segments, make_segments
-from hotset.memory.pages import extend_runs
 
 CPU = torch.device("cpu")
 
@@ -31,19 +31,11 @@ class Batch:
         self.kv_heads, self.scale, self.lengths = kv_heads, dim**-0.5, lengths
         self.counts = counts or [1] * len(lengths)
         self.layout = gqa_row(kv_heads, dim, dtype)
-        page_counts = [-(-length // page_rows) for length in lengths]
-        order = torch.randperm(sum(page_counts) + 2).tolist()
-        self.blocks = torch.full((1, len(order), page_rows, self.layout.stored_width), float("nan"), dtype=dtype)
-        self.table = torch.full((len(lengths) + 1, max(page_counts) + 1), EMPTY)
-        self.runs: list[list[tuple[int, int]]] = []
-        for seat, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
-            pages = [order.pop() for _ in range(count)]
-            self.table[seat, :count] = torch.tensor(pages)
-            filled = torch.full((count * page_rows, self.layout.stored_width), float("nan"), dtype=dtype)
-            filled[:length] = torch.randn(length, self.layout.stored_width).to(dtype)
-            self.blocks[0, pages] = filled.view(count, page_rows, -1)
-            self.runs.append([])
-            extend_runs(self.runs[-1], pages)
+        contexts = [torch.randn(length, self.layout.width).to(dtype) for length in lengths]
+        paged = paged_rows(contexts, self.counts, page_rows, self.layout)
+        self.blocks, self.runs = paged.blocks, paged.runs
+        # Neither the last seat nor the last page of any seat exists.
+        self.table = torch.nn.functional.pad(paged.table, (0, 1, 0, 1), value=EMPTY)
         starts = [length - count for length, count in zip(lengths, self.counts, strict=True)]
         self.real = make_segments(starts, self.counts, CPU)
         self.q = torch.randn(sum(self.counts) + 1, heads + 3, dim).to(dtype)[:, 1 : heads + 1]

@@ -5,12 +5,13 @@ instead (see test_interpreted.py).
 """
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from examples import examples
+from experts_cases import Case, draw_tokens, relative_error
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 from interpreted import INTERPRETED
@@ -38,27 +39,6 @@ def triton_impl() -> Any:
     return importlib.import_module("hotset.kernels.experts.triton_impl")
 
 
-@dataclass(frozen=True)
-class Case:
-    """The arguments of one call."""
-
-    x: Tensor
-    expert_ids: Tensor
-    weights: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.x, self.expert_ids, self.weights, self.gate_up, self.down
-
-    def first(self, tokens: int) -> "Case":
-        return replace(self, x=self.x[:tokens], expert_ids=self.expert_ids[:tokens], weights=self.weights[:tokens])
-
-    def widened(self) -> "Case":
-        return Case(*(tensor.float() if tensor.is_floating_point() else tensor for tensor in self.arguments))
-
-
 def draw_weights(count: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     gate_up = torch.randn(count, 2 * width, hidden, dtype=dtype, device=device).mul_(hidden**-0.5)
     down = torch.randn(count, hidden, width, dtype=dtype, device=device).mul_(width**-0.5)
@@ -66,11 +46,12 @@ def draw_weights(count: int, hidden: int, width: int, dtype: torch.dtype, device
 
 
 def draw_case(tokens: int, k: int, gate_up: Tensor, down: Tensor) -> Case:
-    """Draws random tokens with k distinct experts each."""
-    device = gate_up.device
-    x = torch.randn(tokens, gate_up.shape[2], device=device).to(gate_up.dtype)
-    expert_ids = torch.rand(tokens, gate_up.shape[0], device=device).argsort(dim=1)[:, :k]
-    return Case(x, expert_ids, torch.rand(tokens, k, device=device), gate_up, down)
+    case = draw_tokens(tokens, k, gate_up, down)
+    return replace(case, x=case.x.to(gate_up.dtype))
+
+
+def widened(case: Case) -> Case:
+    return Case(*(tensor.float() if tensor.is_floating_point() else tensor for tensor in case.arguments))
 
 
 def expected_output(case: Case) -> Tensor:
@@ -89,11 +70,6 @@ def run_op(case: Case, first_expert: int = 0) -> Tensor:
         return reference.experts(*case.arguments, first_expert)
     out: Tensor = triton_impl().experts(*case.arguments, pairs_per_expert=1, first_expert=first_expert)
     return out
-
-
-def close(out: Tensor, expected: Tensor, tolerance: float) -> bool:
-    error = torch.linalg.vector_norm(out.double() - expected) / torch.linalg.vector_norm(expected.double())
-    return bool(error <= tolerance)  # False for NaN
 
 
 @EXAMPLES
@@ -169,7 +145,7 @@ def test_a_single_token_equals_a_loop_over_its_experts(hidden: int, width: int, 
     strided = Case(*inputs, part.gate_up, part.down)
     assert not (strided.x.is_contiguous() or strided.expert_ids.is_contiguous() or strided.weights.is_contiguous())
     for each in (part, strided):
-        assert close(run_op(each, first), expected, BF16_ERROR)
+        assert relative_error(run_op(each, first), expected) <= BF16_ERROR
     part.expert_ids[:] = EMPTY
     assert not run_op(part, first).any()
 
@@ -268,10 +244,10 @@ def with_other_strides(case: Case, *, transposed: bool = False) -> Case:
 
 
 def check_on_gpu(case: Case, tolerance: float = BF16_ERROR) -> Tensor:
-    expected = reference.experts(*case.widened().arguments)
+    expected = reference.experts(*widened(case).arguments)
     poison_free_memory()
     out = experts(*case.arguments)
-    assert out.dtype == case.x.dtype and close(out, expected, tolerance)
+    assert out.dtype == case.x.dtype and relative_error(out, expected) <= tolerance
     return out
 
 
@@ -292,14 +268,14 @@ def test_on_a_gpu_production_sizes_equal_float32(production: tuple[Tensor, Tenso
 def test_on_a_gpu_both_implementations_equal_float32_in_a_long_prefill(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(1500, 6, *production)
     case.expert_ids[::7] = EMPTY
-    expected = reference.experts(*case.widened().arguments)
+    expected = reference.experts(*widened(case).arguments)
     impl = triton_impl()
     for run in (
         lambda: impl.experts_by_torch(*case.arguments),
         lambda: impl.experts_in_tiles(*case.arguments, impl.tiles_for(torch.bfloat16, 1500)),
     ):
         poison_free_memory()
-        assert close(run(), expected, BF16_ERROR)
+        assert relative_error(run(), expected) <= BF16_ERROR
 
 
 @pytest.mark.gpu
@@ -326,7 +302,7 @@ def test_on_a_gpu_odd_sizes_equal_float32(
     tolerance = 1e-5 if dtype == torch.float32 else BF16_ERROR
     out = check_on_gpu(case, tolerance)
     for strided in (with_other_strides(case), with_other_strides(case, transposed=True)):
-        assert close(experts(*strided.arguments), out, tolerance)
+        assert relative_error(experts(*strided.arguments), out) <= tolerance
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from examples import examples
+from experts_cases import Case, relative_error
 from fp8_experts_model import (
     BF16_ERROR,
-    Case,
     check_products,
     dequantised,
     draw_case,
@@ -21,7 +21,6 @@ from fp8_experts_model import (
     expected_output,
     fp8_impl,
     poison,
-    relative_error,
 )
 from hypothesis import Phase, given
 from hypothesis import strategies as st
