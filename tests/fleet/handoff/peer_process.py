@@ -6,9 +6,9 @@ The worker listens at ADDRESS, whose port may be 0, and keeps its memory in a fi
 A prefill worker prints `stage STAGE` when a prompt reaches a stage. STOP_BEFORE is the stage before which every prompt
 stops, or empty.
 
-A decode worker reads lines from stdin: `PEER NAME TOKEN…` begins a handoff from the prefill worker at address PEER, and
-`cancel` cancels the newest handoff. The worker prints `event TYPE` for the outcome of each handoff, and of a failure
-whether it is `quiesced` and whether to `retry`.
+A decode worker reads lines from stdin: `PEER NAME TOKEN…` begins a handoff from the prefill worker at address PEER. The
+worker prints `event TYPE` for the outcome of each handoff, and of a failure whether it is `quiesced` and whether to
+`retry`.
 """
 
 import sys
@@ -49,14 +49,10 @@ def main(role: str, address: str, folder: str, stop_before: str) -> None:
         return
     engine = DecodeEngine(FileTransfer.memory(path, 64, 8), channel, lambda: FileTransfer(path))
     print_line("address", channel.address)
-    keys: list[HandoffKey] = []
     for line in sys.stdin:
-        if line.strip() == "cancel":
-            engine.cancel(keys[-1])
-            continue
         peer, name, *token_ids = line.split()
-        keys.append(engine.fetch(peer, [int(token) for token in token_ids], name))
-        Thread(target=report_outcome, args=(engine, keys[-1]), daemon=True).start()
+        key = engine.fetch(peer, [int(token) for token in token_ids], name)
+        Thread(target=report_outcome, args=(engine, key), daemon=True).start()
 
 
 if __name__ == "__main__":

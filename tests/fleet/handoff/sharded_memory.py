@@ -31,42 +31,53 @@ def computed_bytes(token_ids: Sequence[int], first: int, last: int, units: int, 
 
 
 class Pool:
-    """The pages of rows of one rank, or of index keys. A unit is a layer or an index group, and each page is divided
-    into parts, as in `PagedSpan`."""
+    """The pages of rows of one rank, or of index keys. A unit is a layer or an index group. Each page is divided into
+    parts, as in `PagedSpan`."""
 
-    def __init__(self, units: Sequence[Bytes], part_rows: int, row_bytes: int, width: int) -> None:
+    def __init__(self, units: Sequence[Bytes], part_rows: int, row_bytes: int, width: int, step: int = 1) -> None:
         """`units` have the shape [parts, pages, bytes of a part]. Only the first `width` bytes of each row are used."""
-        self.units, self._part_rows = units, part_rows
-        parts, pages, part_bytes = units[0].shape
-        used = part_rows * row_bytes
-        self._rows = [
-            unit[..., :used].reshape(parts, pages, part_rows, row_bytes)[..., :width] for unit in units
-        ]  # views: [parts, pages, part_rows, width]
+        self.units, self._width = units, width
         bases = tuple(tuple(part.ctypes.data for part in unit) for unit in units)
-        self.span = PagedSpan(bases, part_bytes, part_rows, row_bytes)
+        self.span = PagedSpan(bases, units[0].shape[2], part_rows, row_bytes, step)
 
-    def _index(self, pages: Sequence[int], first: int, last: int) -> tuple[Bytes, Bytes, Bytes]:
-        page, row = np.divmod(np.arange(first, last), self._part_rows * len(self.units[0]))
-        part, row = np.divmod(row, self._part_rows)
+    def _rows(self, unit: Bytes) -> Bytes:
+        """Returns a view of all rows: [parts, pages, part_rows, row_bytes]."""
+        part_rows, row_bytes = self.span.part_rows, self.span.row_bytes
+        return unit[..., : part_rows * row_bytes].reshape(*unit.shape[:2], part_rows, row_bytes)
+
+    def _index(self, unit: int, pages: Sequence[int], first: int, last: int) -> tuple[Bytes, Bytes, Bytes]:
+        """Returns where rows [first, last) of a context are, by the formula of `PagedSpan`: parts, pages and rows."""
+        block, row = np.divmod(np.arange(first, last), self.span.part_rows)
+        first_part = unit * self.span.step // len(self.units)
+        page, part = np.divmod(block * self.span.step + first_part, len(self.units[0]))
         return part, np.asarray(pages, int)[page], row
 
     def write(self, pages: Sequence[int], first: int, values: Bytes) -> None:
         """Writes `values` of all units, [units, rows, width], to the rows of a context from row `first` on."""
-        index = self._index(pages, first, first + values.shape[1])
-        for unit, rows in zip(self._rows, values, strict=True):
-            unit[index] = rows
+        for number, (unit, rows) in enumerate(zip(self.units, values, strict=True)):
+            self._rows(unit)[..., : self._width][self._index(number, pages, first, first + len(rows))] = rows
 
     def read(self, pages: Sequence[int], first: int, last: int) -> Bytes:
         """Returns rows [first, last) of a context in all units: [units, last - first, width]."""
-        index = self._index(pages, first, last)
-        return np.stack([unit[index] for unit in self._rows])
+        return np.stack(
+            [
+                self._rows(unit)[self._index(number, pages, first, last)][:, : self._width]
+                for number, unit in enumerate(self.units)
+            ]
+        )
 
     def holds_nothing_but(self, pages: Sequence[int], first: int, last: int) -> bool:
-        """Returns whether all rows are POISON, except rows [first, last) of this context."""
-        others = [unit.copy() for unit in self._rows]
-        for unit in others:
-            unit[self._index(pages, first, last)] = POISON
-        return all((unit == POISON).all() for unit in others)
+        """Returns whether all bytes are POISON, except rows [first, last) of this context in all units, and unused
+        bytes of its pages, which writes may change."""
+        for number, unit in enumerate(self.units):
+            others = unit.copy()
+            others[:, list(pages), self.span.part_rows * self.span.row_bytes :] = POISON
+            rows = self._rows(others)
+            rows[self._index(number, pages, first, last)] = POISON
+            rows[:, list(pages), :, self._width :] = POISON
+            if (others != POISON).any():
+                return False
+        return True
 
     def poison(self, pages: Sequence[int]) -> None:
         for unit in self.units:

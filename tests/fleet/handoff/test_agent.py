@@ -120,12 +120,11 @@ def test_a_request_cancelled_at_any_stage_ends_once_and_all_pages_are_released(w
     world.audit()
 
 
-@pytest.mark.parametrize("fate", [Fate.CUT, Fate.LOST, Fate.SILENT, Fate.LATE])
+@pytest.mark.parametrize("fate", [Fate.CUT, Fate.LOST])
 def test_a_failed_write_fails_only_its_own_request(world: World, fate: Fate) -> None:
     decode, prefill = world.decode(), world.prefill()
     prefill.transfer._deadline_s = 0.5
     assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(10), "before")), msg.Landed)
-    world.hub.faults = Faults(late_s=(0.1, 0.2))
     world.hub.fates.append(fate)
     failing = decode.fetch(prefill.address, prompt(60, 1), "failing")
     assert wait_until(lambda: not world.hub.fates)

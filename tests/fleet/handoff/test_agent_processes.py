@@ -133,24 +133,6 @@ def start_handoff(worker: Worker, decode: DecodeEngine, stage: str, name: str = 
     return key
 
 
-def test_a_killed_prefill_worker_fails_only_its_own_requests(tmp_path: Path) -> None:
-    with (
-        workers(Worker("prefill", tmp_path / "doomed", stop_before="second chunk")) as [doomed],
-        # The timeouts of the phases are longer than the peer timeout, so the peer's silence ends the handoff first.
-        decode_engine(tmp_path, scale=4.0) as decode,
-        prefill_engine(tmp_path) as other,
-    ):
-        key = start_handoff(doomed, decode, "second chunk")
-        doomed.kill()
-        other_keys = [decode.fetch(other.address, prompt(60, number), f"other {number}") for number in range(3)]
-        assert all(isinstance(decode.wait_for_outcome(other_key), Landed) for other_key in other_keys)
-        end = decode.wait_for_outcome(key)
-        assert isinstance(end, FetchFailed) and not end.retry and "no message from" in end.reason
-        assert end.quiesced, "the process has ended, so nobody writes to the pages any more"
-        end = decode.wait_for_outcome(decode.fetch(doomed.address, prompt(60), "r", attempt=1))
-        assert isinstance(end, FetchFailed) and end.quiesced
-
-
 def test_a_prefill_worker_restarted_at_its_old_address_fails_its_old_handoffs_and_serves_new_ones(
     tmp_path: Path,
 ) -> None:
@@ -226,10 +208,7 @@ def test_the_pages_of_a_decode_worker_that_was_suspended_during_a_write_are_free
         assert sleeper.read_line("event") == "Landed"
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_during_a_write(
-    tmp_path: Path, cancelled: bool
-) -> None:
+def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_during_a_write(tmp_path: Path) -> None:
     """The pages are kept until the write has ended, or counts as hung."""
     clock = StoppableClock()
     with prefill_engine(tmp_path, clock=clock) as prefill, workers(Worker("decode", tmp_path / "doomed")) as started:
@@ -239,10 +218,7 @@ def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_during_a_
         doomed.send_line(prefill.address, "r", *prompt(60))
         assert wait_until(lambda: prefill.transfer.throughput().nbytes > 0) and prefill.in_phases("writing")
         clock.stop()  # otherwise a timeout could end the phase before the check
-        if cancelled:
-            doomed.send_line("cancel")
-        assert wait_until(lambda: prefill.in_phases("draining" if cancelled else "writing"))
-        assert prefill.held, "pages were released while a write could read them"
+        assert prefill.in_phases("writing") and prefill.held, "pages were released while a write could read them"
         clock.resume()
         doomed.kill()
         assert wait_until(lambda: prefill.in_phases() and not prefill.held)

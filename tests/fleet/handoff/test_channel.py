@@ -124,11 +124,10 @@ def test_sending_without_a_listener_never_blocks_and_overflow_is_counted() -> No
         assert channel.dropped["queue full"] >= 100
 
 
-@pytest.mark.parametrize("address", ["nowhere.invalid:9", "no address", "[::1:9", "127.0.0.1:99999"])
-def test_sending_to_an_unusable_address_raises_no_exception(address: str) -> None:
+def test_sending_to_an_unusable_address_raises_no_exception() -> None:
     with open_channels(None) as [channel]:
-        for number in range(3):
-            channel.send(address, msg.Ping(number))
+        for address in ("nowhere.invalid:9", "no address", "[::1:9", "127.0.0.1:99999") * 2:
+            channel.send(address, msg.Ping(1))
 
 
 def test_a_message_to_an_unknown_peer_is_dropped_unless_it_is_a_ping() -> None:

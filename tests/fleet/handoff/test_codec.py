@@ -111,10 +111,6 @@ def test_messages_are_decoded_as_they_were_encoded(message: msg.Message, secret:
     assert Codec(secret).decode(Codec(secret).encode(sent)) == sent
 
 
-def test_an_empty_target_incarnation_is_decoded_as_empty() -> None:
-    assert Codec().decode(Codec().encode(envelope(msg.Ping(1), target_incarnation=""))).target_incarnation == ""
-
-
 @examples(60)
 @given(st.binary(max_size=400), st.sampled_from([b"", MARK, MARK + PLAIN, MARK + TAGGED]), st.booleans())
 def test_random_bytes_raise_bad_message(noise: bytes, head: bytes, secret: bool) -> None:

@@ -12,12 +12,11 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from sharded_memory import POISON, Pool, computed_bytes
 
 from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff.layout import (
-    LayerPairs,
     check_peers,
     landing_pages,
     plan_context_writes,
@@ -28,81 +27,42 @@ from hotset.fleet.handoff.messages import HandoffRequest, Hello, ModelIdentity, 
 from hotset.memory.geometry import Geometry
 from hotset.schedule.handoffs import ContextPages, HandoffKey
 
-POISON = 0xAB
-
-
-class Side:
-    """The memory of one side, filled with `byte`, or with random bytes if `byte` is None. Each part of each layer (or
-    index group) is one block. The blocks are in random order."""
-
-    def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
-        self.pages = list(pages)
-        layers, parts = len(span.bases), len(span.bases[0])
-        size = layers * parts * capacity * span.page_bytes
-        random = np.random.default_rng(layers + parts)
-        self.bytes = random.integers(0, 256, size, np.uint8) if byte is None else np.full(size, byte, np.uint8)
-        order = random.permutation(layers * parts).reshape(layers, parts)
-        self.starts = order * capacity * span.page_bytes
-        bases = (self.starts + self.bytes.ctypes.data).tolist()
-        self.span = replace(span, bases=tuple(map(tuple, bases)))
-
-    def row(self, layer: int, position: int) -> NDArray[np.uint8]:
-        """Returns a row, located by the formula of `PagedSpan`."""
-        block, row = divmod(position, self.span.part_rows)
-        first_part = layer * self.span.step // len(self.span.bases)
-        page, part = divmod(block * self.span.step + first_part, len(self.span.bases[0]))
-        start = self.starts[layer][part] + self.pages[page] * self.span.page_bytes + row * self.span.row_bytes
-        return self.bytes[start : start + self.span.row_bytes]
-
-    def with_unused_bytes_poisoned(self) -> NDArray[np.uint8]:
-        """Returns a copy of the memory in which the unused bytes of the context's pages are POISON, because writes may
-        change them."""
-        span, found = self.span, self.bytes.copy()
-        for starts in self.starts.tolist():
-            for start in starts:
-                for page in self.pages:
-                    end = start + (page + 1) * span.page_bytes
-                    found[end - span.page_bytes + span.part_rows * span.row_bytes : end] = POISON
-        return found
-
 
 def make_span(layers: int, part_rows: int, row_bytes: int, parts: int = 1, spare: int = 0, step: int = 1) -> PagedSpan:
     return PagedSpan(((0,) * parts,) * layers, part_rows * row_bytes + spare, part_rows, row_bytes, step)
 
 
-def make_sides(
-    source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffled: bool = True
-) -> tuple[Side, Side]:
-    both = []
-    for span, byte in ((source, None), (target, POISON)):
-        count = span.pages_for(rows)
-        pages = list(range(1, count + 1))
-        if shuffled:
-            pages = (np.random.default_rng(seed).permutation(count + 3)[:count]).tolist()
-        both.append(Side(span, pages, count + 3, byte))
-    return both[0], both[1]
+def make_pool(span: PagedSpan, pages: int, seed: int = 0) -> Pool:
+    """Returns poisoned memory of this shape. The layers are in random order."""
+    memory = np.full((len(span.bases), len(span.bases[0]), pages, span.page_bytes), POISON, np.uint8)
+    units = [memory[index] for index in np.random.default_rng(seed).permutation(len(memory))]
+    return Pool(units, span.part_rows, span.row_bytes, span.row_bytes, span.step)
 
 
-def perform_writes(source: Side, target: Side, first: int, last: int, layers: LayerPairs | None = None) -> int:
-    """Performs the planned writes, asserts that each is inside the memory of both sides, and returns their number."""
-    planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, layers)
+def is_inside(pool: Pool, address: int, nbytes: int) -> bool:
+    parts = [part for unit in pool.units for part in unit]
+    return any(part.ctypes.data <= address <= part.ctypes.data + part.nbytes - nbytes for part in parts)
+
+
+def check_writes(
+    spans: tuple[PagedSpan, PagedSpan], pages: Sequence[Sequence[int]], first: int, last: int, rows: int
+) -> int:
+    """Performs the planned writes of rows [first, last) of a context of `rows` rows between poisoned memories, and
+    asserts that they copy exactly these rows. Returns the number of writes."""
+    source, target = (make_pool(spans[side], 1 + max(pages[side]), seed=side) for side in (0, 1))
+    source.write(pages[0], 0, computed_bytes(range(rows), 0, rows, len(source.units), spans[0].row_bytes))
+    planned = plan_writes(source.span, pages[0], target.span, pages[1], first, last)
     assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
     for local, remote, nbytes in planned.tolist():
-        assert source.bytes.ctypes.data <= local <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
-        assert target.bytes.ctypes.data <= remote <= target.bytes.ctypes.data + target.bytes.nbytes - nbytes
+        assert is_inside(source, local, nbytes) and is_inside(target, remote, nbytes)
         ctypes.memmove(remote, local, nbytes)
+    np.testing.assert_array_equal(target.read(pages[1], first, last), source.read(pages[0], first, last))
+    assert target.holds_nothing_but(pages[1], first, last)
     return len(planned)
 
 
-def expected_memory(source: Side, target: Side, first: int, last: int, layers: LayerPairs) -> NDArray[np.uint8]:
-    """Returns the expected memory of the target: rows [first, last) copied one by one, and all other bytes POISON."""
-    actual = target.bytes
-    target.bytes = np.full_like(actual, POISON)  # `Side.row` returns views of `bytes`
-    for source_layer, target_layer in layers:
-        for position in range(first, last):
-            target.row(target_layer, position)[:] = source.row(source_layer, position)
-    expected, target.bytes = target.bytes, actual
-    return expected
+def consecutive(spans: tuple[PagedSpan, PagedSpan], rows: int) -> list[range]:
+    return [range(1, 1 + span.pages_for(rows)) for span in spans]
 
 
 @st.composite
@@ -118,44 +78,34 @@ def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 150))
     first = data.draw(st.integers(0, rows))
     last = data.draw(st.integers(first, rows))
-    spans = [data.draw(geometries(row_bytes, layers)) for _ in range(2)]
-    source, target = make_sides(
-        spans[0], spans[1], rows, data.draw(st.integers(0, 99)), shuffled=data.draw(st.booleans())
-    )
-    perform_writes(source, target, first, last)
-    expected = expected_memory(source, target, first, last, [(layer, layer) for layer in range(layers)])
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
-
-
-def test_a_selection_of_layers_can_be_transferred() -> None:
-    source, target = make_sides(make_span(2, 16, 8), make_span(5, 64, 8), rows=70, seed=1)
-    layers = [(0, 3), (1, 4)]
-    perform_writes(source, target, 5, 70, layers)
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 5, 70, layers))
+    spans = data.draw(geometries(row_bytes, layers)), data.draw(geometries(row_bytes, layers))
+    pages: list[Sequence[int]] = [*consecutive(spans, rows)]
+    if data.draw(st.booleans()):
+        random = np.random.default_rng(data.draw(st.integers(0, 99)))
+        pages = [random.permutation(len(in_order) + 3)[: len(in_order)].tolist() for in_order in pages]
+    check_writes(spans, pages, first, last, rows)
 
 
 @pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
 def test_consecutive_pages_need_one_write_for_each_layer(source_page_rows: int, target_page_rows: int) -> None:
-    source, target = make_sides(
-        make_span(4, source_page_rows, 12), make_span(4, target_page_rows, 12), 1000, seed=0, shuffled=False
-    )
-    assert perform_writes(source, target, 0, 1000) == 4
+    spans = make_span(4, source_page_rows, 12), make_span(4, target_page_rows, 12)
+    assert check_writes(spans, consecutive(spans, 1000), 0, 1000, 1000) == 4
 
 
 @pytest.mark.parametrize(("target_spare", "count"), [(6, 4), (5, 4 * 16)])
 def test_writes_span_pages_if_both_sides_have_equally_many_unused_bytes(target_spare: int, count: int) -> None:
     spans = make_span(4, 64, 12, spare=6), make_span(4, 64, 12, spare=target_spare)
-    source, target = make_sides(*spans, rows=1000, seed=0, shuffled=False)
-    assert perform_writes(source, target, 0, 1000) == count
-    layers = [(layer, layer) for layer in range(4)]
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 1000, layers))
+    assert check_writes(spans, consecutive(spans, 1000), 0, 1000, 1000) == count
 
 
 def test_a_write_ends_where_pages_of_either_side_are_not_consecutive() -> None:
-    source, target = make_sides(make_span(1, 4, 8), make_span(1, 4, 8), 24, seed=0, shuffled=False)
-    source.pages, target.pages = [0, 1, 2, 5, 6, 7], [0, 1, 3, 4, 5, 6]
-    assert perform_writes(source, target, 0, 24) == 3  # the pages at indices 0-1, 2 and 3-5 of the lists
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 24, [(0, 0)]))
+    spans, pages = (make_span(1, 4, 8),) * 2, ([0, 1, 2, 5, 6, 7], [0, 1, 3, 4, 5, 6])
+    assert check_writes(spans, pages, 0, 24, 24) == 3  # the pages at indices 0-1, 2 and 3-5 of the lists
+
+
+def test_no_writes_are_planned_for_no_rows() -> None:
+    spans = make_span(2, 16, 8), make_span(2, 16, 8)
+    assert check_writes(spans, consecutive(spans, 16), 7, 7, 16) == 0
 
 
 def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
@@ -180,11 +130,6 @@ def test_addresses_beyond_32_bits_are_exact() -> None:
         [base + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
         [base + (1 << 40) + page * page_bytes + 63 * 1152, (1 << 35) + 63 * 1152, 1152],
     ]
-
-
-def test_no_writes_are_planned_for_no_rows_or_no_layers() -> None:
-    source, target = make_sides(make_span(2, 16, 8), make_span(2, 16, 8), rows=16, seed=0)
-    assert perform_writes(source, target, 7, 7) == 0 and perform_writes(source, target, 0, 16, layers=[]) == 0
 
 
 @pytest.mark.parametrize("target_page_rows", [64, 16])

@@ -44,3 +44,9 @@ def test_a_phase_without_retransmits_repeats_nothing_and_keeps_its_deadline() ->
     assert timer.retransmit_at == timer.deadline == float("inf")
     with pytest.raises(IllegalTransition):
         timer.move(Phase.WAITING, 21.0)
+
+
+def test_a_table_needs_a_timeout_for_every_phase_that_can_be_left() -> None:
+    transitions = {Phase.WAITING: frozenset({Phase.ENDED}), Phase.ENDED: frozenset[Phase]()}
+    with pytest.raises(AssertionError, match="a phase without a timeout"):
+        PhaseTable(transitions, {})

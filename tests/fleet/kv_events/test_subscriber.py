@@ -363,7 +363,6 @@ def test_an_answer_of_another_process_is_not_appended_to_what_is_known() -> None
 GARBAGE = {
     "one frame": [b"x"],
     "a short number": [b"", b"1234567", batch_of()],
-    "the end of a replay": [b"", END_OF_REPLAY, b""],
     "no MessagePack": [b"", bytes(8), b"\xc1\xff"],
     "no batch": [b"", bytes(8), msgspec.msgpack.encode({"ts": 1.0})],
     "an unknown event": [b"", bytes(8), batch_of({"type": "BlockMoved"})],
@@ -377,12 +376,15 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE)
-def test_malformed_messages_are_dropped_and_the_blocks_requested_again(
-    frames: list[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_malformed_message_is_no_batch(frames: list[bytes]) -> None:
+    with pytest.raises(BadMessage):
+        decode(frames)
+
+
+def test_malformed_messages_are_dropped_and_the_blocks_requested_again(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with followed_fake() as (publisher, subscriber):
-            for _ in range(3):
+            for frames in (*GARBAGE.values(), [b"", END_OF_REPLAY, b""]):
                 requests = len(publisher.requests)
                 await publisher.send(frames)
                 await until(lambda before=requests: len(publisher.requests) > before)  # type: ignore[misc]

@@ -25,22 +25,21 @@ def events_of(stream: httpx.Response) -> list[Any]:
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
-@pytest.mark.parametrize(("behaviour", "stream"), [("dies", True), ("short", False)], ids=["stream", "full"])
-def test_a_worker_that_dies_before_the_first_byte_is_replaced_by_another(
-    cluster: Cluster, prefill: Stub, idle_workers: list[Stub], behaviour: str, stream: bool
+def test_workers_that_die_before_the_first_byte_are_replaced_by_another(
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
 ) -> None:
     """The router forwards a response that is not an event stream only when it is complete, so a worker that dies within
     such a response ("short") dies before the client's first byte, too."""
-    doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
-    router = cluster.router([prefill], [doomed, idle_workers[2]])
-    answers = [router.post(stream=stream) for _ in range(2)]
-    assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
-    assert doomed.process.wait(WAIT_SECONDS) == -signal.SIGKILL
+    doomed = [cluster.stub("decode", name, behaviour=name) for name in ("dies", "short")]
+    router = cluster.router([prefill], [*doomed, idle_workers[2]])
+    answers = [router.post(stream=stream) for stream in (True, False, True)]
+    assert [answer.headers["x-worker"] for answer in answers] == ["d1"] * 3
+    assert [stub.process.wait(WAIT_SECONDS) for stub in doomed] == [-signal.SIGKILL] * 2
     assert router.up(prefill, idle_workers[2]), (
         "two failures, the failed request and the next health check, must be enough to mark a worker as down"
     )
-    assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
-    assert router.metric("hotset_router_workers", role="decode", state="down") == 1
+    assert router.metric("hotset_router_retries_total", reason="decode_lost") == 2
+    assert router.metric("hotset_router_workers", role="decode", state="down") == 2
     assert "Traceback" not in router.log()
 
 
@@ -78,17 +77,15 @@ def test_a_prefill_worker_that_dies_is_down_until_it_is_restarted(cluster: Clust
     assert "Traceback" not in router.log()
 
 
-def test_a_worker_that_hangs_is_down_until_it_answers(
-    cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
-) -> None:
-    router = cluster.router([prefill], idle_workers[2:])
-    pause(idle_workers[2].process.pid)
+def test_a_worker_that_hangs_is_down_until_it_answers(router: Router, idle_workers: list[Stub]) -> None:
+    prefills, (hanging, other) = idle_workers[:2], idle_workers[2:]
+    pause(hanging.process.pid)
     try:
-        assert wait_until(lambda: router.up(prefill, idle_workers[3]))
-        assert router.workers()[idle_workers[2].url]["last_error"] == "did not answer within 2 s"
+        assert wait_until(lambda: router.up(*prefills, other))
+        assert router.workers()[hanging.url]["last_error"] == "did not answer within 2 s"
     finally:
-        idle_workers[2].process.send_signal(signal.SIGCONT)
-    assert wait_until(lambda: router.up(prefill, *idle_workers[2:]))
+        hanging.process.send_signal(signal.SIGCONT)
+    assert wait_until(lambda: router.up(*idle_workers))
 
 
 def start_endless_stream(router: Router, stub: Stub) -> Any:

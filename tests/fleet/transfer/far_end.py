@@ -15,7 +15,7 @@ from processes import pause
 from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.fleet.transfer.engines import TransferSettings
 
-NBYTES = 8 << 20
+NBYTES = 4 << 20
 POISON = 0xAB
 POISON_COMMAND = slice(0, 0)  # an empty span, after which the far process fills its memory with POISON
 ANSWER_S = 120.0  # how long to wait for the far process; only an overloaded machine needs that long

@@ -109,7 +109,7 @@ def random_spans(seed: int, count: int, longest: int) -> np.ndarray:
 def test_after_done_every_byte_has_arrived_and_no_other_byte_has_changed(
     bench: Bench, count: int, longest: int
 ) -> None:
-    for seed in range(3):
+    for seed in range(2):
         bench.far.poison()
         spans = random_spans(seed, count, longest)
         assert bench.send(spans) is WriteState.DONE
@@ -117,25 +117,20 @@ def test_after_done_every_byte_has_arrived_and_no_other_byte_has_changed(
         assert np.array_equal(found, expected), f"bytes {np.flatnonzero(found != expected)[:8]}… differ"
 
 
-@pytest.mark.parametrize("nbytes", [1, 64 << 10, 5 << 20])
+@pytest.mark.parametrize("nbytes", [1, 64 << 10, 3 << 20])
 def test_the_last_byte_is_visible_at_done(bench: Bench, nbytes: int) -> None:
     """An engine that reported DONE as soon as its own socket had accepted the bytes would fail here."""
-    for round_ in range(40):
+    for round_ in range(20):
         bench.memory[:nbytes] = round_
         assert bench.send(np.array([[0, 4096, nbytes]])) is WriteState.DONE
         assert bench.far.read(4096 + nbytes - 1, 4096 + nbytes).tolist() == [round_]
 
 
-def test_adjacent_writes_of_one_run_arrive(bench: Bench) -> None:
-    spans = np.stack([np.arange(2000) * 1152, 4096 + np.arange(2000) * 1152, np.full(2000, 1152)], axis=1)
-    assert bench.send(spans) is WriteState.DONE
-    assert np.array_equal(bench.far.read(), bench.expected(spans))
-
-
-@pytest.mark.parametrize("side", [0, 1])
-def test_writes_that_are_adjacent_on_one_side_only_arrive(bench: Bench, side: int) -> None:
-    spans = np.stack([np.arange(500) * 1000, np.arange(500) * 1000, np.full(500, 1000)], axis=1)
-    spans[:, side] = np.random.default_rng(side).permutation(spans[:, side])
+@pytest.mark.parametrize("shuffled", [None, 0, 1], ids=["both sides", "targets", "sources"])
+def test_writes_that_are_adjacent_on_both_sides_or_on_one_arrive(bench: Bench, shuffled: int | None) -> None:
+    spans = np.stack([np.arange(500) * 1000, 4096 + np.arange(500) * 1000, np.full(500, 1000)], axis=1)
+    if shuffled is not None:
+        spans[:, shuffled] = np.random.default_rng(shuffled).permutation(spans[:, shuffled])
     assert bench.send(spans) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 

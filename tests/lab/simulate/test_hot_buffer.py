@@ -18,7 +18,7 @@ from hotset.lab.simulate.topk_trace import TopkTrace, TraceHeader
 
 MODEL = str(Path(__file__).parents[3] / "models" / "demo-dsa")
 LENGTHS = (290, 185)
-STEPS = 24
+STEPS = 14
 PAGE_ROWS = 8
 SETTINGS = {"model": MODEL, "device": "cpu", "max_num_seqs": 2, "page_rows": PAGE_ROWS, "max_model_len": 320}
 
@@ -140,7 +140,7 @@ def test_a_policy_of_ones_own_is_read_from_a_file(tmp_path: Path, trace: TopkTra
     function.write_text("def victims(rows, count):\n    return rows.last_used.argsort(kind='stable')[:count]\n")
     stateful.write_text(
         "class Policy:\n"
-        "    def __init__(self, slots, selections):\n        assert slots == 160 and len(selections) == 24\n"
+        "    def __init__(self, slots, selections):\n        assert slots == 160 and len(selections) == 14\n"
         "    def victims(self, rows, count):\n        return range(count)\n"
     )
     expected = replay(trace, 160, POLICIES["lru"])
