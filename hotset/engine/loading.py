@@ -123,7 +123,7 @@ class ModelLoader:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # closed engines of this process leave memory that only torch counts as free
         self._memory = device_memory(device)
-        self._reserved_before = torch.cuda.memory_reserved(device) if ranks_on_gpu > 1 else 0
+        self._reserved_before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         self._open(config)
 
     def _open(self, config: EngineConfig) -> None:
@@ -184,15 +184,16 @@ class ModelLoader:
     def free_for_kv(self, measured_steps: int | None = None) -> int:
         """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took.
 
-        `measured_steps` replaces the estimate of what steps need.
+        `measured_steps` replaces the estimate of what steps need. Unlike the estimate, it does not contain what
+        libraries and loaded kernels take, so all memory that was taken since the start counts.
         """
-        if self._device.type == "cuda":
+        on_gpu, steps = self._device.type == "cuda", self.plan.steps if measured_steps is None else measured_steps
+        if on_gpu:
             torch.cuda.empty_cache()  # reading leaves memory that only torch counts as free
-        if self.plan.ranks_on_gpu > 1:  # the others load at the same time, so only this worker's tensors count
+        if on_gpu and measured_steps is None:
             taken = torch.cuda.memory_reserved(self._device) - self._reserved_before
         else:
             taken = self.plan.memory.free - device_memory(self._device).free
-        steps = self.plan.steps if measured_steps is None else measured_steps
         return max(0, self.plan.usable + self.plan.steps - steps - taken)
 
     def _report(self, done: int) -> None:

@@ -143,6 +143,10 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, ow
             ["serve", tiny, "--port", own_port, "--kv-events", f"tcp://127.0.0.1:{own_port}"],
             f"--kv-events tcp://127.0.0.1:{own_port} uses the port of --port 127.0.0.1:{own_port}; choose another port",
         ),
+        (
+            [*serve, tiny, "--role", "prefill", "--control", f"127.0.0.1:{taken_port}"],
+            f"cannot listen at 127.0.0.1:{taken_port}: Address already in use; choose another --control",
+        ),
         (["router", "--port", taken_port], f"cannot listen on 127.0.0.1 port {taken_port}: Address already in use"),
         ([*serve, str(tmp_path / "tinny")], f"{tmp_path / 'tinny'} does not exist; a model is a directory"),
         ([*serve, str(no_config)], f"{no_config} holds no config.json"),

@@ -3,22 +3,27 @@
 import logging
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.threaded import split_engine
+from engine.threaded import ThreadWorkers, split_engine
 from memory.fake_cudart import FakeCudart
 from models.split_workers import SPECS
 
+from hotset.base.config import EngineConfig
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, HugePages
 from hotset.engine import build_runner
-from hotset.engine.sizing import KvBudget
+from hotset.engine.model_checks import model_splits
+from hotset.engine.sizing import KvBudget, shared_budget
 from hotset.engine.workers import processes
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.memory.host_store import HostStore
+from hotset.models.checkpoint.files import find_model
 
-SIZES = {"page_rows": 16, "max_num_seqs": 4, "device_kv_tokens": 256, "host_kv_tokens": 768}
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+SIZES: dict[str, Any] = {"page_rows": 16, "max_num_seqs": 4, "device_kv_tokens": 256, "host_kv_tokens": 768}
 
 
 @pytest.mark.parametrize(
@@ -82,3 +87,19 @@ def test_a_store_is_placed_for_the_gpus_of_the_ranks_that_use_it(
         assert placed == gpus_of_stores
     hints = [record.message for record in caplog.records if SHARED_HUGE_PAGES_FILE in record.message]
     assert len(hints) == 1, "the log says once how to allow huge pages"
+
+
+def test_host_memory_counts_as_pinned_until_all_workers_have_released_it() -> None:
+    """The time that closing may take follows from it, also while workers drop the MTP layer."""
+    config = EngineConfig(model=str(DEMO), device="cpu", speculate=1, tensor_parallel_size=2, **SIZES)
+    spec = find_model(config.model, with_mtp=True).spec
+    with closing(ThreadWorkers(config, model_splits(config, spec), kv_heads=1)) as workers:
+        workers.plan()
+        budget = shared_budget(config, workers.load(lambda *_: None), spec.context, torch.device("cpu"))
+        workers.init_cache(budget, lambda *_: None)
+        workers._on_gpu = True
+        pinned = workers.pinned_bytes
+        workers.drop_mtp(replace(config, speculate=0))
+        assert workers.pinned_bytes == pinned > 0
+        workers.plan()
+        assert workers.pinned_bytes == 0

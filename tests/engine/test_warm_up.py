@@ -176,6 +176,18 @@ def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) ->
     assert loader.free_for_kv(measured_steps=60 * MIB) == 0
 
 
+def test_what_libraries_take_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of steps contains it. After drafts were dropped, libraries are loaded when free memory is measured."""
+    loader = ModelLoader(EngineConfig(model=DEMO, device="cpu"), CPU)
+    loader.plan = replace(loader.plan, memory=DeviceMemory(100 * MIB, 80 * MIB), usable=70 * MIB, steps=10 * MIB)
+    loader._device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * MIB)
+    monkeypatch.setattr(loading, "device_memory", lambda _: DeviceMemory(100 * MIB, 45 * MIB))
+    assert loader.free_for_kv() == 40 * MIB, "the weights took 30 MiB, and libraries 5 MiB"
+    assert loader.free_for_kv(measured_steps=5 * MIB) == 40 * MIB, "measured steps do not contain libraries"
+
+
 FIRST_AND_TENTH = """
 import sys, time
 from hotset import LLM

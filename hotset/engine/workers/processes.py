@@ -135,6 +135,7 @@ class MultiprocessExecutor:
         """Waits until every worker has planned what it will load, and returns the plans. Nothing has been read yet."""
         for worker, planned in zip(self.workers, self._wait_for_all(Planned, "start-up"), strict=True):
             worker.plan = planned.plan
+        self._stores, self._shared, self._store_names = [], [], []  # workers have released those that they had before
         return [worker.planned for worker in self.workers]
 
     @property
@@ -181,7 +182,7 @@ class MultiprocessExecutor:
         self._drain()
         self._group.serving = False
         self._config, self._steps_before = config, self.steps_finished
-        self._stores, self._shared, self._store_names, self._sampled = [], [], [], []
+        self._sampled = []
         self._send_to_all(DropMtp(config))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
