@@ -203,7 +203,7 @@ def measure_nothing_shared(
         for number in range(sizes.rounds):
             for cache in (number % 2 == 0, number % 2 == 1):
                 times[cache].append(seconds(cache))
-        host_pages = cached_engine.replicas[0].ledger.host
+        host_pages = cached_engine.schedulers[0].ledger.host
         assert host_pages is not None and host_pages.evictions > 0, "the host store must be full"
         evictions = host_pages.evictions
     ratio = statistics.median(with_cache / off for with_cache, off in zip(times[True], times[False], strict=True))

@@ -17,7 +17,7 @@ from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.build_runner import build_runner
 from hotset.engine.connections import Connections, load_connections
-from hotset.engine.core import Engine, Replica
+from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.drafts.costs import StepCosts
 from hotset.engine.drafts.measuring import measure_draft_costs
@@ -178,23 +178,22 @@ def assemble(
     ones of drafts, if there are any.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
-    replicas = [_replica(config, card, budget, costs) for _ in range(config.data_parallel_size)]
+    schedulers = [_scheduler(config, card, budget, costs) for _ in range(config.data_parallel_size)]
     in_flight = plans_in_flight(config, torch.device(card.device))
     endpoint: HandoffEndpoint | None = None
     publishers: Sequence[CachePublisher] = ()
     if config.role != "both":
-        schedulers = [replica.scheduler for replica in replicas]
         endpoint = connections().open_endpoint(config, card, kv_shape, weights, schedulers, executor, wake)
         card = replace(card, control=endpoint.address, control_listens_on=endpoint.listens_on)
     if config.events_endpoints:
         try:
-            publishers = connections().open_publishers(config, [replica.ledger for replica in replicas])
+            publishers = connections().open_publishers(config, [scheduler.ledger for scheduler in schedulers])
         except BaseException:
             if endpoint is not None:
                 endpoint.close(0.0)
             raise
     card = replace(card, kv_events=tuple(publisher.endpoint for publisher in publishers))
-    return Engine(card, replicas, executor, in_flight, endpoint, publishers)
+    return Engine(card, schedulers, executor, in_flight, endpoint, publishers)
 
 
 def model_card(
@@ -248,10 +247,10 @@ def _page_hasher(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Pag
     return PageHasher(f"{card.name} {dtypes}", budget.geometry.page_rows)
 
 
-def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, costs: StepCosts | None) -> Replica:
+def _scheduler(config: EngineConfig, card: ModelCard, budget: KvBudget, costs: StepCosts | None) -> Scheduler:
     host = PrefixCache(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, card.landing)
-    scheduler = Scheduler(
+    return Scheduler(
         ledger,
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -261,4 +260,3 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget, costs: Ste
         extend_locally=config.extend_locally,
         speculation=Speculation(DraftSettings.of(config), ledger, costs) if config.max_drafts else None,
     )
-    return Replica(scheduler, ledger)

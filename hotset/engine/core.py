@@ -5,7 +5,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.input_processor import Choice, ModelCard
@@ -18,41 +18,9 @@ from hotset.schedule.request import FinishReason, Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.schedule.snapshots import RequestSnapshot
 from hotset.schedule.statistics import RankStats
-from hotset.tiers.ledger import Ledger
-from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger("hotset.engine")
 HURRIED_SECONDS = 1.0  # time for open handoffs to finish after a second request to stop
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """The scheduler and the page ledger of one data parallel rank. Without data parallelism there is one replica."""
-
-    scheduler: Scheduler
-    ledger: Ledger
-
-    def stats(self) -> RankStats:
-        """Returns what the scheduler has counted, with the current state of its requests and pages."""
-        scheduler, device, host = self.scheduler, self.ledger.device, self.ledger.host
-        quarantined = self.ledger.quarantined
-        state = RankStats(
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            tokens_to_prefill=scheduler.tokens_to_prefill,
-            resident=scheduler.in_residence(Residence.RESIDENT),
-            tiered=scheduler.in_residence(Residence.TIERED),
-            parked=scheduler.parked,
-            device_pages_held=device.held,
-            device_pages_total=device.capacity,
-            device_pages_quarantined=quarantined.device,
-            host_pages_held=host.held if host else 0,
-            host_pages_cached=host.unused if host else 0,
-            host_pages_quarantined=quarantined.host,
-            host_pages_total=host.capacity if host else 0,
-            pages_evicted=host.evictions if host else 0,
-        )
-        return RankStats.total([scheduler.counters, state])
 
 
 class Engine:
@@ -61,17 +29,17 @@ class Engine:
     def __init__(
         self,
         card: ModelCard,
-        replicas: Sequence[Replica],
+        schedulers: Sequence[Scheduler],
         executor: Executor,
         plans_in_flight: int,
         endpoint: HandoffEndpoint | None = None,
         publishers: Sequence[CachePublisher] = (),
     ) -> None:
-        """`endpoint` performs the handoffs of a prefill or decode worker. Other engines have none."""
+        """There is a scheduler for each data parallel rank. `endpoint` performs the handoffs of a prefill or decode
+        worker. Other engines have none."""
         self.card = card
-        self.replicas = replicas
+        self.schedulers = schedulers
         self.executor = executor
-        self._schedulers = [replica.scheduler for replica in replicas]
         self._plans_in_flight = plans_in_flight
         self._endpoint = endpoint
         self._unplanned = False  # the last call of `step` returned outputs before it had planned a step
@@ -83,22 +51,22 @@ class Engine:
     def idle(self) -> bool:
         """True if no request is open, no step is in flight and all outputs have been returned, or if the engine has
         failed or was closed."""
-        return self._broken or all(scheduler.idle for scheduler in self._schedulers)
+        return self._broken or all(scheduler.idle for scheduler in self.schedulers)
 
     @property
     def steps(self) -> int:
         """The number of steps committed since start."""
-        return sum(scheduler.counters.steps for scheduler in self._schedulers)
+        return sum(scheduler.counters.steps for scheduler in self.schedulers)
 
     @property
     def open_requests(self) -> int:
-        return sum(scheduler.open_requests for scheduler in self._schedulers)
+        return sum(scheduler.open_requests for scheduler in self.schedulers)
 
     def add(self, choice: Choice) -> None:
         """Queues a choice at the replica whose requests have the fewest tokens, unless another has cached, or will
         compute for other requests, so long a prefix of it that this saves more than the difference."""
-        request, scheduler = choice.to_request(), self._schedulers[0]
-        if len(self._schedulers) > 1:
+        request, scheduler = choice.to_request(), self.schedulers[0]
+        if len(self.schedulers) > 1:
             scheduler = self._find_cheapest(request)
         scheduler.add(request)
 
@@ -108,17 +76,17 @@ class Engine:
         A request costs at least one token more than the load of the scheduler. So those whose load is too high are not
         asked for the prefix that they have, which takes longer.
         """
-        loads = [scheduler.load for scheduler in self._schedulers]
+        loads = [scheduler.load for scheduler in self.schedulers]
         costs: dict[int, int] = {}
         for index in sorted(range(len(loads)), key=loads.__getitem__):
             if costs and loads[index] >= min(costs.values()):
                 break
-            costs[index] = loads[index] + self._schedulers[index].tokens_unknown(request)
-        return self._schedulers[min(costs, key=lambda index: (costs[index], index))]
+            costs[index] = loads[index] + self.schedulers[index].tokens_unknown(request)
+        return self.schedulers[min(costs, key=lambda index: (costs[index], index))]
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request in any phase. Unknown ids are ignored."""
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.abort(request_id, reason)
 
     def step(self) -> TokenOutputs:
@@ -144,7 +112,7 @@ class Engine:
         """True if no step is in flight, no request is running, and nothing is left to plan or to send to a peer. Any
         request that is still open then waits for a peer, or for pages of a request that waits for a peer."""
         return not (self._pending or self._unplanned) and not any(
-            scheduler.running or scheduler.has_messages for scheduler in self._schedulers
+            scheduler.queues.running or scheduler.has_messages for scheduler in self.schedulers
         )
 
     @property
@@ -156,28 +124,28 @@ class Engine:
         self.executor.check()
         if self._endpoint is not None:
             self._endpoint.poll()
-            self._unplanned = any(scheduler.has_outputs for scheduler in self._schedulers)
+            self._unplanned = any(scheduler.has_outputs for scheduler in self.schedulers)
             if self._unplanned:  # the first tokens of prompts that have landed do not wait for a step
-                return _merge([scheduler.take_outputs() for scheduler in self._schedulers])
+                return _merge([scheduler.take_outputs() for scheduler in self.schedulers])
         while len(self._pending) < self._plans_in_flight:
-            step = [scheduler.plan() for scheduler in self._schedulers]
+            step = [scheduler.plan() for scheduler in self.schedulers]
             if not any(step):
                 break
             self._pending.append(self.executor.submit(step))
             if self._endpoint is not None:
                 self._endpoint.on_submitted(step)
         if not self._pending:
-            return _merge([scheduler.take_outputs() for scheduler in self._schedulers])
+            return _merge([scheduler.take_outputs() for scheduler in self.schedulers])
         results = self._pending.popleft().results()
         return _merge(
             [
                 scheduler.take_outputs() if result is None else scheduler.commit(result)
-                for scheduler, result in zip(self._schedulers, results, strict=True)
+                for scheduler, result in zip(self.schedulers, results, strict=True)
             ]
         )
 
     def stats(self) -> EngineStats:
-        ranks = [replica.stats() for replica in self.replicas]
+        ranks = [scheduler.stats() for scheduler in self.schedulers]
         traffic = self.executor.traffic()
         copies = RankStats(
             rows_mirrored=traffic.rows_mirrored,
@@ -188,7 +156,7 @@ class Engine:
         return replace(
             EngineStats.total([*ranks, copies]),
             lacks_room=not all(
-                replica.ledger.fits_beside_quarantine(self.card.max_model_len - 1) for replica in self.replicas
+                scheduler.ledger.fits_beside_quarantine(self.card.max_model_len - 1) for scheduler in self.schedulers
             ),
             handoff=None if self._endpoint is None else self._endpoint.stats(),
             ranks=ranks if len(ranks) > 1 else (),
@@ -196,7 +164,7 @@ class Engine:
 
     def take_snapshots(self) -> list[RequestSnapshot]:
         """Returns the state of open requests, and of those that have ended since the last call."""
-        return [snapshot for scheduler in self._schedulers for snapshot in scheduler.take_snapshots()]
+        return [snapshot for scheduler in self.schedulers for snapshot in scheduler.take_snapshots()]
 
     @property
     def closing_seconds(self) -> float:
@@ -238,9 +206,9 @@ class Engine:
     def audit(self) -> None:
         """Checks that every page and seat is free or has exactly one owner, and that the residency maps and the state
         of open handoffs are consistent. Raises AssertionError if not."""
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.audit()
-        self.executor.audit([scheduler.tiered_seats() for scheduler in self._schedulers])
+        self.executor.audit([scheduler.tiered_seats() for scheduler in self.schedulers])
         if self._endpoint is not None:
             self._endpoint.audit()
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from hotset.base.config import TiersMode
 from hotset.base.errors import InternalError
 from hotset.schedule.landings import Landings
-from hotset.schedule.plan import AssignSeat, PlanBuilder
+from hotset.schedule.plan import AssignSeat
 from hotset.schedule.preemption import Preemptor, headroom
 from hotset.schedule.prefixes import Prefixes
-from hotset.schedule.queues import Queues
+from hotset.schedule.queues import SchedulerState
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import Ledger, PageCounts
 from hotset.tiers.prefix_cache import CachedPage
 from hotset.tiers.residence import PageUse, Residence
@@ -68,11 +67,7 @@ class Admission:
 
     def __init__(
         self,
-        ledger: Ledger,
-        queues: Queues,
-        next_plan: PlanBuilder,
-        counters: RankStats,
-        mode: TiersMode,
+        state: SchedulerState,
         preemptor: Preemptor,
         landings: Landings,
         prefixes: Prefixes,
@@ -80,9 +75,10 @@ class Admission:
     ) -> None:
         """A prompt for a prefill worker is computed here instead if all but `extend_locally` of its tokens are in the
         prefix cache."""
+        self._ledger, self._queues, self._mode = state.ledger, state.queues, state.mode
+        self._next_plan, self._counters = state.next_plan, state.counters
+        self._preemptor, self._landings, self._prefixes = preemptor, landings, prefixes
         self._extend_locally = extend_locally
-        self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
-        self._preemptor, self._landings, self._prefixes, self._mode = preemptor, landings, prefixes, mode
         self._last_lookup: _Lookup | None = None
 
     def check_possible(self, request: Request) -> None:
@@ -211,16 +207,14 @@ class Admission:
         if request.phase is Phase.WAITING:
             self._counters.extended += request.prefill_at is not None
             request.prefill_at = None
-        if prefix:
-            request.num_scheduled = length = len(prefix) * ledger.geometry.page_rows
-            commands = ledger.reuse(holding, seat, residence, prefix, rows)
-        elif holding.residence is Residence.PARKED:
+        if holding.residence is Residence.PARKED:
             commands = ledger.resume(holding, seat, residence, length, rows)
             self._counters.resumes += 1
         elif holding.residence is Residence.LANDING:
             commands = ledger.land(holding, seat, residence, length, rows)
         else:
-            commands = ledger.admit(holding, seat, residence, rows)
+            request.num_scheduled = length = len(prefix) * ledger.geometry.page_rows
+            commands = ledger.admit(holding, seat, residence, rows, prefix)
         if commands is None:
             raise InternalError("pages were free a moment ago")
         answer = tuple(request.tokens[len(request.prompt) :])

@@ -4,14 +4,11 @@ from collections.abc import Sequence
 
 from hotset.base.units import ceil_div
 from hotset.schedule.landings import Announcements
-from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.preemption import Preemptor
-from hotset.schedule.queues import Queues
+from hotset.schedule.queues import SchedulerState
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.speculation import Speculation
-from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
-from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 
@@ -20,17 +17,18 @@ class Batching:
 
     def __init__(
         self,
-        ledger: Ledger,
-        queues: Queues,
-        next_plan: PlanBuilder,
-        counters: RankStats,
+        state: SchedulerState,
         preemptor: Preemptor,
         steady: SteadyDecodes,
         speculation: Speculation | None,
         announcements: Announcements,
         stages: int,
     ) -> None:
-        self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
+        """With several pipeline `stages`, the first stage can compute a sampled token only after the last stage has
+        sampled it. Decoding requests are therefore divided among `stages` plans in flight. With `speculation`, a step
+        also verifies drafted tokens of decoding requests."""
+        self._ledger, self._queues = state.ledger, state.queues
+        self._next_plan, self._counters = state.next_plan, state.counters
         self._preemptor, self._steady, self._speculation = preemptor, steady, speculation
         self._announcements, self._stages = announcements, stages
 

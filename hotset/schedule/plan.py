@@ -9,11 +9,12 @@ from hotset.base.errors import InternalError
 from hotset.base.sampling import Alternatives, PromptSpec
 from hotset.schedule.handoffs import Announcement
 from hotset.schedule.request import FinishReason, Request
-from hotset.tiers.commands import Command
+from hotset.tiers.commands import Command, Demote, Load, Promote
 from hotset.tiers.residence import Residence
 
 NO_DRAFT = -1  # EMPTY in tensors
 DRAFTED = -2  # a draft that only the worker knows: its MTP layer drafted it after the previous step of the seat
+READS_HOST = (Load, Demote, Promote)  # commands that read host pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +178,10 @@ class PlanBuilder:
             self.prompt_ranges.append(PromptRange(len(self.requests), first, last, alternatives))
             request.num_prompt_logprobs = last - 1
 
-    def build(self, announcements: Sequence[Announcement], *, reads_host: bool, num_drafts: int = 0) -> Plan:
-        """Returns the collected plan and begins the next one.
-
-        `reads_host` says whether a command reads host pages. Streamed requests always do. See `Plan.num_drafts`.
-        """
+    def build(self, announcements: Sequence[Announcement], num_drafts: int) -> Plan:
+        """Returns the collected plan and begins the next one. See `Plan.num_drafts`."""
         residences = frozenset(request.holding.residence for request in self.requests)
+        loads = any(isinstance(command, READS_HOST) for command in self.commands)
         plan = Plan(
             number=self.number,
             commands=self.commands,
@@ -192,7 +191,7 @@ class PlanBuilder:
             sampled=self.sampled,
             prompt_ranges=self.prompt_ranges,
             announcements=announcements,
-            reads_host=reads_host or Residence.STREAMED in residences,
+            reads_host=loads or Residence.STREAMED in residences,
             residences=residences,
             drafts=self.drafts,
             unverified=self.unverified if any(self.unverified) else (),

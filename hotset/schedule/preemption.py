@@ -8,12 +8,9 @@ be granted in the same plan. `running` is always in order of arrival.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hotset.base.config import TiersMode
-from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.prefixes import Prefixes
-from hotset.schedule.queues import Queues
+from hotset.schedule.queues import SchedulerState
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.statistics import RankStats
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
@@ -101,20 +98,12 @@ def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, in
 class Preemptor:
     """Makes room for requests that grow or are admitted, and promotes requests when room has remained for a while."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        queues: Queues,
-        next_plan: PlanBuilder,
-        counters: RankStats,
-        mode: TiersMode,
-        prefixes: Prefixes,
-        promote_after_plans: int,
-    ) -> None:
+    def __init__(self, state: SchedulerState, prefixes: Prefixes, promote_after_plans: int) -> None:
         """A tiered request is promoted only after `promote_after_plans` plans without memory pressure."""
-        self.pending = queues.pending
-        self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
-        self._mode, self._prefixes, self._promote_after_plans = mode, prefixes, promote_after_plans
+        self.pending = state.queues.pending
+        self._ledger, self._queues, self._mode = state.ledger, state.queues, state.mode
+        self._next_plan, self._counters = state.next_plan, state.counters
+        self._prefixes, self._promote_after_plans = prefixes, promote_after_plans
         self._last_pressure = 0  # number of the last plan for which pages were short
 
     def grow(self, request: Request) -> bool:
@@ -170,18 +159,12 @@ class Preemptor:
 
     def promote_one(self) -> None:
         """Promotes the oldest request that `promotable` finds, if no request waits and pages were not short lately."""
-        if self._queues.waiting or self.pending:
+        if self._mode == "always" or not self._ledger.tiers or self._queues.waiting or self.pending:
             return
         if self._next_plan.number - self._last_pressure < self._promote_after_plans:
             return
-        if (request := self.find_promotable()) is not None:
+        if (request := promotable(self._ledger, self._queues.running)) is not None:
             self.change_residence(request, Residence.RESIDENT)
-
-    def find_promotable(self) -> Request | None:
-        """Returns the request that `promotable` finds. With tiers "always", there is none."""
-        if self._mode == "always" or not self._ledger.tiers:
-            return None
-        return promotable(self._ledger, self._queues.running)
 
     def recompute(self, request: Request) -> None:
         """Releases all pages of a running or parked request. Tokens whose pages are evicted from the prefix cache

@@ -4,10 +4,8 @@ enter the cache."""
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from hotset.schedule.queues import Queues
+from hotset.schedule.queues import SchedulerState
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.statistics import RankStats
-from hotset.tiers.ledger import Ledger
 from hotset.tiers.prefix_cache import CachedPage, PageHasher
 from hotset.tiers.residence import Residence
 
@@ -18,10 +16,10 @@ HASHED_TOKENS = 1 << 16  # while requests run, a plan hashes at most so many tok
 class Prefixes:
     """Connects requests with the prefix cache of the ledger. Without a hasher or a host store, no prefix is reused."""
 
-    def __init__(self, ledger: Ledger, queues: Queues, counters: RankStats, hasher: PageHasher | None) -> None:
-        self._ledger, self._queues, self._counters = ledger, queues, counters
-        self._hasher = None if ledger.host is None else hasher
-        self._page_rows = ledger.geometry.page_rows
+    def __init__(self, state: SchedulerState, hasher: PageHasher | None) -> None:
+        self._ledger, self._queues, self._counters = state.ledger, state.queues, state.counters
+        self._hasher = None if state.ledger.host is None else hasher
+        self._page_rows = state.ledger.geometry.page_rows
         self._pages_to_hash = 0  # how many pages of waiting requests this plan may still hash while requests run
         self._last_hashed: Request | None = None
         self._landing: list[Request] = []  # requests whose prompts land; some may have ended

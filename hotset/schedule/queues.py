@@ -1,10 +1,15 @@
-"""The waiting queue and the running batch with its seats."""
+"""The waiting queue and the running batch with its seats, and what else the parts of a scheduler share."""
 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from hotset.base.config import TiersMode
+from hotset.schedule.plan import PlanBuilder
 from hotset.schedule.request import Phase, Request
+from hotset.schedule.statistics import RankStats
+from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 
@@ -45,6 +50,10 @@ class Queues:
         return [request for request in self.running if request.phase is Phase.PREFILL]
 
     @property
+    def num_parked(self) -> int:
+        return sum(request.phase is Phase.PARKED for request in self.waiting)
+
+    @property
     def tokens_to_prefill(self) -> int:
         """Known tokens, not yet scheduled, of waiting, parked and prefilling requests without a prefill worker."""
         waiting = (request for request in self.waiting if request.prefill_at is None)
@@ -74,3 +83,35 @@ class Queues:
             if request.seat is not None:
                 seats.append(request.seat)
         assert sorted(seats) == list(range(len(seats))), "a seat is lost or shared"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """What all parts of one scheduler read and change."""
+
+    ledger: Ledger
+    queues: Queues
+    next_plan: PlanBuilder
+    counters: RankStats
+    mode: TiersMode
+
+    def stats(self) -> RankStats:
+        """Returns what was counted, with the current state of requests and pages."""
+        queues, device, host, quarantined = self.queues, self.ledger.device, self.ledger.host, self.ledger.quarantined
+        state = RankStats(
+            running=len(queues.running),
+            waiting=len(queues.waiting) - queues.num_parked,
+            tokens_to_prefill=queues.tokens_to_prefill,
+            resident=queues.count(Residence.RESIDENT),
+            tiered=queues.count(Residence.TIERED),
+            parked=queues.num_parked,
+            device_pages_held=device.held,
+            device_pages_total=device.capacity,
+            device_pages_quarantined=quarantined.device,
+            host_pages_held=host.held if host else 0,
+            host_pages_cached=host.unused if host else 0,
+            host_pages_quarantined=quarantined.host,
+            host_pages_total=host.capacity if host else 0,
+            pages_evicted=host.evictions if host else 0,
+        )
+        return RankStats.total([self.counters, state])

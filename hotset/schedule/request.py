@@ -1,6 +1,6 @@
 """The scheduler's record of a request: tokens, limits, pages and phase."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -47,91 +47,52 @@ class PlanNumbers:
     next: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence that the model continues. Only the scheduler changes a request."""
 
-    __slots__ = (
-        "arrival",
-        "attempt",
-        "drafts_in_flight",
-        "finish_reason",
-        "for_peer",
-        "holding",
-        "max_length",
-        "num_announced",
-        "num_cached",
-        "num_drafted",
-        "num_prompt_logprobs",
-        "options",
-        "page_hashes",
-        "parks",
-        "phase",
-        "plan_numbers",
-        "prefill_at",
-        "prompt",
-        "publish_at",
-        "request_id",
-        "seat",
-        "settled_in_flight",
-        "settled_scheduled",
-        "settled_unsampled",
-        "stays_on_device",
-        "steady_since",
-        "tokens",
-        "void_before",
-        "waits_for",
-        "waits_for_page",
-    )
+    request_id: str
+    prompt: PromptSpec
+    max_length: int  # of prompt and answer together, in tokens
+    options: RequestOptions = DEFAULT_OPTIONS
+    # Identifies the handoff of a prompt that is computed for a decode worker, which needs only the KV of the prompt and
+    # the first token of the answer
+    for_peer: HandoffId | None = None
+    stays_on_device: bool = False  # the peer reads this KV from the device, if the prompt is resident there
+    prefill_at: str | None = field(init=False)  # becomes None once this engine is to compute the prompt itself
+    tokens: list[int] = field(init=False)  # the prompt and the committed part of the answer
+    attempt: int = 1  # number of the current attempt to have a prefill worker compute the prompt
+    num_announced: int = 0  # announcements to the peer cover rows [0, num_announced)
+    phase: Phase = Phase.WAITING
+    arrival: int = 0  # the scheduler numbers requests in order of arrival
+    seat: int | None = None
+    holding: Holding = field(default_factory=Holding)
+    page_hashes: list[bytes] = field(default_factory=list)  # of full pages of `tokens`; extended when needed
+    # Tokens whose rows were in the prefix cache when the request was first admitted; None before that
+    num_cached: int | None = None
+    # The request that will publish page number `waits_for_page` of this request's prefix, as of the last check
+    waits_for: "Request | None" = None
+    waits_for_page: int = 0
+    publish_at: int = NEVER  # once this many rows are computed, another full page can enter the prefix cache
+    parks: int = 0
+    # What the request counts without the plans since it is steady (`num_scheduled`, `num_unsampled`, `in_flight`)
+    settled_scheduled: int = 0
+    settled_unsampled: int = 0
+    settled_in_flight: int = 0
+    steady_since: int = NEVER  # number of the first plan that schedules it together with all steady requests
+    plan_numbers: PlanNumbers = field(default_factory=PlanNumbers)  # of its scheduler
+    drafts_in_flight: int = 0  # that plans in flight verify
+    # Plans before this one have no tokens for the request any more: the mask of an earlier token was late
+    void_before: int = 0
+    num_drafted: int = 0  # the newest plan drafts at most so many tokens, which the worker keeps for the next plan
+    # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
+    num_prompt_logprobs: int = 0
+    finish_reason: FinishReason | None = None  # None until it has ended
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: PromptSpec,
-        max_length: int,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        for_peer: HandoffId | None = None,
-        stays_on_device: bool = False,
-    ) -> None:
-        """`max_length` is the maximal number of tokens of prompt and answer together.
-
-        `for_peer` identifies the handoff of a prompt that is computed for a decode worker, which needs only the KV of
-        the prompt and the first token of the answer. `stays_on_device` means that the peer reads this KV from the
-        device, if the prompt is resident there.
-        """
-        if not 0 < len(prompt) < max_length:
-            raise InternalError(f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}")
-        self.request_id = request_id
-        self.prompt = prompt
-        self.max_length = max_length
-        self.options = options
-        self.prefill_at = options.prefill_at  # becomes None once this engine is to compute the prompt itself
-        self.attempt = 1  # number of the current attempt to have a prefill worker compute the prompt
-        self.for_peer, self.stays_on_device = for_peer, stays_on_device
-        self.num_announced = 0  # announcements to the peer cover rows [0, num_announced)
-        self.tokens = list(prompt.token_ids)  # the prompt and the committed part of the answer
-        self.phase = Phase.WAITING
-        self.arrival = 0  # the scheduler numbers requests in order of arrival
-        self.seat: int | None = None
-        self.holding = Holding()
-        self.page_hashes: list[bytes] = []  # of the full pages of `tokens`; the scheduler extends it when needed
-        # Tokens whose rows were in the prefix cache when the request was first admitted; None before that
-        self.num_cached: int | None = None
-        # The request that will publish page number `waits_for_page` of this request's prefix, as of the last check
-        self.waits_for: Request | None = None
-        self.waits_for_page = 0
-        self.publish_at = NEVER  # once this many rows are computed, another full page can enter the prefix cache
-        self.parks = 0
-        # What the request counts without the plans since it is steady (`num_scheduled`, `num_unsampled`, `in_flight`)
-        self.settled_scheduled = self.settled_unsampled = self.settled_in_flight = 0
-        self.steady_since = NEVER  # number of the first plan that schedules it together with all steady requests
-        self.plan_numbers = PlanNumbers()  # of its scheduler
-        self.drafts_in_flight = 0  # that plans in flight verify
-        # Plans before this one have no tokens for the request any more: the mask of an earlier token was late
-        self.void_before = 0
-        self.num_drafted = 0  # the newest plan drafts at most so many tokens, which the worker keeps for the next plan
-        # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
-        self.num_prompt_logprobs = 0
-        self.finish_reason: FinishReason | None = None  # None until it has ended
+    def __post_init__(self) -> None:
+        if not 0 < len(self.prompt) < self.max_length:
+            raise InternalError(f"the prompt must have 1 to {self.max_length - 1} tokens, but has {len(self.prompt)}")
+        self.prefill_at, self.tokens = self.options.prefill_at, list(self.prompt.token_ids)
         self.holding.story.record("phase", self.phase.value)
 
     @property

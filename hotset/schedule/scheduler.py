@@ -24,18 +24,16 @@ from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import Plan, PlanBuilder, StepResult, TokenOutputs
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.prefixes import Prefixes
-from hotset.schedule.queues import Queues
+from hotset.schedule.queues import Queues, SchedulerState
 from hotset.schedule.request import FinishReason, Phase, PlanNumbers, Request
 from hotset.schedule.snapshots import RequestSnapshot, Snapshots
 from hotset.schedule.speculation import Speculation
 from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
-from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
-READS_HOST = (Load, Demote, Promote)  # commands that read host pages
 PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
 CONTEXT_TOKENS_PER_COST = 8  # a token of a context costs other requests as much as 1/8 of a token to compute
 MAX_ATTEMPTS = 3  # attempts to have one prompt computed by a prefill worker
@@ -65,71 +63,35 @@ class Scheduler:
         extend_locally: int = 0,
         speculation: Speculation | None = None,
     ) -> None:
-        """At most `seats` requests run at once.
+        """At most `seats` requests run at once. For the other arguments, see the parts that get them.
 
         A step computes one token of every decoding request, and prompt tokens until there are `max_num_batched_tokens`
-        in all. It leaves room for at least one prompt token, so prompts advance however many requests decode. A tiered
-        request is promoted only after `promote_after_plans` plans without memory pressure. With several pipeline
-        `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
-        requests are therefore divided among `stages` plans in flight. With a `hasher` and a host store, prefixes are
-        reused. If at most `extend_locally` tokens follow the cached prefix of a prompt, they are computed here even if
-        the request names a prefill worker. With `speculation`, a step also verifies drafted tokens of decoding
-        requests. If drafts depend on tokens that only the host knows, a request with drafts decodes in one plan in
-        flight at a time.
+        in all. It leaves room for at least one prompt token, so prompts advance however many requests decode.
         """
         self.counters = RankStats()
-        self._ledger = ledger
+        self.ledger = ledger
         self._max_num_batched_tokens = max_num_batched_tokens
         self._next_plan = PlanBuilder()
         self._speculation = speculation
-        self._queues = Queues(seats)
+        self.queues = Queues(seats)
         self._landings = Landings(ledger.geometry)
         self._announcements = Announcements(ledger.geometry)
-        self._prefixes = Prefixes(ledger, self._queues, self.counters, hasher)
-        self._preemptor = Preemptor(
-            ledger, self._queues, self._next_plan, self.counters, tiers, self._prefixes, promote_after_plans
-        )
-        self._admission = Admission(
-            ledger=ledger,
-            queues=self._queues,
-            next_plan=self._next_plan,
-            counters=self.counters,
-            mode=tiers,
-            preemptor=self._preemptor,
-            landings=self._landings,
-            prefixes=self._prefixes,
-            extend_locally=extend_locally,
-        )
+        self._state = state = SchedulerState(ledger, self.queues, self._next_plan, self.counters, tiers)
+        self._prefixes = Prefixes(state, hasher)
+        self._preemptor = Preemptor(state, self._prefixes, promote_after_plans)
+        self._admission = Admission(state, self._preemptor, self._landings, self._prefixes, extend_locally)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._plan_numbers = PlanNumbers()
         self._steady = SteadyDecodes(self._plan_numbers)
-        self._batching = Batching(
-            ledger=ledger,
-            queues=self._queues,
-            next_plan=self._next_plan,
-            counters=self.counters,
-            preemptor=self._preemptor,
-            steady=self._steady,
-            speculation=self._speculation,
-            announcements=self._announcements,
-            stages=stages,
-        )
+        self._batching = Batching(state, self._preemptor, self._steady, speculation, self._announcements, stages)
         self._outputs = TokenOutputs()  # not yet returned: first tokens of landings, and requests that have ended
         self._arrivals = 0
         self._snapshots = Snapshots()
 
-    @property
-    def waiting(self) -> int:
-        return len(self._queues.waiting) - self.parked
-
-    @property
-    def parked(self) -> int:
-        return sum(request.phase is Phase.PARKED for request in self._queues.waiting)
-
-    @property
-    def running(self) -> int:
-        return len(self._queues.running)
+    def stats(self) -> RankStats:
+        """Returns what was counted since the start, with the current state of requests and pages."""
+        return self._state.stats()
 
     @property
     def open_requests(self) -> int:
@@ -144,30 +106,19 @@ class Scheduler:
         Tokens to compute count fully. Tokens in contexts of open requests, which decode steps only read, count
         1 / CONTEXT_TOKENS_PER_COST.
         """
-        return self.tokens_to_prefill + self.context_tokens // CONTEXT_TOKENS_PER_COST
+        context_tokens = sum(len(request.tokens) for request in self._requests.values())
+        return self.queues.tokens_to_prefill + context_tokens // CONTEXT_TOKENS_PER_COST
 
     def tokens_unknown(self, request: Request) -> int:
         """Returns how many tokens of a new request must be computed for it, at least one. The rows of the others are in
         the prefix cache, or open requests will publish them."""
         return len(request.tokens) - self._prefixes.tokens_known(request, self._requests.values())
 
-    @property
-    def tokens_to_prefill(self) -> int:
-        return self._queues.tokens_to_prefill
-
-    @property
-    def context_tokens(self) -> int:
-        """The number of known tokens of all open requests."""
-        return sum(len(request.tokens) for request in self._requests.values())
-
-    def in_residence(self, residence: Residence) -> int:
-        return self._queues.count(residence)
-
     def tiered_seats(self) -> dict[int, int]:
         """Returns the number of rows of every seat that is tiered in the workers' memory, for audits. Seats for which
         the next plan has commands are left out, because workers have not executed these yet."""
         not_executed = {command.seat for command in self._next_plan.commands}
-        return {seat: rows for seat, rows in self._queues.tiered_rows().items() if seat not in not_executed}
+        return {seat: rows for seat, rows in self.queues.tiered_rows().items() if seat not in not_executed}
 
     @property
     def idle(self) -> bool:
@@ -186,7 +137,7 @@ class Scheduler:
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         request.plan_numbers = self._plan_numbers
         self._requests[request.request_id] = request
-        self._queues.waiting.append(request)
+        self.queues.waiting.append(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request in any phase. Unknown and ended requests are ignored."""
@@ -211,7 +162,7 @@ class Scheduler:
         request.num_scheduled = len(request.prompt)
         request.tokens.append(token_id)
         request.move(Phase.PARKED)
-        self._queues.enqueue(request)
+        self.queues.enqueue(request)
         self._check_end(request, token_id)
 
     def fail_landing(self, request_id: str, attempt: int, *, quiesced: bool, retry: bool, reason: str = "") -> bool:
@@ -224,15 +175,15 @@ class Scheduler:
         if request is None:
             return False
         if not quiesced:
-            self._ledger.quarantine(request.holding, _landing_name(request_id, attempt))
-        self._ledger.release(request.holding)
+            self.ledger.quarantine(request.holding, _landing_name(request_id, attempt))
+        self.ledger.release(request.holding)
         if request.phase is Phase.ENDING:
             self._release(request)
             return False
         self.counters.lost += 1
         request.move(Phase.WAITING)
         request.attempt += 1
-        self._queues.enqueue(request)
+        self.queues.enqueue(request)
         if not retry or attempt >= MAX_ATTEMPTS:
             self._end(request, "lost", reason)
         else:
@@ -242,7 +193,7 @@ class Scheduler:
     def fail_waiting(self, prefill_at: str, reason: str) -> None:
         """Ends the requests whose prompts a lost prefill worker would compute and that still wait for pages. With
         pages, each would wait until the worker times out again. Those that can start from the cache wait on."""
-        waiting = [request for request in self._queues.waiting if request.phase is Phase.WAITING]
+        waiting = [request for request in self.queues.waiting if request.phase is Phase.WAITING]
         affected = [request for request in waiting if request.prefill_at == prefill_at]
         for request in filter(self._admission.needs_peer, affected):
             self.counters.lost += 1
@@ -250,7 +201,7 @@ class Scheduler:
 
     def end_quarantine(self, request_id: str, attempt: int) -> None:
         """Releases the quarantined pages of a failed landing after its writer has stopped."""
-        self._ledger.end_quarantine(_landing_name(request_id, attempt))
+        self.ledger.end_quarantine(_landing_name(request_id, attempt))
 
     def drop_prompt(self, request_id: str) -> None:
         """Removes a prompt computed for a peer after the peer received or cancelled it. Unknown ids are ignored."""
@@ -260,7 +211,7 @@ class Scheduler:
 
     def set_landing_policy(self, peer: str, policy: LandingPolicy) -> None:
         """Decides where prompts that this prefill worker computes will land. Existing reservations stay as they are."""
-        self._ledger.landing_of_peer[peer] = policy
+        self.ledger.landing_of_peer[peer] = policy
 
     def take_landing_updates(self) -> list[Reservation | CancelFetch]:
         """Returns the reservations and withdrawals to send to prefill workers, each of them once.
@@ -272,7 +223,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """Returns the plan of the next step, or None if there is nothing to execute now."""
-        queues, next_plan, pending = self._queues, self._next_plan, self._preemptor.pending
+        next_plan, pending = self._next_plan, self._preemptor.pending
         self._preemptor.apply_pending()
         prefills, steady = self._batching.schedule_decodes()
         budget = max(self._max_num_batched_tokens - sum(next_plan.counts), 1)
@@ -285,14 +236,13 @@ class Scheduler:
             if budget <= 0:
                 break
         self._preemptor.promote_one()
-        if queues.waiting and not (next_plan.seats or queues.running or self._in_flight):
+        if self.queues.waiting and not (next_plan.seats or self.queues.running or self._in_flight):
             self._make_room_for_first()
         if not (next_plan.seats or self._announcements or self._landings.reserved_in(next_plan.number)):
             return None
         requests = next_plan.requests
-        reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands)
         num_drafts = 0 if self._speculation is None else self._speculation.num_drafts
-        plan = next_plan.build(self._announcements.take(), reads_host=reads_host, num_drafts=num_drafts)
+        plan = next_plan.build(self._announcements.take(), num_drafts)
         self._in_flight.append(_InFlight(plan, requests, steady))
         return plan
 
@@ -373,13 +323,13 @@ class Scheduler:
 
     def audit(self) -> None:
         """Proves that every page and every seat is free or has exactly one owner."""
-        requests, queues = list(self._requests.values()), self._queues
-        self._ledger.audit([request.holding for request in requests])
-        queues.audit(requests)
+        requests = list(self._requests.values())
+        self.ledger.audit([request.holding for request in requests])
+        self.queues.audit(requests)
         self._admission.audit()
         for request in requests:
             if request.seat is not None:
-                need = self._ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
+                need = self.ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _make_room_for_first(self) -> None:
@@ -389,15 +339,15 @@ class Scheduler:
         The youngest other parked request releases its pages and will be recomputed. If there is none, every request is
         in the queue and pages are in quarantine, then the quarantine is the reason, and the first request ends.
         """
-        ready = [request for request in self._queues.waiting if not self._prefixes.must_wait(request)]
+        ready = [request for request in self.queues.waiting if not self._prefixes.must_wait(request)]
         if not ready:
             return
         first, *others = ready
         holders = [request for request in others if request.phase is Phase.PARKED]
         if holders:
             self._preemptor.recompute(holders[-1])
-        elif self._ledger.quarantined != NO_PAGES and len(self._requests) == len(self._queues.waiting):
-            pages = self._ledger.quarantined.device + self._ledger.quarantined.host
+        elif self.ledger.quarantined != NO_PAGES and len(self._requests) == len(self.queues.waiting):
+            pages = self.ledger.quarantined.device + self.ledger.quarantined.host
             why = f"{pages} pages are in quarantine, because lost prefill workers could still write to them"
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
 
@@ -440,9 +390,9 @@ class Scheduler:
         `failure` says why no first token could be sampled. The peer gets this reason instead of a token.
         """
         stays = request.stays_on_device and request.holding.residence is Residence.RESIDENT
-        store = self._ledger.flush if stays else self._ledger.park
+        store = self.ledger.flush if stays else self.ledger.park
         self._next_plan.commands += store(request.holding, request.num_scheduled)
-        self._queues.stop(request, Phase.HANDOFF)
+        self.queues.stop(request, Phase.HANDOFF)
         self._announcements.announce_rows(request, whole=True)
         if failure is None:
             self._announcements.announce_first_token(request, token, alternatives)
@@ -469,7 +419,7 @@ class Scheduler:
         """Removes a request in any phase. It is released once no plan in flight and no peer uses its pages."""
         request.settle()
         if request.phase in (Phase.WAITING, Phase.PARKED):
-            self._queues.waiting.remove(request)
+            self.queues.waiting.remove(request)
             self._release(request)
         elif request.phase is Phase.HANDOFF:
             self._announcements.discard(request)
@@ -480,7 +430,7 @@ class Scheduler:
                 self._release(request)
         else:
             request.move(Phase.ENDING)
-            self._queues.running.remove(request)
+            self.queues.running.remove(request)
             self._preemptor.pending.pop(request, None)
             if request.in_flight == 0:
                 self._release(request)
@@ -492,9 +442,9 @@ class Scheduler:
         if request.in_flight:
             raise InternalError(f"{request.request_id} is part of a plan in flight")
         request.move(Phase.FINISHED)
-        self._queues.release_seat(request)
+        self.queues.release_seat(request)
         self._prefixes.publish_rest(request)
-        self._ledger.release(request.holding)
+        self.ledger.release(request.holding)
         if self._speculation is not None:
             self._speculation.forget(request)
         del self._requests[request.request_id]

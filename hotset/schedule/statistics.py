@@ -13,8 +13,8 @@ from hotset.schedule.request import FinishReason
 class RankStats:
     """The state of one data parallel rank, and totals since its start.
 
-    The scheduler counts in an object of this class, each event once, where it happens. `Replica.stats` adds the numbers
-    that only the queues and the ledger know, and `Engine.stats` the copies, which workers count for all ranks together.
+    The scheduler counts in an object of this class, each event once, where it happens. `Scheduler.stats` adds what
+    only the queues and the ledger know, and `Engine.stats` the copies, which workers count for all ranks together.
     """
 
     running: int = gauge("hotset_requests_running", "Requests that are being prefilled or decoded.", of_ranks=True)

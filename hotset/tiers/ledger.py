@@ -14,7 +14,7 @@ from hotset.memory.pages import PageAllocator
 from hotset.tiers.audit import audit_device, audit_host
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.prefix_cache import CachedPage, PrefixCache
-from hotset.tiers.residence import Holding, PageUse, Residence
+from hotset.tiers.residence import Holding, PageUse, Residence, device_capacity, required_pages
 from hotset.tiers.shared_keys import SharedKeys
 
 NO_LIMIT = 1 << 62
@@ -95,26 +95,19 @@ class Ledger:
             return False
         return self.host is None or need.host + spare.host <= self.host.free
 
-    def admit(self, holding: Holding, seat: int, to: Residence, tokens: int) -> list[Command] | None:
-        """Gives an absent request a seat and pages for `tokens` rows, resident or streamed."""
-        if not self.fits(self.pages_needed(holding, to, tokens)):
-            return None
-        holding.move(to)
-        holding.seat = seat
-        return self._grant(holding, self._required(to, tokens))
-
-    def reuse(
-        self, holding: Holding, seat: int, to: Residence, prefix: Sequence[CachedPage], tokens: int
+    def admit(
+        self, holding: Holding, seat: int, to: Residence, tokens: int, prefix: Sequence[CachedPage] = ()
     ) -> list[Command] | None:
         """Gives an absent request a seat, the cached pages of its `prefix`, and pages for the rest of `tokens` rows."""
         if not self.fits(self.pages_needed(holding, to, tokens, prefix)):
             return None
-        assert self.host is not None, "there is no host store with cached pages"
-        self.host.use(prefix)
-        holding.move(Residence.PARKED)
-        holding.cached = list(prefix)
-        holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
-        return self.resume(holding, seat, to, len(prefix) * self.geometry.page_rows, tokens)
+        if prefix:
+            holding.move(Residence.PARKED)
+            self._use_cached(holding, prefix)
+            return self.resume(holding, seat, to, len(prefix) * self.geometry.page_rows, tokens)
+        holding.move(to)
+        holding.seat = seat
+        return self._grant(holding, self._required(to, tokens))
 
     @property
     def version(self) -> int:
@@ -212,11 +205,9 @@ class Ledger:
     def promote(self, holding: Holding, length: int) -> list[Command] | None:
         """Makes a tiered request resident and releases its slots and maps."""
         newest = length // self.geometry.page_rows
-        if not self.fits(self.pages_to_promote(length)):
-            return None
-        pages = self.device.allocate(max(0, newest - 1))
+        pages = self.device.allocate(self.pages_to_promote(length).device)
         if pages is None:
-            raise InternalError("pages were free a moment ago")
+            return None
         holding.move(Residence.RESIDENT)
         tail = holding.pages[PageUse.TAIL]
         in_order = [tail[number % len(tail)] for number in range(max(0, newest - 1), newest + 1)]
@@ -235,7 +226,7 @@ class Ledger:
         if self.host is None:
             raise InternalError("there is no host store to park in")
         holding.move(Residence.PARKED)
-        self._release_device_pages(holding)
+        self.device.release(self._take_device_pages(holding))
         spare = holding.pages[PageUse.HOST][self.geometry.row_pages(length) :]  # granted for the rest of the prompt
         if spare:
             self.host.release(spare)
@@ -292,10 +283,7 @@ class Ledger:
             return False
         holding.move(Residence.LANDING)
         holding.keys_land_on_host = keys_on_host
-        if self.host is not None:
-            self.host.use(prefix)
-            holding.cached = list(prefix)
-            holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
+        self._use_cached(holding, prefix)
         self.shared_keys.use(shared)
         holding.pages[PageUse.KEYS] = [*shared]
         self._grant(holding, required)
@@ -339,9 +327,7 @@ class Ledger:
             raise InternalError(f"a request that is {holding.residence.value} has no writer")
         holding.move(Residence.ABSENT)
         host = self._take_own_host_pages(holding)
-        device = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))
-        device += [page for use in PageUse for page in self._take(holding, use)]
-        self._quarantined[name] = Quarantined(device, host)
+        self._quarantined[name] = Quarantined(self._take_device_pages(holding), host)
         self._update_capacity(holding)
 
     def end_quarantine(self, name: str) -> None:
@@ -373,7 +359,7 @@ class Ledger:
         if holding.residence is Residence.ABSENT:
             return
         holding.move(Residence.ABSENT)
-        self._release_device_pages(holding)
+        self.device.release(self._take_device_pages(holding))
         if self.host is not None:
             self.host.release(self._take_own_host_pages(holding))
         self._update_capacity(holding)
@@ -386,19 +372,7 @@ class Ledger:
             audit_host(self.host, holdings, [page for pages in quarantined for page in pages.host])
 
     def _required(self, to: Residence, tokens: int) -> dict[PageUse, int]:
-        """Returns the number of pages for each use that a context of `tokens` rows requires in residence `to`."""
-        geometry, rows = self.geometry, self.geometry.row_pages(tokens)
-        required = {PageUse.KEYS: geometry.key_pages(tokens), PageUse.HOST: 0 if self.host is None else rows}
-        if to is Residence.RESIDENT:
-            required[PageUse.ROWS] = rows
-        elif to is Residence.STREAMED:
-            required[PageUse.WORK] = max(geometry.work_pages(tokens), geometry.hot_pages(tokens))
-        elif to is Residence.TIERED:
-            required[PageUse.SLOTS], required[PageUse.TAIL] = geometry.slot_pages, geometry.tail_pages
-            required[PageUse.MAPS] = geometry.map_pages(tokens)
-        else:
-            raise InternalError(f"a request that is {to.value} is granted no pages")
-        return required
+        return required_pages(self.geometry, to, tokens, on_host=self.host is not None)
 
     def _missing(
         self, holding: Holding, required: Mapping[PageUse, int], prefix: Sequence[CachedPage] = ()
@@ -447,23 +421,22 @@ class Ledger:
         return commands
 
     def _update_capacity(self, holding: Holding) -> None:
-        geometry, pages, residence, rows = self.geometry, holding.pages, holding.residence, 0
-        if residence is Residence.RESIDENT:
-            rows = len(pages[PageUse.ROWS]) * geometry.page_rows
-        elif residence is Residence.STREAMED:
-            rows = len(pages[PageUse.WORK]) * geometry.layers * geometry.page_rows
-        elif residence is Residence.TIERED:
-            rows = 2 * (len(pages[PageUse.MAPS]) * geometry.words_per_page - 2 * geometry.slots)
-        if geometry.keys_per_block:
-            rows = min(rows, geometry.key_capacity(len(pages[PageUse.KEYS])))
-        holding.device_capacity = rows
-        holding.host_capacity = NO_LIMIT if self.host is None else len(pages[PageUse.HOST]) * geometry.page_rows
-        holding.capacity = min(rows, holding.host_capacity)
+        host_pages, page_rows = holding.pages[PageUse.HOST], self.geometry.page_rows
+        holding.device_capacity = device_capacity(self.geometry, holding)
+        holding.host_capacity = NO_LIMIT if self.host is None else len(host_pages) * page_rows
+        holding.capacity = min(holding.device_capacity, holding.host_capacity)
 
-    def _release_device_pages(self, holding: Holding) -> None:
+    def _use_cached(self, holding: Holding, prefix: Sequence[CachedPage]) -> None:
+        """Gives a request without host pages the cached pages of its prefix."""
+        if self.host is not None:
+            self.host.use(prefix)
+            holding.cached = list(prefix)
+            holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
+
+    def _take_device_pages(self, holding: Holding) -> list[int]:
+        """Takes all device pages of a request. Returns those that no other request uses."""
         unused = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))
-        own = [page for use in PageUse if use is not PageUse.HOST for page in self._take(holding, use)]
-        self.device.release(unused + own)
+        return unused + [page for use in PageUse if use is not PageUse.HOST for page in self._take(holding, use)]
 
     def _take_own_host_pages(self, holding: Holding) -> list[int]:
         """Takes all host pages of a request. Returns its own ones, and lets go of those in the cache."""

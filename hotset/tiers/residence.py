@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hotset.base.errors import IllegalTransition
+from hotset.base.errors import IllegalTransition, InternalError
 from hotset.base.story import Story
+from hotset.memory.geometry import Geometry
 from hotset.tiers.prefix_cache import CachedPage
 
 
@@ -22,7 +23,7 @@ class Residence(Enum):
 
 
 RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {
-    # admit, reserve, reuse
+    # admit, reserve
     Residence.ABSENT: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.LANDING, Residence.PARKED}),
     Residence.RESIDENT: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # demote, park, release
     Residence.STREAMED: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # stream ends, park, release
@@ -91,3 +92,31 @@ class Holding:
     @property
     def device_pages(self) -> int:
         return sum(len(pages) for use, pages in self.pages.items() if use is not PageUse.HOST)
+
+
+def required_pages(geometry: Geometry, to: Residence, tokens: int, *, on_host: bool) -> dict[PageUse, int]:
+    """Returns the number of pages for each use that a context of `tokens` rows requires in residence `to`."""
+    rows = geometry.row_pages(tokens)
+    required = {PageUse.KEYS: geometry.key_pages(tokens), PageUse.HOST: rows if on_host else 0}
+    if to is Residence.RESIDENT:
+        required[PageUse.ROWS] = rows
+    elif to is Residence.STREAMED:
+        required[PageUse.WORK] = max(geometry.work_pages(tokens), geometry.hot_pages(tokens))
+    elif to is Residence.TIERED:
+        required[PageUse.SLOTS], required[PageUse.TAIL] = geometry.slot_pages, geometry.tail_pages
+        required[PageUse.MAPS] = geometry.map_pages(tokens)
+    else:
+        raise InternalError(f"a request that is {to.value} is granted no pages")
+    return required
+
+
+def device_capacity(geometry: Geometry, holding: Holding) -> int:
+    """Returns for how many rows a request holds device pages: the inverse of `required_pages`."""
+    pages, residence, rows = holding.pages, holding.residence, 0
+    if residence is Residence.RESIDENT:
+        rows = len(pages[PageUse.ROWS]) * geometry.page_rows
+    elif residence is Residence.STREAMED:
+        rows = len(pages[PageUse.WORK]) * geometry.layers * geometry.page_rows
+    elif residence is Residence.TIERED:
+        rows = 2 * (len(pages[PageUse.MAPS]) * geometry.words_per_page - 2 * geometry.slots)
+    return min(rows, geometry.key_capacity(len(pages[PageUse.KEYS]))) if geometry.keys_per_block else rows

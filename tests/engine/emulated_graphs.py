@@ -65,7 +65,7 @@ def make_engine_with_graphs(model: Decoder, spec: ModelSpec, *, requests: int, *
     """Returns an engine for at most so many requests."""
     engine = make_engine(model, spec, max_num_seqs=requests + 1, **settings)
     assert isinstance(engine.executor, InProcessExecutor)
-    ledger, tables = engine.replicas[0].ledger, engine.executor.memory.tables
+    ledger, tables = engine.schedulers[0].ledger, engine.executor.memory.tables
     first = ledger.device.capacity - 2
     ledger.device = PageAllocator(first)  # the last two pages are those of padding
     tables.extend_rows(requests, 0, [first] * tables.rows.shape[1])  # a selection of any position finds a row

@@ -223,8 +223,8 @@ class CachedBytes:
     def check(self) -> None:
         """Asserts that no page has changed since the last call."""
         found = {}
-        for number, replica in enumerate(self._engine.replicas):
-            cached = {} if replica.ledger.host is None else replica.ledger.host._cached
+        for number, scheduler in enumerate(self._engine.schedulers):
+            cached = {} if scheduler.ledger.host is None else scheduler.ledger.host._cached
             for page_hash, entry in cached.items():
                 store = self._stores[host_store_name(number)]
                 spans = [*(shard.span for shard in store.shards), *store.all_keys]

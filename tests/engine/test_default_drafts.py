@@ -101,8 +101,8 @@ def test_default_drafts_that_do_not_pay_are_dropped_with_their_layer_and_nothing
         assert len(loaded) == config.workers and {decoder.spec.mtp is not None for decoder in loaded} == {kept}
         drafts = settings.get("speculate", DEFAULT_DRAFTS)
         assert warmed == ([drafts] if kept else [drafts, 0])
-        (replica,) = engine.replicas
-        assert (replica.scheduler._speculation is not None) == kept
+        (scheduler,) = engine.schedulers
+        assert (scheduler._speculation is not None) == kept
         layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
         assert {decoder.kv_shape.layers for decoder in loaded} == {layers + kept}
         assert ("--speculate 2 does not pay" in caplog.text) == ("speculate" in settings)

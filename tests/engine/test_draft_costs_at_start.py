@@ -43,8 +43,8 @@ def test_drafts_that_do_not_pay_are_left_out_and_plans_overlap() -> None:
     spec, model = SPECS["deepseek"], MODELS["deepseek"]
     expected = run_all(make_engine(model, spec, **SETTINGS), PROMPTS, PARAMS)
     engine = make_engine(model, spec, **SETTINGS, plans_in_flight=2)
-    (replica,) = engine.replicas
-    speculation = replica.scheduler._speculation
+    (scheduler,) = engine.schedulers
+    speculation = scheduler._speculation
     assert isinstance(speculation, Speculation)
     speculation.choice.costs = StepCosts((1, 2), (1.0, 1.0), ((1.0, 1.2, 1.3), (1.0, 5.0, 9.0)))
     drafter = record_drafts(engine)
@@ -63,8 +63,8 @@ def test_drafts_begin_and_end_while_requests_decode() -> None:
     verified = 0
     for period in (2, 3, 5, 8, 13):
         engine = make_engine(model, spec, **SETTINGS, plans_in_flight=3)
-        (replica,) = engine.replicas
-        speculation = replica.scheduler._speculation
+        (scheduler,) = engine.schedulers
+        speculation = scheduler._speculation
         assert speculation is not None
         plans = 0
 

@@ -188,7 +188,7 @@ def test_memory_is_released_even_if_a_step_fails_during_closing(monkeypatch: pyt
     transfer = RecordingTransfer(Hub())
     engine = make("prefill", transfer)
     monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
-    monkeypatch.setattr(engine.replicas[0].scheduler, "plan", lambda: 1 // 0)
+    monkeypatch.setattr(engine.schedulers[0], "plan", lambda: 1 // 0)
     engine.close()
     assert transfer.order == ["transfer", "memory"]
 

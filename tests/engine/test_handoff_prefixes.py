@@ -202,5 +202,5 @@ def test_full_host_stores_of_both_workers_evict_pages_and_every_prompt_lands() -
             assert workers.answers([prompt], SAMPLED, "host") == expected
         assert list(workers.comparer.compared.values()) == [36] * 5, "the first prompt was evicted"
         for worker in (workers.prefill, workers.decode):
-            cache = worker.replicas[0].ledger.host
+            cache = worker.schedulers[0].ledger.host
             assert cache is not None and cache.evictions > 0

@@ -83,9 +83,9 @@ class RecordedDrafts(MtpDrafter):
 
 def record_drafts(engine: Engine) -> RecordedDrafts:
     drafter = RecordedDrafts()
-    for replica in engine.replicas:
-        assert replica.scheduler._speculation is not None
-        replica.scheduler._speculation._drafter = drafter
+    for scheduler in engine.schedulers:
+        assert scheduler._speculation is not None
+        scheduler._speculation._drafter = drafter
     return drafter
 
 

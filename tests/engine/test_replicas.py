@@ -6,7 +6,7 @@ import pytest
 from schedule.prefix_loop import Loop, seed_tokens, tokens  # noqa: F401
 
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.engine.core import Engine, Replica
+from hotset.engine.core import Engine
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.workers.executor import Executor
 
@@ -16,8 +16,8 @@ class Replicas:
 
     def __init__(self, count: int) -> None:
         self.loops = [Loop() for _ in range(count)]
-        replicas = [Replica(loop.scheduler, loop.ledger) for loop in self.loops]
-        self.engine = Engine(cast(ModelCard, None), replicas, cast(Executor, None), plans_in_flight=1)
+        schedulers = [loop.scheduler for loop in self.loops]
+        self.engine = Engine(cast(ModelCard, None), schedulers, cast(Executor, None), plans_in_flight=1)
 
     def add(self, name: str, prompt: list[int]) -> int:
         """Returns the number of the replica that gets the request."""

@@ -37,9 +37,9 @@ def impose_drafts(engine: Engine, prompts: Sequence[Sequence[int]], answers: Seq
         context = contexts[int(request_id.partition("/")[0])]
         return context[min(len(tokens), len(context) - 1)]
 
-    for number, replica in enumerate(engine.replicas):
-        assert replica.scheduler._speculation is not None
-        replica.scheduler._speculation._drafter = ImposedDrafter(following, vocab, random.Random(number))
+    for number, scheduler in enumerate(engine.schedulers):
+        assert scheduler._speculation is not None
+        scheduler._speculation._drafter = ImposedDrafter(following, vocab, random.Random(number))
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_libraries_take_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate of steps contains it. After drafts were dropped, libraries are loaded when free memory is measured."""
+    """The estimate of steps contains it. When drafts were dropped, libraries are loaded before memory is measured."""
     loader = ModelLoader(EngineConfig(model=DEMO, device="cpu"), CPU)
     loader.plan = replace(loader.plan, memory=DeviceMemory(100 * MIB, 80 * MIB), usable=70 * MIB, steps=10 * MIB)
     loader._device = torch.device("cuda")

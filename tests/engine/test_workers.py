@@ -142,7 +142,7 @@ def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_token
         stats = engine.stats()
     assert answers == run_all(one, prompts, params)
     assert stats.tokens_reused == 3 * 40 and stats.tokens_prefilled == sum(map(len, prompts)) - stats.tokens_reused
-    assert len(shared) == 2 * engine.replicas[0].scheduler._ledger.geometry.whole_key_pages(40) > 0
+    assert len(shared) == 2 * engine.schedulers[0].ledger.geometry.whole_key_pages(40) > 0
 
 
 class FakeCopyEvent:
@@ -300,7 +300,7 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
     with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
         engine.executor.warm_up(lambda done, total: captured.append((done, total)))
         answers = run_all(engine, prompts, params)
-        workers, replicas = len(engine.executor.workers), len(engine.replicas)  # type: ignore[attr-defined]
+        workers, replicas = len(engine.executor.workers), len(engine.schedulers)  # type: ignore[attr-defined]
     assert answers == run_all(whole_engine(SPECS[model], SEED, **SMALL), prompts, params)
     assert captured == [(1, 1)]
     replays = list(zip(*log.values(), strict=True))
@@ -400,7 +400,7 @@ def test_a_request_goes_to_the_replica_with_the_fewest_tokens() -> None:
     spec, (prompts, params) = SPECS["deepseek_v32"], requests()
     with closing(split_engine(spec, SEED, **SMALL, device_kv_tokens=400, tiers="off", data_parallel_size=2)) as engine:
         answers = run_all(engine, prompts, params)
-        prefilled = [replica.scheduler.counters.tokens_prefilled for replica in engine.replicas]
+        prefilled = [scheduler.counters.tokens_prefilled for scheduler in engine.schedulers]
     assert answers == answers_of_one_process("deepseek_v32")
     assert sum(prefilled) == sum(map(len, prompts))
     assert max(prefilled) - min(prefilled) <= max(map(len, prompts)), f"the replicas prefilled {prefilled} tokens"

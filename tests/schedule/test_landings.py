@@ -105,7 +105,7 @@ def test_a_parked_request_does_not_need_the_prefill_worker_any_more() -> None:
     reservation = next_reservation(scheduler, runner)
     runner.land(reservation)
     scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
-    assert request.phase is Phase.PARKED and request in scheduler._queues.waiting
+    assert request.phase is Phase.PARKED and request in scheduler.queues.waiting
     scheduler.fail_waiting(reservation.prefill_at, "it is silent")
     assert not scheduler.take_outputs().finished
 

@@ -379,7 +379,7 @@ def test_a_long_request_is_demoted_during_a_burst_and_promoted_after_it(depth: i
         scheduler.audit()
         if scheduler.idle:
             break
-        if scheduler.in_residence(Residence.TIERED):
+        if scheduler.queues.count(Residence.TIERED):
             residences.append("tiered")
         elif residences:
             residences.append("resident")
@@ -481,7 +481,7 @@ def test_with_several_stages_a_decoding_request_is_in_only_one_plan_in_flight() 
     for _ in range(30):
         while len(in_flight) < 2 and (plan := scheduler.plan()) is not None:
             in_flight.append(plan)
-        if len(in_flight) == 2 and len(scheduler._queues.running) == 5:
+        if len(in_flight) == 2 and len(scheduler.queues.running) == 5:
             shared_seats += len(set(in_flight[0].seats) & set(in_flight[1].seats))
             decoding.append(len(in_flight[1].seats))
         if in_flight:

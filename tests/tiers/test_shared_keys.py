@@ -86,7 +86,7 @@ def test_key_pages_inside_a_cached_prefix_are_shared_until_their_last_user_is_go
         alone = ledger.pages_needed(Holding(), to, len(tokens))
         assert alone.device - needed.device == 3 and alone.host - needed.host == 8
         free = ledger.device.free
-        commands = ledger.reuse(holding, seat, to, prefix, len(tokens))
+        commands = ledger.admit(holding, seat, to, len(tokens), prefix)
         assert commands is not None and free - ledger.device.free == needed.device
         shared = [command for command in commands if isinstance(command, Grant) and command.shared]
         assert shared == [Grant(seat, PageUse.KEYS, 0, tuple(first.pages[PageUse.KEYS][:3]), shared=True)]
@@ -115,7 +115,7 @@ def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
     assert ledger.device.free == ledger.device.capacity
     assert ledger.resume(first, 0, Residence.TIERED, 41, 42) is not None
     second = Holding()
-    assert ledger.reuse(second, 1, Residence.TIERED, ledger.find_prefix(hashes_of(tokens)), len(tokens)) is not None
+    assert ledger.admit(second, 1, Residence.TIERED, len(tokens), ledger.find_prefix(hashes_of(tokens))) is not None
     assert second.pages[PageUse.KEYS][:4] == first.pages[PageUse.KEYS][:4]
     ledger.audit([first, second])
 

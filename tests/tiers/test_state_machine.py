@@ -151,12 +151,7 @@ class TiersMachine(RandomMachine):
         self.requests.append(request)
         seat = self.take_seat()
 
-        def start() -> list[Command] | None:
-            if prefix:
-                return self.ledger.reuse(request.holding, seat, to, prefix, request.prompt)
-            return self.ledger.admit(request.holding, seat, to, request.prompt)
-
-        if self.change(start, TakeSeat(seat)):
+        if self.change(lambda: self.ledger.admit(request.holding, seat, to, request.prompt, prefix), TakeSeat(seat)):
             request.reused, request.written.length = len(prefix), reused
             self.note_shared_keys(request, "admitted")
             self.texts.append(request)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.request_options import RequestOptions, TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.engine.core import Engine, Replica
+from hotset.engine.core import Engine
 from hotset.engine.drafts.settings import DraftSettings
 from hotset.engine.drafts.speculation import Speculation
 from hotset.engine.input_processor import ModelCard
@@ -296,8 +296,7 @@ class Bench:
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
         runner = Runner(self.model, self.memory, seats, context, VOCAB, drafts=drafts)
         self._tokens = runner._tokens
-        replica = Replica(self.scheduler, self.ledger)
-        self.engine = Engine(card, [replica], InProcessExecutor(runner), depth)
+        self.engine = Engine(card, [self.scheduler], InProcessExecutor(runner), depth)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}

@@ -104,8 +104,8 @@ def simulated_engine(
 
     def works(step: Step) -> list[StepWork]:
         return [
-            work_of(plan, replica.scheduler.in_residence(Residence.TIERED))
-            for replica, plan in zip(engine.replicas, step, strict=True)
+            work_of(plan, scheduler.queues.count(Residence.TIERED))
+            for scheduler, plan in zip(engine.schedulers, step, strict=True)
             if plan is not None
         ]
 
@@ -148,7 +148,7 @@ def run_traffic(
     hasher = engine.card.page_hasher
     # An engine with several replicas hashes every prompt when it is added. With one replica, the scheduler hashes it
     # later, a limited number of pages in each plan.
-    hashed_page_rows = hasher.page_rows if hasher is not None and len(engine.replicas) > 1 else None
+    hashed_page_rows = hasher.page_rows if hasher is not None and len(engine.schedulers) > 1 else None
     with _garbage_collection_off():
         while not (idle := engine.idle) or waiting:
             if idle:
@@ -201,17 +201,17 @@ class _Recorder:
         for request_id in finished:
             self._times[int(request_id)].ended = now
         self.finished += len(finished)
-        schedulers = [replica.scheduler for replica in self._engine.replicas if replica.scheduler.open_requests]
+        schedulers = [scheduler for scheduler in self._engine.schedulers if scheduler.open_requests]
         running, waiting, tiered = len(finished), 0, 0  # those that have finished ran during the step
         for scheduler in schedulers:
-            still_running = scheduler.running
+            still_running = len(scheduler.queues.running)
             running += still_running
             waiting += scheduler.open_requests - still_running
-            tiered += scheduler.in_residence(Residence.TIERED)
+            tiered += scheduler.queues.count(Residence.TIERED)
         self._running_s += running * (now - before)
         self._waiting_s += waiting * (now - before)
         self._max_running, self._max_tiered = max(self._max_running, running), max(self._max_tiered, tiered)
-        parked = sum(scheduler.parked for scheduler in schedulers) if waiting else 0
+        parked = sum(scheduler.queues.num_parked for scheduler in schedulers) if waiting else 0
         self._samples.append(Sample(now, running, tiered, waiting, parked))
 
     def result(self, refused: int) -> TrafficResult:

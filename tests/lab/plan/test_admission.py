@@ -71,7 +71,7 @@ def decoding_at_once(engine: Engine, offered: int) -> int:
         prompt = [5 + (number * 7 + position) % 40 for position in range(CONTEXT - ANSWER)]
         requests += [choice.to_request() for choice in processor.accept(str(number), prompt, params)]
     for number, request in enumerate(requests):
-        engine.replicas[number % len(engine.replicas)].scheduler.add(request)
+        engine.schedulers[number % len(engine.schedulers)].add(request)
     steps = -1
     while steps < engine.steps:  # until a call executes no step
         steps = engine.steps

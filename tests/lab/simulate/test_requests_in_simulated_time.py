@@ -61,7 +61,7 @@ class MeasuredExecutor:
     def submit(self, step: Step) -> StepFuture:
         (plan,) = step
         assert plan is not None
-        work = work_of(plan, self._engine.replicas[0].scheduler.in_residence(Residence.TIERED))
+        work = work_of(plan, self._engine.schedulers[0].queues.count(Residence.TIERED))
         before = time.thread_time()
         results = self._inner.submit(step).results()
         seconds = time.thread_time() - before
