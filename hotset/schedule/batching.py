@@ -38,10 +38,9 @@ class Batching:
         prefills: list[Request] = []
         running, seats, number = self._queues.running, self._next_plan.seats, self._next_plan.number
         pending, max_decodes = self._preemptor.pending, ceil_div(len(running), self._stages)
-        num_drafts = 0
         if self._speculation is not None:
             self._speculation.begin_plan(len(running))
-            num_drafts = self._speculation.num_drafts
+            self._next_plan.num_drafts = self._speculation.num_drafts
         self._steady.settle_due(number)
         for request in tuple(running):
             if request.steady_since <= number:
@@ -60,7 +59,7 @@ class Batching:
                 and not self._becomes_tiered(request)
             ):
                 drafts: Sequence[int] = ()
-                if self._speculation is not None and num_drafts:
+                if self._speculation is not None and self._next_plan.num_drafts:
                     drafts = self._speculation.draft(request, self._next_plan)
                 self._schedule(request, 1 + len(drafts), drafts)
         alone = tuple(self._next_plan.requests)

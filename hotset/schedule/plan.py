@@ -161,6 +161,7 @@ class PlanBuilder:
         self.drafts: dict[int, Sequence[int]] = {}
         self.unverified: list[int] = []
         self.draft_limits: list[int] = []
+        self.num_drafts = 0  # see `Plan.num_drafts`
         self.prompt_ranges: list[PromptRange] = []
 
     def add_prompt_range(self, request: Request, count: int) -> None:
@@ -178,8 +179,8 @@ class PlanBuilder:
             self.prompt_ranges.append(PromptRange(len(self.requests), first, last, alternatives))
             request.num_prompt_logprobs = last - 1
 
-    def build(self, announcements: Sequence[Announcement], num_drafts: int) -> Plan:
-        """Returns the collected plan and begins the next one. See `Plan.num_drafts`."""
+    def build(self, announcements: Sequence[Announcement]) -> Plan:
+        """Returns the collected plan and begins the next one."""
         residences = frozenset(request.holding.residence for request in self.requests)
         loads = any(isinstance(command, READS_HOST) for command in self.commands)
         plan = Plan(
@@ -196,7 +197,7 @@ class PlanBuilder:
             drafts=self.drafts,
             unverified=self.unverified if any(self.unverified) else (),
             draft_limits=self.draft_limits,
-            num_drafts=num_drafts,
+            num_drafts=self.num_drafts,
         )
         self.number += 1
         self._clear()

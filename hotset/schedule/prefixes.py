@@ -138,7 +138,7 @@ class Prefixes:
             published = len(other.holding.cached)
             if published < min(reusable, len(other.page_hashes)) and self._will_publish(other):
                 page_hash = other.page_hashes[published]
-                if page_hash != request.page_hashes[published] or self._ledger.is_cached(page_hash):
+                if page_hash != request.page_hashes[published] or self._ledger.find_prefix([page_hash]):
                     continue
                 if other.phase is Phase.PREFILL or self._lands_enough(other, request, reusable - published):
                     return other

@@ -19,7 +19,7 @@ from hotset.base.errors import InternalError
 from hotset.base.sampling import Alternatives
 from hotset.schedule.admission import Admission
 from hotset.schedule.batching import Batching
-from hotset.schedule.handoffs import CancelFetch, Reservation
+from hotset.schedule.handoffs import CancelFetch, HandoffKey, Reservation
 from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import Plan, PlanBuilder, StepResult, TokenOutputs
 from hotset.schedule.preemption import Preemptor
@@ -30,6 +30,7 @@ from hotset.schedule.snapshots import RequestSnapshot, Snapshots
 from hotset.schedule.speculation import Speculation
 from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
+from hotset.tiers.commands import Flush
 from hotset.tiers.ledger import NO_PAGES, LandingPolicy, Ledger
 from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
@@ -175,7 +176,7 @@ class Scheduler:
         if request is None:
             return False
         if not quiesced:
-            self.ledger.quarantine(request.holding, _landing_name(request_id, attempt))
+            self.ledger.quarantine(request.holding, HandoffKey(request_id, attempt))
         self.ledger.release(request.holding)
         if request.phase is Phase.ENDING:
             self._release(request)
@@ -201,7 +202,7 @@ class Scheduler:
 
     def end_quarantine(self, request_id: str, attempt: int) -> None:
         """Releases the quarantined pages of a failed landing after its writer has stopped."""
-        self.ledger.end_quarantine(_landing_name(request_id, attempt))
+        self.ledger.end_quarantine(HandoffKey(request_id, attempt))
 
     def drop_prompt(self, request_id: str) -> None:
         """Removes a prompt computed for a peer after the peer received or cancelled it. Unknown ids are ignored."""
@@ -241,8 +242,7 @@ class Scheduler:
         if not (next_plan.seats or self._announcements or self._landings.reserved_in(next_plan.number)):
             return None
         requests = next_plan.requests
-        num_drafts = 0 if self._speculation is None else self._speculation.num_drafts
-        plan = next_plan.build(self._announcements.take(), num_drafts)
+        plan = next_plan.build(self._announcements.take())
         self._in_flight.append(_InFlight(plan, requests, steady))
         return plan
 
@@ -389,9 +389,11 @@ class Scheduler:
 
         `failure` says why no first token could be sampled. The peer gets this reason instead of a token.
         """
-        stays = request.stays_on_device and request.holding.residence is Residence.RESIDENT
-        store = self.ledger.flush if stays else self.ledger.park
-        self._next_plan.commands += store(request.holding, request.num_scheduled)
+        holding, length = request.holding, request.num_scheduled
+        if request.stays_on_device and holding.residence is Residence.RESIDENT:
+            self._next_plan.commands.append(Flush(holding.seat, length))
+        else:
+            self._next_plan.commands += self.ledger.park(holding, length)
         self.queues.stop(request, Phase.HANDOFF)
         self._announcements.announce_rows(request, whole=True)
         if failure is None:
@@ -449,7 +451,3 @@ class Scheduler:
             self._speculation.forget(request)
         del self._requests[request.request_id]
         self._snapshots.on_released(request)
-
-
-def _landing_name(request_id: str, attempt: int) -> str:
-    return f"{request_id} {attempt}"

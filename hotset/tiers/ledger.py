@@ -5,7 +5,7 @@ it returns None and changes nothing. Freed pages can be granted again at once, b
 order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hotset.base.errors import InternalError
@@ -72,7 +72,7 @@ class Ledger:
         self.device = device
         self.host = host
         self.shared_keys = SharedKeys(geometry)
-        self._quarantined: dict[str, Quarantined] = {}
+        self._quarantined: dict[Hashable, Quarantined] = {}  # by landing
 
     @property
     def tiers(self) -> bool:
@@ -117,9 +117,6 @@ class Ledger:
     def find_prefix(self, hashes: Sequence[bytes]) -> list[CachedPage]:
         """Returns the cached pages of the longest known prefix of a context with these page hashes."""
         return [] if self.host is None else self.host.find(hashes)
-
-    def is_cached(self, page_hash: bytes) -> bool:
-        return self.host is not None and page_hash in self.host
 
     @property
     def announces_tokens(self) -> bool:
@@ -234,12 +231,6 @@ class Ledger:
         self._update_capacity(holding)
         return [Flush(holding.seat, length)]
 
-    def flush(self, holding: Holding, length: int) -> list[Command]:
-        """Completes the copy of a resident context of `length` rows on the host. It needs no seat afterwards."""
-        if holding.residence is not Residence.RESIDENT:
-            raise InternalError(f"a context that is {holding.residence.value} is flushed")
-        return [Flush(holding.seat, length)]
-
     def resume(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
         """Gives a parked context of `length` rows a seat again, and pages for `tokens` rows."""
         if not self.fits(self.pages_needed(holding, to, tokens)):
@@ -321,18 +312,18 @@ class Ledger:
             commands.append(Load(seat, length, to, keys=keys_on_host))
         return commands
 
-    def quarantine(self, holding: Holding, name: str) -> None:
-        """Ends a landing whose writer may still write. The pages stay unavailable, recorded under `name`."""
+    def quarantine(self, holding: Holding, landing: Hashable) -> None:
+        """Ends a landing whose writer may still write. The pages stay unavailable, recorded under `landing`."""
         if holding.residence is not Residence.LANDING:
             raise InternalError(f"a request that is {holding.residence.value} has no writer")
         holding.move(Residence.ABSENT)
         host = self._take_own_host_pages(holding)
-        self._quarantined[name] = Quarantined(self._take_device_pages(holding), host)
+        self._quarantined[landing] = Quarantined(self._take_device_pages(holding), host)
         self._update_capacity(holding)
 
-    def end_quarantine(self, name: str) -> None:
-        """Releases the pages recorded under `name`, whose writer has stopped. Unknown names are ignored."""
-        pages = self._quarantined.pop(name, None)
+    def end_quarantine(self, landing: Hashable) -> None:
+        """Releases the pages recorded under `landing`, whose writer has stopped. Unknown ones are ignored."""
+        pages = self._quarantined.pop(landing, None)
         if pages is not None:
             self.device.release(pages.device)
             if self.host is not None:
