@@ -2,7 +2,6 @@
 and command-line flags."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -171,16 +170,15 @@ COMMON_SETTINGS = (
 EVENT_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.name.startswith("kv_events"))
 
 
-def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def environment_defaults() -> dict[str, Any]:
     """Returns the settings that environment variables supply. No other function reads settings from the environment."""
-    values = os.environ if environ is None else environ
     names = {"api_key": "HOTSET_API_KEY", "handoff_secret": "HOTSET_HANDOFF_SECRET"}
-    return {setting: values[name] for setting, name in names.items() if values.get(name)}
+    return {setting: os.environ[name] for setting, name in names.items() if os.environ.get(name)}
 
 
-def hub_cache(environ: Mapping[str, str] | None = None) -> Path:
+def hub_cache() -> Path:
     """Returns the folder in which Hugging Face's tools keep the models that they download."""
-    values = os.environ if environ is None else environ
+    values = os.environ
     home = values.get("HF_HOME") or os.path.join(values.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = values.get("HF_HUB_CACHE") or values.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     return Path(os.path.expandvars(cache)).expanduser()

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from hotset.base.errors import ConfigError
@@ -34,10 +33,9 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def mps_pipe_directory(environ: Mapping[str, str] | None = None) -> Path:
+def mps_pipe_directory() -> Path:
     """Returns the folder in which the driver's multi-process service (MPS) has its pipes while it runs."""
-    values = os.environ if environ is None else environ
-    return Path(values.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
 
 
 def pci_address(gpu: int) -> str | None:

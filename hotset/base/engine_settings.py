@@ -41,12 +41,10 @@ class EngineSettings:
         "auto",
         "Data type of weights that the checkpoint stores in fp8. 'auto': they stay in fp8; 'bfloat16': they are "
         "expanded to --dtype when they are loaded, which takes at least twice the memory.",
-        choices=("auto", "bfloat16"),
     )
     load_format: Literal["auto", "dummy"] = setting(
         "auto",
         "'auto': read the checkpoint's weights; 'dummy': random weights, to measure speed; needs only config.json.",
-        choices=("auto", "dummy"),
     )
     pack_weights: bool = setting(
         True,
@@ -103,7 +101,6 @@ class EngineSettings:
         "auto",
         "Where KV is stored. 'auto': all of it on the device while there is room, then only hot rows; "
         "'always': only hot rows on the device, the rest in host memory; 'off': no KV in host memory.",
-        choices=("auto", "off", "always"),
     )
     prefix_cache: bool = setting(
         True,
@@ -136,12 +133,10 @@ class EngineSettings:
     kv_dtype: Literal["auto", "fp8"] = setting(
         "auto",
         "Data type of KV rows. 'auto': as the model computes them; 'fp8': 8 bits per value, to save memory.",
-        choices=("auto", "fp8"),
     )
     index_dtype: Literal["auto", "fp8"] = setting(
         "auto",
         "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits per value, to save memory.",
-        choices=("auto", "fp8"),
     )
     plans_in_flight: int | None = setting(
         None,
@@ -160,14 +155,12 @@ class EngineSettings:
         "mtp",
         "How tokens are drafted. 'mtp': by the model's own layer for multi-token prediction. 'lookup': as they follow "
         "the newest tokens elsewhere in the prompt or answer.",
-        choices=("mtp", "lookup"),
     )
     accept: Literal["exact", "distribution"] = setting(
         "exact",
         "Which drafts are accepted. 'exact': those that equal the token sampled in their place, so that drafts change "
         "no token. 'distribution': by rejection sampling, which changes tokens, but not their probabilities, and "
         "accepts more drafts of requests with a high temperature.",
-        choices=("exact", "distribution"),
     )
     step_timeout: float = setting(
         60.0,
@@ -182,7 +175,6 @@ class EngineSettings:
         "auto",
         "'auto': on GPUs in bfloat16, decode steps are captured as CUDA graphs, which also compute short prompts; "
         "'off': no CUDA graphs, for a faster start or for profiling.",
-        choices=("auto", "off"),
     )
     tensor_parallel_size: int = setting(
         1,
@@ -209,7 +201,6 @@ class EngineSettings:
         "processes",
         "Where the workers run. 'processes': all of them on this machine; 'ray': on the nodes of the Ray cluster that "
         "this machine belongs to (pip install 'hotset[cluster]').",
-        choices=("processes", "ray"),
     )
     ray_address: str | None = setting(
         None,
@@ -231,7 +222,6 @@ class EngineSettings:
         "both",
         "'both': compute prompts and answers; 'prefill': compute prompts for decode workers; "
         "'decode': continue from prompts that prefill workers computed.",
-        choices=("both", "prefill", "decode"),
     )
     control: str = setting(
         "127.0.0.1:0",
@@ -254,7 +244,6 @@ class EngineSettings:
     transfer: Literal["nixl", "mooncake"] = setting(
         "nixl",
         "Library that transfers KV between workers. All workers must use the same one.",
-        choices=("nixl", "mooncake"),
         handoff_only=True,
     )
     transfer_interface: str | None = setting(
@@ -268,7 +257,6 @@ class EngineSettings:
         None,
         "Protocol of --transfer mooncake. Default: tcp. Choose rdma if the machines support it. NIXL chooses its "
         "protocol itself.",
-        choices=("tcp", "rdma"),
         handoff_only=True,
     )
     staging_mib: int = setting(
@@ -297,7 +285,6 @@ class EngineSettings:
         "auto",
         "How reasoning is separated from an answer. 'think': at <think> and </think>; 'none': not at all; "
         "'auto': like 'think' if the tokenizer has these two as tokens.",
-        choices=("auto", "think", "none"),
     )
 
     @property

@@ -12,15 +12,15 @@ MAX_WORKERS = 4  # idle ones are kept; a worker that waits needs some 3 MiB
 
 
 class JobPool:
-    """Up to `workers` workers, which are forked when they are needed. Thread-safe: a thread waits for a free worker."""
+    """Up to MAX_WORKERS workers, which are forked when they are needed. Thread-safe: a thread waits for a free one."""
 
-    def __init__(self, memory_bytes: int, workers: int = MAX_WORKERS) -> None:
+    def __init__(self, memory_bytes: int) -> None:
         """Each job may use `memory_bytes` in addition to the memory of the prepared objects."""
         self.server = ForkServer()
         self._memory_bytes = memory_bytes
         # Workers that no thread uses. None stands for a worker that is not forked yet.
         self._idle: queue.LifoQueue[tuple[int, Worker] | None] = queue.LifoQueue()
-        for _ in range(workers):
+        for _ in range(MAX_WORKERS):
             self._idle.put(None)
         self._num_preparations = 0  # a worker forked before the newest preparation lacks that object
 

@@ -73,7 +73,6 @@ class ServeConfig(HttpSettings):
         "'qwen3_coder': <function=…> within these; 'glm': <arg_key> and <arg_value> within these; 'deepseek_v32': "
         "<｜DSML｜invoke …>; 'llama3': JSON, also after <|python_tag|>; 'none': tools are refused; 'auto': the format "
         "that the chat template shows, else that of 'qwen3', with the tools described in the system message.",
-        choices=("auto", "deepseek_v32", "glm", "llama3", "qwen3", "qwen3_coder", "none"),
     )
     otlp: str | None = setting(
         None,

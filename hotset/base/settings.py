@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import field, fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from hotset.base.errors import ConfigError
 
@@ -20,7 +20,8 @@ def setting(
 ) -> Any:
     """Declares a field with the help text of its flag and the values that `check_settings` accepts.
 
-    `positive` means a finite number above 0. `handoff_only` marks a setting that only prefill and decode workers have.
+    A Literal needs no `choices`. `positive` means a finite number above 0. `handoff_only` marks a setting that only
+    prefill and decode workers have.
     """
     rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "positive": positive}
     return field(default=default, metadata={"help": help, "handoff_only": handoff_only, **rules})
@@ -32,8 +33,9 @@ def check_settings(config: Any) -> None:
         value, rules, flag = getattr(config, declared.name), declared.metadata, flag_name(declared.name)
         if value is None and declared.default is None:
             continue
-        if rules["choices"] and value not in rules["choices"]:
-            listed = ", ".join(repr(choice) for choice in rules["choices"])
+        choices = rules["choices"] or _literal_values(declared.type)
+        if choices and value not in choices:
+            listed = ", ".join(map(repr, choices))
             raise ConfigError(f"--{flag} must be one of {listed}, got {value!r}")
         if rules["maximum"] is not None and not rules["minimum"] <= value <= rules["maximum"]:
             raise ConfigError(f"--{flag} must lie in [{rules['minimum']}, {rules['maximum']}], got {value}")
@@ -41,6 +43,12 @@ def check_settings(config: Any) -> None:
             raise ConfigError(f"--{flag} must be at least {rules['minimum']}, got {value}")
         if rules["positive"] and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag} must be a finite number above 0, got {value}")
+
+
+def _literal_values(annotation: Any) -> tuple[Any, ...]:
+    """Returns the values of a Literal, which may be a member of a union."""
+    literals = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal]
+    return tuple(value for literal in literals for value in get_args(literal))
 
 
 def flag_name(field_name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hotset.base.fork_server import JobFailed
 from hotset.base.job_pool import JobPool
 from hotset.base.structure import Structure, invalid_structure
-from hotset.grammar.jobs import prepare_compiler, structure_json
+from hotset.grammar.jobs import PreparedCompiler, structure_json
 
 CHECK_SECONDS = 2.0  # of CPU time
 MAX_KNOWN = 1024  # structures that passed and need no other trial
@@ -18,10 +18,8 @@ class StructureChecks:
     """Checks structures for one vocabulary. Thread-safe; the first check builds the tables of the vocabulary."""
 
     def __init__(self, jobs: JobPool, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
-        self._jobs, self._tokenizer_json, self._vocab = jobs, tokenizer_json, vocab
+        self._jobs, self._compiler = jobs, PreparedCompiler(jobs, tokenizer_json, vocab)
         self._lock = threading.Lock()  # held only for moments: the event loop takes it
-        self._preparing = threading.Lock()
-        self._is_prepared = False
         self._known: OrderedDict[bytes, None] = OrderedDict()  # the structure that was demanded last is at the end
 
     def has_passed(self, structure: Structure) -> bool:
@@ -39,7 +37,7 @@ class StructureChecks:
         if self.has_passed(structure):
             return
         try:
-            self._prepare()
+            self._compiler.prepare()
             self._jobs.run("hotset.grammar.jobs:check", {"structure": structure_json(structure)}, CHECK_SECONDS)
         except JobFailed as failure:
             raise invalid_structure(f"compiling the {structure.name} {failure}; simplify it") from None
@@ -47,12 +45,6 @@ class StructureChecks:
             self._known[_key(structure)] = None
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
-
-    def _prepare(self) -> None:
-        with self._preparing:
-            if not self._is_prepared:
-                prepare_compiler(self._jobs, self._tokenizer_json(), self._vocab)
-                self._is_prepared = True
 
 
 def _key(structure: Structure) -> bytes:

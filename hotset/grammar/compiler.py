@@ -1,13 +1,12 @@
 """Compiles structures for one vocabulary."""
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import tokenizers
 
 from hotset.base.errors import RequestError
-from hotset.base.structure import Structure, invalid_structure, needs_tokenizer
+from hotset.base.structure import Structure, invalid_structure
 from hotset.grammar.matcher import MaskShape, Matcher, StructureFailed
 from hotset.grammar.source import library_grammar
 
@@ -35,29 +34,35 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles structures. The library's tables for the vocabulary are built when the first is compiled."""
+    """Compiles structures for one vocabulary."""
 
-    def __init__(self, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
-        """`tokenizer_json` returns a tokenizer in the format of tokenizer.json, or None if the model has none. `vocab`
-        is the number of logits."""
-        self._tokenizer_json, self._vocab = tokenizer_json, vocab
-        self._tokenizer: Any = None
-        self._masks = MaskShape(vocab, vocab, 0)
-        self._special_tokens: frozenset[str] = frozenset()
+    def __init__(self, tokenizer_json: str, vocab: int) -> None:
+        """Builds the library's tables for the vocabulary, which can take a second.
 
-    def build_tables(self) -> None:
-        """Builds the tables for the vocabulary, which can take a second. Raises RequestError if the package or a
-        tokenizer is missing."""
-        self._library_tokenizer()
+        `tokenizer_json` is a tokenizer in the format of tokenizer.json, and `vocab` the number of logits. Raises
+        RequestError if the library is missing.
+        """
+        if importlib.util.find_spec("llguidance") is None:
+            raise RequestError(INSTALL, code="missing_package")
+        from llguidance import LLTokenizer
+
+        # Requests have their own stop tokens. The library gets an end token that is never sampled.
+        extended = tokenizers.Tokenizer.from_str(tokenizer_json)
+        extended.add_special_tokens([END_TOKEN])
+        end_id = extended.token_to_id(END_TOKEN)
+        assert end_id is not None, "a token that was added has no id"
+        added = extended.get_added_tokens_decoder().values()
+        self._special_tokens = frozenset(token.content for token in added if token.special)
+        self._masks = MaskShape(vocab, max(vocab, end_id + 1), end_id)
+        self._tokenizer = LLTokenizer(extended.to_str(), n_vocab=self._masks.width, eos_token=end_id)
 
     def compile(self, structure: Structure) -> CompiledGrammar:
         """Compiles a structure. Raises RequestError if that is not possible, if it is too complex, or if it allows no
         answer."""
-        tokenizer = self._library_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        state = LLMatcher(tokenizer, library_grammar(structure, self._special_tokens), log_level=0, limits=limits)
+        state = LLMatcher(self._tokenizer, library_grammar(structure, self._special_tokens), log_level=0, limits=limits)
         if state.is_error():
             raise invalid_structure(f"the {structure.name} cannot be compiled: {_one_line(state.get_error())}")
         compiled = CompiledGrammar(state, self._masks)
@@ -68,26 +73,6 @@ class GrammarCompiler:
         except StructureFailed as error:
             raise invalid_structure(f"the {structure.name} matches no answer: {error}") from None
         return compiled
-
-    def _library_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            if importlib.util.find_spec("llguidance") is None:
-                raise RequestError(INSTALL, code="missing_package")
-            from llguidance import LLTokenizer
-
-            tokenizer_json = self._tokenizer_json()
-            if tokenizer_json is None:
-                raise needs_tokenizer()
-            # Requests have their own stop tokens. The library gets an end token that is never sampled.
-            extended = tokenizers.Tokenizer.from_str(tokenizer_json)
-            extended.add_special_tokens([END_TOKEN])
-            end_id = extended.token_to_id(END_TOKEN)
-            assert end_id is not None, "a token that was added has no id"
-            added = extended.get_added_tokens_decoder().values()
-            self._special_tokens = frozenset(token.content for token in added if token.special)
-            self._masks = MaskShape(self._vocab, max(self._vocab, end_id + 1), end_id)
-            self._tokenizer = LLTokenizer(extended.to_str(), n_vocab=self._masks.width, eos_token=end_id)
-        return self._tokenizer
 
 
 def _one_line(text: str) -> str:

@@ -23,7 +23,7 @@ from hotset.base.errors import CheckpointError, EngineStopped, RequestError
 from hotset.base.fork_server import NICENESS, ForkServer, JobFailed, Worker
 from hotset.base.structure import Structure
 from hotset.base.units import MIB
-from hotset.grammar.jobs import MASK_SECONDS, MAX_ROWS, prepare_compiler, structure_json
+from hotset.grammar.jobs import MASK_SECONDS, MAX_ROWS, PreparedCompiler, structure_json
 from hotset.grammar.matcher import Bits
 
 LOGGER = logging.getLogger("hotset.grammar")
@@ -60,12 +60,9 @@ class StructureProcesses:
     """The processes that follow answers. Threads wait for them, and one thread opens and advances answers."""
 
     def __init__(self, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
-        """`tokenizer_json` returns a tokenizer in the format of tokenizer.json, or None if the model has none. `vocab`
-        is the number of logits."""
-        self._tokenizer_json, self._vocab = tokenizer_json, vocab
-        self._server = ForkServer()
-        self._preparing = threading.Lock()
-        self._is_prepared = False
+        """See `PreparedCompiler`."""
+        self._server, self._vocab = ForkServer(), vocab
+        self._compiler = PreparedCompiler(self._server, tokenizer_json, vocab)
         self.compiling = threading.Semaphore(MAX_COMPILING)
         self._processes: OrderedDict[Structure, _Process] = OrderedDict()  # the one that was used last is at the end
 
@@ -96,18 +93,12 @@ class StructureProcesses:
 
     def fork(self, fd: int) -> Worker:
         """Starts a process. Raises JobFailed, RequestError without a tokenizer, and EngineStopped after `close`."""
-        self._prepare()
+        self._compiler.prepare()
         return self._server.fork(ANSWER_BYTES, NICENESS, (fd,))
 
     def _warm_up(self) -> None:
         with contextlib.suppress(RequestError, CheckpointError, JobFailed, EngineStopped):
-            self._prepare()
-
-    def _prepare(self) -> None:
-        with self._preparing:
-            if not self._is_prepared:
-                prepare_compiler(self._server, self._tokenizer_json(), self._vocab)
-                self._is_prepared = True
+            self._compiler.prepare()
 
     def _end_idle(self) -> None:
         idle = [structure for structure, process in self._processes.items() if process.is_idle]

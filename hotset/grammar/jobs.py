@@ -5,8 +5,9 @@ Whatever a structure does, it does it in a worker, which has limits (`base/fork_
 
 import mmap
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,21 +30,32 @@ MAX_ROWS = 1024  # of masks in the memory that a worker shares with the engine
 Json = dict[str, Any]
 
 
-def prepare_compiler(server: ForkServer | JobPool, tokenizer_json: str | None, vocab: int) -> None:
-    """Builds the tables of a vocabulary, which later workers share. Raises RequestError if there is no tokenizer."""
-    if tokenizer_json is None:
-        raise needs_tokenizer()
-    arguments = {"tokenizer_json": tokenizer_json, "vocab": vocab}
-    server.prepare(
-        "compiler", "hotset.grammar.jobs:compiler", arguments, cpu_seconds=TABLE_SECONDS, memory_bytes=TABLE_BYTES
-    )
+class PreparedCompiler:
+    """The compiler of a vocabulary in a server, whose workers share its tables. Thread-safe."""
 
+    def __init__(self, server: ForkServer | JobPool, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
+        """`tokenizer_json` returns a tokenizer in the format of tokenizer.json, or None if the model has none. `vocab`
+        is the number of logits."""
+        self._server, self._tokenizer_json, self._vocab = server, tokenizer_json, vocab
+        self._lock = threading.Lock()
+        self._is_prepared = False
 
-def compiler(tokenizer_json: str | None, vocab: int) -> GrammarCompiler:
-    """Returns a compiler with the tables of its vocabulary."""
-    made = GrammarCompiler(lambda: tokenizer_json, vocab)
-    made.build_tables()
-    return made
+    def prepare(self) -> None:
+        """Makes the compiler available to workers that are forked from now on. Does nothing the second time. Raises
+        RequestError if there is no tokenizer."""
+        with self._lock:
+            if self._is_prepared:
+                return
+            if (tokenizer_json := self._tokenizer_json()) is None:
+                raise needs_tokenizer()
+            self._server.prepare(
+                "compiler",
+                "hotset.grammar.jobs:GrammarCompiler",  # the server imports this module, which its workers need
+                {"tokenizer_json": tokenizer_json, "vocab": self._vocab},
+                cpu_seconds=TABLE_SECONDS,
+                memory_bytes=TABLE_BYTES,
+            )
+            self._is_prepared = True
 
 
 def structure_json(structure: Structure) -> Json:

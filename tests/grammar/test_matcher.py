@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from structures import END, SMALL_STRUCTURES, SchemaGenerator, byte_tokenizer, of_schema, satisfies, small_tokenizer
 
 from hotset.base.errors import RequestError
+from hotset.base.fork_server import ForkServer
 from hotset.base.structure import Structure
 from hotset.grammar import compiler as compiler_module
 from hotset.grammar.compiler import GrammarCompiler
+from hotset.grammar.jobs import PreparedCompiler
 from hotset.grammar.matcher import Matcher, StructureFailed
 
 VOCAB = 64  # three logits have no token
@@ -26,12 +28,12 @@ BYTE_TOKENIZER = byte_tokenizer()
 
 @cache
 def grammars() -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER.to_str, VOCAB)
+    return GrammarCompiler(TOKENIZER.to_str(), VOCAB)
 
 
 @cache
 def byte_grammars() -> GrammarCompiler:
-    return GrammarCompiler(BYTE_TOKENIZER.to_str, BYTE_TOKENIZER.get_vocab_size())
+    return GrammarCompiler(BYTE_TOKENIZER.to_str(), BYTE_TOKENIZER.get_vocab_size())
 
 
 @cache
@@ -199,11 +201,10 @@ def test_without_the_package_a_structure_is_refused_with_the_command_that_instal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiler_module.importlib.util, "find_spec", lambda name: None)
-    compiler = GrammarCompiler(TOKENIZER.to_str, VOCAB)
     with pytest.raises(RequestError, match="pip install 'llguidance"):
-        compiler.compile(SMALL_STRUCTURES[0])
+        GrammarCompiler(TOKENIZER.to_str(), VOCAB)
 
 
 def test_a_model_without_a_tokenizer_has_no_structures() -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        GrammarCompiler(lambda: None, VOCAB).compile(SMALL_STRUCTURES[0])
+        PreparedCompiler(ForkServer(), lambda: None, VOCAB).prepare()

@@ -65,13 +65,11 @@ class BenchConfig:
     endpoint: Literal["completions", "chat"] = setting(
         "completions",
         "Endpoint to measure: /v1/completions or /v1/chat/completions.",
-        choices=("completions", "chat"),
     )
     prompt_format: Literal["auto", "ids", "text"] = setting(
         "auto",
         "How prompts are sent: as token ids, which makes their lengths exact, or as text. 'auto': token ids, if the "
         "endpoint is completions and the server has /tokenize.",
-        choices=("auto", "ids", "text"),
     )
     concurrency: str | None = setting(
         None,

@@ -35,7 +35,8 @@ def backend(special: bool) -> tokenizers.Tokenizer:
 
 TOKENIZERS = {"plain": backend(special=False), "special": backend(special=True)}
 COMPILERS = {
-    kind: GrammarCompiler(made.to_str, made.get_vocab_size(with_added_tokens=True)) for kind, made in TOKENIZERS.items()
+    kind: GrammarCompiler(made.to_str(), made.get_vocab_size(with_added_tokens=True))
+    for kind, made in TOKENIZERS.items()
 }
 
 
