@@ -9,7 +9,7 @@ The script starts `hotset serve MODEL` with the flags after `--`. It reads two s
 ("harmless"); while ordinary structures are sent, for which a server makes its tables once ("first"); and then with the
 structures. They are nested, repeated, aliased, enormous, ambiguous or recursive: schemas, grammars, regular
 expressions, choices and tools that must be called, made from --seed. Then SIGTERM ends the server in the middle of
-hostile requests. The server's KV memory has room for KV_TOKENS tokens, so that the phases before the structures fill
+hostile requests. The server's host store has room for KV_TOKENS tokens, so that the phases before the structures fill
 it: memory of KV that is written for the first time was reserved at the start, and no structure keeps it.
 
 Columns (times in ms):
@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAIN_SECONDS = 20
 MAX_TOOL_PARTS = 30  # tools are also in the prompt, and what long prompts cost other streams is not measured here
 STREAM_TOKENS = 100
-KV_TOKENS = 24_576  # the prompts of "harmless" have some 75,000
+KV_TOKENS = 32_768  # the prompts of "harmless" have some 75,000
 SENDERS = ProcessPoolExecutor(1, get_context("spawn"))  # starts its process with the first work
 Json = dict[str, Any]
 Rng = random.Random
@@ -404,7 +404,7 @@ def main() -> None:
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without hostile requests")
     parser.add_argument("--settle", type=float, default=40.0, help="seconds until the memory must have returned")
     args = parser.parse_args(own)
-    kv = ["--device-kv-tokens", str(KV_TOKENS), "--host-kv-tokens", str(KV_TOKENS)]
+    kv = ["--device-kv-tokens", str(KV_TOKENS // 2), "--host-kv-tokens", str(KV_TOKENS)]
     server = Server(args.model, [*kv, *flags])
     try:
         bodies = list(hostile_requests(args.seed, args.count))
