@@ -20,7 +20,7 @@ from report import Bar, Row
 from torch import Tensor
 
 from hotset.base.paged_span import PagedSpan
-from hotset.kernels.slice_pack import RowSlices, SlicedRows, slice_pack, slice_unpack
+from hotset.kernels.slice_pack import RowSlices, SlicedRows, copy_slices
 
 TOKENS, LAYERS, HEADS, HEAD_BYTES, PAGE_ROWS = 8192, 30, 8, 128 * 2, 64
 INPUTS = 2  # number of contexts, which have separate pages and are used in rotation
@@ -85,9 +85,10 @@ def check(change: SplitChange, source: RankStores, target: RankStores) -> None:
     source_slices, target_slices = change.slices(change.source_ranks), change.slices(change.target_ranks)
     packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
     source_pages, target_pages = source.contexts[0], target.contexts[-1]
-    slice_pack(source.rows(source_slices), source_pages, 0, TOKENS, packed.data_ptr(), packed.device)
+    piece = packed.data_ptr(), packed.device
+    copy_slices(source.rows(source_slices), source_pages, 0, TOKENS, *piece, unpack=False)
     expected_stores = [store.clone() for store in target.stores]
-    slice_unpack(packed.data_ptr(), target.rows(target_slices), target_pages, 0, TOKENS, packed.device)
+    copy_slices(target.rows(target_slices), target_pages, 0, TOKENS, *piece, unpack=True)
     torch.cuda.synchronize()
     for store, expected, sent in zip(target.stores, expected_stores, source.stores, strict=True):
         for (start, nbytes), (first, _) in zip(target_slices.spans, source_slices.spans, strict=True):
@@ -98,12 +99,12 @@ def check(change: SplitChange, source: RankStores, target: RankStores) -> None:
 
 def pack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[Call]:
     rows, address, device = rank.rows(change.slices(change.source_ranks)), packed.data_ptr(), packed.device
-    return [partial(slice_pack, rows, pages, 0, TOKENS, address, device) for pages in rank.contexts]
+    return [partial(copy_slices, rows, pages, 0, TOKENS, address, device, unpack=False) for pages in rank.contexts]
 
 
 def unpack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[Call]:
     rows, address, device = rank.rows(change.slices(change.target_ranks)), packed.data_ptr(), packed.device
-    return [partial(slice_unpack, address, rows, pages, 0, TOKENS, device) for pages in rank.contexts]
+    return [partial(copy_slices, rows, pages, 0, TOKENS, address, device, unpack=True) for pages in rank.contexts]
 
 
 @torch.inference_mode()

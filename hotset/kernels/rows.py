@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.base.errors import InternalError
+from hotset.base.errors import ConfigError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels import EMPTY
 from hotset.kernels.fp8 import SCALE_BLOCK, quantise
@@ -168,6 +168,17 @@ class PagedRows:
         parts, _pages, block_rows, _width = self.blocks.shape
         part = positions // block_rows * self.step + self.first_part
         return part % parts, self.table[seats, part // parts], positions % block_rows
+
+
+def check_tiers_match(host_rows: Tensor, device_rows: Tensor) -> None:
+    """Raises ConfigError if rows [..., width] cannot be copied between the two."""
+    if host_rows.dtype != device_rows.dtype:
+        raise ConfigError(f"host rows have dtype {host_rows.dtype}, but device rows have {device_rows.dtype}")
+    if host_rows.shape[-1] != device_rows.shape[-1]:
+        raise ConfigError(f"host rows have {host_rows.shape[-1]} values, but device rows have {device_rows.shape[-1]}")
+    for name, rows in (("host", host_rows), ("device", device_rows)):
+        if rows.stride(-1) != 1:
+            raise InternalError(f"the values of a {name} row must be adjacent, but their stride is {rows.stride(-1)}")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

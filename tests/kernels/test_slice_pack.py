@@ -1,4 +1,4 @@
-"""Compares slice_pack and slice_unpack with plain loops, over poisoned memory.
+"""Compares copy_slices with plain loops, over poisoned memory.
 
 The tests cover the reference, the interpreted kernel, and the kernel on a GPU.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.base.paged_span import PagedSpan
-from hotset.kernels.slice_pack import RowSlices, SlicedRows, reference, slice_pack, slice_unpack
+from hotset.kernels.slice_pack import RowSlices, SlicedRows, copy_slices, reference
 
 POISON = 0xAB
 GUARD = 48  # number of bytes before and after a packed buffer, which must not change
@@ -287,8 +287,9 @@ def test_packed_slices_can_be_unpacked_through_the_op() -> None:
     case = Case(64, ((0, 16), (32, 16)), 2, 27)
     stores, copies, pages = case.stores(), case.stores(), case.pages()
     buffer = case.inner(case.packed())
-    slice_pack([rows_of(stores, case.slices)], pages, case.first, case.last, buffer.data_ptr())
-    slice_unpack(buffer.data_ptr(), [rows_of(copies, case.slices)], pages, case.first, case.last)
+    arguments = pages, case.first, case.last, buffer.data_ptr(), torch.device("cpu")
+    copy_slices([rows_of(stores, case.slices)], *arguments, unpack=False)
+    copy_slices([rows_of(copies, case.slices)], *arguments, unpack=True)
     for unit, page, row, begin, nbytes in slice_locations(case, pages):
         moved = slice(begin, begin + nbytes)
         assert torch.equal(copies[unit][page, row, moved], stores[unit][page, row, moved])
@@ -303,7 +304,7 @@ def test_empty_negative_and_overlapping_slices_are_refused(spans: tuple[tuple[in
 def test_slices_outside_the_row_are_refused() -> None:
     rows = rows_of([torch.zeros(2, 4, 8, dtype=torch.uint8)], RowSlices(((4, 5),)))
     with pytest.raises(ConfigError, match="exceed a row of 8 bytes"):
-        slice_pack([rows], [0], 0, 4, torch.zeros(20, dtype=torch.uint8).data_ptr())
+        copy_slices([rows], [0], 0, 4, torch.zeros(20, dtype=torch.uint8).data_ptr(), torch.device("cpu"), unpack=False)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +322,7 @@ def test_wrong_rows_are_refused_before_anything_is_written(
     stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(20, dtype=torch.uint8)
     rows = [rows_of(stores, RowSlices(((0, 4),)))]
     with pytest.raises(AssertionError, match=message):
-        if unpack:
-            slice_unpack(packed.data_ptr(), rows, pages, first, last)
-        else:
-            slice_pack(rows, pages, first, last, packed.data_ptr())
+        copy_slices(rows, pages, first, last, packed.data_ptr(), torch.device("cpu"), unpack=unpack)
     assert not stores[0].any() and packed.all()
 
 
@@ -414,12 +412,12 @@ def test_on_a_gpu_slices_are_copied_as_by_the_reference(
     page_list = torch.tensor(pages).cuda() if pages_on_device else pages
     rows, copied_rows, device = rows_of(stores, case.slices), rows_of(copied_stores, case.slices), torch.device("cuda")
     inner = case.inner(copied_buffer)
-    slice_pack([copied_rows], page_list, case.first, case.last, inner.data_ptr(), device)
+    copy_slices([copied_rows], page_list, case.first, case.last, inner.data_ptr(), device, unpack=False)
     reference.copy([rows], pages, case.first, case.last, case.inner(buffer).data_ptr(), unpack=False)
     torch.cuda.synchronize()
     assert torch.equal(copied_buffer.cpu(), buffer)
     on_host = inner.random_().cpu()
-    slice_unpack(inner.data_ptr(), [copied_rows], page_list, case.first, case.last, device)
+    copy_slices([copied_rows], page_list, case.first, case.last, inner.data_ptr(), device, unpack=True)
     reference.copy([rows], pages, case.first, case.last, on_host.data_ptr(), unpack=True)
     torch.cuda.synchronize()
     for store, copied in zip(stores, copied_stores, strict=True):
@@ -435,10 +433,11 @@ def test_on_a_gpu_offsets_beyond_8_gib_are_exact_defect_7() -> None:
     rows, units = len(pages) * 64, 144
     packed = torch.full((units * rows * 2048,), POISON, dtype=torch.uint8, device="cuda")
     whole, device = RowSlices(((0, 2048),)), torch.device("cuda")
-    slice_pack([rows_of([store] * units, whole)], pages, 0, rows, packed.data_ptr(), device)
+    copy_slices([rows_of([store] * units, whole)], pages, 0, rows, packed.data_ptr(), device, unpack=False)
     expected = store[pages].flatten()
     for unit in packed.view(units, -1):
         assert torch.equal(unit, expected)
     packed.view(units, rows, 2048)[-1].random_()
-    slice_unpack(packed.view(units, -1)[-1].data_ptr(), [rows_of([store], whole)], pages, 0, rows, device)
+    last_unit = packed.view(units, -1)[-1].data_ptr()
+    copy_slices([rows_of([store], whole)], pages, 0, rows, last_unit, device, unpack=True)
     assert torch.equal(store[pages].flatten(), packed.view(units, -1)[-1])

@@ -17,7 +17,7 @@ from hotset.fleet.handoff.messages import MemoryRange, PackedPiece, Store
 from hotset.fleet.handoff.staging import piece_layout
 from hotset.fleet.transfer.api import MemoryKind, Region
 from hotset.fleet.transfer.workers import PROCESS_MASK, WorkerConnection, process_and_address
-from hotset.kernels.slice_pack import RowSlices, SlicedRows, slice_pack, slice_unpack
+from hotset.kernels.slice_pack import RowSlices, SlicedRows, copy_slices
 from hotset.schedule.handoffs import ContextPages
 
 CPU = torch.device("cpu")
@@ -77,8 +77,8 @@ def pack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> No
     with _copying(piece.source, device) as memory:
         for address, blocks, keys in _blocks_in(process, piece.source, piece.target, unpacked=False):
             packed = address + piece.offset
-            slice_pack(blocks, piece.pages.rows, piece.first, piece.last, packed, memory)
-            slice_pack(keys, piece.pages.keys, piece.first, piece.last, packed, memory)
+            copy_slices(blocks, piece.pages.rows, piece.first, piece.last, packed, memory, unpack=False)
+            copy_slices(keys, piece.pages.keys, piece.first, piece.last, packed, memory, unpack=False)
 
 
 def unpack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> None:
@@ -86,8 +86,8 @@ def unpack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> 
     with _copying(piece.target, device) as memory:
         for address, blocks, keys in _blocks_in(process, piece.source, piece.target, unpacked=True):
             packed = address + piece.offset
-            slice_unpack(packed, blocks, piece.pages.rows, piece.first, piece.last, memory)
-            slice_unpack(packed, keys, piece.pages.keys, piece.first, piece.last, memory)
+            copy_slices(blocks, piece.pages.rows, piece.first, piece.last, packed, memory, unpack=True)
+            copy_slices(keys, piece.pages.keys, piece.first, piece.last, packed, memory, unpack=True)
 
 
 Blocks = tuple[SlicedRows, ...]

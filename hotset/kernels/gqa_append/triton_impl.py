@@ -32,10 +32,8 @@ def gqa_append(
     tokens, all_heads, dim = qkv.shape
     heads = all_heads - 2 * kv_heads
     cos, sin = rotation.cos, rotation.sin
-    if not qkv.stride(2) == device_rows.stride(1) == cos.stride(2) == 1:
-        raise InternalError("the values of a head must be adjacent")
-    if not (cos.stride() == sin.stride() and new_rows.is_contiguous()):
-        raise InternalError("cos and sin must have equal strides, and new_rows must be contiguous")
+    if not (qkv.stride(2) == device_rows.stride(1) == 1 and new_rows.is_contiguous()):
+        raise InternalError("the values of a head and new_rows must be adjacent")
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q

@@ -45,10 +45,10 @@ def index_append(
 ) -> Tensor:
     tokens, heads, dim = query.shape
     cos, sin, blocks, layout = rotation.cos, rotation.sin, keys.blocks, keys.layout
-    if not query.stride(2) == key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1:
+    if not query.stride(2) == key.stride(1) == blocks.stride(3) == keys.table.stride(1) == 1:
         raise InternalError("values must be adjacent")
-    if not (cos.stride() == sin.stride() and weight.is_contiguous() and bias.is_contiguous()):
-        raise InternalError("cos and sin must have equal strides, and weight and bias must be contiguous")
+    if not (weight.is_contiguous() and bias.is_contiguous()):
+        raise InternalError("weight and bias must be contiguous")
     for name, column in (("seats", keys.seat_of), ("positions", positions)):
         if not (column.shape == (tokens,) and column.is_contiguous()):
             raise InternalError(f"{name} of shape {tuple(column.shape)} for {tokens} tokens; they must be contiguous")

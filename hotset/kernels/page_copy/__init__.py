@@ -5,9 +5,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError, InternalError
+from hotset.base.errors import InternalError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.page_copy import reference
+from hotset.kernels.rows import check_tiers_match
 
 __all__ = ["to_device", "to_host"]
 
@@ -36,17 +37,11 @@ def to_device(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> None:
 
 def _checked_op(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> ModuleType:
     """Checks the arguments and returns the implementation for them."""
-    if host_rows.dtype != device_rows.dtype:
-        raise ConfigError(f"host rows have dtype {host_rows.dtype}, but device rows have {device_rows.dtype}")
-    if host_rows.shape[2] != device_rows.shape[2]:
-        raise ConfigError(f"host rows have {host_rows.shape[2]} values, but device rows have {device_rows.shape[2]}")
+    check_tiers_match(host_rows, device_rows)
     if host_rows.shape[0] != device_rows.shape[0]:
         raise InternalError(f"host rows have {host_rows.shape[0]} layers, but device rows have {device_rows.shape[0]}")
     if not (pieces.dim() == 2 and pieces.shape[1] == 3):
         raise InternalError(f"pieces must have the shape [n, 3], not {tuple(pieces.shape)}")
     if not (pieces.dtype == torch.int64 and pieces.is_contiguous()):
         raise InternalError(f"pieces must be contiguous int64, not {pieces.dtype} with strides {pieces.stride()}")
-    for name, rows in (("host", host_rows), ("device", device_rows)):
-        if rows.stride(2) != 1:
-            raise InternalError(f"the values of a {name} row must be adjacent, but their stride is {rows.stride(2)}")
     return kernels_of("page_copy", "cuda_impl") if device_rows.is_cuda else reference

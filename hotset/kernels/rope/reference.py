@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotset.base.errors import InternalError
 from hotset.kernels.linear.reference import per_head_matmul
 
 
@@ -14,6 +15,10 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
+
+    def __post_init__(self) -> None:
+        if not (self.cos.stride() == self.sin.stride() and self.cos.stride(-1) == 1):
+            raise InternalError(f"cos has strides {self.cos.stride()}, sin {self.sin.stride()}")
 
     @property
     def dim(self) -> int:

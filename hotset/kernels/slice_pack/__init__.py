@@ -1,4 +1,4 @@
-"""slice_pack and slice_unpack: copy slices of the rows of one context, in all layers, to and from one packed piece."""
+"""slice_pack: copies slices of the rows of one context, in all layers, to or from one packed piece."""
 
 from collections.abc import Sequence
 
@@ -10,23 +10,24 @@ from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.slice_pack import reference
 from hotset.kernels.slice_pack.reference import RowSlices, SlicedRows
 
-__all__ = ["RowSlices", "SlicedRows", "slice_pack", "slice_unpack"]
-
-CPU = torch.device("cpu")
+__all__ = ["RowSlices", "SlicedRows", "copy_slices"]
 
 
-def slice_pack(
+def copy_slices(
     blocks: Sequence[SlicedRows],
     pages: Tensor | Sequence[int],  # all pages of the context, in order; a tensor must be int64 on the device
     first: int,
     last: int,
     packed: int,  # address of the piece
-    device: torch.device = CPU,
+    device: torch.device,
+    *,
+    unpack: bool,  # False: from the rows to the piece; True: from the piece to the rows
 ) -> None:
-    """Copies the slices of the rows at positions [first, last) of a context to a packed piece.
+    """Copies the slices of the rows at positions [first, last) of a context to or from a packed piece.
 
-    Writes the parts of the piece that belong to `blocks`, and nothing else. All memory is given by addresses of this
-    process. The caller must own it: only the number of pages is checked.
+    Writes the slices, or the parts of the piece that belong to `blocks`, and nothing else. All memory is given by
+    addresses of this process. The caller must own it: only the number of pages is checked. To unpack, the pages of
+    these positions must be distinct.
 
     On a GPU, one kernel copies the blocks of equal geometry, asynchronously on the current stream. Host memory that it
     reads or writes must be pinned and must not change until the copy is complete. A graph can capture the call if
@@ -35,35 +36,6 @@ def slice_pack(
 
     Raises ConfigError before anything is written if slices exceed the row.
     """
-    _copy(blocks, pages, first, last, packed, device, unpack=False)
-
-
-def slice_unpack(
-    packed: int,
-    blocks: Sequence[SlicedRows],
-    pages: Tensor | Sequence[int],
-    first: int,
-    last: int,
-    device: torch.device = CPU,
-) -> None:
-    """Copies from a packed piece into the slices of the rows. The rules are those of `slice_pack`.
-
-    The pages of positions [first, last) must be distinct.
-    """
-    _copy(blocks, pages, first, last, packed, device, unpack=True)
-
-
-def _copy(
-    blocks: Sequence[SlicedRows],
-    pages: Tensor | Sequence[int],
-    first: int,
-    last: int,
-    packed: int,
-    device: torch.device,
-    *,
-    unpack: bool,
-) -> None:
-    """Checks the arguments, and copies in one of the two directions."""
     for block in blocks:
         span = block.span
         if block.slices.end > span.row_bytes:

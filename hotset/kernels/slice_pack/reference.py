@@ -1,4 +1,4 @@
-"""The specification of slice_pack and slice_unpack. On a CPU it is also the implementation."""
+"""The specification of copy_slices. On a CPU it is also the implementation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

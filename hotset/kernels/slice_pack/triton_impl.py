@@ -1,4 +1,4 @@
-"""slice_pack and slice_unpack in Triton: a program copies one piece of some rows of one unit.
+"""copy_slices in Triton: a program copies one piece of some rows of one unit.
 
 A unit is one layer of one block. A piece is a slice of a row; slices longer than PIECE_BYTES are divided into several
 pieces. The units have arbitrary addresses, so the kernel reads from a table where each unit is, where it is packed, and

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels.fast_path import kernels_of
+from hotset.kernels.rows import check_tiers_match
 from hotset.kernels.swap_in import reference
 from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 
@@ -58,7 +59,7 @@ def plan(
     if (host_rows is None) != (device_rows is None):
         raise InternalError("pass both host_rows and device_rows, or neither")
     if host_rows is not None and device_rows is not None:
-        _check_rows(host_rows, device_rows)
+        check_tiers_match(host_rows, device_rows)
     op = kernels_of("swap_in", "cuda_impl") if positions.is_cuda else reference
     swap: SwapPlan = op.plan(
         positions=positions,
@@ -85,16 +86,6 @@ def copy(
     The values of a row must be adjacent; the stride of rows may exceed their width. Raises ConfigError before anything
     is written if host rows and device rows differ in width or dtype.
     """
-    _check_rows(host_rows, device_rows)
+    check_tiers_match(host_rows, device_rows)
     op = kernels_of("swap_in", "cuda_impl") if device_rows.is_cuda else reference
     op.copy(copies, host_rows, device_rows)
-
-
-def _check_rows(host_rows: Tensor, device_rows: Tensor) -> None:
-    if host_rows.dtype != device_rows.dtype:
-        raise ConfigError(f"host rows have dtype {host_rows.dtype}, but device rows have {device_rows.dtype}")
-    if host_rows.shape[1] != device_rows.shape[1]:
-        raise ConfigError(f"host rows have {host_rows.shape[1]} values, but device rows have {device_rows.shape[1]}")
-    for name, rows in (("host", host_rows), ("device", device_rows)):
-        if rows.stride(1) != 1:
-            raise InternalError(f"the values of a {name} row must be adjacent, but their stride is {rows.stride(1)}")
