@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -111,26 +112,30 @@ class Tree:
         parts = path.relative_to(self.root).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
-    def imports(self) -> Iterator[Import]:
-        for module, path in self.files.items():
-            for node in ast.walk(ast.parse(path.read_text(), str(path))):
-                for target in self._targets(node, module, is_package=path.name == "__init__.py"):
-                    yield Import(module, target, f"{path.relative_to(self.root)}:{getattr(node, 'lineno', 0)}")
+    @cached_property
+    def imports(self) -> list[Import]:
+        return [
+            Import(module, target, f"{path.relative_to(self.root)}:{node.lineno}")
+            for module, path in self.files.items()
+            for node in ast.walk(ast.parse(path.read_text(), str(path)))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for target in self._targets(node, module, is_package=path.name == "__init__.py")
+        ]
 
-    def _targets(self, node: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
+    def _targets(self, node: ast.Import | ast.ImportFrom, module: str, *, is_package: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        if isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                kept = parts[: len(parts) - node.level + is_package]
-                base = ".".join([*kept, *([base] if base else [])])
-            for alias in node.names:
-                if f"{base}.{alias.name}" in self.files:
-                    yield f"{base}.{alias.name}"
-                elif (base, alias.name) != ("hotset", "__version__"):  # every floor may import this constant
-                    yield base
+            return
+        base = node.module or ""
+        if node.level:
+            parts = module.split(".")
+            kept = parts[: len(parts) - node.level + is_package]
+            base = ".".join([*kept, *([base] if base else [])])
+        for alias in node.names:
+            if f"{base}.{alias.name}" in self.files:
+                yield f"{base}.{alias.name}"
+            elif (base, alias.name) != ("hotset", "__version__"):  # every floor may import this constant
+                yield base
 
 
 def folder_of(module: str) -> str:
@@ -148,7 +153,7 @@ def may_import(importer: str, target: str) -> bool:
 def broken_floors(tree: Tree) -> list[str]:
     without_floor = sorted({folder_of(module) for module in tree.files} - FLOORS.keys())
     broken = [f"hotset/{folder} is on no floor" for folder in without_floor]
-    for found in tree.imports():
+    for found in tree.imports:
         importer, target = folder_of(found.importer), folder_of(found.target)
         if found.target.partition(".")[0] == "hotset":
             if importer != target and not may_import(importer, target):
@@ -160,7 +165,7 @@ def broken_floors(tree: Tree) -> list[str]:
 
 def find_cycle(tree: Tree) -> list[str]:
     edges: dict[str, set[str]] = {module: set() for module in tree.files}
-    for found in tree.imports():
+    for found in tree.imports:
         if found.target in edges:
             edges[found.importer].add(found.target)
     try:
@@ -214,14 +219,11 @@ def test_the_library_imports_without_optional_packages(hotset_tree: Tree) -> Non
     assert failed_import(ROOT, modules, OPTIONAL) == ""
 
 
-def test_base_and_schedule_import_without_torch(hotset_tree: Tree) -> None:
-    assert failed_import(ROOT, modules_of(hotset_tree, "base", "schedule"), ["torch"]) == ""
-
-
-def test_server_router_and_command_line_import_without_torch(hotset_tree: Tree) -> None:
+def test_scheduler_server_router_and_command_line_import_without_torch(hotset_tree: Tree) -> None:
     """Without torch, server and router start a few seconds earlier and need a quarter of the memory."""
     modules = ["hotset.serve.server", "hotset.fleet.router.server", "hotset.engine.client"]
-    assert failed_import(ROOT, [*modules, *modules_of(hotset_tree, "cli", "lab/bench")], ["torch"]) == ""
+    modules += modules_of(hotset_tree, "base", "schedule", "cli", "lab/bench")
+    assert failed_import(ROOT, modules, ["torch"]) == ""
 
 
 def test_the_checks_of_a_model_import_without_torch_and_numpy() -> None:

@@ -120,7 +120,8 @@ def test_an_assert_only_narrows_a_type_or_is_in_an_audit() -> None:
     others = [
         f"{file.relative_to(ROOT)}:{line}"
         for file in sorted((ROOT / "hotset").rglob("*.py"))
-        for line in guarding_asserts(ast.parse(file.read_text()))
+        if "assert " in (source := file.read_text())
+        for line in guarding_asserts(ast.parse(source))
     ]
     assert not others, (
         f"`python -O` removes these checks: raise InternalError instead, or move them to an audit: {others}"

@@ -119,12 +119,16 @@ def test_files_that_documents_mention_exist(name: str) -> None:
     assert missing == []
 
 
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    """Returns all words of the code, and the names of the test files."""
+    files = [*ROOT.glob("hotset/**/*.py"), *ROOT.glob("tests/**/*.py"), ROOT / "pyproject.toml"]
+    return {path.stem for path in files}.union(*(re.findall(r"\w+", path.read_text()) for path in files))
+
+
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", *INTERNALS])
-def test_identifiers_that_documents_mention_exist(name: str) -> None:
+def test_identifiers_that_documents_mention_exist(name: str, words: set[str]) -> None:
     text = (ROOT / name).read_text()
-    sources = [path.read_text() for pattern in ("hotset/**/*.py", "tests/**/*.py") for path in ROOT.glob(pattern)]
-    words = set(re.findall(r"\w+", "\n".join([*sources, (ROOT / "pyproject.toml").read_text()])))
-    words |= {path.stem for path in ROOT.glob("tests/**/*.py")}
     identifiers = re.findall(r"`([A-Za-z_][\w.]*?)(?:\([^`]*\))?`", text)
     files = re.findall(r"`((?:base|kernels|memory|models|schedule|engine|serve|cli)/[\w./]+)`", text)
     assert [name for name in identifiers if not set(name.split(".")) - {"py"} <= words] == []

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers  # imports its classes lazily
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
-from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hotset.base.errors import CheckpointError
 from hotset.models import families
@@ -147,13 +146,20 @@ def with_a_field_removed(values: dict[str, Any]) -> Iterator[tuple[str, dict[str
             yield f"{name}.{path}", values | {name: section}
 
 
+def quantisation(section: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section `quantization_config` with every default of transformers."""
+    from transformers.quantizers.auto import AutoQuantizationConfig  # takes a second, so not in every collection
+
+    complete: dict[str, Any] = AutoQuantizationConfig.from_dict(section).to_dict()
+    return complete
+
+
 def written_out(values: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns the configuration with every default of transformers, and its object. Raises what transformers raises."""
     oracle = transformers.AutoConfig.for_model(**deepcopy(values))
     complete: dict[str, Any] = json.loads(oracle.to_json_string(use_diff=False))
     if complete.get("quantization_config"):
-        quantisation = AutoQuantizationConfig.from_dict(values["quantization_config"]).to_dict()
-        complete["quantization_config"] = json.loads(json.dumps(quantisation))
+        complete["quantization_config"] = json.loads(json.dumps(quantisation(values["quantization_config"])))
     return complete, oracle
 
 
@@ -187,7 +193,7 @@ def test_every_field_that_is_read_is_compared_with_transformers() -> None:
     known = {
         *UNKNOWN_TO_TRANSFORMERS,
         *RopeParameters.__annotations__,
-        *AutoQuantizationConfig.from_dict(FP8).to_dict(),
+        *quantisation(FP8),
     }
     for model_type, fields in VARIANTS:
         names = {path.rpartition(".")[2] for path in fields_read({"model_type": model_type, **fields})}

@@ -121,7 +121,7 @@ def check_config(model_dir: Path, architecture: str, changes: Iterable[tuple[tup
             check_weights_fit(files, [WHOLE_MODEL], torch.float32.itemsize, 1 << 40)
 
 
-@examples(25)
+@examples(15)
 @given(
     architecture=st.sampled_from(sorted(FAMILIES)),
     changes=st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3),
@@ -132,7 +132,7 @@ def test_defect_26_any_value_in_any_field_of_config_json_is_accepted_or_refused_
     check_config(model_dir, architecture, changes)
 
 
-@examples(20)
+@examples(12)
 @given(
     generation=st.dictionaries(st.sampled_from(GENERATION_FIELDS), VALUES, max_size=3),
     tokenizer=st.dictionaries(st.sampled_from(TOKENIZER_FIELDS), VALUES, max_size=3),

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ MODELS = {
     "glm_moe_dsa": replace(SPECS["glm_moe_dsa"], mtp=MtpSpec(carries_normed=True, shares_selection=False)),
     "glm_moe_dsa, shared": replace(SPECS["glm_moe_dsa"], mtp=MtpSpec(carries_normed=True, shares_selection=True)),
 }
-DRAFTS = 4
+DRAFTS = 3
 
 
 def sizes(spec: ModelSpec) -> Sizes:
@@ -128,10 +129,10 @@ def test_drafts_are_those_of_the_published_layer(name: str) -> None:
     assert spec.mtp is not None
     weights = RandomWeights(torch.float64, seed=11)
     drafting = DraftingMemory(Decoder(spec, weights))
-    oracle = MtpOracle(sizes(spec), lambda name, shape: weights.load(name, shape))
+    oracle = MtpOracle(sizes(spec), cache(weights.load))
     generator = torch.Generator().manual_seed(5)
     texts = torch.randint(spec.vocab, (3, 34), generator=generator).tolist()
-    steps = [((0, 0, 0), (9, 3, 12)), ((9, 3, 12), (9, 1, 2)), ((18, 4, 14), (2, 3, 1)), ((20, 7, 15), (1, 1, 4))]
+    steps = [((0, 0, 0), (9, 3, 12)), ((9, 3, 12), (9, 1, 2)), ((18, 4, 14), (2, 3, 1))]
     hidden: list[list[Tensor]] = [[], [], []]
     with torch.inference_mode():
         for starts, counts in steps:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import CPU, RandomWeights
+from matrix import matrix
 from models.split_workers import SPECS
 from torch import Tensor
 
@@ -80,8 +81,9 @@ def wider(spec: ModelSpec) -> ModelSpec:
 FP8_EXPERTS = WeightFormats((FormatRule(r".*\.mlp\.experts\..*", FP8_BLOCKS),))
 
 
-@pytest.mark.parametrize("formats", [PLAIN_WEIGHTS, FP8_CHECKPOINT, FP8_EXPERTS], ids=["plain", "fp8", "fp8 experts"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "formats"), matrix([*SPECS], [PLAIN_WEIGHTS, FP8_CHECKPOINT, FP8_EXPERTS], together=1)
+)
 def test_the_computed_sizes_are_those_of_the_plan_and_of_the_loaded_weights(name: str, formats: WeightFormats) -> None:
     spec = replace(wider(SPECS[name]), weight_formats=formats)
     for split in splits_of(spec):
