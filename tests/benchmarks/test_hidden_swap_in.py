@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 CONTEXT = 1024
 
 
-@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_same_requests_decode_with_copies_in_order_and_without_misses(
     share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,15 +1,18 @@
 """Workers in one process with real sockets between them, and channels for tests: one with faults, one scripted."""
 
+import multiprocessing
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from handoff_engines import DecodeEngine, PrefillEngine, make_memory
 from loopback import Hub, Loopback
+from waiting import WAIT_SECONDS
 
 from hotset.fleet.handoff.channel import Channel
 from hotset.fleet.handoff.codec import Codec
@@ -119,6 +122,25 @@ def open_world() -> Iterator[World]:
         world.hub.close()
     for engine in world.engines:
         assert engine.failure is None, engine.failure
+
+
+@contextmanager
+def prefill_process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[str, Connection, int]]:
+    """Runs `serve(pipe, *arguments)` in a process of its own. Yields the address that it sends first, the other end of
+    the pipe, and its pid."""
+    context = multiprocessing.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    process = context.Process(target=serve, args=(far_end, *arguments), daemon=True)
+    process.start()
+    far_end.close()
+    assert process.pid is not None
+    try:
+        assert pipe.poll(WAIT_SECONDS), "the prefill process did not start"
+        yield pipe.recv(), pipe, process.pid
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
 
 
 class ScriptedChannel:

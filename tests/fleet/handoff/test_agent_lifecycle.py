@@ -37,14 +37,17 @@ def test_a_peer_whose_memory_cannot_be_reached_is_refused_with_the_reason(world:
         other_world.hub.close()
 
 
-class SlowLoopback(Loopback):
-    """Connecting to the peer `slow_peer` blocks until the test sets `may_fail`, and then fails."""
+class BlockedLoopback(Loopback):
+    """Connecting to the peer `blocked`, or to any peer if it is None, blocks until the test sets `may_fail`, and then
+    fails."""
 
-    may_fail: threading.Event
-    slow_peer: str = ""
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(hub)
+        self.may_fail = threading.Event()
+        self.blocked: str | None = None
 
     def connect(self, name: str, description: bytes) -> None:
-        if name == self.slow_peer:
+        if self.blocked in (None, name):
             self.may_fail.wait(WAIT_SECONDS)
             raise TransferError("the peer cannot be reached")
         super().connect(name, description)
@@ -53,8 +56,8 @@ class SlowLoopback(Loopback):
 def test_a_peer_that_is_slow_to_connect_does_not_delay_other_peers(world: World) -> None:
     timing = replace(SHORT_TIMING, hello_timeout=2 * SHORT_TIMING.peer_timeout)
     decodes = [world.decode(timing=timing), world.decode(timing=timing)]
-    transfer = SlowLoopback(world.hub)
-    transfer.may_fail, transfer.slow_peer = threading.Event(), decodes[0].address
+    transfer = BlockedLoopback(world.hub)
+    transfer.blocked = decodes[0].address
     prefill = world.prefill(transfer=transfer, timing=timing)
     waiting = decodes[0].fetch(prefill.address, prompt(20), "waiting")
     # `may_fail` is not set, so the connection to the first decode worker is still blocked.
@@ -65,25 +68,14 @@ def test_a_peer_that_is_slow_to_connect_does_not_delay_other_peers(world: World)
     end = decodes[0].wait_for_outcome(waiting, WAIT_SECONDS / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
     assert wait_until(lambda: not prefill.agent._connecting)
-    transfer.slow_peer = ""
+    transfer.blocked = "nobody"
     again = decodes[0].fetch(prefill.address, prompt(20), "waiting", attempt=1)
     assert isinstance(decodes[0].wait_for_outcome(again), Landed)
     transfer.may_fail.set()
 
 
-class HangingLoopback(Loopback):
-    """Connecting to any peer blocks until the test sets `may_fail`, and then fails."""
-
-    may_fail: threading.Event
-
-    def connect(self, name: str, description: bytes) -> None:
-        self.may_fail.wait(WAIT_SECONDS)
-        raise TransferError("the peer cannot be reached")
-
-
 def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_peers_are_refused() -> None:
-    channel, clock, transfer = ScriptedChannel(), Clock(), HangingLoopback(Hub())
-    transfer.may_fail = threading.Event()
+    channel, clock, transfer = ScriptedChannel(), Clock(), BlockedLoopback(Hub())
     store = make_memory(4, 8).store
     hello = Hello(channel.address, MODEL, {"host": store}, "loopback", b"")
     agent = PrefillAgent(Sender(Sources(store)), hello, channel, transfer, wake=lambda: None, clock=clock)

@@ -1,17 +1,15 @@
 """Tests of how a decode worker cuts off prefill workers that may still write: over loopback, and over NIXL."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
 from handoff_engines import MODEL, SHORT_TIMING, THIS_PROCESS, DecodeEngine, PrefillEngine, make_memory
-from handoff_world import Clock, ScriptedChannel, World, open_world, prompt
+from handoff_world import Clock, ScriptedChannel, World, open_world, prefill_process, prompt
 from loopback import Fate, Hub, Loopback
 from processes import pause
 from sharded_memory import POISON
@@ -93,29 +91,12 @@ def serve(pipe: Connection) -> None:
     engine.close()
 
 
-@contextmanager
-def prefill_process() -> Iterator[tuple[str, Connection, int]]:
-    context = multiprocessing.get_context("spawn")
-    pipe, far_end = context.Pipe()
-    process = context.Process(target=serve, args=(far_end,), daemon=True)
-    process.start()
-    far_end.close()
-    assert process.pid is not None
-    try:
-        assert pipe.poll(60), "the prefill process did not start"
-        yield pipe.recv(), pipe, process.pid
-    finally:
-        process.kill()
-        process.join()
-        pipe.close()
-
-
 @pytest.mark.slow
 def test_defect_23_over_nixl_nobody_writes_through_a_closed_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill worker is suspended while rows land. The decode worker cannot observe it, closes its endpoint and uses
     the pages again. Then the prefill worker continues, with the old keys."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with prefill_process() as (address, pipe, pid):
+    with prefill_process(serve) as (address, pipe, pid):
         decode = DecodeEngine(
             make_memory(64, 8), Channel("127.0.0.1:0"), TransferSettings("nixl").open, process=None, timing=SHORT_TIMING
         )

@@ -1,15 +1,12 @@
 """Tests of staged contexts between agents: in one process over loopback, between processes over NIXL and Mooncake."""
 
-import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
 from handoff_engines import DecodeEngine, PrefillEngine, make_memory
-from handoff_world import open_world, prompt
+from handoff_world import open_world, prefill_process, prompt
 from waiting import wait_until
 
 from hotset.fleet.handoff import packing
@@ -122,9 +119,9 @@ def test_prefill_workers_with_different_shardings_serve_one_decode_worker() -> N
         world.audit()
 
 
-def serve(engine: str, ranks: int, pipe: Connection) -> None:
+def serve(pipe: Connection, engine: str) -> None:
     """Runs a prefill worker in its own process until the test requests the number of written bytes."""
-    memory, staging = make_memory(64, 16, ranks=ranks), StagingMemory(RING_BYTES)
+    memory, staging = make_memory(64, 16, ranks=2), StagingMemory(RING_BYTES)
     worker = PrefillEngine(
         memory, Channel("127.0.0.1:0"), TransferSettings(engine).open, staging=staging, scale=1.0, timing=PeerTiming()
     )
@@ -132,20 +129,6 @@ def serve(engine: str, ranks: int, pipe: Connection) -> None:
     pipe.recv()
     pipe.send(worker.transfer.throughput().nbytes)
     worker.close()
-
-
-@contextmanager
-def prefill_process(engine: str, ranks: int) -> Iterator[tuple[str, Connection]]:
-    """Runs a prefill worker in its own process. Yields the worker's control address and the test's end of the pipe."""
-    pipe, worker_pipe = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(engine, ranks, worker_pipe), daemon=True)
-    process.start()
-    try:
-        assert pipe.poll(60), "the prefill process did not start within 60 s"
-        yield pipe.recv(), pipe
-    finally:
-        process.kill()
-        process.join()
 
 
 @pytest.mark.parametrize("engine", ["nixl", pytest.param("mooncake", marks=pytest.mark.slow)])
@@ -159,7 +142,7 @@ def test_staged_contexts_land_between_processes_over_nixl_and_mooncake(engine: s
         timing=PeerTiming(),
     )
     try:
-        with prefill_process(engine, 2) as (address, pipe):
+        with prefill_process(serve, engine) as (address, pipe, _):
             keys = [decode.fetch(address, prompt(160, seed), f"r{seed}") for seed in range(3)]
             for key in keys:
                 assert isinstance(decode.wait_for_outcome(key, 60.0), Landed)

@@ -195,7 +195,7 @@ def test_failures_are_recorded_by_status_and_message_and_the_others_continue() -
             case _:
                 await all_tokens(stream)
 
-    result = measure(ScriptedServer(script), concurrency="1", num_requests=8, request_timeout=4.0)
+    result = measure(ScriptedServer(script), concurrency="1", num_requests=8, request_timeout=2.0)
     failures = [record.failure for record in result.records]
     assert failures[:3] == [
         Failure(429, "the queue is full"),
@@ -204,7 +204,7 @@ def test_failures_are_recorded_by_status_and_message_and_the_others_continue() -
     ]
     assert failures[3] is not None and failures[3].status is None
     assert failures[4] == Failure(200, 'the server did not stream its answer: {"choices": []}')
-    assert failures[5:] == [Failure(None, "no complete answer within 4 s"), None, None]
+    assert failures[5:] == [Failure(None, "no complete answer within 2 s"), None, None]
 
 
 def test_stopping_cancels_running_requests_and_keeps_what_was_measured() -> None:

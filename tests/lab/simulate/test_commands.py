@@ -31,15 +31,15 @@ def small(tmp_path: Path) -> Path:
 
 def test_a_recorded_trace_is_simulated(tmp_path: Path) -> None:
     out = tmp_path / "demo.topk"
-    flags = ("--requests", "2", "--steps", "6", "--shortest", "256", "--longest", "290", "--device", "cpu")
+    flags = ("--requests", "2", "--steps", "3", "--shortest", "256", "--longest", "290", "--device", "cpu")
     recorded = run("record", str(ROOT / "models" / "demo-dsa"), "--out", str(out), *flags)
     assert recorded.exit_code == 0, recorded.exception
     header = read_trace(out).header
-    assert (header.requests, header.steps, header.layers, header.k) == (2, 6, 6, 128)
+    assert (header.requests, header.steps, header.layers, header.k) == (2, 3, 6, 128)
     assert header.recorded["command"].startswith("hotset") and header.recorded["dtype"] == "float32"
     simulated = run("simulate", str(out), "--policy", "lru", "--slots", "128", "--json")
     (result,) = json.loads(simulated.stdout)["results"]
-    assert result["selected"] == 2 * 5 * 6 * 128 and 0 < result["lookups"] < result["selected"]
+    assert result["selected"] == 2 * 2 * 6 * 128 and 0 < result["lookups"] < result["selected"]
 
 
 def test_tables_json_and_a_picture(small: Path, tmp_path: Path) -> None:
@@ -56,6 +56,8 @@ def test_tables_json_and_a_picture(small: Path, tmp_path: Path) -> None:
     ]
     for result in printed["results"]:
         assert result["misses"] == sum(layer["misses"] for layer in result["by_layer"])
+    refused = run("simulate", str(small), "--slots", "2k")
+    assert isinstance(refused.exception, ConfigError) and "--slots must be numbers of slots" in str(refused.exception)
 
 
 @pytest.fixture
@@ -117,7 +119,6 @@ def test_wrong_traffic_is_refused_by_name(requests: Path, tmp_path: Path) -> Non
         (("simulate", "README.md"), "README.md: not a top-k trace: expected it to begin with"),
         (("simulate", "none.topk"), "none.topk: the top-k trace cannot be read: No such file"),
         (("simulate", "x.topk", "--policy", "fifo"), "--policy fifo: use one of lru, belady"),
-        (("simulate", "data/topk/demo-dsa.topk", "--slots", "2k"), "--slots must be numbers of slots"),
         (("simulate", "x.topk", "--plot", "x.gif"), "the name must end in .svg or .html"),
         (("record", "models/demo-dsa", "--out", "/nowhere/at/all.topk"), "the directory /nowhere/at does not exist"),
         (("record", "embedded", "--out", "x.topk"), "has no indexer"),
