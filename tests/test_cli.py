@@ -16,7 +16,6 @@ import pytest
 import torch
 import typer
 from harness import tiny_directory
-from one_line_errors import expect_one_line_error
 from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
@@ -42,11 +41,6 @@ sys.argv = ["hotset", "serve"]
 from hotset.cli import main
 main()
 """
-
-
-def hotset(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "hotset", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
 
 
 def flags_of(command: str) -> set[str]:
@@ -137,70 +131,8 @@ def test_the_api_key_is_read_from_a_file(
     assert [config.api_key for config in configs] == ["from-file", "from-environment", "from-flag"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file"),
-        (b"", "on one line, and nothing else"),
-        (b" \n", "on one line, and nothing else"),
-        (b"two\nlines", "on one line, and nothing else"),
-        (b"\xff\xfe", "it is not a text file"),
-    ],
-)
-def test_a_file_without_an_api_key_is_refused(
-    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    if content is not None:
-        (tmp_path / "key").write_bytes(content)
-    assert run_main(monkeypatch, "router", "--api-key-file", str(tmp_path / "key")) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-def test_an_api_key_from_two_flags_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (tmp_path / "key").write_text("k")
-    assert run_main(monkeypatch, "router", "--api-key", "k", "--api-key-file", str(tmp_path / "key")) == 1
-    assert "leave one of them out" in capsys.readouterr().err
-
-
-def test_the_command_line_imports_no_package_that_would_delay_its_answers() -> None:
-    slow = ("torch", "numpy", "tokenizers", "fastapi", "uvicorn", "asyncio", "rich.table")
-    code = f"import sys, hotset.cli; print([name for name in {slow} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
-
-
 def test_version_is_printed() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"hotset {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serve", "--port", "65536"], "--port must lie in"),
-        (["serve", "--drain-seconds", "inf"], "--drain-seconds must be a finite number"),
-        (["serve", "--api-key", ""], "--api-key must not be empty"),
-        (["serve", "--host", "a" * 64, "--load-format", "dummy"], "choose another --host"),
-        (["generate", "Hello", "--temperature", "nan"], "temperature must be a finite number"),
-        (["chat", "--dtype", "int4"], "--dtype must be one of"),
-    ],
-)
-def test_start_up_error_is_one_line_and_exit_status_1(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expect_one_line_error(arguments, message, capsys, monkeypatch)
-
-
-def test_absurd_model_files_are_one_line_and_exit_status_1(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": ' + "9" * 400 + "}")
-    done = hotset("serve", str(tmp_path), stdin=subprocess.DEVNULL)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: {tmp_path / 'config.json'}: ") and done.stderr.count("\n") == 1
-
-
-def test_start_up_error_of_a_hotset_process_is_one_line_and_exit_status_1() -> None:
-    done = hotset("serve", "--port", "65536", stdin=subprocess.DEVNULL)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: --port must lie in") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("router", "--port", "0")])

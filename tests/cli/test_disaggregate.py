@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import typer
-from one_line_errors import expect_one_line_error
 from processes import wait_until_ended
 
 from hotset.base.config import EngineConfig
@@ -30,7 +29,6 @@ from hotset.fleet.local.engines import RoleEngine
 from hotset.fleet.router.config import RouterConfig
 
 SECRET = "s3cret that is long enough"
-REACHABLE = ("--control", "10.0.0.1:0", "--transfer-interface", "lo")
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
@@ -162,34 +160,6 @@ def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
         assert EngineConfig(**config_values(EngineConfig, {"role": role})).handoff_secret == secret
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serve", "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
-        (["serve", "--disaggregate", "1P1D", "--role", "decode"], "leave --role out"),
-        (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
-        (
-            ["serve", "--disaggregate", "1P1D", "--kv-events", "tcp://127.0.0.1:5557"],
-            "use port 0 in --kv-events",
-        ),
-        (["serve", "--transfer", "mooncake"], "leave it out"),
-        (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
-        # --disaggregate generates a secret, so this --control needs an interface only.
-        (
-            ["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0"],
-            "--transfer-interface must name the interface",
-        ),
-        (["serve", "--disaggregate", "1P1D", *REACHABLE, "--host", "a" * 64], "choose another --host"),
-        (["router", "--decode", "nowhere"], "address must look like"),
-        (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
-    ],
-)
-def test_start_up_errors_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expect_one_line_error(arguments, message, capsys, monkeypatch)
-
-
 # Stands for Python: its first argument is -m, the third one is the command.
 CHILD = """#!/bin/sh
 case "$*" in
@@ -219,7 +189,7 @@ def test_a_child_that_does_not_start_or_dies_is_named_and_stops_all_others(
     monkeypatch.setattr(local_deployment, "_health", lambda url: {"prefill": 1, "decode": 1})
     monkeypatch.setattr(local_deployment, "_answers", lambda url: True)
     engines = [RoleEngine(f"{role} 1", EngineConfig(role=role)) for role in ("prefill", "decode")]
-    deployment = local_deployment._Deployment(engines, ServeConfig(api_key="k3y"), print)
+    deployment = local_deployment._Deployment(engines, ServeConfig(api_key="k3y"))
 
     def started() -> dict[str, int]:
         """Returns the process of each child. All of them have the API key."""

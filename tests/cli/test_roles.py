@@ -1,8 +1,6 @@
-"""`--prefill-args` and `--decode-args`: which settings each engine gets, and which flags are refused."""
+"""`--prefill-args` and `--decode-args`: which settings each engine gets. test_quick_errors.py has the flags that are
+refused."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from harness import tiny_directory
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
-from hotset.cli import app, main
+from hotset.cli import app
 from hotset.fleet.local import engines as local_engines
 from hotset.fleet.local.engines import RoleEngine, check_engines
 from hotset.fleet.local.roles import EngineCounts, role_engines
@@ -65,63 +63,6 @@ def test_args_are_given_once_for_all_engines_of_a_role_or_once_for_each() -> Non
         engines_of("3P1D", "--prefill-args", "", "--prefill-args", "")
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("--tensor-paralel-size 2", "No such option: --tensor-paralel-size; did you mean --tensor-parallel-size?"),
-        ("--tensor-paralel-size=2", "No such option: --tensor-paralel-size; did you mean --tensor-parallel-size?"),
-        ("--tensor-parallel-size two", "Invalid value for '--tensor-parallel-size'"),
-        ("--tensor-parallel-size", "--tensor-parallel-size"),
-        ("--tiers sometimes", "'sometimes'"),
-        ("--max-num-seqs 0", "prefill 1: --max-num-seqs must be at least 1"),
-        ("'", "No closing quotation"),
-        ("another-model", "unexpected extra argument"),
-        ("--help", "No such option: --help"),
-        ("--disaggregate 1P1D", "No such option: --disaggregate"),
-        ("--port 1234", "--port cannot be set for one engine; give it to hotset serve itself"),
-        ("--host 0.0.0.0", "--host cannot be set for one engine"),
-        ("--control 127.0.0.1:0", "--control cannot be set for one engine"),
-        ("--transfer mooncake", "--transfer cannot be set for one engine"),
-        ("--dtype float64", "--dtype cannot be set for one engine"),
-        ("--role decode", "--role cannot be set for one engine; leave it out"),
-        ("--model other", "--model cannot be set for one engine; leave it out"),
-        ("--handoff-secret s3cret-that-is-long", "--handoff-secret cannot be set for one engine"),
-        ("--kv-events tcp://127.0.0.1:5557", "prefill 1: --disaggregate gives each engine its own ports; use port 0"),
-        ("--gpus 0,0", "prefill 1: --gpus 0,0 has GPU 0 twice"),
-        ("--data-parallel-size 2", "prefill 1: --role prefill does not support --data-parallel-size; start several"),
-    ],
-)
-def test_flags_that_an_engine_cannot_have_are_refused(
-    args: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotset", "serve", DEMO, "--disaggregate", "1P1D", "--prefill-args", args])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    output, error = capsys.readouterr()
-    assert (ended.value.code, output) == (1, "")
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prefill-args", ""], "are for --disaggregate"),
-        (["--disaggregate", "1P1D", "--gpus", "0,1"], "give it in --prefill-args or --decode-args"),
-        (["--disaggregate", "1P1D", "--decode-args", "", "--decode-args", ""], "starts 1 decode engine; give it once"),
-        (["--disaggregate", "1P1D", "--decode-args", "--tensor-parallel-size 3"], "decode 1: --tensor-parallel-size 3"),
-        (["--disaggregate", "1P2D", "--decode-args", "", "--decode-args", "--hot-slots 1"], "decode 2: --hot-slots 1"),
-    ],
-)
-def test_mistakes_are_answered_before_anything_starts(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotset", "serve", DEMO, "--device", "cpu", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 1 and error.count("\n") == 1 and message in error
-
-
 def test_engines_that_would_compute_in_different_dtypes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,13 +76,3 @@ def test_engines_that_would_compute_in_different_dtypes_are_refused(
     with pytest.raises(ConfigError, match=r"on cpu would compute in float32 and on None in bfloat16, .*; set --dtype"):
         check(load_format="dummy")
     check(load_format="dummy", dtype="float32")
-
-
-def test_wrong_args_are_answered_without_torch() -> None:
-    program = (
-        "import json, sys; from hotset.cli import main\ntry: main()\nfinally: print(json.dumps('torch' in sys.modules))"
-    )
-    flags = ["serve", DEMO, "--device", "cpu", "--disaggregate", "1P1D", "--decode-args", "--data-parallel-size 3"]
-    result = subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, json.loads(result.stdout)) == (1, False), result.stderr
-    assert "decode 1: --data-parallel-size 3 does not divide 8 experts" in result.stderr

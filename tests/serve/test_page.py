@@ -26,7 +26,6 @@ import httpx
 import plain_http
 import pytest
 from browser import CHROMIUM, browser
-from one_line_errors import expect_one_line_error
 from otlp_collector import WAIT_SECONDS, Collector, attributes_of, check, collector
 from processes import children_of, command_line
 from pseudo_terminal import run_on_terminal
@@ -35,7 +34,7 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from hotset.base.serve_config import ServeConfig
-from hotset.cli import app
+from hotset.cli import app, main
 from hotset.serve.app import create_app
 from hotset.serve.page import page_response
 
@@ -195,7 +194,11 @@ def test_top_prints_once_and_names_what_is_wrong(
         "localhost:1": "must look like http://127.0.0.1:8000",
         "http://127.0.0.1:1": "cannot read http://127.0.0.1:1/live: ",
     }.items():
-        expect_one_line_error(["top", url], problem, capsys, monkeypatch)
+        monkeypatch.setattr(sys, "argv", ["hotset", "top", url])
+        with pytest.raises(SystemExit, match="1"):
+            main()
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and problem in error and error.count("\n") == 1
 
 
 def test_a_request_over_http_becomes_a_trace_within_that_of_its_client(
