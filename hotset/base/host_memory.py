@@ -47,14 +47,14 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         if limit >= total:  # cgroups v1 writes a huge number instead of "max"
             continue
         lowest = limit if lowest is None else min(lowest, limit)
-        used = (_number(folder / files.usage) or 0) - _entries(folder / "memory.stat").get(files.dropped_first, 0)
+        used = (_number(folder / files.usage) or 0) - first_numbers(folder / "memory.stat").get(files.dropped_first, 0)
         free = min(free, limit - max(0, used))
     return HostMemory(total, max(0, free), lowest)
 
 
 def _machine_memory(meminfo: Path) -> tuple[int, int]:
     """Returns the total and the available memory of the machine."""
-    kib = _entries(meminfo)
+    kib = first_numbers(meminfo)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     total = kib["MemTotal:"] * 1024 if "MemTotal:" in kib else physical
     return total, kib["MemAvailable:"] * 1024 if "MemAvailable:" in kib else total // 2
@@ -98,7 +98,7 @@ def _number(path: Path) -> int | None:
     return int(lines[0]) if lines and lines[0].isdecimal() else None
 
 
-def _entries(path: Path) -> dict[str, int]:
+def first_numbers(path: Path) -> dict[str, int]:
     """Returns the first number after each word that begins a line."""
     fields = (line.split() for line in _lines(path))
     return {words[0]: int(words[1]) for words in fields if len(words) > 1 and words[1].isdecimal()}

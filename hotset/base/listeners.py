@@ -38,22 +38,18 @@ def bound_socket(host: str, port: int) -> socket.socket:
     sockets with SO_REUSEADDR may still bind the port, as the router of `--disaggregate` does.
     """
     try:
-        listener = _bound(host, port)
+        return _bound(host, port)
     except OSError as error:
         message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
         raise ConfigError(message) from error
-    return listener
 
 
 def check_free(address: Address, flag: str) -> None:
     """Raises ConfigError, which names `flag`, if this process cannot listen at an address at present."""
-    host = "0.0.0.0" if address.host == "*" else address.host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, address.port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another {flag}") from error
+    try:
+        reserve_port(address).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another {flag}") from error
 
 
 def url_of(listener: socket.socket) -> str:

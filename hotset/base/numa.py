@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotset.base.devices import pci_address
+from hotset.base.host_memory import first_numbers
 
 NODES = "sys/devices/system/node"
 TRANSPARENT_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage"
@@ -85,8 +86,7 @@ def gpu_link_bytes_per_second(gpu: int, root: Path = Path("/")) -> float | None:
 
 def huge_pages(root: Path = Path("/")) -> HugePages:
     """Returns the huge-page settings of this machine."""
-    words = (line.split() for line in _read(root / "proc/meminfo").splitlines())
-    entries = {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdecimal()}
+    entries = first_numbers(root / "proc/meminfo")
     return HugePages(
         private_mode=_selected(_read(root / TRANSPARENT_HUGE_PAGES / "enabled")),
         shared_mode=_selected(_read(root / TRANSPARENT_HUGE_PAGES / "shmem_enabled")),

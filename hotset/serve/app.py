@@ -99,11 +99,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware_of(config, service.metrics),
-        exception_handlers={
-            HotsetError: _on_hotset_error,
-            RequestValidationError: _on_invalid_body,
-            HTTPException: _on_http_error,
-        },
+        exception_handlers=dict.fromkeys((HotsetError, RequestValidationError, HTTPException), _on_error),
     )
     if traces is not None:
         client.state_observers.append(lambda report: traces.record(report.requests))
@@ -113,7 +109,7 @@ def create_app(
     app.include_router(_completion_routes(service), dependencies=key)
     app.include_router(_model_routes(service), dependencies=key)
     app.include_router(_status_routes(service))
-    app.include_router(_page_routes(service) if config.page else _redirect_routes())
+    app.include_router(_page_routes(service))
     app.include_router(docs_routes())
     app.state.traces = traces
     return app
@@ -271,6 +267,13 @@ def _status_routes(service: Service) -> APIRouter:
 def _page_routes(service: Service) -> APIRouter:
     """The live page and its data. The page needs no key, and asks its user for the key of the data."""
     routes = APIRouter(include_in_schema=False)
+    if not service.config.page:
+
+        @routes.get("/")
+        async def root() -> Response:
+            return RedirectResponse("/docs")
+
+        return routes
     client = service.client
     live = Live(service.describe, lambda: client.failure, service.metrics)
     client.state_observers.append(live.record)
@@ -283,16 +286,6 @@ def _page_routes(service: Service) -> APIRouter:
     @routes.get("/live")
     async def stream() -> Response:
         return live.feed.response()
-
-    return routes
-
-
-def _redirect_routes() -> APIRouter:
-    routes = APIRouter(include_in_schema=False)
-
-    @routes.get("/")
-    async def root() -> Response:
-        return RedirectResponse("/docs")
 
     return routes
 
@@ -315,17 +308,12 @@ def _full_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
     return {200: {"model": body, "content": {"text/event-stream": {"schema": event}}}}
 
 
-async def _on_hotset_error(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Formats an error that a route has raised, or FastAPI before or after it."""
+    if isinstance(error, RequestValidationError):
+        return error_response(validation_error(error))
+    if isinstance(error, HTTPException):
+        if isinstance(error.__cause__, RequestError):  # FastAPI replaces the errors of `json_route`
+            return error_response(error.__cause__)
+        return http_error_response(error, request.method, request.url.path)
     return error_response(error)
-
-
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "registered for this exception type only"
-    return error_response(validation_error(error))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for this exception type only"
-    if isinstance(error.__cause__, RequestError):  # FastAPI replaces the errors of `json_body.parsed`
-        return error_response(error.__cause__)
-    return http_error_response(error, request.method, request.url.path)

@@ -16,12 +16,19 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.errors import error_body
 from hotset.serve.generation import Deltas, GenerationJob, usage_of
-from hotset.serve.json_pieces import PIECE_BYTES, json_pieces
 from hotset.serve.logprobs import prompt_logprobs
 from hotset.serve.protocol import StreamOptions
 from hotset.serve.responses import ChunkBase, FormattedPromptLogprobs, Usage
 from hotset.serve.service import Service
-from hotset.serve.streams import PiecewiseResponse, chained, event_of, event_pieces, json_response
+from hotset.serve.streams import (
+    PIECE_BYTES,
+    PiecewiseResponse,
+    chained,
+    event_of,
+    event_pieces,
+    json_pieces,
+    json_response,
+)
 
 DONE = b"data: [DONE]\n\n"
 

@@ -8,7 +8,7 @@ small messages. Therefore a new watcher replaces the oldest one when all places 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,14 +102,8 @@ class Feed:
                 )
             oldest.ended.set()
             del self._watchers[oldest]
-        return _FeedResponse(self.watch())
-
-
-class _FeedResponse(PiecewiseResponse):
-    """Streams lines until the client disconnects or the feed is closed."""
-
-    media_type = "application/x-ndjson"
-    own_headers: Mapping[str, str] = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return PiecewiseResponse(self.watch(), media_type="application/x-ndjson", headers=headers)
 
 
 def _empty(queue: asyncio.Queue[Any]) -> None:

@@ -23,7 +23,7 @@ from hotset.serve.metrics import Metrics
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.responses import PromptTokensDetails, Usage
 from hotset.serve.service import Load, Service
-from hotset.serve.streams import EventStream, chained
+from hotset.serve.streams import chained, event_stream
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[Delta, None]
@@ -130,7 +130,7 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
         except BaseException:
             await deltas.aclose()  # the client may have disconnected after the first delta
             raise
-        response = EventStream(responder.events(chained(first, deltas)), deltas)
+        response = event_stream(responder.events(chained(first, deltas)), deltas)
     response.headers.update(headers)
     return response
 

@@ -1,17 +1,19 @@
-"""Responses that are sent in pieces, and the events of streams."""
+"""Responses that are sent in pieces, the events of streams, and long JSON bodies, of which only the piece that is being
+sent exists."""
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hotset.serve.http_server import unless_disconnected
-from hotset.serve.json_pieces import json_pieces
 
 T = TypeVar("T")
+PIECE_BYTES = 1 << 16  # of a long JSON body
 
 # These characters are valid in JSON and do not end a line of an event stream, but many clients split lines at them.
 LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
@@ -25,15 +27,19 @@ class PiecewiseResponse(Response):
     """A body that is sent in pieces, each when the client has room for it. Owns `pieces` and the generators `sources`
     from which they are made, and closes all of them on every exit path."""
 
-    media_type = "application/json"
-    own_headers: Mapping[str, str] = {}
-
-    def __init__(self, pieces: AsyncGenerator[bytes, None], *sources: AsyncGenerator[Any, None]) -> None:
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        *sources: AsyncGenerator[Any, None],
+        media_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self._pieces = pieces
         self._sources = sources
-        self.init_headers(self.own_headers)
+        self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The sending task cannot close the generators: it may be cancelled before it has started to run.
@@ -49,11 +55,10 @@ class PiecewiseResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class EventStream(PiecewiseResponse):
-    """A stream of server-sent events."""
-
-    media_type = "text/event-stream"
-    own_headers: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+def event_stream(events: AsyncGenerator[bytes, None], *sources: AsyncGenerator[Any, None]) -> Response:
+    """Returns a stream of server-sent events."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return PiecewiseResponse(events, *sources, media_type="text/event-stream", headers=headers)
 
 
 def event_of(body: BaseModel, name: str | None = None) -> bytes:
@@ -80,3 +85,37 @@ async def chained(first: T, others: AsyncGenerator[T, None]) -> AsyncGenerator[T
     yield first
     async for other in others:
         yield other
+
+
+def json_pieces(body: BaseModel) -> Iterator[bytes]:
+    """Yields the bytes of `body.model_dump_json()` in pieces. Each has at least PIECE_BYTES, but the last may have
+    fewer. Iterators in the body are read only as far as they are written."""
+    piece = bytearray()
+    for part in _parts(body):
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    if isinstance(value, BaseModel):
+        separator = b"{"
+        for name, field in type(value).model_fields.items():
+            item = getattr(value, name)
+            if field.exclude_if is None or not field.exclude_if(item):
+                yield separator + to_json(name) + b":"
+                yield from _parts(item)
+                separator = b","
+        yield b"}"
+    elif isinstance(value, Iterator):
+        separator = b"["
+        for item in value:
+            yield separator
+            yield from _parts(item)
+            separator = b","
+        yield b"]" if separator == b"," else b"[]"
+    else:
+        yield to_json(value, inf_nan_mode="null")

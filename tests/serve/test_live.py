@@ -12,7 +12,7 @@ from tiers.whole_numbers import Bench
 
 from hotset.base.errors import QueueFull
 from hotset.base.story import MAX_EVENTS, Story, StoryEvent
-from hotset.cli.top import Watched, frame
+from hotset.cli.top_screen import Watched, frame
 from hotset.engine.outputs import EngineStats
 from hotset.engine.process import StateReport
 from hotset.schedule import snapshots

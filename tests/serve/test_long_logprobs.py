@@ -23,10 +23,9 @@ from hotset.serve.chat import ChatFormatter
 from hotset.serve.chunks import ChunkResponder
 from hotset.serve.completions import CompletionFormatter
 from hotset.serve.generation import MAX_LOGPROBS_OF_REQUEST, GenerationJob
-from hotset.serve.json_pieces import PIECE_BYTES, json_pieces
 from hotset.serve.responses import Completion, CompletionChoice, CompletionLogprobs, PromptTokenLogprob, Usage
 from hotset.serve.service import Service
-from hotset.serve.streams import event_of, event_pieces
+from hotset.serve.streams import PIECE_BYTES, event_of, event_pieces, json_pieces
 
 
 def job_of(lengths: list[int], **params: Any) -> GenerationJob:
