@@ -80,6 +80,7 @@ def messages(url: str, key: str | None) -> Iterator[Json]:
             for line in stream:
                 yield json.loads(line)
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code == 401:
             raise ConfigError(f"{url} needs an API key; give it with --api-key-file or HOTSET_API_KEY") from None
         if error.code == 404:
