@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import plain_http
@@ -259,3 +260,24 @@ def test_twenty_random_losses_in_one_run(cluster: SimulatedCluster, expected: li
     print(f"healed {time.monotonic() - began:.1f} s after the last loss", file=sys.stderr)
     assert set(traffic.failures) <= EXPECTED_FAILURES | {*NO_ROUTER}, (traffic.failures, traffic.details)
     check_clean(cluster)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_without_the_ray_head_processes_end_with_a_named_error(tmp_path: Path, how: signal.Signals) -> None:
+    spec = spec_of(tiny_directory(tmp_path), flags={"load-format": "dummy"}, restart={"head-seconds": 10.0})
+    with simulated_cluster(cpus=1, nodes=1) as cluster:
+        cluster.up(spec)
+        found = cluster.wait_until_complete()
+        logs = Path(cluster.cluster.head_node.get_logs_dir_path())
+        head = cluster.cluster.head_node.all_processes["gcs_server"][0].process.pid
+        try:
+            os.kill(head, how)
+            wait_until_ended([member["pid"] for member in found["members"]])
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(head, signal.SIGCONT)
+        texts = [path.read_text(errors="replace") for path in logs.glob("worker-*.err")]
+        for member in found["members"]:
+            assert any(f"[{member['name']}] error: head_lost: the Ray head at" in text for text in texts), member[
+                "name"
+            ]

@@ -9,6 +9,7 @@ from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from hotset.fleet.cluster.application import is_complete
 from hotset.fleet.cluster.reconcile import (
     UNROUTE_SECONDS,
     Forget,
@@ -92,6 +93,25 @@ def test_a_shutdown_ends_routers_then_decode_then_prefill() -> None:
     assert sorted(map(str, decide(members, 1, shutdown="now"))) == sorted(map(str, map(Leave, "pdr")))
     failed = [member("f", "failed"), member("s", "starting"), member("g", "gone")]
     assert decide(failed, 1, shutdown="drain") == [Forget("g"), Forget("f"), Stop("s")]
+
+
+def status_of(role: str, phase: str = "ready", up: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"role": role, "phase": phase, "url": f"http://{role}", "up": up}
+
+
+def test_an_application_is_complete_if_all_are_ready_and_every_router_has_reached_all_engines() -> None:
+    engines = ("http://prefill", "http://decode")
+    ready = [status_of("prefill"), status_of("decode"), status_of("router", up=engines)]
+    counts = {"prefill": 1, "decode": 1, "router": 1}
+    assert is_complete({"members": ready, "counts": counts})
+    for members in (
+        ready[:2],
+        [*ready, status_of("decode")],
+        [ready[0], status_of("decode", "starting"), ready[2]],
+        [*ready[:2], status_of("router", up=engines[:1])],
+    ):
+        assert not is_complete({"members": members, "counts": counts})
+    assert not is_complete({"members": [*ready, status_of("router")], "counts": counts | {"router": 2}})
 
 
 class SimulatedCluster(RuleBasedStateMachine):

@@ -183,25 +183,6 @@ def test_mismatched_models_are_refused_with_both_sides_values(world: World, capl
     assert not prefill.started
 
 
-def test_a_decode_worker_rejects_a_mismatched_prefill_worker_that_welcomed_it() -> None:
-    channel, peer = ScriptedChannel(), "127.0.0.1:2"
-    hello = msg.Hello(channel.address, MODEL, {"host": make_memory(4, 8).store}, "loopback", b"")
-    endpoints = Endpoints(partial(Loopback, Hub()))
-    agent = DecodeAgent(Receiver(), hello, channel, endpoints, wake=lambda: None, clock=Clock())
-    key = HandoffKey("r", 0)
-    agent.put(msg.Fetch(peer, msg.HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
-    agent._work()
-    channel.incoming = [
-        msg.MessageReceived(
-            peer, msg.Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11")), endpoint=1)
-        )
-    ]
-    agent._work()
-    (end,) = agent.take_events()
-    assert isinstance(end, msg.FetchFailed) and end.quiesced and "'00' here, '11' there" in end.reason
-    assert not any(isinstance(message, msg.HandoffRequest) for message in channel.sent)
-
-
 def test_writes_are_polled_soon_after_they_are_submitted() -> None:
     """Writes that are submitted while nothing else is in flight must not wait until timers are looked through."""
     channel, clock, hub, peer = ScriptedChannel(), Clock(), Hub(), "127.0.0.1:2"

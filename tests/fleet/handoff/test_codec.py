@@ -266,34 +266,31 @@ def test_unknown_types_and_values_out_of_range_raise_bad_message(raw: bytes) -> 
         Codec().decode(raw)
 
 
+ROWS = whole_rows(SPAN)
+BEYOND = [
+    *(
+        msg.Store(ROWS, replace(SPAN, **changes))
+        for changes in ({"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1})
+    ),
+    *(msg.Store((msg.Shard(SPAN, (part,)),), None) for part in ((-1, 8), (0, -8), (1 << 63, 8))),
+    *(msg.Store(ROWS, None, staging=(msg.MemoryRange(*ends),)) for ends in ((-1, 8), (8, -1), (1 << 62, 1 << 62))),
+]
+
+
 @pytest.mark.parametrize(
-    "changes", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
+    ("store", "error"),
+    [
+        *((store, "out of range") for store in BEYOND),
+        (msg.Store(ROWS, None, memory="tape"), "unknown kind of memory"),
+    ],
 )
-def test_a_span_beyond_the_address_range_raises_bad_message(changes: dict[str, Any]) -> None:
-    stores = {"host": msg.Store(whole_rows(SPAN), replace(SPAN, **changes))}
-    for message in (replace(HELLO, stores=stores), msg.Welcome(replace(HELLO, stores=stores))):
-        with pytest.raises(BadMessage, match="out of range"):
+def test_a_store_beyond_the_address_range_or_in_an_unknown_kind_of_memory_raises_bad_message(
+    store: msg.Store, error: str
+) -> None:
+    hello = replace(HELLO, stores={"host": store})
+    for message in (hello, msg.Welcome(hello)):
+        with pytest.raises(BadMessage, match=error):
             Codec().decode(Codec().encode(envelope(message)))
-
-
-@pytest.mark.parametrize("staging", [msg.MemoryRange(-1, 8), msg.MemoryRange(8, -1), msg.MemoryRange(1 << 62, 1 << 62)])
-def test_staging_memory_beyond_the_address_range_raises_bad_message(staging: msg.MemoryRange) -> None:
-    stores = {"host": msg.Store(whole_rows(SPAN), None, staging=(staging,))}
-    with pytest.raises(BadMessage, match="out of range"):
-        Codec().decode(Codec().encode(envelope(replace(HELLO, stores=stores))))
-
-
-def test_a_store_in_an_unknown_kind_of_memory_raises_bad_message() -> None:
-    stores = {"host": msg.Store(whole_rows(SPAN), None, memory="tape")}
-    with pytest.raises(BadMessage, match="unknown kind of memory"):
-        Codec().decode(Codec().encode(envelope(replace(HELLO, stores=stores))))
-
-
-@pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])
-def test_slices_out_of_range_raise_bad_message(slices: Any) -> None:
-    hello = replace(HELLO, stores={"host": msg.Store((msg.Shard(SPAN, slices),), None)})
-    with pytest.raises(BadMessage, match="out of range"):
-        Codec().decode(Codec().encode(envelope(hello)))
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])

@@ -182,6 +182,15 @@ class Bench:
         return [message.endpoint for message in self.channel.sent if isinstance(message, msg.Hello)]
 
 
+def test_a_mismatched_prefill_worker_that_welcomed_this_worker_is_rejected() -> None:
+    bench = Bench()
+    bench.fetch()
+    bench.work(msg.Welcome(replace(bench.hello, control=PEER, model=replace(MODEL, weights="11")), endpoint=1))
+    (end,) = bench.events()
+    assert isinstance(end, msg.FetchFailed) and end.quiesced and "'00' here, '11' there" in end.reason
+    assert not any(isinstance(message, msg.HandoffRequest) for message in bench.channel.sent)
+
+
 def test_a_replayed_refusal_does_not_end_handoffs() -> None:
     bench = Bench()
     bench.start_landing()
