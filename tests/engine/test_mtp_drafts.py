@@ -212,7 +212,7 @@ def drafted_answers(name: str, params: Sequence[SamplingParams], **settings: Any
 
 def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sampled() -> None:
     """Answers of many seeds. In each place, tokens are sampled as often as without drafts: the squared differences, in
-    units of their variance, have the mean 1."""
+    units of their variance, have the mean 1. With few likely tokens, a bias of the acceptance shows in few answers."""
     params = [
         SamplingParams(
             temperature=1.0 + number % 2 / 2,
@@ -220,7 +220,7 @@ def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sam
             seed=number,
             max_tokens=4,
             ignore_eos=True,
-            logit_bias=dict.fromkeys(range(LIKELY, 3 * LIKELY), 4.0),
+            logit_bias={0: -2.0, 1: 2.0, 2: 2.0},
         )
         for number in range(200)
     ]
@@ -229,11 +229,11 @@ def test_acceptance_by_distribution_changes_tokens_but_not_how_often_each_is_sam
     assert exact == plain
     found, num_accepted = drafted_answers("glm", params, speculate=3, accept="distribution", plans_in_flight=2)
     assert found != plain and num_accepted > 1.2 * num_exact, (num_accepted, num_exact)
-    for place in range(1, 4):
+    for place in (1, 2, 3):
         counts = [Counter(answer[place] for answer in answers) for answers in (plain, found)]
         often = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 10]
         squares = [(counts[0][token] - counts[1][token]) ** 2 / (counts[0] + counts[1])[token] for token in often]
-        assert len(often) >= 6 and sum(squares) < len(often) + 4 * (2 * len(often)) ** 0.5, (place, counts)
+        assert len(often) >= 2 and sum(squares) < len(often) + 4 * (2 * len(often)) ** 0.5, (place, counts)
 
 
 def test_acceptance_by_distribution_changes_no_greedy_token() -> None:
