@@ -5,8 +5,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -84,16 +83,6 @@ class Workers:
         await asyncio.gather(*(client.close(0.0) for client in self._clients))
 
 
-@asynccontextmanager
-async def workers(folder: Path, seconds: float) -> AsyncIterator[Workers]:
-    started = Workers(folder)
-    try:
-        async with asyncio.timeout(seconds):
-            yield started
-    finally:
-        await started.close()
-
-
 async def answer(
     decode: EngineClient,
     name: str,
@@ -158,10 +147,14 @@ async def wait_for_audit(client: EngineClient) -> EngineStats:
     return await client.stats()
 
 
-def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]], seconds: float = SCENARIO_S) -> None:
+def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]]) -> None:
     async def run_scenario() -> None:
-        async with workers(folder, seconds) as started:
-            await scenario(started)
+        workers = Workers(folder)
+        try:
+            async with asyncio.timeout(SCENARIO_S):
+                await scenario(workers)
+        finally:
+            await workers.close()
 
     asyncio.run(run_scenario())
 
@@ -227,12 +220,6 @@ def test_a_prefill_worker_frees_the_pages_of_a_decode_worker_that_was_killed(tmp
         assert (outcomes["done"], outcomes["failed"] + outcomes["peer lost"], outcomes["cancelled"]) == (1, 1, 0)
 
     run(tmp_path, scenario)
-
-
-def quarantined(stats: EngineStats) -> int:
-    """Returns the number of pages and of bytes of the ring in quarantine."""
-    assert stats.handoff is not None
-    return stats.quarantined_pages + stats.handoff.ring_quarantined_bytes
 
 
 class Crowded(NamedTuple):

@@ -98,6 +98,12 @@ def workload(rng: random.Random, tiers: TiersMode, sparse: bool) -> Workload:
     return Workload(batch, [rng.randint(0, 9) for _ in range(count)], settings)
 
 
+def with_room_for_drafts(settings: dict[str, Any], max_drafts: int) -> dict[str, Any]:
+    """Returns settings of a workload whose pools and hot buffers also hold drafts."""
+    room = {"hot_slots": 6 * max_drafts, "host_kv_tokens": 16 * max_drafts, "device_kv_tokens": 16 * max_drafts}
+    return settings | {name: settings[name] + more for name, more in room.items() if settings.get(name)}
+
+
 @pytest.mark.parametrize(
     ("name", "workloads"),
     [("gqa", 6), ("shared", 6), *(pytest.param(name, 90, marks=pytest.mark.slow) for name in MODELS)],

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine.handoff_pair import Prompts, decoder_of, pair
-from engine.test_invariance import REQUESTS, dsa_spec, workload
+from engine.test_invariance import REQUESTS, dsa_spec, with_room_for_drafts, workload
 from engine.threaded import split_engine
 from harness import DEMO, Answer, RandomWeights, make_engine, run_all, whole_engine
 from models.mtp_oracle import MtpOracle
@@ -115,15 +115,6 @@ def published_drafts(name: str, context: Sequence[int], count: int) -> list[int]
     return drafts
 
 
-def settings_of(load: Any, max_drafts: int) -> dict[str, Any]:
-    settings = load.settings | {"speculate": max_drafts, "max_model_len": 56}
-    if settings.get("hot_slots"):
-        settings["hot_slots"] += 6 * max_drafts
-        settings["host_kv_tokens"] += 16 * max_drafts
-    settings["device_kv_tokens"] += 16 * max_drafts
-    return settings
-
-
 @pytest.mark.parametrize("workloads", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPECS)
 def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +125,8 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
     for number in range(workloads):
         load, max_drafts = workload(rng, modes[number % 3], sparse=True), (3, 1, 2, 5)[number % 4]
         # A page of the prefix cache has the last row of the layer for another continuation than some requests.
-        settings = settings_of(load, max_drafts) | {"prefix_cache": number % 2 == 0}
+        settings = with_room_for_drafts(load.settings, max_drafts) | {"prefix_cache": number % 2 == 0}
+        settings |= {"speculate": max_drafts, "max_model_len": 56}
         engine = make_engine(MODELS[name], SPECS[name], **settings)
         drafter = record_drafts(engine)
         prompts, params = zip(*(REQUESTS[request] for request in load.batch), strict=True)

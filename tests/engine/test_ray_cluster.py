@@ -49,7 +49,7 @@ def check_split(model: str, address: str, nodes: int, **split: Any) -> None:
     wait_until_ended(pids)
 
 
-@pytest.mark.parametrize("split", ["PP2", "TP2 PP2", "DP2"])
+@pytest.mark.parametrize("split", ["TP2", "PP2", "TP2 PP2", "DP2"])
 def test_ranks_on_different_nodes_give_the_tokens_of_one_process(model: str, four_nodes: str, split: str) -> None:
     workers = 4 if split == "TP2 PP2" else 2
     check_split(model, four_nodes, workers, **SPLITS[split])

@@ -1,5 +1,4 @@
-"""One engine over two simulated nodes of a Ray cluster gives the tokens of one process. What cannot work is refused
-before anything starts."""
+"""What `--executor ray` cannot work with is refused before anything starts. test_ray_cluster.py runs engines."""
 
 import socket
 import subprocess
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.ray_nodes import SETTINGS, answers, pids_of, simulated_nodes, sparse_model, stores_by_node
+from engine.ray_nodes import SETTINGS, sparse_model
 from harness import tiny_directory
-from processes import wait_until_ended
 
 from hotset import LLM, __version__
 from hotset.base.address import Address
@@ -27,25 +25,6 @@ REFUSED = [
     ({"tensor_parallel_size": 2, "role": "decode", "transfer": "mooncake"}, "needs --transfer nixl"),
     ({"tensor_parallel_size": 2, "role": "prefill", "staging_mib": 32}, "are not staged but written directly"),
 ]
-
-
-@pytest.mark.slow
-def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_share_no_memory(tmp_path: Path) -> None:
-    model = sparse_model(tmp_path)
-    with LLM(model, **SETTINGS) as single:
-        expected = answers(single, seed=3)
-    with (
-        simulated_nodes([1, 1]) as cluster,
-        LLM(model, **SETTINGS, tensor_parallel_size=2, executor="ray", ray_address=cluster.address) as llm,
-    ):
-        assert answers(llm, seed=3) == expected
-        llm.audit()
-        stats, (first, second), pids = llm.stats(), stores_by_node(llm).values(), pids_of(llm)
-        llm.close()
-        assert stats.parks > 0, "the pools were large enough, so this test checks nothing"
-        assert stats.host_pages_held == 0
-        assert len(first) == len(second) == 1 and not first & second, "nodes share memory"
-        wait_until_ended(pids)
 
 
 @pytest.mark.parametrize(("settings", "reason"), REFUSED)

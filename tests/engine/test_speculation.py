@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine.handoff_pair import Prompts, decoder_of, pair
-from engine.test_invariance import MODELS, REQUESTS, expected_answers, workload
+from engine.test_invariance import MODELS, REQUESTS, expected_answers, with_room_for_drafts, workload
 from engine.test_structures import ROOMY, answers_of_one_process, requests
 from engine.threaded import split_engine
 from harness import DEMO, Answer, make_engine, run_all, whole_engine
@@ -54,11 +54,8 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
     for number in range(workloads):
         load = workload(rng, modes[number % len(modes)], sparse=name != "gqa")
         max_drafts = (1, 2, 3, 5)[number % 4]
-        settings = load.settings | LOOKUP | {"speculate": max_drafts, "max_num_batched_tokens": rng.choice([11, 64])}
-        if settings.get("hot_slots"):
-            settings["hot_slots"] += 6 * max_drafts
-            settings["device_kv_tokens"] += 8 * max_drafts
-            settings["host_kv_tokens"] += 8 * max_drafts
+        settings = with_room_for_drafts(load.settings, max_drafts) | LOOKUP
+        settings |= {"speculate": max_drafts, "max_num_batched_tokens": rng.choice([11, 64])}
         engine = make_engine(model, spec, max_model_len=56, **settings)
         prompts, params = zip(*(REQUESTS[request] for request in load.batch), strict=True)
         expected = [expected_answers(name)[request] for request in load.batch]

@@ -25,6 +25,16 @@ def next_token(context: tuple[int, ...]) -> int:
     return hash(context) % 23
 
 
+def answer_alone(prompt: Sequence[int], limit: int, stop: int | None = None) -> list[int]:
+    """Returns the answer to a prompt that runs alone: up to `stop`, or to a context of `limit` tokens."""
+    context = list(prompt)
+    while len(context) < limit:
+        context.append(next_token(tuple(context)))
+        if context[-1] == stop:
+            break
+    return context[len(prompt) :]
+
+
 class Seat:
     """The tokens and pages of the request on one seat."""
 

@@ -1,7 +1,7 @@
 """Prompts that prefill workers compute: when reservations are sent, and when pages are quarantined or released."""
 
 import pytest
-from schedule.list_runner import ListRunner, next_token
+from schedule.list_runner import ListRunner, answer_alone, next_token
 
 from hotset.base.request_options import LandingChoice, RequestOptions
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -176,13 +176,6 @@ def answer_of(scheduler: Scheduler, runner: ListRunner, name: str) -> list[int]:
         answer += [token for request_id, token in found if request_id == name]
         scheduler.audit()
     return answer
-
-
-def answer_alone(prompt: tuple[int, ...], limit: int) -> list[int]:
-    context = list(prompt)
-    while len(context) < limit:
-        context.append(next_token(tuple(context)))
-    return context[len(prompt) :]
 
 
 def landing_after_prefix(name: str, landing: LandingChoice, length: int = 15, salt: str = "") -> Request:

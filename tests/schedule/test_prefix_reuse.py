@@ -6,7 +6,7 @@
 from collections.abc import Callable
 
 import pytest
-from schedule.list_runner import next_token
+from schedule.list_runner import answer_alone
 from schedule.prefix_loop import NO_STOP, ROWS, Loop, seed_tokens, tokens  # noqa: F401
 
 from hotset.base.config import TiersMode
@@ -154,10 +154,7 @@ def test_the_next_turn_reuses_the_answer_and_no_row_computed_after_the_end_is_pu
     depth: int, reason: str, length: int
 ) -> None:
     prompt = tokens(length)
-    context = list(prompt)
-    while len(context) < length + 21:
-        context.append(next_token(tuple(context)))
-    stop = context[-2] if reason == "stop" else NO_STOP
+    stop = answer_alone(prompt, length + 20)[-1] if reason == "stop" else NO_STOP
     loop = Loop(depth)
     loop.add("turn", prompt, answer=21, stop=stop)
     if reason == "abort":

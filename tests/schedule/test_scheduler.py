@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from imposed_drafts import ImposedDrafter
 from random_rules import RandomMachine, rule, run_example
-from schedule.list_runner import ListRunner, next_token
+from schedule.list_runner import ListRunner, answer_alone, next_token
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import IllegalTransition
@@ -306,7 +306,7 @@ class SchedulerMachine(RandomMachine):
         for name, prompt in self.prompts.items():
             if name in self.announced:
                 continue
-            expected = [] if name in self.prompt_only else alone(prompt, self.limits[name])
+            expected = [] if name in self.prompt_only else answer_alone(prompt, self.limits[name], STOP)
             if self.reasons[name] == "abort":
                 assert name in self.aborted
                 assert self.answers[name] == expected[: len(self.answers[name])]
@@ -318,16 +318,6 @@ class SchedulerMachine(RandomMachine):
                 assert self.answers[name] == expected
                 assert self.reasons[name] == ("stop" if expected[-1:] == [STOP] else "length")
                 assert self.scored.get(name) in (None, len(prompt) - 1)
-
-
-def alone(prompt: list[int], limit: int) -> list[int]:
-    """Returns the answer to a prompt that no other request disturbs."""
-    context = list(prompt)
-    while len(context) < limit:
-        context.append(next_token(tuple(context)))
-        if context[-1] == STOP:
-            break
-    return context[len(prompt) :]
 
 
 def longest(pages_of: Callable[[int], int], pages: int) -> int:
