@@ -88,7 +88,7 @@ def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_fo
             def watched_step(role: str = role, engine: Engine = engine, step: Any = engine.step) -> TokenOutputs:
                 before = engine.steps
                 outputs: TokenOutputs = step()
-                if engine.waiting_for_peers and any(scheduler.has_messages for scheduler in engine._schedulers):
+                if engine.waiting_for_peers and any(scheduler.has_messages for scheduler in engine.schedulers):
                     mistakes.append(f"the {role} engine sleeps before it has sent its messages")
                 if outputs.token_ids and not num_tokens and engine.steps != before:
                     mistakes.append("the first token has waited for a step")
