@@ -25,7 +25,7 @@ from hotset.cli import app
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.fleet.local import deployment as local_deployment
 from hotset.fleet.local.deployment import router_arguments, stop_seconds, worker_arguments
-from hotset.fleet.local.engines import RoleEngine
+from hotset.fleet.local.shares import RoleEngine
 from hotset.fleet.router.config import RouterConfig
 
 SECRET = "s3cret that is long enough"
@@ -117,7 +117,7 @@ def test_a_child_that_answers_with_an_error_has_answered() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            assert local_deployment._answers(f"http://127.0.0.1:{server.server_port}")
+            assert local_deployment._health(f"http://127.0.0.1:{server.server_port}") == {}
         finally:
             server.shutdown()
 
@@ -187,7 +187,6 @@ def test_a_child_that_does_not_start_or_dies_is_named_and_stops_all_others(
     child.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(child))
     monkeypatch.setattr(local_deployment, "_health", lambda url: {"prefill": 1, "decode": 1})
-    monkeypatch.setattr(local_deployment, "_answers", lambda url: True)
     engines = [RoleEngine(f"{role} 1", EngineConfig(role=role)) for role in ("prefill", "decode")]
     deployment = local_deployment._Deployment(engines, ServeConfig(api_key="k3y"))
 

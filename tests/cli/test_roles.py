@@ -11,9 +11,9 @@ from harness import tiny_directory
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.cli import app
-from hotset.fleet.local import engines as local_engines
-from hotset.fleet.local.engines import RoleEngine, check_engines
-from hotset.fleet.local.roles import EngineCounts, role_engines
+from hotset.fleet.local import roles as local_roles
+from hotset.fleet.local.roles import EngineCounts, check_engines, role_engines
+from hotset.fleet.local.shares import RoleEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "models" / "demo-dsa")
@@ -66,7 +66,7 @@ def test_args_are_given_once_for_all_engines_of_a_role_or_once_for_each() -> Non
 def test_engines_that_would_compute_in_different_dtypes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_engines, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(local_roles, "has_gpu_driver", lambda: True)
     model = tiny_directory(tmp_path, torch_dtype="bfloat16")
 
     def check(**settings: Any) -> None:

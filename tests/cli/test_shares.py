@@ -10,8 +10,7 @@ from hotset.base.errors import ConfigError
 from hotset.base.memory_shares import DeviceMemory
 from hotset.base.units import GIB
 from hotset.fleet.local import shares
-from hotset.fleet.local.engines import RoleEngine
-from hotset.fleet.local.shares import FreeMemory, bytes_besides_kv, divide_gpus, divide_memory
+from hotset.fleet.local.shares import FreeMemory, RoleEngine, bytes_besides_kv, divide_gpus, divide_memory
 
 TP2, TP4, DP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"data_parallel_size": 4}
 

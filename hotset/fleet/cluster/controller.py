@@ -23,7 +23,7 @@ from hotset.fleet.cluster.reconcile import (
     Forget,
     Leave,
     Member,
-    Observation,
+    Report,
     Start,
     Stop,
     Wanted,
@@ -32,7 +32,7 @@ from hotset.fleet.cluster.reconcile import (
 )
 from hotset.fleet.cluster.scaling import Load, Scaler
 from hotset.fleet.cluster.spec import ENGINE_ROLES, ClusterSpec, EngineRole, Role
-from hotset.fleet.cluster.supervisor import Launch, Report, Supervisor
+from hotset.fleet.cluster.supervisor import Launch, Supervisor
 
 logger = logging.getLogger("hotset.fleet.cluster")
 
@@ -178,13 +178,13 @@ class Controller:
                 logger.exception("a pass of the controller failed")
             time.sleep(max(0.0, LOOP_SECONDS - (time.monotonic() - began)))
 
-    def _collect_reports(self) -> dict[str, Report | Exception]:
-        """Asks every supervisor that owes no report, and returns what has arrived: reports, or the reason of a loss.
+    def _collect_reports(self) -> dict[str, Report]:
+        """Asks every supervisor that owes no report, and returns the reports that have arrived, also those of losses.
 
         A supervisor that has answered before, perhaps an earlier controller, and does not answer for `silent_seconds`
         counts as lost. One that has never answered may still wait for its resources.
         """
-        found: dict[str, Report | Exception] = {}
+        found: dict[str, Report] = {}
         links = dict(self._links)
         for link in links.values():
             if link.pending is None:
@@ -197,13 +197,11 @@ class Controller:
                     found[name] = link.newest = ray.get(link.pending)
                     self._suspects.pop(link.newest.node, None)
                 except ray.exceptions.RayError as error:
-                    found[name] = error
+                    found[name] = _lost(str(error))
                 link.pending = None
             elif (node := self._node_of(name)) and time.monotonic() - link.asked_at > self._spec.restart.silent_seconds:
                 self._suspects[node] = time.monotonic()
-                found[name] = TimeoutError(
-                    f"its supervisor has not answered for {time.monotonic() - link.asked_at:.0f} s"
-                )
+                found[name] = _lost(f"its supervisor has not answered for {time.monotonic() - link.asked_at:.0f} s")
         return found
 
     def _node_of(self, name: str) -> str | None:
@@ -211,14 +209,14 @@ class Controller:
         member = self._state.members.get(name)
         return None if member is None else member.node
 
-    def _pass(self, reports: Mapping[str, Report | Exception]) -> None:
+    def _pass(self, reports: Mapping[str, Report]) -> None:
         """Updates the members, decides, and acts."""
         now = time.time()
         members = self._state.members
         for name, report in reports.items():
             if name in members:
                 before = members[name]
-                members[name] = observe(before, _observation(report), now)
+                members[name] = observe(before, report, now)
                 if members[name].phase != before.phase:
                     logger.info("%s: %s -> %s %s", name, before.phase, members[name].phase, members[name].error)
         self._follow_targets(now)
@@ -315,7 +313,7 @@ class Controller:
         try:
             actor = ray.get_actor(member.name, namespace=self._namespace)
         except ValueError:
-            lost = Observation(ended="its supervisor was lost")
+            lost = Report(ended="its supervisor was lost")
             self._state.members[member.name] = observe(member, lost, time.time())
             return
         actor.start.remote()  # the earlier controller may have ended before it could do so
@@ -379,11 +377,8 @@ def _outside(nodes: Collection[str]) -> dict[str, str]:
     return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else {}
 
 
-def _observation(report: Report | Exception) -> Observation:
-    if isinstance(report, Report):
-        return Observation(report.ready, report.ended, report.node, report.url)
-    reason = " ".join(str(report).split())[:300]
-    return Observation(ended=f"its supervisor was lost: {reason}")
+def _lost(reason: str) -> Report:
+    return Report(ended=f"its supervisor was lost: {' '.join(reason.split())[:300]}")
 
 
 def _routed(link: _Link) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ failed process stays in the list until its replacement may start.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hotset.fleet.cluster.scaling import Load
 from hotset.fleet.cluster.spec import Restart, Role
 
 Phase = Literal["starting", "ready", "leaving", "stopping", "gone", "failed"]
@@ -83,17 +84,21 @@ Action = Start | Leave | Stop | Forget
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What is known about one process. `ended` tells why it ended, None if it runs."""
+class Report:
+    """The state of one process, as its supervisor reports it."""
 
-    ready: bool = False
-    ended: str | None = None
-    node: str | None = None
+    node: str = ""  # empty if the supervisor was lost
+    pid: int | None = None
     url: str | None = None
+    ready: bool = False
+    ended: str | None = None  # why the process has ended; None if it runs
+    load: Load = field(default_factory=Load)
+    routed: tuple[str, ...] = ()  # of a router: the workers to which it may send requests
+    up: tuple[str, ...] = ()  # of a router: those of them that have answered it
 
 
-def observe(member: Member, seen: Observation, now: float) -> Member:
-    """Returns the member after an observation."""
+def observe(member: Member, seen: Report, now: float) -> Member:
+    """Returns the member after a report."""
     member = replace(member, node=seen.node or member.node, url=seen.url or member.url)
     if member.phase in ("gone", "failed"):
         return member

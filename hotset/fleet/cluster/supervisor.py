@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hotset.engine.progress import StallTimer
 from hotset.fleet.child_process import ChildProcess
 from hotset.fleet.cluster.folders import make_folder
 from hotset.fleet.cluster.probe import probe_node
+from hotset.fleet.cluster.reconcile import Report
 from hotset.fleet.cluster.scaling import Load
 from hotset.fleet.cluster.spec import ClusterSpec, Restart, Role
 from hotset.fleet.processes import find_stopped
@@ -58,20 +59,6 @@ class Launch:
     workers: Mapping[str, Sequence[str]]  # of a router, at its start
     controller: str  # the name of the controller, in the namespace of the supervisor
     versions: Mapping[str, str | None]  # of Hotset and Python where the application was started
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The state of the process of a supervisor."""
-
-    node: str
-    pid: int | None = None
-    url: str | None = None
-    ready: bool = False
-    ended: str | None = None  # why the process has ended
-    load: Load = field(default_factory=Load)
-    routed: tuple[str, ...] = ()  # of a router: the workers to which it may send requests
-    up: tuple[str, ...] = ()  # of a router: those of them that have answered it
 
 
 class Supervisor:

@@ -9,14 +9,13 @@ publisher may be a new process, so the subscriber forgets everything and asks fo
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from hotset.base.errors import BadMessage
-from hotset.fleet.kv_events.known_blocks import KnownBlocks
 from hotset.fleet.kv_events.wire import (
     MAX_BATCH_BYTES,
     Cleared,
@@ -29,6 +28,7 @@ from hotset.fleet.kv_events.wire import (
 
 LOGGER = logging.getLogger("hotset.fleet.kv_events")
 
+MAX_KNOWN_BLOCKS = 1 << 22  # of one publisher; a host store of 4 million pages of 1 MiB has 4 TiB
 CHECK_SECONDS = 5.0  # without a message; then the subscriber asks whether it has missed the newest batches
 RETRY_SECONDS = 2.0  # between a failed attempt to catch up and the next
 ANSWER_SECONDS = 2.0  # for each answer of the replay socket
@@ -37,6 +37,43 @@ MAX_QUEUED = 10_000  # messages that wait to be read; further ones are dropped, 
 MAX_PER_WAKE = 256  # messages per turn, so that many messages do not keep the event loop from other work
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class KnownBlocks:
+    """The blocks of one publisher, by medium. A block can be in several media at the same time."""
+
+    def __init__(self, limit: int = MAX_KNOWN_BLOCKS) -> None:
+        """Further blocks are ignored while `limit` are known, so a publisher cannot exhaust the memory."""
+        self._limit = limit
+        self._media: dict[str | None, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.hashes())
+
+    def __contains__(self, block_hash: int) -> bool:
+        # A router asks this hundreds of times for a prompt, and any() takes twice as long.
+        for known in self._media.values():  # noqa: SIM110
+            if block_hash in known:
+                return True
+        return False
+
+    def hashes(self) -> set[int]:
+        """Returns the hashes of all known blocks."""
+        return set().union(*self._media.values())
+
+    def store(self, hashes: Sequence[int], medium: str | None) -> None:
+        room = self._limit - sum(map(len, self._media.values()))
+        if accepted := hashes[: max(0, room)]:
+            self._media.setdefault(medium, set()).update(accepted)
+
+    def remove(self, hashes: Iterable[int], medium: str | None) -> None:
+        if (known := self._media.get(medium)) is not None:
+            known.difference_update(hashes)
+            if not known:
+                del self._media[medium]
+
+    def clear(self) -> None:
+        self._media.clear()
 
 
 class KvEventSubscriber:

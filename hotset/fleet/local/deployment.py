@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from http.client import HTTPException
 from typing import Any, TypeVar
 
 from hotset.base.config import EngineConfig
@@ -26,8 +27,7 @@ from hotset.base.units import GIB
 from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.fleet.child_process import ChildProcess
-from hotset.fleet.local.engines import RoleEngine
-from hotset.fleet.local.shares import place_engines
+from hotset.fleet.local.shares import RoleEngine, place_engines
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS
 
 # For a health check of a worker by the router. All processes share this machine, which can be busy, and the death of a
@@ -145,7 +145,7 @@ class _Deployment:
         expected = {role: self._count(role) for role in ("prefill", "decode")}
         deadline = time.monotonic() + ROUTER_HEALTH_TIMEOUT_SECONDS
         while True:
-            health = await asyncio.to_thread(_health, url)
+            health = await asyncio.to_thread(_health, url) or {}
             if {role: health.get(role) for role in expected} == expected:
                 return
             if time.monotonic() > deadline:
@@ -163,7 +163,7 @@ class _Deployment:
         silence = StallTimer(max_poll_seconds=2 * (HEALTH_POLL_SECONDS + HEALTH_TIMEOUT_SECONDS))
         answers = 0
         while silence.seconds(answers) <= step_timeout:
-            answers += await asyncio.to_thread(_answers, url)
+            answers += await asyncio.to_thread(_health, url) is not None
             await asyncio.sleep(HEALTH_POLL_SECONDS)
         raise StartupError(f"{name} has not answered for {step_timeout:g} s (--step-timeout)")
 
@@ -234,22 +234,13 @@ def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[s
     return [word for s in changed for word in flag_words(s.name, getattr(config, s.name))]
 
 
-def _answers(url: str) -> bool:
-    """Returns True if a server answers at /health, even with an error."""
-    try:
-        with DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-
-
-def _health(url: str) -> dict[str, Any]:
-    """Returns the router's /health, or an empty dict if it answers with an error or not at all."""
+def _health(url: str) -> dict[str, Any] | None:
+    """Returns what a server answers at /health: an empty dict for an error, None if it does not answer."""
     try:
         with DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             health = json.load(response)
-    except (OSError, ValueError):
+    except urllib.error.HTTPError:
         return {}
+    except (OSError, ValueError, HTTPException):
+        return None
     return health if isinstance(health, dict) else {}

@@ -1,5 +1,5 @@
-"""`hotset serve --disaggregate`: reads how many engines there are of each role and the settings of each, and starts
-them."""
+"""`hotset serve --disaggregate`: reads how many engines there are of each role and the settings of each, checks them,
+and starts them."""
 
 import re
 import secrets
@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset.base.config import COMMON_SETTINGS, EngineConfig
+from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError
 from hotset.base.flags import config_values, given_flags
 from hotset.base.listeners import bound_socket
 from hotset.base.packages import check_packages
 from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
-from hotset.fleet.local.engines import RoleEngine, check_engines
+from hotset.engine.model_checks import check_model
+from hotset.fleet.local.shares import RoleEngine
+from hotset.models.spec import ModelSpec, dtype_name
 
 MAX_ENGINES = 64
 
@@ -122,3 +125,31 @@ def _check_ports(config: EngineConfig) -> None:
         address = getattr(config, name)
         if address is not None and not address.endswith(":0"):
             raise ConfigError(f"--disaggregate gives each engine its own ports; use port 0 in --{flag_name(name)}")
+
+
+def check_engines(engines: Sequence[RoleEngine]) -> None:
+    """Checks the engines against the model and this machine. Raises StartupError for mistakes that can be noticed
+    before processes are started and torch is imported."""
+    for config, name in {engine.config: engine.name for engine in reversed(engines)}.items():
+        try:
+            spec = check_model(config).spec
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    _check_dtypes(engines, spec)
+
+
+def _check_dtypes(engines: Sequence[RoleEngine], spec: ModelSpec) -> None:
+    """Raises ConfigError if engines would compute in different dtypes, because rows of one dtype cannot land in rows of
+    another. Splits need no such check: rows of every split of the model can land in those of every other."""
+    gpu_driver = has_gpu_driver()
+
+    def dtype_of(config: EngineConfig) -> str:
+        return dtype_name(config.dtype, spec, "cuda" if gpu_driver and config.device != "cpu" else "cpu")
+
+    first, *others = engines
+    for other in others:
+        if dtype_of(other.config) != dtype_of(first.config):
+            raise ConfigError(
+                f"{first.name} would compute in {dtype_of(first.config)} and {other.name} in {dtype_of(other.config)}, "
+                "so neither can use KV of the other; set --dtype"
+            )

@@ -16,7 +16,6 @@ from hotset.base.units import GIB, show_bytes
 from hotset.engine.drafts.settings import with_default_drafts
 from hotset.engine.model_checks import context_length, model_splits
 from hotset.engine.step_memory import step_bytes
-from hotset.fleet.local.engines import RoleEngine
 from hotset.models.checkpoint.files import find_model
 from hotset.models.model_tensors import worker_weight_bytes
 from hotset.models.spec import DTYPE_BYTES, dtype_name
@@ -24,6 +23,14 @@ from hotset.models.spec import DTYPE_BYTES, dtype_name
 CPU_DEVICE_SHARE = 0.4  # the device pools' share of an engine's KV memory; the host store gets the remaining 0.6
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pools
 SIZES = ("device_kv_gib", "device_kv_tokens", "host_kv_gib", "host_kv_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEngine:
+    """One engine of a deployment."""
+
+    name: str  # like "prefill 1"
+    config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from random import Random, SystemRandom
-from types import TracebackType
 from typing import Any
 
 from hotset import __version__
@@ -121,9 +120,7 @@ class Benchmark:
             self._opened = opened.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._opened.aclose()
 
     async def run(self) -> BenchReport:

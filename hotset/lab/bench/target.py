@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -63,9 +62,7 @@ class Target:
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 

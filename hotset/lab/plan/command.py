@@ -108,7 +108,7 @@ def plan(
     from hotset.lab.bench.svg import write_picture
     from hotset.lab.plan.model_configs import find_config
     from hotset.lab.plan.planner import GOALS, make_plan
-    from hotset.lab.plan.plot import picture
+    from hotset.lab.plan.tables import picture, print_plan
 
     if goal not in GOALS:
         raise ConfigError(f"--goal must be one of {', '.join(GOALS)}, got {goal!r}")
@@ -123,8 +123,6 @@ def plan(
         print(json.dumps(made.to_json(), indent=2))
     else:
         from rich.console import Console
-
-        from hotset.lab.plan.tables import print_plan
 
         print_plan(Console(), made)
     if made.best is None:
@@ -146,7 +144,7 @@ def find_machine(
     from hotset.base.host_memory import host_memory
     from hotset.base.units import GIB
     from hotset.lab.plan.gpus import Machine, find_gpu
-    from hotset.lab.plan.this_machine import this_machine as inspect_machine
+    from hotset.lab.plan.gpus import this_machine as inspect_machine
 
     if host_gib is not None and not 0 < host_gib < float("inf"):
         raise ConfigError(f"--host-gib must be a finite number above 0, got {host_gib}")

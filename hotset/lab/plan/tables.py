@@ -1,13 +1,15 @@
-"""Prints a plan as tables."""
+"""Prints a plan as tables, and draws it: requests at once and tokens per second by context length."""
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from hotset.base.units import GIB, MIB, show_bytes
+from hotset.lab.bench.svg import Line, Panel, page
 from hotset.lab.plan.gpus import Machine
 from hotset.lab.plan.planner import Decode, Plan, SplitPlan
 
+BLUE, GREY = "#1f5fa8", "#8a8a8a"
 COLUMNS = ("context", "tiers", "requests", "tiered", "missed", "swap", "bus", "ms/token", "tokens/s", "prompt s")
 LEGEND = (
     "requests: the most at once; missed: rows copied from the host in a step of each GPU; swap: their MiB; bus: share "
@@ -105,3 +107,21 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 def _short(reason: str) -> str:
     return reason if len(reason) <= 90 else reason[:87] + "..."
+
+
+def picture(plan: Plan) -> str:
+    """Returns the picture of the best split as SVG. Without one, it has no lines."""
+    names = [f"{context // 1024}k" if context % 1024 == 0 else str(context) for context in plan.contexts]
+    panels = []
+    for title, field in (("Requests at once", "requests"), ("Tokens per second", "tokens_per_s")):
+        lines = []
+        for name, colour, decodes in (
+            ("tiers off", GREY, plan.best.tiers_off if plan.best else ()),
+            ("with tiers", BLUE, plan.best.tiers_on if plan.best else ()),
+        ):
+            values = [float(getattr(decode, field) or 0.0) for decode in decodes]
+            points = [(index + 1.0, value) for index, value in enumerate(values)]
+            lines.append(Line(points, colour, name, dots=True, labels=[f"{value:,.0f}" for value in values]))
+        panels.append(Panel(title, "context length", title.lower(), lines, x_max=len(names) + 0.5, x_names=names))
+    subtitle = f"{describe(plan.machine)} · {plan.best.name if plan.best else 'nothing fits'}"
+    return page(plan.model, subtitle, panels)

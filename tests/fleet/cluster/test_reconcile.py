@@ -15,7 +15,7 @@ from hotset.fleet.cluster.reconcile import (
     Forget,
     Leave,
     Member,
-    Observation,
+    Report,
     Start,
     Stop,
     Wanted,
@@ -79,8 +79,8 @@ def test_a_failed_process_is_replaced_after_a_delay_that_grows() -> None:
 
 def test_failures_are_forgotten_after_a_stable_time() -> None:
     ready = member("a", "ready", 0.0, failures=5)
-    assert observe(ready, Observation(ended="x"), 10.0).failures == 5
-    assert observe(ready, Observation(ended="x"), 60.0).failures == 0
+    assert observe(ready, Report(ended="x"), 10.0).failures == 5
+    assert observe(ready, Report(ended="x"), 60.0).failures == 0
 
 
 def test_a_shutdown_ends_routers_then_decode_then_prefill() -> None:
@@ -154,9 +154,9 @@ class SimulatedCluster(RuleBasedStateMachine):
         ended = data.draw(st.sampled_from([None, "it died"]))
         if found.phase == "starting":
             node = data.draw(st.sampled_from([node for node in NODES if node not in self.drained]))
-            seen = Observation(ready=True, ended=ended, node=found.node or node, url=f"http://{name}")
+            seen = Report(ready=True, ended=ended, node=found.node or node, url=f"http://{name}")
         else:
-            seen = Observation(ready=found.phase == "ready", ended=ended)
+            seen = Report(ready=found.phase == "ready", ended=ended)
         self.members[name] = observe(found, seen, self.now)
 
     @rule(confirmed=st.booleans())
@@ -220,7 +220,9 @@ class SimulatedCluster(RuleBasedStateMachine):
             self.now += 61
             for name, found in list(self.members.items()):
                 ended = "stopped" if found.phase == "stopping" else None
-                seen = Observation(found.phase in ("starting", "ready"), ended, found.node or "n1", f"http://{name}")
+                seen = Report(
+                    found.node or "n1", url=f"http://{name}", ready=found.phase in ("starting", "ready"), ended=ended
+                )
                 self.members[name] = observe(found, seen, self.now)
             self.drained.discard("n1")
             self.reconcile(confirmed=True)

@@ -22,9 +22,8 @@ from hotset.base.errors import BadMessage
 from hotset.fleet.kv_events import publisher as publisher_module
 from hotset.fleet.kv_events import subscriber as subscriber_module
 from hotset.fleet.kv_events.event_log import EventLog
-from hotset.fleet.kv_events.known_blocks import KnownBlocks
 from hotset.fleet.kv_events.publisher import KvEventPublisher
-from hotset.fleet.kv_events.subscriber import KvEventSubscriber
+from hotset.fleet.kv_events.subscriber import KnownBlocks, KvEventSubscriber
 from hotset.fleet.kv_events.wire import END_OF_REPLAY, MAX_BATCH_BYTES, decode, sequence_frame
 from hotset.tiers.prefix_cache import PagesStored
 

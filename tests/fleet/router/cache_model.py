@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from hotset.fleet.kv_events.known_blocks import KnownBlocks
+from hotset.fleet.kv_events.subscriber import KnownBlocks
 from hotset.fleet.router.fleet import Fleet, RoutedWorker
 from hotset.fleet.router.prefixes import PromptPrefixes
 from hotset.serve.page_marks import page_marks_header, parse_page_marks

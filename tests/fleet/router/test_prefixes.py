@@ -14,7 +14,7 @@ from cache_model import HASHER, LETTERS, PAGE_ROWS, PATH, LocalView, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotset.fleet.kv_events.known_blocks import KnownBlocks
+from hotset.fleet.kv_events.subscriber import KnownBlocks
 from hotset.fleet.router.fleet import Role, RoutedWorker
 from hotset.fleet.router.prefixes import (
     BYTES_PER_TOKEN,
