@@ -20,7 +20,7 @@ from engine.threaded import split_engine
 from harness import DEMO, Answer, RandomWeights, make_engine, run_all, whole_engine
 from models.mtp_oracle import MtpOracle
 from models.split_workers import SPECS as SPLIT_SPECS
-from models.test_mtp import DraftingMemory, oracle_drafts, sizes
+from models.test_mtp import DraftingMemory, oracle_drafts
 from torch import Tensor
 
 from hotset import LLM
@@ -105,7 +105,7 @@ def published_drafts(name: str, context: Sequence[int], count: int) -> list[int]
     """Returns what the published layer drafts after `context`, whose last token has no row yet."""
     spec, drafting = SPECS[name], DraftingMemory(MODELS[name], context=64)
     assert spec.mtp is not None
-    oracle = MtpOracle(sizes(spec), lambda name, shape: WEIGHTS.load(name, shape))
+    oracle = MtpOracle(spec, cache(WEIGHTS.load))
     drafts: list[int] = []
     with torch.inference_mode():
         hidden = drafting.step([context], [0], [len(context) - 1])

@@ -1,12 +1,13 @@
-"""An independent sampler for one request, with lists and `math`, written from the docstring of `SamplingParams`.
+"""An independent sampler for one request in plain Python, written from the docstring of `SamplingParams`.
 
-It computes the same random numbers as `hotset.kernels.draw`.
+It computes the same random numbers and weights as `hotset.kernels.draw`, so tokens can be compared without a margin.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import torch
+from kernels.draw_oracle import Rule, token_of
 
 from hotset.base.sampling import SamplingParams
 
@@ -21,14 +22,6 @@ def splitmix64(word: int) -> int:
 
 def uniform(seed: int, position: int) -> float:
     return (splitmix64((splitmix64(seed & WORD_MASK) + position * 0x9E3779B97F4A7C15) & WORD_MASK) >> 11) / (1 << 53)
-
-
-@dataclass(frozen=True)
-class OracleToken:
-    token: int
-    # The smallest difference between two compared numbers, except between equal logits. If rounding errors are smaller,
-    # they cannot change the token.
-    margin: float
 
 
 def adjusted(
@@ -59,34 +52,10 @@ def choose(
     token_ids: Sequence[int],
     prompt_length: int,
     stop_ids: frozenset[int],
-) -> OracleToken:
-    x = adjusted(logits, params, token_ids, prompt_length, stop_ids)
-    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
-    top = x[order[0]]
-    gaps = [abs(x[a] - x[b]) for a, b in itertools.pairwise(order) if x[a] != x[b]]
-    margin = min(gaps, default=math.inf)
-    if top == -math.inf:
-        return OracleToken(0, math.inf)
+) -> int:
+    x = torch.tensor(adjusted(logits, params, token_ids, prompt_length, stop_ids), dtype=torch.float64)
     if params.temperature == 0.0:
-        return OracleToken(order[0], margin)
+        return int(x.argmax())
     assert params.seed is not None
-    survivors = order[: params.top_k] if params.top_k else order
-    weights = [math.exp((x[token] - top) / params.temperature) for token in survivors]
-    total = sum(weights)
-    kept, mass_before = [], 0.0
-    for weight in weights:
-        margin = min(margin, abs(mass_before / total - params.top_p) if params.top_p < 1.0 else math.inf)
-        if kept and params.top_p < 1.0 and mass_before / total >= params.top_p:
-            break
-        margin = min(margin, abs(weight - params.min_p) if params.min_p > 0.0 and kept else math.inf)
-        mass_before += weight
-        if weight >= params.min_p:
-            kept.append(weight)
-    target = uniform(params.seed, len(token_ids)) * sum(kept)
-    mass = 0.0
-    for token, weight in zip(survivors, kept, strict=False):
-        mass += weight
-        margin = min(margin, abs(mass - target) / sum(kept))
-        if mass > target:
-            return OracleToken(token, margin)
-    return OracleToken(survivors[len(kept) - 1], 0.0)
+    number = uniform(params.seed, len(token_ids))
+    return token_of(x, Rule(params.temperature, params.top_k or None, params.top_p, params.min_p, number))

@@ -215,13 +215,10 @@ def test_a_conversation_becomes_the_published_prompt(
 def test_transformers_renders_a_built_in_template_in_the_same_way(
     architecture: str, kwargs: dict[str, Any], messages: list[dict[str, Any]], expected: str
 ) -> None:
-    parsed = json.loads(json.dumps(messages))
+    parsed = with_parsed_arguments(messages)
     for message in parsed:
-        message["role"] = (
-            "system" if architecture == "glm_moe_dsa" and message["role"] == "developer" else message["role"]
-        )
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        if architecture == "glm_moe_dsa" and message["role"] == "developer":
+            message["role"] = "system"
     template = built_in_template(architecture)
     rendered, _ = render_jinja_template([parsed], chat_template=template, add_generation_prompt=True, **kwargs)
     assert rendered == [expected]

@@ -33,6 +33,7 @@ from hotset.memory.resident import make_batch
 from hotset.models.allowed_splits import check_tensor_parallel, stage_layers
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import WeightSource, dummy_weights, open_weights
+from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder
 from hotset.models.families import read_spec
 from hotset.models.formats.fp8_blocks import FP8_CHECKPOINT
@@ -219,20 +220,6 @@ def test_weights_in_fp8_are_expanded_if_the_setting_asks_for_it(fp8_model: GetMo
             assert torch.equal(weight.float(), values)
 
 
-class Silent:
-    """Collectives of decoders that are built but not run."""
-
-    tokens_per_rank = ()
-
-    def __init__(self, split: Split) -> None:
-        self.rank, self.size = split.rank, split.size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise AssertionError("this decoder is not run")
-
-    all_gather_columns = all_gather_tokens = reduce_scatter = all_reduce
-
-
 def as_last_layer(name: str) -> str:
     return re.sub(r"layers\.\d+", "layers.2", name)
 
@@ -344,7 +331,7 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
     assert whole.weight_formats == spec.weight_formats == FP8_CHECKPOINT and spec.moe is not None
     planned = dummy_weights(torch.bfloat16, torch.device("meta"), formats=FP8_CHECKPOINT)
     for split in (WHOLE_MODEL, Split(0, 8), Split(7, 8), Split(dp_rank=7, dp_size=8)):
-        decoder = Decoder(spec, planned, split=split, collectives=Silent(split))
+        decoder = Decoder(spec, planned, split=split, collectives=planning_collectives(split.rank, split.size))
         weights = fp8_weights_in(decoder)
         # In each layer: two merged projections and the attention's output; gate and up, and down, of an MLP or of
         # shared experts; in a layer with experts, two more.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CPU, RandomWeights
-from models.mtp_oracle import Iteration, MtpOracle, Sizes
+from models.mtp_oracle import Iteration, MtpOracle
 from models.split_workers import CONTEXT, PAGE_ROWS, SPECS, Memory, RecordingWeights, on_ranks
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,7 +23,7 @@ from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder, worker_kv_shape
 from hotset.models.model_tensors import worker_weight_bytes
-from hotset.models.spec import AS_COMPUTED, ModelSpec, MtpSpec
+from hotset.models.spec import AS_COMPUTED, MtpSpec
 from hotset.models.split import WHOLE_MODEL, Split
 from hotset.models.weight_plan import plan_weights, weight_bytes
 
@@ -34,38 +34,6 @@ MODELS = {
     "glm_moe_dsa, shared": replace(SPECS["glm_moe_dsa"], mtp=MtpSpec(carries_normed=True, shares_selection=True)),
 }
 DRAFTS = 3
-
-
-def sizes(spec: ModelSpec) -> Sizes:
-    attention, moe, mtp = spec.attention, spec.moe, spec.mtp
-    assert isinstance(attention, MlaSpec) and moe is not None and mtp is not None
-    return Sizes(
-        layer=spec.layers,
-        hidden=spec.hidden,
-        vocab=spec.vocab,
-        heads=attention.heads,
-        q_rank=attention.q_lora_rank,
-        kv_rank=attention.kv_lora_rank,
-        nope=attention.nope_dim,
-        rope=attention.rope_dim,
-        v=attention.v_dim,
-        index_heads=attention.index.heads,
-        index_dim=attention.index.head_dim,
-        topk=attention.index.topk,
-        experts=moe.experts,
-        experts_per_token=moe.experts_per_token,
-        width=moe.width,
-        groups=moe.groups,
-        topk_group=moe.topk_group,
-        routed_scale=moe.scale,
-        eps=spec.norm_eps,
-        theta=spec.rope.theta,
-        bias=attention.bias,
-        tied=spec.tied_embeddings,
-        interleaved_index_rope=attention.index.interleaved_rope,
-        carries_normed=mtp.carries_normed,
-        shares_selection=mtp.shares_selection,
-    )
 
 
 class DraftingMemory:
@@ -129,7 +97,7 @@ def test_drafts_are_those_of_the_published_layer(name: str) -> None:
     assert spec.mtp is not None
     weights = RandomWeights(torch.float64, seed=11)
     drafting = DraftingMemory(Decoder(spec, weights))
-    oracle = MtpOracle(sizes(spec), cache(weights.load))
+    oracle = MtpOracle(spec, cache(weights.load))
     generator = torch.Generator().manual_seed(5)
     texts = torch.randint(spec.vocab, (3, 34), generator=generator).tolist()
     steps = [((0, 0, 0), (9, 3, 12)), ((9, 3, 12), (9, 1, 2)), ((18, 4, 14), (2, 3, 1))]

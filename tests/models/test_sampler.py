@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from examples import examples
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,11 +113,9 @@ def test_tokens_equal_those_of_the_oracle_for_all_parameters(
         found = sampler.sample(torch.tensor(rows, dtype=torch.float64), range(n), positions_of(requests))
         for i, token in enumerate(found.token_ids.tolist()):
             request = requests[i]
-            expected = oracle.choose(
+            assert token == oracle.choose(
                 rows[i], request.params, request.token_ids, request.prompt_length, request.stop_ids
             )
-            assume(expected.margin > 1e-9)
-            assert token == expected.token
             requests[i] = request.followed_by(token)
 
 
@@ -250,12 +248,6 @@ def rules_for(n: int, **columns: Tensor) -> DrawRules:
         **columns,
     }
     return DrawRules(**columns)
-
-
-def test_each_token_owns_a_half_open_interval_of_the_uniform_number() -> None:
-    uniform = torch.tensor([0.0, 0.25 - 2.0**-53, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
-    rules = rules_for(6, top_k=torch.full((6,), 4))
-    assert draw(torch.zeros(6, 4), rules, uniform).tolist() == [0, 0, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])

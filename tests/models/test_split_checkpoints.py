@@ -15,6 +15,7 @@ from hotset.base.errors import CheckpointError
 from hotset.models.allowed_splits import stage_layers
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.weights import WeightSource, open_weights
+from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split, TensorSlice
@@ -101,21 +102,9 @@ def test_slices_of_gguf_tensors_equal_those_of_the_whole_in_the_order_of_hugging
 
 def load_all(files: ModelFiles, splits: list[Split]) -> None:
     """Loads the weights of each split, one split after another."""
-
-    class NoPeers:
-        """Collectives of decoders that are built but not run."""
-
-        def __init__(self, rank: int, size: int) -> None:
-            self.rank, self.size, self.tokens_per_rank = rank, size, ()
-
-        def all_reduce(self, x: Tensor) -> Tensor:
-            return x
-
-        all_gather_columns = all_gather_tokens = reduce_scatter = all_reduce
-
     for split in splits:
         source = open_weights(files, torch.float32, "cpu")
-        Decoder(files.spec, source, split=split, collectives=NoPeers(split.rank, split.size))
+        Decoder(files.spec, source, split=split, collectives=planning_collectives(split.rank, split.size))
         source.finish()
 
 
