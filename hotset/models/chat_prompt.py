@@ -1,4 +1,8 @@
-"""Turns a conversation into the prompt of the model's next message."""
+"""Turns a conversation into the prompt of the model's next message.
+
+Templates come with models and are programs. One that never ends, or that fills the memory, must not stop the server, so
+templates are rendered in processes that are killed if they take too long.
+"""
 
 import json
 import secrets
@@ -6,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotset.base.errors import ConfigError, RequestError
-from hotset.models.template_process import TemplateRenderer
+from hotset.base.errors import CheckpointError, ConfigError, RequestError
+from hotset.base.fork_server import START_SECONDS, WAIT_FACTOR, JobFailed
+from hotset.base.job_pool import JobPool
+from hotset.base.units import MIB
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Variables of templates that `chat_template_kwargs` may not set.
 REQUEST_FIELDS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 MAX_KWARGS_CHARACTERS = 16384  # of `chat_template_kwargs` as JSON
+RENDER_SECONDS = 5.0  # of CPU time
+MAX_TEMPLATE_BYTES = 512 * MIB  # address space of the process that compiles the template, and of a job on top of that
 
 Message = Mapping[str, Any]
 
@@ -65,24 +73,45 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 class ChatFormat:
-    """The chat template of a model with its default variables. `close` ends the processes that render it."""
+    """The chat template of a model with its default variables. The workers of `jobs`, which also run other jobs, render
+    it. `close` ends them."""
 
     def __init__(
-        self, template: str, special_tokens: Mapping[str, str], source: str, defaults: Mapping[str, Any] | None = None
+        self,
+        template: str,
+        special_tokens: Mapping[str, str],
+        source: str,
+        defaults: Mapping[str, Any] | None = None,
+        seconds: float = RENDER_SECONDS,
     ) -> None:
-        """Raises `CheckpointError`, whose message names `source`, if the template does not compile, and `ConfigError`
-        if `defaults` are not allowed."""
+        """Raises `CheckpointError`, whose message names `source`, if the template does not compile within its limits,
+        and `ConfigError` if `defaults` are not allowed. `seconds` is the limit for the CPU time of each rendering."""
         self.template = template
         self._defaults = dict(defaults or {})
         try:
             check_template_kwargs(self._defaults)
         except RequestError as error:
             raise ConfigError(f"--default-chat-template-kwargs: {error}") from error
-        self._renderer = TemplateRenderer(template, special_tokens, source)
-        self.jobs = self._renderer.jobs
+        self._seconds = seconds
+        self.jobs = JobPool(MAX_TEMPLATE_BYTES)
+        try:
+            self.jobs.prepare(
+                "template",
+                "hotset.models.chat_template:ChatTemplate",
+                {"template": template, "special_tokens": dict(special_tokens)},
+                cpu_seconds=START_SECONDS,
+                memory_bytes=MAX_TEMPLATE_BYTES,
+            )
+        except (JobFailed, RequestError) as error:
+            self.close()
+            problem = f"it {error}" if isinstance(error, JobFailed) else error
+            raise CheckpointError(f"{source}: the chat template is broken: {problem}") from error
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """Returns the prompt. Raises `RequestError` if the template refuses the messages or fails on them."""
+        """Returns the prompt. Waits while all workers have jobs.
+
+        Raises `RequestError` if the template refuses the messages, fails on them, or exceeds its limits.
+        """
         prepared = [self._prepared(message) for message in messages]
         variables = {
             **self._defaults,
@@ -92,7 +121,7 @@ class ChatFormat:
             "add_generation_prompt": options.opens_message,
         }
         if not options.continue_final_message:
-            return self._renderer.render(prepared, variables)
+            return self._rendered(prepared, variables)
         text = prepared[-1].get("content") if prepared else None
         if not isinstance(text, str) or not text:
             message = "continue_final_message needs text in the last message"
@@ -101,7 +130,7 @@ class ChatFormat:
         # with a space: if that space is gone, the template trims texts, and so must we.
         mark = f"[{secrets.token_hex(16)}] "
         prepared[-1]["content"] = text + mark
-        before, found, after = self._renderer.render(prepared, variables).rpartition(mark.rstrip())
+        before, found, after = self._rendered(prepared, variables).rpartition(mark.rstrip())
         if not found or not before.rstrip().endswith(text.strip()):
             message = (
                 "continue_final_message is not possible: the chat template does not render the last message as it is"
@@ -110,8 +139,22 @@ class ChatFormat:
         return before if after.startswith(" ") else before.rstrip()
 
     def close(self) -> None:
-        """Ends the processes that render the template. Idempotent."""
-        self._renderer.close()
+        """Kills all workers. A rendering in progress fails. Idempotent."""
+        self.jobs.close()
+
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """Renders in a worker. `variables` are those of the template other than `messages` and the special tokens."""
+        arguments = {"messages": messages, "variables": variables}
+        try:
+            wall_seconds = WAIT_FACTOR * self._seconds
+            return str(self.jobs.run("hotset.models.chat_template:render", arguments, self._seconds, wall_seconds))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"messages must consist of JSON values: {error}", param="messages") from error
+        except RequestError as refusal:
+            raise RequestError(f"the chat template refuses these messages: {refusal}", param="messages") from refusal
+        except JobFailed as failure:
+            message = f"the chat template {failure} on these messages; send a prompt instead, or repair the template"
+            raise RequestError(message, param="messages", code="chat_template_failed") from failure
 
     def _prepared(self, message: Message) -> dict[str, Any]:
         """Returns the message in the form that templates expect: content is a text, the arguments of tool calls are

@@ -2,7 +2,7 @@
 
 Templates run as in the `transformers` library (block trimming, loop controls, `raise_exception`, `strftime_now`, a
 plain `tojson`, the `generation` tag), and in a sandbox, because they are untrusted. The sandbox limits neither time nor
-memory, so this module runs in worker processes (`template_process.TemplateRenderer`).
+memory, so this module runs in worker processes (`chat_prompt.ChatFormat`).
 """
 
 import json

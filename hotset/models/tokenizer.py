@@ -14,13 +14,12 @@ from hotset.base.job_pool import JobPool
 from hotset.base.units import MIB
 from hotset.models.answer_parser import REASONING_MARKERS, SHOWN_MARKERS, AnswerParser, PlainParser, ThinkParser
 from hotset.models.chat_formats import built_in_template, read_template
-from hotset.models.chat_prompt import SPECIAL_TOKEN_NAMES, ChatFormat, ChatOptions, Message
+from hotset.models.chat_prompt import MAX_TEMPLATE_BYTES, SPECIAL_TOKEN_NAMES, ChatFormat, ChatOptions, Message
 from hotset.models.checkpoint.files import ModelFiles, find_tokenizer
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json, read_text
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
-from hotset.models.template_process import MAX_TEMPLATE_BYTES
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
 from hotset.models.tokenizer_probe import may_have_patterns, why_unusable
 

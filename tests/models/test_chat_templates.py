@@ -16,8 +16,8 @@ from processes import children_of, is_running, state_of
 
 from hotset.base import fork_server
 from hotset.base.errors import CheckpointError, EngineStopped, RequestError
-from hotset.models import template_process
-from hotset.models.template_process import TemplateRenderer
+from hotset.models import chat_prompt
+from hotset.models.chat_prompt import ChatFormat, ChatOptions
 
 # Each kind of message triggers one defect; other messages are rendered.
 TRAPS = """
@@ -39,19 +39,19 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 @contextmanager
-def rendering(template: str = TRAPS, seconds: float = 30.0) -> Iterator[TemplateRenderer]:
-    with closing(TemplateRenderer(template, {}, "the model", seconds)) as renderer:
+def rendering(template: str = TRAPS, seconds: float = 30.0) -> Iterator[ChatFormat]:
+    with closing(ChatFormat(template, {}, "the model", seconds=seconds)) as renderer:
         yield renderer
 
 
-def worker_of(renderer: TemplateRenderer) -> int:
+def worker_of(renderer: ChatFormat) -> int:
     """Returns the process id of the worker that renders next."""
-    renderer.render(user("hello"))
+    renderer.render(user("hello"), ChatOptions())
     (worker,) = children_of(server_of(renderer))
     return worker
 
 
-def server_of(renderer: TemplateRenderer) -> int:
+def server_of(renderer: ChatFormat) -> int:
     pid = renderer.jobs.server.pid
     assert pid is not None
     return pid
@@ -68,17 +68,17 @@ def test_a_template_that_never_ends_is_killed_and_the_next_messages_are_rendered
     with rendering(seconds=0.5) as renderer:
         worker = worker_of(renderer)
         with pytest.raises(RequestError, match=r"did not finish within 0\.5 s of CPU time") as failure:
-            renderer.render(user("loop"))
+            renderer.render(user("loop"), ChatOptions())
         assert (failure.value.code, failure.value.param) == ("chat_template_failed", "messages")
         assert not is_running(worker) and not children_of(server_of(renderer)), "the worker must be killed"
-        assert renderer.render(user("hello")) == "hello!"
+        assert renderer.render(user("hello"), ChatOptions()) == "hello!"
 
 
 def test_a_rendering_may_wait_for_a_busy_machine_longer_than_its_limit_of_cpu_time() -> None:
     with rendering(seconds=0.2) as renderer, ThreadPoolExecutor(1) as threads:
         worker = worker_of(renderer)
         os.kill(worker, signal.SIGSTOP)
-        prompt = threads.submit(renderer.render, user("hello"))
+        prompt = threads.submit(renderer.render, user("hello"), ChatOptions())
         time.sleep(0.5)  # if it took no longer than the limit, the test would pass in any case
         os.kill(worker, signal.SIGCONT)
         assert prompt.result(WAIT_SECONDS) == "hello!"
@@ -87,10 +87,10 @@ def test_a_rendering_may_wait_for_a_busy_machine_longer_than_its_limit_of_cpu_ti
 def test_a_worker_that_does_not_run_at_all_is_killed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as threads, rendering(seconds=0.2) as renderer:
         worker = worker_of(renderer)
-        monkeypatch.setattr(template_process, "WAIT_FACTOR", 1)
+        monkeypatch.setattr(chat_prompt, "WAIT_FACTOR", 1)
         os.kill(worker, signal.SIGSTOP)
         with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
-            threads.submit(renderer.render, user("hello")).result(WAIT_SECONDS)
+            threads.submit(renderer.render, user("hello"), ChatOptions()).result(WAIT_SECONDS)
         assert not is_running(worker)
 
 
@@ -100,10 +100,10 @@ def test_a_stopped_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(server, signal.SIGSTOP)
         monkeypatch.setattr(fork_server, "START_SECONDS", 0.2)
         with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
-            renderer.render(user("hello"))
+            renderer.render(user("hello"), ChatOptions())
         assert not is_running(server)
         monkeypatch.undo()
-        assert renderer.render(user("hello")) == "hello!"
+        assert renderer.render(user("hello"), ChatOptions()) == "hello!"
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_stopped_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_that_grows_without_end_fails_and_the_next_messages_are_rendered(kind: str, reason: str) -> None:
     with rendering() as renderer:
         with pytest.raises(RequestError, match=reason) as failure:
-            renderer.render(user(kind))
+            renderer.render(user(kind), ChatOptions())
         assert failure.value.code == "chat_template_failed"
-        assert renderer.render(user("hello")) == "hello!"
+        assert renderer.render(user("hello"), ChatOptions()) == "hello!"
 
 
 def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
@@ -123,7 +123,7 @@ def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
 
     def loop() -> None:
         try:
-            renderer.render(user("loop"))
+            renderer.render(user("loop"), ChatOptions())
         except EngineStopped as error:
             failures.append(str(error))
 
@@ -131,7 +131,7 @@ def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
         looping = threading.Thread(target=loop)
         looping.start()
         for _ in range(3):
-            assert renderer.render(user("hello")) == "hello!"
+            assert renderer.render(user("hello"), ChatOptions()) == "hello!"
         assert looping.is_alive()
         renderer.close()
         looping.join(WAIT_SECONDS)
@@ -139,12 +139,12 @@ def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
 
 
 @pytest.mark.parametrize("process", [worker_of, server_of])
-def test_after_a_process_has_died_a_new_one_renders(process: Callable[[TemplateRenderer], int]) -> None:
+def test_after_a_process_has_died_a_new_one_renders(process: Callable[[ChatFormat], int]) -> None:
     with rendering() as renderer:
         worker, victim = worker_of(renderer), process(renderer)
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: not is_running(victim) and not is_running(worker))
-        assert renderer.render(user("hello")) == "hello!"
+        assert renderer.render(user("hello"), ChatOptions()) == "hello!"
 
 
 def test_closing_ends_all_processes_and_refuses_later_messages() -> None:
@@ -155,18 +155,17 @@ def test_closing_ends_all_processes_and_refuses_later_messages() -> None:
         renderer.close()
         assert children_of(os.getpid()) <= before and wait_until(lambda: not is_running(worker))
         with pytest.raises(EngineStopped):
-            renderer.render(user("hello"))
+            renderer.render(user("hello"), ChatOptions())
     assert children_of(os.getpid()) <= before, "nothing may be started after the close"
 
 
 ORPHANING = """
 import sys
-from hotset.models import template_process
-from hotset.models.template_process import TemplateRenderer
-renderer = TemplateRenderer(sys.argv[1], {}, "the model", float(sys.argv[3]))
+from hotset.models.chat_prompt import ChatFormat, ChatOptions
+renderer = ChatFormat(sys.argv[1], {}, "the model", seconds=float(sys.argv[3]))
 print("ready", flush=True)
 sys.stdin.readline()
-renderer.render([{"role": "user", "content": sys.argv[2]}])
+renderer.render([{"role": "user", "content": sys.argv[2]}], ChatOptions())
 print("rendered", flush=True)
 sys.stdin.readline()
 """
@@ -205,12 +204,12 @@ def test_a_template_that_does_not_compile_is_refused_at_startup() -> None:
     before = children_of(os.getpid())
     for template in ("{% if %}", "{{ 1 | no_such_filter }}", "{{ " + "(" * 100_000 + " }}"):
         with pytest.raises(CheckpointError, match="the model: the chat template is broken: "):
-            TemplateRenderer(template, {}, "the model")
+            ChatFormat(template, {}, "the model")
     assert children_of(os.getpid()) <= before
 
 
 def test_messages_that_are_not_json_are_refused() -> None:
     with rendering() as renderer:
         with pytest.raises(RequestError, match="JSON"):
-            renderer.render([{"role": "user", "content": object()}])
-        assert renderer.render(user("half a pair: \ud83d \x00\n")) == "half a pair: \ud83d \x00\n!"
+            renderer.render([{"role": "user", "content": object()}], ChatOptions())
+        assert renderer.render(user("half a pair: \ud83d \x00\n"), ChatOptions()) == "half a pair: \ud83d \x00\n!"
