@@ -1,4 +1,7 @@
-"""The offline API, with a tiny model that has no tokenizer and with the embedded model."""
+"""The offline API, with a tiny model that has no tokenizer and with one whose answers are scripted.
+
+tests/test_cli.py chats with the embedded model.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ import pytest
 import tokenizers
 from harness import tiny_directory
 from processes import children_of
+from scripted_model import write_scripted_model
 
 from hotset import LLM, ChatOptions, SamplingParams
 from hotset.base.errors import CheckpointError, ConfigError, ContextLengthExceeded, EngineStopped, RequestError
@@ -28,8 +32,14 @@ def tiny(tmp_path: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Iterator[LLM]:
-    with LLM("embedded", device="cpu", device_kv_tokens=2048, max_model_len=1024) as llm:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    scripts = {
+        "capital": ["The capital", " of France", " is", " the city", " of Paris."],
+        "result": ["It is so."],
+        "other": ["I do not know."],
+    }
+    model = write_scripted_model(tmp_path_factory.mktemp("scripted"), scripts)
+    with LLM(model, device="cpu", device_kv_tokens=2048, max_model_len=1024) as llm:
         yield llm
 
 
@@ -254,33 +264,29 @@ def test_the_maximum_context_length_shrinks_to_fit_the_memory_if_it_is_not_confi
         assert llm.card.max_model_len == 64
 
 
-def test_the_embedded_model_answers_with_paris_and_ends_its_turn(embedded: LLM) -> None:
+def test_a_chat_is_answered_and_the_answer_ends_with_its_turn(scripted: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = embedded.chat(question, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
-    assert "Paris" in answer.text
-    assert answer.finish_reason == "stop"
-    assert "<|im_end|>" not in answer.text
+    answer = scripted.chat(question, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
+    assert (answer.text, answer.finish_reason) == ("The capital of France is the city of Paris.", "stop")
 
 
-def test_an_answer_can_continue_the_last_message(embedded: LLM) -> None:
+def test_an_answer_can_continue_the_last_message(scripted: LLM) -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
-    messages = [question, {"role": "assistant", "content": "The capital of France is the city of"}]
+    messages = [question, {"role": "assistant", "content": "The capital of France is the city"}]
     options = ChatOptions(continue_final_message=True)
     params = SamplingParams(temperature=0, max_tokens=4)
-    (answer,) = embedded.chat(messages, params, options=options)
-    assert embedded.tokenizer is not None
-    assert embedded.tokenizer.decode(answer.prompt_token_ids).endswith(
-        "assistant\nThe capital of France is the city of"
-    )
-    streamed = "".join(delta.text for delta in embedded.stream_chat(messages, params, options=options))
-    assert streamed == answer.outputs[0].text and streamed.startswith(" Paris")
-    parser = embedded.answer_parser(messages, options)
+    (answer,) = scripted.chat(messages, params, options=options)
+    assert scripted.tokenizer is not None
+    assert scripted.tokenizer.decode(answer.prompt_token_ids).endswith("assistant: The capital of France is the city")
+    streamed = "".join(delta.text for delta in scripted.stream_chat(messages, params, options=options))
+    assert streamed == answer.outputs[0].text == " of Paris."
+    parser = scripted.answer_parser(messages, options)
     assert DividedText.of([*parser.push(streamed), *parser.finish()]) == DividedText("", streamed)
 
 
-def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_tokenized(embedded: LLM) -> None:
+def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_tokenized(scripted: LLM) -> None:
     text = "word " * 200_000
-    for ask in (lambda: embedded.generate(text), lambda: embedded.chat([{"role": "user", "content": text}])):
+    for ask in (lambda: scripted.generate(text), lambda: scripted.chat([{"role": "user", "content": text}])):
         with pytest.raises(ContextLengthExceeded, match=r"the limit is 1024 tokens, but the first 131072 of \d+"):
             ask()
 
@@ -299,10 +305,10 @@ def test_closing_an_llm_ends_the_process_of_its_chat_template(tmp_path: Path) ->
     assert children_of(os.getpid()) <= before
 
 
-def test_a_stop_string_ends_the_text_and_frees_the_pages(embedded: LLM) -> None:
+def test_a_stop_string_ends_the_text_and_frees_the_pages(scripted: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, stop=["France"])
-    answer = embedded.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0]
+    answer = scripted.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0]
     assert answer.text == "The capital of "
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "France")
-    assert embedded.stats().device_pages_held == 0
-    assert "abort" not in embedded.stats().requests_finished, "a stop string must not count as an abort"
+    assert scripted.stats().device_pages_held == 0
+    assert "abort" not in scripted.stats().requests_finished, "a stop string must not count as an abort"

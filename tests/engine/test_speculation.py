@@ -15,9 +15,10 @@ from engine.handoff_pair import Prompts, decoder_of, pair
 from engine.test_invariance import MODELS, REQUESTS, expected_answers, with_room_for_drafts, workload
 from engine.test_structures import ROOMY, answers_of_one_process, requests
 from engine.threaded import split_engine
-from harness import DEMO, Answer, make_engine, run_all, whole_engine
+from harness import Answer, make_engine, run_all, whole_engine
 from imposed_drafts import ImposedDrafter
 from models.split_workers import SPECS
+from scripted_model import write_scripted_model
 from structures import tokenizer_directory
 
 from hotset import LLM
@@ -150,15 +151,17 @@ def test_a_decode_worker_drafts_from_prompts_that_landed() -> None:
     assert stats.landed == 3 and sum(stats.drafts_accepted.values()) > 0
 
 
-def test_the_demo_model_gives_the_same_text_and_stops_at_the_same_string() -> None:
-    prompt = "one two three four five six seven eight nine ten. " * 3
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=["the CNT"])
-    sizes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "device_kv_gib": 0.25, "tiers": "always"}
+def test_a_text_ends_at_the_same_stop_string_within_drafts(tmp_path: Path) -> None:
+    """The prompt contains the answer, so that it is drafted by look-up. The stop string ends within a token."""
+    pieces = ["The capital", " of France", " is", " the city", " of Paris", " on", " the Seine."]
+    model = write_scripted_model(tmp_path, {"repeat": pieces, "result": ["It is so."], "other": ["I do not know."]})
+    messages = [{"role": "user", "content": f"repeat: {''.join(pieces)}"}]
+    params = SamplingParams(temperature=0, max_tokens=40, stop=["Paris on the"])
     results, accepted = [], 0
     for drafts in ({}, {"speculate": 3, **LOOKUP}):
-        with LLM(DEMO, progress=False, **sizes, **drafts) as llm:
-            output = llm.generate(prompt, params)[0].outputs[0]
+        with LLM(model, device="cpu", device_kv_tokens=1024, max_model_len=512, progress=False, **drafts) as llm:
+            output = llm.chat(messages, params)[0].outputs[0]
             results.append((output.text, output.token_ids, output.stop_reason))
-            accepted = sum(llm._engine.stats().drafts_accepted.values())
-    assert results[0] == results[1] and results[0][2] == "the CNT"
-    assert accepted > 0
+            accepted = sum(llm.stats().drafts_accepted.values())
+    assert results[0] == results[1] and results[0][0] == "The capital of France is the city of "
+    assert results[0][2] == "Paris on the" and accepted > 2
