@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.deliveries import Delivery, RowWrites, StagingOffer
+from hotset.fleet.handoff.deliveries import Delivery, RowWrites
+from hotset.fleet.handoff.delivery_choice import DeliveryChoice
 from hotset.fleet.handoff.messages import Hello, Store
 from hotset.fleet.handoff.timers import PhaseTimeout, PhaseTimer
 from hotset.fleet.processes import ProcessIdentity
@@ -72,8 +73,7 @@ class OutgoingHandoff:
     request: msg.HandoffRequest
     hello: Hello
     timer: PhaseTimer[SenderPhase]
-    offer: StagingOffer | None = None
-    packed_rows: int = 0  # if rows are packed for direct writes: the most rows of a list; else 0
+    choice: DeliveryChoice
     delivery: Delivery | None = None  # set by StartWrites
     waiting: RowsComputed | None = None  # in ACCEPTED: the announced rows, merged into one range
     in_flight: dict[int, ListInFlight] = field(default_factory=dict)  # by number of the list

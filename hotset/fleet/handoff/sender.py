@@ -14,21 +14,9 @@ from itertools import pairwise
 from hotset.base.errors import InternalError
 from hotset.engine.ports import Route
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.deliveries import (
-    PIECE_TIMEOUTS,
-    PIECE_TRANSITIONS,
-    Delivery,
-    DirectDelivery,
-    PackedDelivery,
-    PiecePhase,
-    Sources,
-    StagedDelivery,
-    StagingOffer,
-    make_offer,
-    merge_rows,
-)
-from hotset.fleet.handoff.layout import landing_pages
-from hotset.fleet.handoff.messages import Hello, Message, Store
+from hotset.fleet.handoff.deliveries import Delivery, Sources, merge_rows
+from hotset.fleet.handoff.delivery_choice import choose_delivery
+from hotset.fleet.handoff.messages import Hello, Message
 from hotset.fleet.handoff.outgoing import (
     OPEN_PHASES,
     SENDER_TIMEOUTS,
@@ -40,15 +28,8 @@ from hotset.fleet.handoff.outgoing import (
     Tombstones,
     refusal,
 )
-from hotset.fleet.handoff.routes import DEVICE_SHARE, find_route
-from hotset.fleet.handoff.staging import (
-    MAX_DIRECT_WRITES,
-    SenderBuffers,
-    can_pack_pages,
-    packed_row_bytes,
-    should_stage,
-    small_write_bytes,
-)
+from hotset.fleet.handoff.staged_delivery import PIECE_TIMEOUTS, PIECE_TRANSITIONS, PiecePhase, StagedDelivery
+from hotset.fleet.handoff.staging import MAX_DIRECT_WRITES, SenderBuffers
 from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, HandoffKey, PrefillFailed, RowsComputed
@@ -233,33 +214,21 @@ class Sender:
         else:
             for attempt in attempts:
                 self._cancel(attempt, now)
-            source, offer, packed_rows = self._choose_delivery(peer, hello.stores[request.landing], request)
+            choice = choose_delivery(
+                self._sources,
+                hello.stores[request.landing],
+                request,
+                self._routes.get(peer, ()),
+                self._run_pages,
+                buffer_bytes=self._buffers.nbytes,
+                max_direct_writes=self._max_direct_writes,
+            )
             timer = PhaseTimer(self.table, SenderPhase.ACCEPTED, now)
-            handoff = OutgoingHandoff(peer, request, hello, timer, offer, packed_rows)
+            handoff = OutgoingHandoff(peer, request, hello, timer, choice)
             self._handoffs[handoff.id] = handoff
             self._transmit(handoff)
-            from_device = source is self._sources.device
+            from_device = choice.source is self._sources.device
             self._actions.append(msg.StartPrefill(peer, key, request.prompt, from_device))
-
-    def _choose_delivery(
-        self, peer: str, target: Store, request: msg.HandoffRequest
-    ) -> tuple[Store, StagingOffer | None, int]:
-        """Chooses, by the measured routes, where the context is read, and how it is delivered if direct writes from its
-        pages would be slower: staged (the offer), or packed for direct writes (the most rows of a list, else 0)."""
-        routes = self._routes.get(peer, ())
-        source, route = self._sources.host, find_route(routes, self._sources.host.memory, target.memory)
-        if (device := self._sources.device) is not None:
-            from_device = find_route(routes, device.memory, target.memory)
-            if from_device is not None and (route is None or DEVICE_SHARE * from_device.gb_per_s > route.gb_per_s):
-                source, route = device, from_device
-        run_pages = self._run_pages.get(source.memory)
-        if not should_stage(source, target, request, self._max_direct_writes, route=route, run_pages=run_pages):
-            return source, None, 0
-        page, packed_rows = target.shards[0].span, self._buffers.nbytes // packed_row_bytes(source, target)
-        large = page.part_rows * page.row_bytes >= small_write_bytes(source, target, route)
-        if large and packed_rows and can_pack_pages(source, target):
-            return source, None, packed_rows
-        return source, make_offer(source, target, request, self._buffers.nbytes), 0
 
     def _on_cancel(self, peer: str, key: HandoffKey, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
@@ -278,27 +247,23 @@ class Sender:
     def _on_start_writes(self, handoff: OutgoingHandoff, staged: bool, now: float) -> None:
         if handoff.phase is not SenderPhase.ACCEPTED:
             return
-        if staged and handoff.offer is None:
+        offer = handoff.choice.offer
+        if staged and offer is None:
             why = "the receiver requested staging, which this worker had not offered"
             self._begin_end(handoff, EndReason.FAILED, False, why, now)
             return
         self._move(handoff, SenderPhase.WRITING, now)
-        if handoff.offer is not None and staged:
+        if offer is not None and staged:
             handoff.delivery = StagedDelivery(
                 sources=self._sources,
                 target=handoff.target,
                 request=handoff.request,
-                offer=handoff.offer,
+                offer=offer,
                 table=self.piece_table,
                 grants=self._grant_numbers,
             )
         else:
-            pages, rows = landing_pages(handoff.request, handoff.target), handoff.packed_rows
-            handoff.delivery = (
-                PackedDelivery(self._sources, handoff.target, pages, handoff.request.first, rows)
-                if rows
-                else DirectDelivery(self._sources, handoff.target, pages)
-            )
+            handoff.delivery = handoff.choice.direct(self._sources, handoff.target, handoff.request)
         waiting, handoff.waiting = handoff.waiting, None
         if waiting is not None:
             self._deliver(handoff, handoff.delivery, waiting, now)
@@ -456,9 +421,8 @@ class Sender:
         if the phase has no message."""
         key, failing = handoff.request.key, handoff.end_reason is EndReason.FAILED
         if handoff.phase is SenderPhase.ACCEPTED:
-            self._send(
-                handoff.peer, msg.HandoffAccepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes)
-            )
+            offer = handoff.choice.offer
+            self._send(handoff.peer, msg.HandoffAccepted(key, 0 if offer is None else offer.piece_bytes))
         elif handoff.phase is SenderPhase.WRITING or (failing and handoff.phase is SenderPhase.DRAINING):
             self._send(handoff.peer, msg.Progress(key, handoff.landed))
         elif handoff.final_message is not None:

@@ -1,7 +1,7 @@
 """Timers of handoffs: deadlines and retransmits of phases, and liveness of peers. Callers pass the current time.
 
 The timeouts of the phases themselves are tables beside the phases: RECEIVER_TIMEOUTS in `receiver.py`, SENDER_TIMEOUTS
-in `outgoing.py`, PIECE_TIMEOUTS in `deliveries.py`. `PeerTiming` below is about peers, not about handoffs.
+in `outgoing.py`, PIECE_TIMEOUTS in `staged_delivery.py`. `PeerTiming` below is about peers, not about handoffs.
 """
 
 from collections.abc import Iterable, Mapping

@@ -23,12 +23,13 @@ from sharded_memory import POISON, ShardedMemory
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS, Sources
+from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.layout import check_peers
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.fleet.handoff.packing import pack, unpack
 from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.staged_delivery import PIECE_TIMEOUTS
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import Region, WriteState, WriteTicket

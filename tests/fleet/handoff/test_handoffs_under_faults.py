@@ -10,9 +10,9 @@ from faulty_world import GROUPS, DecodeWorker, FaultRates, World
 from loopback import Faults
 
 from hotset.fleet.handoff import staging
-from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS
+from hotset.fleet.handoff.staged_delivery import PIECE_TIMEOUTS
 
 STEP_S = 0.01
 NO_FAULTS = FaultRates(

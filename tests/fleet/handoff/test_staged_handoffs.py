@@ -13,9 +13,10 @@ from waiting import ManualEvent
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.deliveries import PIECE_TIMEOUTS, WINDOW, PiecePhase, Sources
+from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
+from hotset.fleet.handoff.staged_delivery import PIECE_TIMEOUTS, WINDOW, PiecePhase
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, RowsComputed
