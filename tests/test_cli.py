@@ -34,6 +34,7 @@ from hotset.engine import sizing
 from hotset.fleet.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+DEMO = str(ROOT / "models" / "demo-dsa")
 SERVE_WITHOUT_FASTAPI = """
 import sys
 sys.modules["fastapi"] = None  # Python then treats the package as missing
@@ -197,11 +198,10 @@ def test_generate_streams_the_continuation_of_standard_input() -> None:
 
 
 def test_generate_prints_json_with_usage() -> None:
-    arguments = ["generate", "The capital of France is", "--temperature", "0", "--max-tokens", "4", "--json"]
+    arguments = ["generate", "The capital of France is", "--model", DEMO, "--max-tokens", "4", "--json"]
     report = json.loads(CliRunner().invoke(app, arguments).stdout)
-    assert report["text"].startswith(" Paris")
-    assert report["finish_reason"] == "length"
-    assert report["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
+    assert report["text"] and report["finish_reason"] == "length"
+    assert report["usage"]["prompt_tokens"] > 4 == report["usage"]["completion_tokens"]
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_continues() -> None:
@@ -225,7 +225,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_continues() -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with closing(LLM(max_model_len=80, device="cpu", progress=False)) as llm:
+    with closing(LLM(DEMO, max_model_len=80, device="cpu", progress=False)) as llm:
         yield llm
 
 
@@ -238,7 +238,6 @@ def test_chat_sends_the_system_message_and_earlier_turns(conversation: Conversat
     conversation.run(["What is the capital of France?", "", "/system Be kind.", "And of Spain?"])
     messages = [{"role": "system", "content": "Be kind."}, *conversation.turns[:3]]
     assert [turn["role"] for turn in conversation.turns] == ["user", "assistant", "user", "assistant"]
-    assert conversation.turns[1]["content"] == "The capital of France"
     assert conversation.turns[3]["content"] == conversation.llm.chat(messages, conversation.params)[0].outputs[0].text
 
 
@@ -250,7 +249,7 @@ def test_reset_clears_the_chat_and_exit_ends_it(conversation: Conversation) -> N
 def test_chat_drops_the_oldest_turns_when_the_context_is_full(
     conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long_questions = ["word " * 30 + str(number) for number in range(3)]
+    long_questions = ["word " * 40 + str(number) for number in range(3)]
     conversation.run(long_questions)
     assert "the oldest questions and answers were dropped" in capsys.readouterr().err
     assert [turn["content"] for turn in conversation.turns[::2]] == [long_questions[-1]]

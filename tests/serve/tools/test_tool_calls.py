@@ -301,6 +301,7 @@ def function(**fields: Any) -> list[Any]:
     return [{"type": "function", "function": {"name": "a", **fields}}]
 
 
+PATTERN = {"type": "object", "properties": {"b": {"type": "string", "pattern": "("}}}
 LARGE = function(description="x" * MAX_TOOL_CHARACTERS)
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "later"}}}, "tool_choice", "'later'"),
@@ -322,6 +323,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": function(parameters={"properties": []})}, "tools", "properties must be an object"),
     ({"tools": function(parameters={"properties": {"b": 1}})}, "tools", "a schema must be an object"),
     ({"tools": function(parameters={"properties": {"b": {"type": "text"}}})}, "tools", 'no type "text"'),
+    ({"tools": function(parameters=PATTERN), "tool_choice": "required"}, "tools", "cannot be compiled"),
     ({"tools": function(parameters={"required": "b"})}, "tools", "list of names"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "one of"),
 ]
