@@ -89,11 +89,11 @@ def test_empty_expert_ids_add_nothing_and_read_no_expert(
     assert not out[0].any()
 
 
-@pytest.mark.parametrize("first", [0, 2, 5])
+@pytest.mark.parametrize("first", [0, 5])
 def test_experts_of_other_ranks_add_nothing(first: int) -> None:
     torch.manual_seed(4)
-    case = draw_case(30, 3, *draw_weights(7, 12, 5, torch.float32, "cpu"))
-    case.expert_ids[torch.rand(30, 3) < 0.2] = EMPTY
+    case = draw_case(12, 3, *draw_weights(7, 12, 5, torch.float32, "cpu"))
+    case.expert_ids[torch.rand(12, 3) < 0.2] = EMPTY
     held = slice(first, first + 2)
     local = (case.expert_ids >= held.start) & (case.expert_ids < held.stop)
     expected = expected_output(replace(case, expert_ids=torch.where(local, case.expert_ids, EMPTY)))
@@ -110,14 +110,7 @@ def test_experts_of_another_dtype_are_refused() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "width"),
-    [
-        *((25, hidden, width) for hidden, width in ((64, 32), (40, 24), (17, 5), (33, 70))),
-        (1, 33, 70),
-        *(pytest.param(1, hidden, width, marks=pytest.mark.slow) for hidden, width in ((64, 32), (40, 24), (17, 5))),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(12, 64, 32), (12, 17, 5), (12, 33, 40), (1, 33, 40)])
 def test_tiled_products_equal_a_loop_over_tokens(tokens: int, hidden: int, width: int) -> None:
     impl = triton_impl()
     tiles = impl.Tiles(16, impl.Tile(32, 16, 4, 2), impl.Tile(16, 32, 4, 2))
@@ -171,34 +164,32 @@ def test_grouped_product_of_torch_equals_a_loop_over_tokens() -> None:
 @needs_interpreter
 def test_inputs_need_not_be_contiguous() -> None:
     torch.manual_seed(3)
-    case = draw_case(9, 2, *draw_weights(4, 20, 12, torch.float32, "cpu"))
+    case = draw_case(3, 2, *draw_weights(4, 20, 12, torch.float32, "cpu"))
     for strided in (with_other_strides(case), with_other_strides(case, transposed=True)):
         torch.testing.assert_close(run_op(strided), run_op(case), atol=0, rtol=0)
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("tokens", "k", "count"), [(1, 1, 1), (3, 2, 7), (90, 6, 64), (1300, 4, 3)], ids=str)
+@pytest.mark.parametrize(("tokens", "k", "count"), [(1, 1, 1), (3, 2, 7), (40, 3, 20), (1300, 4, 3)], ids=str)
 def test_pairs_are_sorted_by_expert_stably_and_divided_into_blocks(tokens: int, k: int, count: int) -> None:
     torch.manual_seed(tokens)
     check_sort(torch.randint(EMPTY, count, (tokens, k)), count, block_pairs=16)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("routing", ["random", "unused experts", "one expert", "only EMPTY", "two whole chunks"])
+@pytest.mark.parametrize("routing", ["random", "one expert", "only EMPTY", "two whole chunks"])
 def test_pairs_of_several_chunks_are_sorted_stably(monkeypatch: pytest.MonkeyPatch, routing: str) -> None:
     # The 313 pairs are five chunks, of which the last is not full. The kernel reads the counts of two chunks at a time.
     monkeypatch.setattr(triton_impl(), "CHUNK_SIZES", (16, 64))
     torch.manual_seed(6)
-    expert_ids = torch.randint(EMPTY, 5, (313, 1))
-    if routing == "unused experts":
-        expert_ids[(expert_ids == 0) | (expert_ids == 3)] = EMPTY
-    elif routing == "one expert":
-        expert_ids[:] = 2
+    expert_ids = torch.randint(EMPTY, 3, (313, 1))
+    if routing == "one expert":
+        expert_ids[:] = 1
     elif routing == "only EMPTY":
         expert_ids[:] = EMPTY
     elif routing == "two whole chunks":
         expert_ids = expert_ids[:128]
-    check_sort(expert_ids, 5, block_pairs=4)
+    check_sort(expert_ids, 3, block_pairs=4)
 
 
 @needs_interpreter

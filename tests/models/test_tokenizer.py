@@ -147,16 +147,20 @@ def test_chat_prompts_equal_those_of_transformers(smol: Tokenizer, read_back: To
         assert smol.encode(expected, add_special=False) == oracle.encode(expected, add_special_tokens=False)
 
 
-def write_directory(directory: Path, smol_dir: Path, **config: Any) -> Path:
-    for name in ("tokenizer.json", "config.json"):
-        (directory / name).write_bytes((smol_dir / name).read_bytes())
+def write_directory(directory: Path, **config: Any) -> Path:
+    """Writes a model directory with a tokenizer of a few tokens."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Hi"]
+    backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    backend.add_special_tokens(tokens[:3])
+    backend.save(str(directory / "tokenizer.json"))
+    transformers.LlamaConfig().save_pretrained(directory)
     defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(defaults | config))
     return directory
 
 
-def test_a_template_with_every_extension_renders_like_in_transformers(tmp_path: Path, smol_dir: Path) -> None:
-    directory = write_directory(tmp_path, smol_dir, chat_template="not this one")
+def test_a_template_with_every_extension_renders_like_in_transformers(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path, chat_template="not this one")
     (directory / "chat_template.jinja").write_text(DECORATED_TEMPLATE)
     oracle = transformers.AutoTokenizer.from_pretrained(directory)
     ours = not_none(from_directory(directory))
@@ -165,17 +169,17 @@ def test_a_template_with_every_extension_renders_like_in_transformers(tmp_path: 
     assert "<|im_start|>" in expected and "<kind>" in expected
 
 
-def test_the_template_named_default_of_several_is_used(tmp_path: Path, smol_dir: Path) -> None:
+def test_the_template_named_default_of_several_is_used(tmp_path: Path) -> None:
     templates = [
         {"name": "tool_use", "template": "tools"},
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
-    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, chat_template=templates)))
+    ours = not_none(from_directory(write_directory(tmp_path, chat_template=templates)))
     assert ours.render_chat(CHAT) == "Be brief & <kind>.!"
 
 
-def test_messages_that_a_template_refuses_are_a_request_error(tmp_path: Path, smol_dir: Path) -> None:
-    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, chat_template=DECORATED_TEMPLATE)))
+def test_messages_that_a_template_refuses_are_a_request_error(tmp_path: Path) -> None:
+    ours = not_none(from_directory(write_directory(tmp_path, chat_template=DECORATED_TEMPLATE)))
     with pytest.raises(RequestError, match="no tools tool") as refusal:
         ours.render_chat([{"role": "tool", "content": "x"}])
     assert refusal.value.param == "messages"
@@ -187,21 +191,21 @@ def test_messages_on_which_a_template_fails_are_a_request_error(smol: Tokenizer,
         smol.render_chat([message])
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, smol_dir: Path) -> None:
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, chat_template=escape)))
+    ours = not_none(from_directory(write_directory(tmp_path, chat_template=escape)))
     with pytest.raises(RequestError):
         ours.render_chat(CHAT)
 
 
-def test_a_model_without_a_template_refuses_messages(tmp_path: Path, smol_dir: Path) -> None:
-    ours = not_none(from_directory(write_directory(tmp_path, smol_dir)))
+def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
+    ours = not_none(from_directory(write_directory(tmp_path)))
     with pytest.raises(RequestError, match="no chat template"):
         ours.render_chat(CHAT)
 
 
-def test_damaged_files_are_refused_at_startup(tmp_path: Path, smol_dir: Path) -> None:
-    directory = write_directory(tmp_path, smol_dir, chat_template="{% if %}")
+def test_damaged_files_are_refused_at_startup(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path, chat_template="{% if %}")
     with pytest.raises(CheckpointError, match="template is broken"):
         from_directory(directory)
     (directory / "tokenizer.json").write_text("{")
@@ -220,8 +224,8 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path
         Tokenizer.load(found, "x" * 5000)
 
 
-def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:
-    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
+def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, spaced: Tokenizer) -> None:
+    ours = not_none(from_directory(write_directory(tmp_path, add_bos_token=True)))
     assert ours.encode("Hi") == [1, *ours.encode("Hi", add_special=False)]
     assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # the post-processor adds BOS
 
@@ -241,8 +245,8 @@ class CountingBackend:
         return self._backend.encode_batch_fast(texts, **options)
 
 
-def test_a_text_far_beyond_the_limit_is_refused_after_its_first_slices(embedded: ModelFiles) -> None:
-    backend: Any = CountingBackend(build_gguf_tokenizer(open_gguf(embedded.path)))
+def test_a_text_far_beyond_the_limit_is_refused_after_its_first_slices(smol: Tokenizer) -> None:
+    backend: Any = CountingBackend(smol._backend)
     tokenizer = Tokenizer(TokenizerParts(backend, {}, False, (), None, "test"))
     text = "The quick brown fox doesn't jump. " * 30_000
     with pytest.raises(ContextLengthExceeded, match=rf"limit is 40000 tokens.* of {len(text)} characters") as refusal:
