@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine.test_invariance import MODELS
-from harness import CPU, RandomWeights, make_engine, run_all
+from harness import RandomWeights, make_engine, run_all
 from loopback import Hub, Loopback
 
-from hotset.base.engine_settings import EMBEDDED
 from hotset.base.paged_span import PagedSpan
 from hotset.base.request_options import LandingChoice, RequestOptions, TiersChoice
 from hotset.base.sampling import SamplingParams
@@ -38,16 +36,13 @@ from hotset.fleet.handoff.stores import host_store_name
 from hotset.fleet.transfer.api import MemoryKind
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import process_and_address
-from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.families import read_spec
-from hotset.models.spec import AS_COMPUTED, KvStorage, MtpSpec
+from hotset.models.spec import KvStorage, MtpSpec
 from hotset.schedule.handoffs import HandoffKey, RowsComputed
 
 DEADLINE_S = 200.0
 Speeds = dict[tuple[MemoryKind, MemoryKind], float]  # bytes per second between kinds of memory
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 DSA_CONFIG = {
     "vocab_size": 96,
     "num_hidden_layers": 3,
@@ -72,8 +67,13 @@ DSA_CONFIG = {
     "index_n_heads": 3,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {},
-    "glm_moe_dsa": {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]},
+    "deepseek_v32": {"model_type": "deepseek_v32"},
+    "fp8": {"model_type": "deepseek_v32"},  # with fp8 rows and index keys
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "full", "shared", "full"],
+    },
 }
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
 
@@ -90,8 +90,7 @@ def simulated_routes(monkeypatch: pytest.MonkeyPatch, speeds: Speeds) -> Hub:
 
 @lru_cache
 def decoder_of(model: str) -> Decoder:
-    """Returns the decoder of a model: a tiny one of test_invariance.py, also with an MTP layer ("mtp"), one of CONFIGS
-    with random weights, "demo-dsa", "fp8" (the demo model with fp8 rows and index keys), or the embedded model.
+    """Returns the decoder of a model with random weights: one of test_invariance.py, "mtp", or one of CONFIGS.
 
     All decoders compute in float64, where rounding is too small to make tokens depend on how steps are batched.
     """
@@ -100,14 +99,9 @@ def decoder_of(model: str) -> Decoder:
     if model == "mtp":
         spec = replace(MODELS["dsa"][0], context=256, mtp=MtpSpec(carries_normed=False, shares_selection=False))
         return Decoder(spec, RandomWeights(torch.float64, seed=5))
-    if model in CONFIGS:
-        spec = read_spec({"model_type": model, **DSA_CONFIG, **CONFIGS[model]}, {}, "config.json")
-        return Decoder(spec, RandomWeights(torch.float64, seed=7))
-    files = find_model(EMBEDDED if model == EMBEDDED else str(DEMO))
-    weights = open_weights(files, torch.float64, CPU)
-    decoder = Decoder(files.spec, weights, KvStorage(fp8_rows=True, fp8_keys=True) if model == "fp8" else AS_COMPUTED)
-    weights.finish()
-    return decoder
+    spec = read_spec({**DSA_CONFIG, **CONFIGS[model]}, {}, "config.json")
+    fp8 = model == "fp8"
+    return Decoder(spec, RandomWeights(torch.float64, seed=7), KvStorage(fp8_rows=fp8, fp8_keys=fp8))
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def with_room_for_drafts(settings: dict[str, Any], max_drafts: int) -> dict[str,
 
 @pytest.mark.parametrize(
     ("name", "workloads"),
-    [("gqa", 6), ("shared", 6), *(pytest.param(name, 90, marks=pytest.mark.slow) for name in MODELS)],
+    [("gqa", 6), ("shared", 4), *(pytest.param(name, 90, marks=pytest.mark.slow) for name in MODELS)],
 )
 def test_tokens_do_not_depend_on_other_requests(name: str, workloads: int) -> None:
     spec, model = MODELS[name]

@@ -1,8 +1,6 @@
 """What `--executor ray` cannot work with is refused before anything starts. test_ray_cluster.py runs engines."""
 
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ from harness import tiny_directory
 from hotset import LLM, __version__
 from hotset.base.address import Address
 from hotset.base.config import EngineConfig
-from hotset.base.errors import ConfigError, StartupError
+from hotset.base.errors import ConfigError, MissingDependency, StartupError
+from hotset.engine import model_checks
 from hotset.fleet.ray import nodes
 
 REFUSED = [
@@ -60,19 +59,11 @@ def test_a_head_that_accepts_connections_but_does_not_answer_is_unreachable() ->
         assert nodes.unreachable(address, 0.2) == "timed out"
 
 
-def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
-    code = """
-import importlib.util
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *package: None if name == "ray" else find_spec(name, *package)
-from hotset.cli import main
-main()
-"""
-    flags = ["--load-format", "dummy", "--tensor-parallel-size", "2", "--executor", "ray", "--port", "0"]
-    command = [sys.executable, "-c", code, "serve", tiny_directory(tmp_path), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert "--executor ray needs Ray: pip install 'hotset[cluster]'" in done.stderr
+def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_checks.importlib.util, "find_spec", lambda name: None)
+    config = EngineConfig(tiny_directory(tmp_path), load_format="dummy", tensor_parallel_size=2, executor="ray")
+    with pytest.raises(MissingDependency, match=r"--executor ray needs Ray: pip install 'hotset\[cluster\]'"):
+        model_checks.check_model(config)
 
 
 @pytest.mark.parametrize(
