@@ -26,6 +26,7 @@ SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS, *EVENT_SETTINGS)
 MAX_KEY_CHARACTERS = 4096
 PICTURE_SUFFIXES = (".svg", ".html")
 EXIT_USAGE = 2  # the exit status of a wrong command line
+EXIT_INTERRUPTED = 130  # the exit status that shells expect from a command that Ctrl-C ended
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File that contains the API key, on one line. Default: see --api-key.", show_default=False),

@@ -18,6 +18,7 @@ from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.engine_settings import EMBEDDED, MODEL_HELP
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.flags import (
+    EXIT_INTERRUPTED,
     SERVER_ONLY_SETTINGS,
     ApiKeyFile,
     CliCommand,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 
 app = typer.Typer(
     name="hotset",
@@ -186,7 +186,7 @@ def serve(
         except BaseException:
             process.end(0.0)
             raise
-        raise typer.Exit(run(engine_config, serve_config, process, listener))
+        run(engine_config, serve_config, process, listener)
 
 
 def _check_and_bind(engine_config: EngineConfig, serve_config: ServeConfig) -> socket.socket:

@@ -21,7 +21,6 @@ from hotset.serve.connections import ConnectionLimits, Connections, LimitedProto
 logger = logging.getLogger("hotset.serve")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 # Time for complete responses to reach their clients after the drain.
 FLUSH_SECONDS = 5.0
 # Longer than clients usually keep an idle connection open. If the server closed the connection just as the client sends

@@ -4,11 +4,10 @@ hangs."""
 import asyncio
 import logging
 import socket
-import sys
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import StartupError
-from hotset.base.listeners import bound_socket, url_of
+from hotset.base.errors import EngineStopped
+from hotset.base.listeners import url_of
 from hotset.base.logs import log_to_stderr
 from hotset.base.serve_config import ServeConfig
 from hotset.base.status_line import StatusLine
@@ -17,7 +16,6 @@ from hotset.engine.process import EngineProcess
 from hotset.serve.app import create_app
 from hotset.serve.connections import ConnectionLimits, fit_to_descriptors
 from hotset.serve.http_server import (
-    EXIT_INTERRUPTED,
     STOP_SIGNALS,
     HttpServer,
     uvicorn_config,
@@ -33,39 +31,29 @@ ERROR_REPORT_SECONDS = 2.0
 
 
 def run(
-    engine_config: EngineConfig,
-    serve_config: ServeConfig,
-    process: EngineProcess | None = None,
-    listener: socket.socket | None = None,
-) -> int:
-    """Serves until SIGTERM or SIGINT, and returns the exit code.
+    engine_config: EngineConfig, serve_config: ServeConfig, process: EngineProcess, listener: socket.socket
+) -> None:
+    """Serves until SIGTERM or SIGINT, and returns after the drain, complete or not.
 
-    The code is 0 after a drain, complete or not, 1 if start-up failed or the engine died or hung, and 130 after Ctrl-C
-    during start-up. `process` is an engine process with this configuration that is already starting, and `listener` a
-    socket that is bound to the configured address. This call ends the process and closes the socket.
+    `process` is an engine process with this configuration that is already starting, and `listener` a socket that is
+    bound to the configured address. This call ends the process and closes the socket. Raises StartupError if start-up
+    fails, and EngineStopped if the engine dies or hangs.
     """
     log_to_stderr()
+    warn_if_open_to_all(serve_config.host, serve_config.api_key)
     try:
-        warn_if_open_to_all(serve_config.host, serve_config.api_key)
-        # Bind the port first, so that a port in use is reported before the model loads.
-        with listener or bound_socket(serve_config.host, serve_config.port) as bound:
+        with listener:
             fitted_config = fit_to_descriptors(serve_config)
             with StatusLine("Starting the engine") as status:
                 client = EngineClient.start(engine_config, process, status.show)
-            return asyncio.run(_serve(client, engine_config, fitted_config, bound))
-    except StartupError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+            asyncio.run(_serve(client, engine_config, fitted_config, listener))
     finally:
-        if process is not None:
-            process.end(0.0)
+        process.end(0.0)
 
 
 async def _serve(
     client: EngineClient, engine_config: EngineConfig, config: ServeConfig, listener: socket.socket
-) -> int:
+) -> None:
     """Serves with `client`, which it owns and closes on every exit path."""
     client.listen()
     aliases = frozenset({engine_config.model, client.model.name})
@@ -93,10 +81,8 @@ async def _serve(
         await shutdown.finish()
         if app.state.traces is not None:
             await app.state.traces.close()
-    if shutdown.failure is None:
-        return 0
-    print("error:", " ".join(shutdown.failure.split()), file=sys.stderr)
-    return 1
+    if shutdown.failure is not None:
+        raise EngineStopped(shutdown.failure)
 
 
 class _Shutdown:

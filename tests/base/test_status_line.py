@@ -8,7 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
 from pseudo_terminal import run_on_terminal, screen
@@ -18,6 +19,7 @@ from hotset import LLM
 from hotset.base import status_line
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.base.listeners import bound_socket
 from hotset.base.serve_config import ServeConfig
 from hotset.base.status_line import LOG_SECONDS, ShowProgress, StatusLine, TaskProgress, show_counts
 from hotset.serve.server import run as run_server
@@ -122,7 +124,9 @@ def test_the_terminal_is_left_clean_after_an_error_ctrl_c_and_a_kill(end: str, t
 
 
 def start_server() -> None:
-    assert run_server(EngineConfig(), ServeConfig(port=0)) == 1
+    process: Any = SimpleNamespace(end=lambda seconds: None)
+    with pytest.raises(StartupError, match="as planned"):
+        run_server(EngineConfig(), ServeConfig(port=0), process, bound_socket("127.0.0.1", 0))
 
 
 def start_llm() -> None:

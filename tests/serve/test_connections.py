@@ -20,6 +20,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import bound_socket
 from hotset.base.serve_config import ServeConfig
+from hotset.engine.process import EngineProcess
 from hotset.fleet.router.config import RouterConfig
 from hotset.fleet.router.server import run as run_router
 from hotset.serve import connections
@@ -339,16 +340,28 @@ def test_connections_and_requests_together_fit_into_the_file_descriptors(
         assert fitted.max_connections == wanted.max_connections
 
 
+class NoProcess(EngineProcess):
+    """An engine process that was not started."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def end(self, seconds: float | None = None) -> None:
+        self.ended = True
+
+
 @pytest.mark.parametrize("api_key", [None, "k"])
 @pytest.mark.parametrize("program", ["server", "router"])
 def test_a_host_beyond_loopback_without_a_key_is_warned_about(
-    program: str, api_key: str | None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    program: str, api_key: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address is no address of this machine, so nothing is opened."""
-    if program == "server":
-        assert run_server(EngineConfig(), ServeConfig(host="192.0.2.1", port=0, api_key=api_key)) == 1
-    else:
-        assert run_router(RouterConfig(host="192.0.2.1", port=0, api_key=api_key)) == 1
-    assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+    monkeypatch.setattr(connections, "free_descriptors", lambda: 0)  # so that neither of them starts
+    process, listener = NoProcess(), socket.socket()
+    with pytest.raises(ConfigError):
+        if program == "server":
+            run_server(EngineConfig(), ServeConfig(host="192.0.2.1", api_key=api_key), process, listener)
+        else:
+            run_router(RouterConfig(host="192.0.2.1", api_key=api_key), listener)
+    assert process.ended == (program == "server") and listener.fileno() == -1, "run owns both"
     warnings = [record.message for record in caplog.records if "no API key is required" in record.message]
     assert len(warnings) == (api_key is None)

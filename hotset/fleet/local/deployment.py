@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.base.flags import EXIT_INTERRUPTED
 from hotset.base.listeners import url_of
 from hotset.base.logs import log_to_stderr, print_note
 from hotset.base.serve_config import HttpSettings, ServeConfig
@@ -28,7 +29,7 @@ from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.fleet.child_process import ChildProcess
 from hotset.fleet.local.shares import RoleEngine, place_engines
-from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS
+from hotset.serve.http_server import STOP_SIGNALS
 
 # For a health check of a worker by the router. All processes share this machine, which can be busy, and the death of a
 # worker is noticed without the router.
@@ -50,19 +51,13 @@ T = TypeVar("T")
 def run(engines: Sequence[RoleEngine], serve: ServeConfig, reserved: socket.socket) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
-    The code is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
-    `reserved` is a socket that is bound to the router's address, so that no other program takes the port while the
-    models load.
+    The code is 0 after a drain, and 130 after a signal during start-up. Raises StartupError if a process did not start
+    or died. `reserved` is a socket that is bound to the router's address, so that no other program takes the port while
+    the models load.
     """
     log_to_stderr()
-    try:
-        bound = replace(serve, port=reserved.getsockname()[1])
-        return asyncio.run(_Deployment(place_engines(engines), bound).run(url_of(reserved)))
-    except StartupError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    bound = replace(serve, port=reserved.getsockname()[1])
+    return asyncio.run(_Deployment(place_engines(engines), bound).run(url_of(reserved)))
 
 
 class _Deployment:

@@ -70,4 +70,4 @@ def router(
     with bound_socket(config.host, config.port) as listener:
         from hotset.fleet.router.server import run
 
-        raise typer.Exit(run(config, listener))
+        run(config, listener)

@@ -3,14 +3,12 @@
 import asyncio
 import logging
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 
-from hotset.base.errors import StartupError
-from hotset.base.listeners import bound_socket, url_of
+from hotset.base.listeners import url_of
 from hotset.base.logs import log_to_stderr
 from hotset.fleet.router.app import create_app
 from hotset.fleet.router.config import RouterConfig, worker_url
@@ -20,7 +18,6 @@ from hotset.fleet.router.relay import Relay
 from hotset.fleet.router.workers_file import apply_workers, follow_workers_file, read_workers
 from hotset.serve.connections import SPARE_CONNECTIONS, ConnectionLimits, fit_to_descriptors
 from hotset.serve.http_server import (
-    EXIT_INTERRUPTED,
     STOP_SIGNALS,
     HttpServer,
     uvicorn_config,
@@ -35,25 +32,19 @@ KEEP_ALIVE_SECONDS = 30.0
 MAX_HEADER_BYTES = 1 << 16
 
 
-def run(config: RouterConfig, listener: socket.socket | None = None) -> int:
-    """Runs the router until SIGTERM or SIGINT, and returns the exit code.
+def run(config: RouterConfig, listener: socket.socket) -> None:
+    """Runs the router until SIGTERM or SIGINT, and returns after the drain, complete or not.
 
-    The code is 0 after a drain, complete or not, 1 if start-up failed, and 130 after Ctrl-C during start-up. `listener`
-    is a socket that is bound to the configured address; this call closes it.
+    `listener` is a socket that is bound to the configured address; this call closes it. Raises StartupError if start-up
+    fails.
     """
     log_to_stderr()
-    try:
-        warn_if_open_to_all(config.host, config.api_key)
-        with listener or bound_socket(config.host, config.port) as bound:
-            return asyncio.run(_serve(fit_to_descriptors(config, to_workers=True), bound))
-    except StartupError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    warn_if_open_to_all(config.host, config.api_key)
+    with listener:
+        asyncio.run(_serve(fit_to_descriptors(config, to_workers=True), listener))
 
 
-async def _serve(config: RouterConfig, listener: socket.socket) -> int:
+async def _serve(config: RouterConfig, listener: socket.socket) -> None:
     # Health checks have a session of their own, because they must not wait until a request frees a connection.
     async with _session(config.max_concurrency + SPARE_CONNECTIONS) as session, _session(0) as health_check_session:
         fleet = Fleet(health_check_session, config.poll_seconds, config.health_timeout_seconds, config.allow_workers)
@@ -84,7 +75,6 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
             if following is not None:
                 following.cancel()
             await fleet.close()
-    return 0
 
 
 def _session(limit: int) -> aiohttp.ClientSession:

@@ -10,6 +10,7 @@ import typer
 from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import MissingDependency
 from hotset.base.flags import (
+    EXIT_INTERRUPTED,
     PICTURE_SUFFIXES,
     ApiKeyFile,
     CliCommand,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from hotset.lab.bench.runner import Tally
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-EXIT_INTERRUPTED = 130
 BENCH_PANELS = {
     "Load": ("concurrency", "rate", "burstiness", "num_requests", "duration", "warmup", "request_timeout"),
     "Requests": (
