@@ -130,16 +130,14 @@ def test_a_list_waits_for_its_event_in_every_process(engines: tuple[EngineProces
     assert [target.memory[1][64 * n] for n in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("ends", [(0, 2), (3, 0), (2, 1)])
+@pytest.mark.parametrize(("near", "far", "offset"), [(0, 2, 0), (3, 0, 0), (2, 1, NBYTES - 4)])
 def test_writes_outside_registered_memory_are_refused(
-    engines: tuple[EngineProcesses, EngineProcesses], ends: tuple[int, int]
+    engines: tuple[EngineProcesses, EngineProcesses], near: int, far: int, offset: int
 ) -> None:
     """The peer has no process 2, this engine no process 3, and the last write leaves the memory of its process."""
     source, target = engines
-    local = engine_address(ends[0], source.memory[min(ends[0], 2)].ctypes.data)
-    remote = engine_address(ends[1], target.memory[min(ends[1], 1)].ctypes.data + (NBYTES - 4 if ends == (2, 1) else 0))
-    if ends[0] == 3:
-        local = engine_address(3, source.memory[0].ctypes.data)
+    local = engine_address(near, source.memory[near % 3].ctypes.data)
+    remote = engine_address(far, target.memory[far % 2].ctypes.data + offset)
     ticket = source.transfer.submit("peer", np.array([[local, remote, 8]], np.int64))
     assert wait_for_end(source.transfer, ticket, DEADLINE_S) is WriteState.FAILED_QUIESCED
     assert all((memory == POISON).all() for memory in target.memory)

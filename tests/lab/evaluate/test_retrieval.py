@@ -39,16 +39,16 @@ class FixedBackend:
 
 
 def test_report_counts_by_task_length_and_depth() -> None:
-    plan = EvaluationPlan(["lookup", "copy"], [512, 1024], 70, 1)
+    plan = EvaluationPlan(["lookup", "copy"], [512, 1024], 40, 1)
     batches: list[int] = []
     report = evaluate(FixedBackend(plan, ["lookup"]), plan, batches.append)
-    assert sum(batches) == 140 and len(batches) > 2
+    assert sum(batches) == 80 and len(batches) > 2
     assert (report.score("lookup").accuracy, report.score("copy").accuracy) == (1.0, 0.0)
     written = json.loads(json.dumps(report.to_json()))
-    assert written["total"] == {"accuracy": 0.5, "right": 70, "asked": 140}
+    assert written["total"] == {"accuracy": 0.5, "right": 40, "asked": 80}
     assert len(written["by_task_and_length"]) == 4
     for cell in written["by_task_and_length"]:
-        assert sum(part["asked"] for part in cell["by_depth"].values()) == cell["asked"] == 35
+        assert sum(part["asked"] for part in cell["by_depth"].values()) == cell["asked"] == 20
         assert list(cell["by_depth"]) == ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1"]
 
 
