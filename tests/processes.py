@@ -1,16 +1,26 @@
-"""Finds and pauses other processes, waits for their end, and looks at what they hold.
+"""Starts, finds and pauses other processes, waits for their end, and looks at what they hold.
 
 A process or a thread can end while it is being read: what has ended is left out.
 """
 
+import multiprocessing
 import os
 import re
 import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_SECONDS = 60.0
+
+
+def fork_server() -> Any:
+    """Returns a multiprocessing context whose processes are forks of one process that has done the slow imports, and
+    that opens no engine. With "spawn", every process would import torch, which takes seconds of CPU time."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "nixl"])
+    return context
 
 
 def pause(pid: int) -> None:

@@ -1,6 +1,5 @@
 """Workers in one process with real sockets between them, and channels for tests: one with faults, one scripted."""
 
-import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from handoff_engines import DecodeEngine, PrefillEngine, make_memory
 from loopback import Hub, Loopback
+from processes import fork_server
 from waiting import WAIT_SECONDS
 
 from hotset.fleet.handoff.channel import Channel
@@ -128,7 +128,7 @@ def open_world() -> Iterator[World]:
 def prefill_process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[str, Connection, int]]:
     """Runs `serve(pipe, *arguments)` in a process of its own. Yields the address that it sends first, the other end of
     the pipe, and its pid."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     pipe, far_end = context.Pipe()
     process = context.Process(target=serve, args=(far_end, *arguments), daemon=True)
     process.start()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
-from processes import pause
+from processes import fork_server, pause
 from waiting import wait_until
 
 from hotset.base.errors import StartupError
@@ -112,7 +112,7 @@ def run_until_killed(endpoint: ControllerEndpoint, keys: CurveKeys) -> None:
 def test_a_worker_that_is_killed_has_ended_without_an_exit_code(controller: ControllerSockets) -> None:
     keys = CurveKeys.create()
     worker = remote_worker(controller, 0, keys)
-    process = multiprocessing.get_context("spawn").Process(target=run_until_killed, args=(controller.endpoint, keys))
+    process = fork_server().Process(target=run_until_killed, args=(controller.endpoint, keys))
     process.start()
     assert controller.wait_connected(0, WAIT_S)
     process.kill()
@@ -149,7 +149,7 @@ def test_a_stopped_worker_has_ended_but_a_busy_one_has_not(impatient: None, cont
     keys = CurveKeys.create()
     worker = remote_worker(controller, 0, keys)
     arguments = (controller.endpoint, keys)
-    process = multiprocessing.get_context("spawn").Process(target=block_python_and_report, args=arguments)
+    process = fork_server().Process(target=block_python_and_report, args=arguments)
     process.start()
     try:
         assert controller.wait_connected(0, WAIT_S)
@@ -174,7 +174,7 @@ def run_controller(pipe: Connection, key: bytes) -> None:
 
 def test_a_worker_notices_that_its_controller_is_stopped(impatient: None) -> None:
     keys, (ours, theirs) = CurveKeys.create(), multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=run_controller, args=(theirs, keys.public))
+    process = fork_server().Process(target=run_controller, args=(theirs, keys.public))
     process.start()
     sockets = WorkerSockets(ours.recv(), 0, keys)
     assert ours.recv(), "the worker has not connected"
@@ -240,7 +240,7 @@ def test_a_stranger_cannot_connect(controller: ControllerSockets, connect: Conne
         (replace(controller.endpoint, key=stranger.public), keys),
         (ended.endpoint, keys),
     ]
-    process = multiprocessing.get_context("spawn").Process(target=exit_when_refused, args=(attempts,))
+    process = fork_server().Process(target=exit_when_refused, args=(attempts,))
     process.start()
     process.join(WAIT_S)
     assert process.exitcode == REFUSED

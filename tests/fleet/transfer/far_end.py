@@ -1,16 +1,14 @@
 """Remote endpoints for tests of transfer engines: a separate process, or for loopback an endpoint in this process; and
 how tests wait for a write."""
 
-import multiprocessing
 import os
 import signal
 import time
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 from loopback import Hub, Loopback
-from processes import pause
+from processes import fork_server, pause
 
 from hotset.fleet.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.fleet.transfer.engines import TransferSettings
@@ -49,9 +47,7 @@ class FarProcess:
     """A separate process with an open endpoint. `description` and `address` are those of its registered memory."""
 
     def __init__(self, engine: str) -> None:
-        # The fork server does the slow imports once and never opens an engine.
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "nixl"])
+        context = fork_server()
         self._pipe, remote_pipe = context.Pipe()
         self._process = context.Process(target=serve, args=(engine, remote_pipe), daemon=True)
         self._process.start()
