@@ -16,7 +16,7 @@ from hotset.fleet.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, f
 from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import MemoryKind, Region
 from hotset.fleet.transfer.workers import engine_address
-from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.tiers.ledger import LandingPolicy
 
@@ -72,9 +72,7 @@ class StoreShard:
     first_layer: int  # index of its first layer in the whole model
     kv_heads: int  # number of KV heads of the whole model if rows consist of heads, else 1
     row_bytes: int  # bytes of this shard's row that are used
-    rows: PagedSpan
-    keys: PagedSpan | None
-    memory: MemoryKind = MemoryKind.HOST
+    spans: Spans
     staging: MemoryRange | None = None  # in the same process and of the same kind; None if there is none
 
 
@@ -154,7 +152,7 @@ def pool_shards(
 ) -> list[StoreShard]:
     """Describes all device pools: that of this process if it is given, and those that workers have described. `staging`
     is that of this process."""
-    own = [] if pool is None else [_shard(0, 0, 1, pool.shape, pool_spans(pool))]
+    own = [] if pool is None else [StoreShard(0, 0, 1, pool.shape.row.row_bytes, pool_spans(pool))]
     return [*_staged(own, staging), *_worker_shards(workers, [worker.described.pool for worker in workers])]
 
 
@@ -164,8 +162,8 @@ def host_shards(
     """Describes all host stores: those that this process has mapped, and those that workers have described. `staging`
     is that of this process."""
     mapped = [
-        _shard(shard.replica, shard.first_layer, shard.kv_heads, shard.shape, host_spans(shard.store))
-        for shard in hosts
+        StoreShard(host.replica, host.first_layer, host.kv_heads, host.shape.row.row_bytes, host_spans(host.store))
+        for host in hosts
     ]
     return [*_staged(mapped, staging), *_worker_shards(workers, [worker.described.host for worker in workers])]
 
@@ -178,21 +176,17 @@ def _worker_shards(workers: Sequence[TransferWorker], described: Sequence[Spans 
             continue
         keys = None if spans.keys is None else in_process(spans.keys, process)
         moved = replace(spans, rows=in_process(spans.rows, process), keys=keys)
-        shard = _shard(worker.replica, worker.first_layer, worker.kv_heads, worker.shape, moved)
         staging = worker.described.staging.get(spans.memory)
         if staging is not None:
-            shard = replace(shard, staging=replace(staging, address=engine_address(process, staging.address)))
-        shards.append(shard)
+            staging = replace(staging, address=engine_address(process, staging.address))
+        row_bytes = worker.shape.row.row_bytes
+        shards.append(StoreShard(worker.replica, worker.first_layer, worker.kv_heads, row_bytes, moved, staging))
     return shards
-
-
-def _shard(replica: int, first_layer: int, kv_heads: int, shape: KvShape, spans: Spans) -> StoreShard:
-    return StoreShard(replica, first_layer, kv_heads, shape.row.row_bytes, spans.rows, spans.keys, spans.memory)
 
 
 def _staged(shards: Sequence[StoreShard], staging: TransferMemory | None) -> list[StoreShard]:
     ranges = {} if staging is None else staging.ranges
-    return [replace(shard, staging=ranges.get(shard.memory)) for shard in shards]
+    return [replace(shard, staging=ranges.get(shard.spans.memory)) for shard in shards]
 
 
 def in_process(span: PagedSpan, process: int) -> PagedSpan:
@@ -243,14 +237,14 @@ def _store(shards: Sequence[StoreShard]) -> Store:
     stages = sorted({shard.first_layer for shard in shards})
     by_stage = [[shard for shard in shards if shard.first_layer == stage] for stage in stages]
     ranks = list(zip(*by_stage, strict=True))
-    rows = [_joined([shard.rows for shard in rank]) for rank in ranks]
-    keys_of_ranks = [[shard.keys for shard in rank if shard.keys is not None] for rank in ranks]
+    rows = [_joined([shard.spans.rows for shard in rank]) for rank in ranks]
+    keys_of_ranks = [[shard.spans.keys for shard in rank if shard.spans.keys is not None] for rank in ranks]
     first_keys, *copies = [_joined(keys) if keys else None for keys in keys_of_ranks]
     key_copies = tuple(keys for keys in copies if keys is not None)
     # The stages of a rank must be in one memory to be packed together.
     ranges = [{shard.staging for shard in rank} for rank in ranks]
     staging = tuple(memory for (memory,) in ranges if memory is not None) if all(len(r) == 1 for r in ranges) else ()
-    heads, memory = shards[0].kv_heads, shards[0].memory.value
+    heads, memory = shards[0].kv_heads, shards[0].spans.memory.value
     if heads == 1 or len(rows) == 1:
         whole = tuple(shard for span in rows for shard in whole_rows(span))
         return Store(whole, first_keys, key_copies, memory, staging)

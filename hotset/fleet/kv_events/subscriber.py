@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset.base.errors import BadMessage
 from hotset.fleet.kv_events.wire import (
     MAX_BATCH_BYTES,
-    Cleared,
+    AllBlocksCleared,
     NumberedBatch,
     RemovedHashes,
     StoredHashes,
@@ -173,7 +173,7 @@ class KvEventSubscriber:
         if self._next != batch.sequence:
             self.blocks.clear()
             self.synced, self._next = batch.sequence == 0, batch.sequence
-        self.synced = self.synced or any(isinstance(event, Cleared) for event in batch.events)
+        self.synced = self.synced or any(isinstance(event, AllBlocksCleared) for event in batch.events)
         return self._accept(batch)
 
     async def _catch_up(self) -> bool:

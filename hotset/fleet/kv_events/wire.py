@@ -86,11 +86,7 @@ class RemovedHashes(msgspec.Struct, frozen=True, tag="BlockRemoved", gc=False):
     medium: Medium | None = None
 
 
-class Cleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared", gc=False):
-    """What a subscriber reads of `AllBlocksCleared`."""
-
-
-ReceivedEvent = StoredHashes | RemovedHashes | Cleared
+ReceivedEvent = StoredHashes | RemovedHashes | AllBlocksCleared
 
 
 class _ReceivedBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,7 +108,7 @@ class NumberedBatch:
     @property
     def starts_anew(self) -> bool:
         """True if the events before this batch are irrelevant."""
-        return bool(self.events) and isinstance(self.events[0], Cleared)
+        return bool(self.events) and isinstance(self.events[0], AllBlocksCleared)
 
 
 def decode(frames: Sequence[bytes]) -> NumberedBatch | None:
