@@ -32,7 +32,7 @@ from hotset.engine.decode_graphs import StepGraph, batch_sizes
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import kv_budget
-from hotset.lab.plan.products import prefill_products
+from hotset.lab.plan.products import product_rates, prompt_work
 from hotset.models import layers
 from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.decoder import Decoder
@@ -340,8 +340,8 @@ def measure_prefill(rank: Rank, tokens: int, chunk: int, rates: Rates, *, profil
     seconds = compute(tokens)
     workspace = torch.cuda.max_memory_allocated() - held if on_gpu else 0
     runs = profiled(lambda: compute(tokens)) if on_gpu and profiles else []
-    products = prefill_products(spec, rank.split, 0, tokens)
-    ideal = {product.name: product.flops / rates.of(product.kind) for product in products}
+    work = prompt_work(spec, 0, tokens)
+    ideal = {rate.name: rate.flops(work) / rates.of(rate.kind) for rate in product_rates(spec, rank.split)}
     return {
         "model": rank.name,
         "split": rank.split_name,

@@ -34,7 +34,7 @@ from hotset.engine.build import build_engine
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import KvBudget, hot_slots, kv_budget
-from hotset.lab.plan.products import prefill_products
+from hotset.lab.plan.products import product_rates, prompt_work
 from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.decoder import Decoder, worker_kv_shape
 from hotset.models.families import read_spec
@@ -262,14 +262,15 @@ def test_bytes_of_a_step_are_those_of_the_published_shapes() -> None:
 @pytest.mark.parametrize(("name", "active"), [("deepseek-v3.2", 37e9), ("glm-5.2", 40e9)])
 def test_products_of_a_token_are_those_of_the_published_active_weights(name: str, active: float) -> None:
     """A token is multiplied by every active weight once: 2 FLOP each. The embedding is only looked up."""
-    spec, one_token = load_spec(name), 1
-    products = {product.name: product for product in prefill_products(spec, SPLITS["dp8"], 0, one_token)}
-    without_weights = products["sparse attention"].flops + products["index scores"].flops
-    flops = sum(product.flops for product in products.values()) - without_weights
+    spec = load_spec(name)
+    one_token = prompt_work(spec, 0, 1)
+    products, eighth = (
+        {rate.name: rate.flops(one_token) for rate in product_rates(spec, SPLITS[split])} for split in ("dp8", "tp8")
+    )
+    flops = sum(products.values()) - products["sparse attention"] - products["index scores"]
     assert flops / 2 == pytest.approx(active, rel=0.04)
-    eighth = {product.name: product.flops for product in prefill_products(spec, SPLITS["tp8"], 0, one_token)}
-    assert eighth["routed experts"] == products["routed experts"].flops / 8
-    assert eighth["index scores"] == products["index scores"].flops
+    assert eighth["routed experts"] == products["routed experts"] / 8
+    assert eighth["index scores"] == products["index scores"]
 
 
 def test_rate_of_fp8_products_is_that_of_two_matrices_in_fp8() -> None:

@@ -13,15 +13,6 @@ from hotset.models.tensors import WeightTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """The matrix products of one kind in a prefill, on one rank."""
-
-    name: str
-    kind: ProductType
-    flops: float
-
-
-@dataclass(frozen=True, slots=True)
 class ProductRate:
     """How many operations the products of one kind take on one rank."""
 
@@ -53,12 +44,6 @@ def prompt_work(spec: ModelSpec, first: int, last: int) -> PromptWork:
         return PromptWork(last - first, pairs, pairs)
     below = min(last, max(first, topk))  # tokens before this position select all rows
     return PromptWork(last - first, pairs, _pairs(first, below) + (last - below) * topk)
-
-
-def prefill_products(spec: ModelSpec, split: Split, first: int, last: int) -> list[Product]:
-    """Returns the products that compute tokens [first, last) of a prompt on one rank."""
-    work = prompt_work(spec, first, last)
-    return [Product(rate.name, rate.kind, rate.flops(work)) for rate in product_rates(spec, split)]
 
 
 @lru_cache(CACHED_WORKERS)

@@ -11,7 +11,7 @@ import torch
 from hotset.lab.plan.costs import MISS_RATES, RankCosts, miss_rate
 from hotset.lab.plan.gpus import H200
 from hotset.lab.plan.model_configs import find_config
-from hotset.lab.plan.products import prefill_products
+from hotset.lab.plan.products import product_rates, prompt_work
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.model_tensors import embedding_bytes, routed_expert_bytes, worker_weight_bytes
 from hotset.models.spec import AS_COMPUTED, KvStorage
@@ -46,11 +46,10 @@ def test_a_prompt_of_32k_takes_about_as_long_as_on_one_rank_of_eight(model: str,
 def test_chunks_of_a_prompt_add_up_to_the_whole_prompt() -> None:
     for model in ("deepseek-v3.2", "qwen3-8b"):
         spec, bounds = find_config(model).spec, (0, 1000, 2048, 5001, 9000)
-        whole = {product.name: product.flops for product in prefill_products(spec, Split(), 0, 9000)}
-        chunks = [prefill_products(spec, Split(), *pair) for pair in pairwise(bounds)]
-        for name in set(whole) - {"LM head"}:  # computed once for each chunk
-            parts = sum(product.flops for chunk in chunks for product in chunk if product.name == name)
-            assert parts == pytest.approx(whole[name]), name
+        chunks = [prompt_work(spec, *pair) for pair in pairwise(bounds)]
+        for rate in product_rates(spec, Split()):
+            if rate.name != "LM head":  # computed once for each chunk
+                assert sum(map(rate.flops, chunks)) == pytest.approx(rate.flops(prompt_work(spec, 0, 9000))), rate.name
 
 
 def test_selected_rows_of_a_prompt_are_counted_token_by_token() -> None:
@@ -58,8 +57,8 @@ def test_selected_rows_of_a_prompt_are_counted_token_by_token() -> None:
     heads, width = 128, 2 * 512 + 64
     for first, last in ((0, 100), (1500, 3000), (4000, 4100)):
         rows = sum(min(position + 1, 2048) for position in range(first, last))
-        products = {product.name: product.flops for product in prefill_products(spec, Split(), first, last)}
-        assert products["sparse attention"] == 2 * 61 * rows * heads * width
+        (rate,) = (rate for rate in product_rates(spec, Split()) if rate.name == "sparse attention")
+        assert rate.flops(prompt_work(spec, first, last)) == 2 * 61 * rows * heads * width
 
 
 def test_miss_rates_are_the_published_ones_and_fall_with_the_size_of_the_buffer() -> None:

@@ -23,7 +23,7 @@ from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import H200, Machine
 from hotset.lab.plan.model_configs import find_config
-from hotset.lab.plan.products import prefill_products
+from hotset.lab.plan.products import product_rates, prompt_work
 from hotset.lab.simulate.prompts import Arrival, arrivals, page_hashes
 from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, work_of
 from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
@@ -158,8 +158,8 @@ def test_experts_compute_the_prompts_of_all_replicas() -> None:
     shape = worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True), split)
     costs = GpuCosts([RankCosts(spec, split, shape, H200, 4096, 2)])
     alone, together = (costs(StepWork(chunks=[(0, 8192)], expert_share=share))[0] for share in (1 / 8, 1.0))
-    routed = next(product for product in prefill_products(spec, split, 0, 8192) if product.name == ROUTED)
-    assert together - alone == pytest.approx(7 / 8 * 2.0 * routed.flops / (1979e12 * 0.6))
+    (routed,) = (rate for rate in product_rates(spec, split) if rate.name == ROUTED)
+    assert together - alone == pytest.approx(7 / 8 * 2.0 * routed.flops(prompt_work(spec, 0, 8192)) / (1979e12 * 0.6))
 
 
 def test_memory_pressure_makes_requests_tiered_and_parked_as_in_a_real_engine(tmp_path: Path) -> None:
