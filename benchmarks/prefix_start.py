@@ -15,8 +15,10 @@ from prefix_load import Answer, Client, Clock, random_tokens
 from hotset.base.config import EngineConfig
 from hotset.base.request_options import TiersChoice
 from hotset.base.units import ceil_div
-from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.build import assemble, model_card
+from hotset.engine.build_runner import build_runner
 from hotset.engine.sizing import kv_budget
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.weights import dummy_weights
 from hotset.models.decoder import Decoder
@@ -144,7 +146,7 @@ class PrefixStart:
         )
         budget = kv_budget(config, decoder.kv_shape, spec.context, device)
         card = model_card(config, spec, budget, device, dtype)
-        executor = in_process_executor(config, decoder, budget, device, spec.vocab)
+        executor = InProcessExecutor(build_runner(config, decoder, budget, device, spec.vocab))
         self.engine = assemble(config, card, decoder.kv_shape, budget, executor)
         self.engine.executor.warm_up(lambda done, total: None)
         self._client = Client(self.engine, clock)

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.build import assemble, model_card
+from hotset.engine.build_runner import build_runner
 from hotset.engine.core import Engine
 from hotset.engine.drafts import measuring
 from hotset.engine.drafts.segments import SegmentTable
@@ -45,6 +46,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import ModelLoader, choose_device
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.warm_up import run_first_steps
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.kernels import EMPTY
 from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.checkpoint.files import find_model
@@ -115,7 +117,7 @@ class Loaded:
         self.vocab = spec.vocab
         self.budget: KvBudget = kv_budget(self.config, decoder.kv_shape, spec.context, device)
         card = model_card(self.config, spec, self.budget, device, loader.dtype)
-        executor = in_process_executor(self.config, decoder, self.budget, device, spec.vocab)
+        executor = InProcessExecutor(build_runner(self.config, decoder, self.budget, device, spec.vocab))
         run_first_steps(executor, self.budget, 1)
         executor.warm_up(lambda done, total: None)
         costs = measuring.measure_draft_costs(executor, self.config, self.budget, 1) if speculate else None

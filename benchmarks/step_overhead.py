@@ -19,10 +19,12 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, in_process_executor
+from hotset.engine.build import assemble
+from hotset.engine.build_runner import build_runner
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import KvBudget
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.kernels.rows import RowLayout
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
@@ -58,7 +60,7 @@ def make_engine(requests: int, *, prefix_cache: bool) -> Engine:
     pages = requests * CONTEXT // config.page_rows
     model = NullModel(8 * requests)
     budget = KvBudget(model.kv_shape.geometry(config.page_rows), pages, pages, CONTEXT)
-    executor = in_process_executor(config, model, budget, torch.device("cpu"), card.vocab)
+    executor = InProcessExecutor(build_runner(config, model, budget, torch.device("cpu"), card.vocab))
     engine = assemble(config, card, model.kv_shape, budget, executor)
     input_processor = InputProcessor(card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=CONTEXT - 1024, ignore_eos=True)

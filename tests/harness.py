@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.build import assemble, model_card
+from hotset.engine.build_runner import build_runner
 from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import RunnerModel
@@ -123,7 +124,7 @@ def make_engine(
     config = EngineConfig(**settings)
     budget = kv_budget(config, model.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
-    executor = in_process_executor(config, model, budget, CPU, card.vocab)
+    executor = InProcessExecutor(build_runner(config, model, budget, CPU, card.vocab))
     engine = assemble(config, card, model.kv_shape, budget, executor, weights=weights, connections=connections)
     if isinstance(model, Recorder):
         assert isinstance(engine.executor, InProcessExecutor)

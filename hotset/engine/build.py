@@ -1,7 +1,7 @@
 """Builds an engine from its configuration: loads the model, sizes its memory, and connects scheduler and executor.
 
-`build_engine` does all of this. Tests and benchmarks with a model of their own call `in_process_executor`, which
-allocates memory for a loaded model, and `assemble`, which builds an engine around any executor.
+`build_engine` does all of this. Tests and benchmarks with a model of their own call `build_runner`, which allocates
+memory for a loaded model, and `assemble`, which builds an engine around any executor.
 """
 
 import logging
@@ -15,10 +15,8 @@ from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
 from hotset.base.units import show_bytes
-from hotset.engine.build_runner import build_runner
 from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine
-from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.drafts.costs import StepCosts
 from hotset.engine.drafts.measuring import measure_draft_costs
 from hotset.engine.drafts.settings import DraftSettings, with_default_drafts
@@ -30,7 +28,7 @@ from hotset.engine.model_workers import ModelWorkers, Started, WorkerInProcess, 
 from hotset.engine.ports import CachePublisher, HandoffEndpoint
 from hotset.engine.sizing import KvBudget, plans_in_flight
 from hotset.engine.warm_up import run_first_steps, run_largest_steps
-from hotset.engine.workers.executor import Executor, InProcessExecutor
+from hotset.engine.workers.executor import Executor
 from hotset.engine.workers.launcher import Launcher, LocalLauncher
 from hotset.engine.workers.placement import WorkerDevice, place_workers
 from hotset.engine.workers.processes import MultiprocessExecutor
@@ -142,21 +140,6 @@ def _assemble_started(
     card = model_card(config, files.spec, started.budget, device, dtype)
     weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
     return assemble(config, card, kv_shape, started.budget, started.executor, weights=weights, wake=wake, costs=costs)
-
-
-def in_process_executor(
-    config: EngineConfig,
-    model: RunnerModel,
-    budget: KvBudget,
-    device: torch.device,
-    vocab: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> InProcessExecutor:
-    """Allocates KV memory for a loaded model, and returns an executor that runs it in this process.
-
-    `progress(done, total)` counts bytes of the host store. It is not called if there is none.
-    """
-    return InProcessExecutor(build_runner(config, model, budget, device, vocab, progress))
 
 
 def assemble(

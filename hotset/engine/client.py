@@ -207,7 +207,7 @@ class EngineClient:
     async def close(self, drain_seconds: float) -> None:
         """Accepts no more requests, waits for open requests, then for open handoffs, and stops the process.
 
-        Both waits together take at most `drain_seconds`, but handoffs get at least `timeouts.DRAIN_SECONDS`. A second
+        Both waits together take at most `drain_seconds`, but handoffs get at least `progress.DRAIN_SECONDS`. A second
         call cuts the wait for handoffs short.
         """
         self._stopping = True

@@ -13,9 +13,8 @@ already contain the token after it are void for this seat.
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -31,25 +30,18 @@ ALONE_SECONDS = 0.1  # the same if all requests of the step wait for masks
 MAX_KEPT = 8  # answers that are followed although they have no seat
 
 
-class TokenSource(Protocol):
-    """A submitted step, of which the sampled tokens can be read."""
-
-    def token_id(self, index: int) -> int:
-        """Returns a sampled token. Waits until it is known, but not for later steps."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Sampled:
     """Tokens that a step samples for one seat: the one with this index, and those that follow accepted drafts."""
 
-    step: TokenSource
+    token_id: Callable[[int], int]  # returns a token of the step when it is known
     index: int
     drafts: Sequence[int]
 
     def __iter__(self) -> Iterator[int]:
         """Yields the tokens that are kept. Waits until they are known."""
         for index, draft in enumerate((*self.drafts, NO_DRAFT), self.index):
-            token = self.step.token_id(index)
+            token = self.token_id(index)
             yield token
             if token != draft:
                 return
@@ -192,12 +184,13 @@ class Constraints:
         requests = list_to_device([index for run, _ in found for index in run.indices], torch.int64, self._device)
         return SeatMasks(TokenMasks(requests, to_device(bits, self._device)), failures, late)
 
-    def record(self, runs: Sequence[Run], late: Sequence[Run], step: TokenSource) -> None:
-        """Records that `step` samples the tokens of these runs, except the late ones."""
+    def record(self, runs: Sequence[Run], late: Sequence[Run], token_id: Callable[[int], int]) -> None:
+        """Records that a step samples the tokens of these runs, except the late ones. `token_id(index)` waits for
+        one of them, but not for later steps."""
         for run in runs:
             if run not in late:
                 constrained = self._seats[run.seat]
-                constrained.newest, constrained.drafts = _Sampled(step, run.index, run.drafts), None
+                constrained.newest, constrained.drafts = _Sampled(token_id, run.index, run.drafts), None
 
     @staticmethod
     def _ask(constrained: _Constrained, tokens: Sequence[int], drafts: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from hotset.base.errors import EngineStopped
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.ports import CachePublisher, HandoffEndpoint
-from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
+from hotset.engine.progress import DRAIN_SECONDS, closing_seconds
 from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import FinishReason, Request

@@ -1,7 +1,7 @@
 """The offline API: `LLM(...).generate(prompts, SamplingParams(...))` runs the engine in this process."""
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from types import TracebackType
@@ -74,21 +74,10 @@ class LLM:
             self._accept(prompt, its_params, tiers)
             for prompt, its_params in zip(batch, self._params_for(batch, params), strict=True)
         ]
-        collected: dict[str, CompletionOutput] = {}
-        for choices in accepted:
-            collected.update({choice.request_id: CompletionOutput(choice.index) for choice in choices})
-            self._start(choices)
-        open_ids = set(collected)
-        try:
-            while open_ids:
-                for request_id in open_ids & self._inbox.keys():
-                    for delta in self._inbox.pop(request_id):
-                        collected[request_id].extend(delta)
-                open_ids = {request_id for request_id in open_ids if collected[request_id].finish_reason is None}
-                if open_ids:
-                    self._step()
-        finally:
-            self._abandon(open_ids)
+        submitted = [choice for choices in accepted for choice in choices]
+        collected = {choice.request_id: CompletionOutput(choice.index) for choice in submitted}
+        for request_id, delta in self._deltas(submitted):
+            collected[request_id].extend(delta)
         return [self._output(prompt, choices, collected) for prompt, choices in zip(batch, accepted, strict=True)]
 
     def chat(
@@ -113,7 +102,7 @@ class LLM:
         """Yields the deltas of one prompt's choices as they arrive. The request is checked at once, but submitted only
         when the first delta is requested. Closing the iterator aborts the request."""
         choices = self._accept(prompt, params or SamplingParams(), tiers)
-        return self._deltas(choices)
+        return (delta for _, delta in self._deltas(choices))
 
     def stream_chat(
         self,
@@ -190,11 +179,6 @@ class LLM:
         options = RequestOptions(tiers=tiers, cache_salt=cache_salt_of(prompt))
         return self._input_processor.accept(f"llm-{next(self._numbers)}", token_ids, params, options)
 
-    def _start(self, choices: Sequence[Choice]) -> None:
-        self._outputs.add(choices)
-        for choice in choices:
-            self._engine.add(choice)
-
     def _step(self) -> None:
         deltas, stopped = self._outputs.process(self._engine.step())
         for request_id in stopped:
@@ -202,16 +186,19 @@ class LLM:
         for request_id, delta in deltas:
             self._inbox.setdefault(request_id, []).append(delta)
 
-    def _deltas(self, choices: Sequence[Choice]) -> Generator[Delta, None, None]:
-        open_ids = [choice.request_id for choice in choices]
-        self._start(choices)
+    def _deltas(self, choices: Sequence[Choice]) -> Generator[tuple[str, Delta], None, None]:
+        """Submits choices, and yields their deltas with their request ids. Aborts those that are open when it ends."""
+        open_ids = {choice.request_id for choice in choices}
+        self._outputs.add(choices)
+        for choice in choices:
+            self._engine.add(choice)
         try:
             while open_ids:
-                for request_id in tuple(open_ids):
+                for request_id in [*filter(open_ids.__contains__, self._inbox)]:
                     for delta in self._inbox.pop(request_id, ()):
                         if delta.finish_reason is not None:
                             open_ids.remove(request_id)
-                        yield delta
+                        yield request_id, delta
                 if open_ids:
                     self._check_open()
                     self._step()
@@ -222,7 +209,7 @@ class LLM:
         if self._closed:
             raise EngineStopped("this LLM was closed")
 
-    def _abandon(self, request_ids: Sequence[str] | set[str]) -> None:
+    def _abandon(self, request_ids: Collection[str]) -> None:
         """Aborts choices. If no other choice is open, also commits the plans in flight, which frees all pages."""
         for request_id in self._outputs.forget(request_ids):
             self._engine.abort(request_id)

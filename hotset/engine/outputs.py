@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import TypeVar, overload
 
 from hotset.base.errors import InternalError
 from hotset.base.sampling import Alternatives
@@ -22,13 +22,28 @@ class Logprob:
 
 
 TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; includes the sampled token
+Entry = TypeVar("Entry", covariant=True)
 
 
-class AnswerLogprobs(Sequence[TokenLogprobs]):
-    """The log-probabilities of consecutive tokens of an answer, with one entry per token.
+class _LazyEntries(Sequence[Entry]):
+    """Creates entries when they are read, because a prompt or an answer can have millions of log-probabilities."""
 
-    Entries are created when they are read, because an answer can have millions of log-probabilities.
-    """
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        positions = range(len(self))[index]
+        return self._entry(positions) if isinstance(positions, int) else [self._entry(each) for each in positions]
+
+    def _entry(self, position: int) -> Entry:
+        raise NotImplementedError
+
+
+class AnswerLogprobs(_LazyEntries[TokenLogprobs]):
+    """The log-probabilities of consecutive tokens of an answer, with one entry per token."""
 
     def __init__(self, entries: Iterable[Alternatives] = ()) -> None:
         self._ends = array("q")  # where each token's part of the columns ends
@@ -49,28 +64,16 @@ class AnswerLogprobs(Sequence[TokenLogprobs]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
-
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
-        positions = range(len(self))[index]
-        return self._entry(positions) if isinstance(positions, int) else [self._entry(each) for each in positions]
-
     def _entry(self, position: int) -> TokenLogprobs:
         part = range(self._ends[position - 1] if position else 0, self._ends[position])
         return {self._ids[each]: Logprob(self._logprobs[each], self._ranks[each]) for each in part}
 
 
-class PromptLogprobs(Sequence[TokenLogprobs | None]):
+class PromptLogprobs(_LazyEntries[TokenLogprobs | None]):
     """The log-probabilities of a prompt, with one entry per token.
 
     The entry of the first token, which nothing predicts, is None. Any other entry has the token's own log-probability,
     followed by those of the likeliest tokens at its position.
-
-    Entries are created when they are read, because a long prompt has millions of log-probabilities.
     """
 
     def __init__(self, token_ids: Sequence[int], parts: Iterable[LogprobColumns]) -> None:
@@ -87,16 +90,6 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     def __len__(self) -> int:
         return len(self._token_ids)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
-
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
-        positions = range(len(self))[index]
-        return self._entry(positions) if isinstance(positions, int) else [self._entry(each) for each in positions]
 
     def _entry(self, position: int) -> TokenLogprobs | None:
         if position == 0:

@@ -106,7 +106,7 @@ class HandoffEndpoint(Protocol):
 
     def close(self, drain_seconds: float) -> None:
         """Starts no more handoffs, waits up to `drain_seconds` for open ones, notifies peers, then closes the transfer
-        engine. All waits after the drain take at most `timeouts.ENDPOINT_SECONDS`. If a handoff has not ended when
+        engine. All waits after the drain take at most `progress.ENDPOINT_SECONDS`. If a handoff has not ended when
         `close` returns, it may still read or write this engine's memory.
 
         Another thread may call `poll` and `on_submitted` meanwhile. A second call of `close` cuts the drain short.

@@ -35,8 +35,7 @@ from hotset.base.parent_death import resume_if_parent_dies
 from hotset.base.status_line import ShowProgress, TaskProgress, ignore_progress
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
-from hotset.engine.progress import Progress
-from hotset.engine.timeouts import LOST_PARENT_SECONDS, STOP_SECONDS
+from hotset.engine.progress import LOST_PARENT_SECONDS, STOP_SECONDS, Progress
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import FinishReason
 from hotset.schedule.snapshots import RequestSnapshot
@@ -72,7 +71,7 @@ class GetStats:
 @dataclass(frozen=True, slots=True)
 class StopEngine:
     """Commands the child to stop. Open requests get no further output. Open handoffs have `drain_seconds` to finish, or
-    `timeouts.DRAIN_SECONDS` if that is longer; a second `StopEngine` cuts this time short."""
+    `progress.DRAIN_SECONDS` if that is longer; a second `StopEngine` cuts this time short."""
 
     drain_seconds: float = 0.0
 

@@ -1,5 +1,6 @@
 """Signs of life: a process counts its progress in shared memory, and the process that started it notices when the
-counters stand still.
+counters stand still. Also the time limits of hung engines and of stopping an engine. The CLI uses this module too, so
+it must not import torch.
 
 There are two signs. A *beat* comes from a thread of its own every BEAT_SECONDS, so a process without beats is stopped.
 The main loop *advances* with every command, step and layer, so a process with beats that does not advance hangs. How
@@ -16,12 +17,17 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from hotset.engine.timeouts import FIRST_STEP_SECONDS, STALL_MARGIN_SECONDS
-
 BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.25  # interval between two looks at the counters
 MAX_POLL_SECONDS = 1.0  # a watcher that was away for longer counts only this long
 RECENT_STEPS = 100
+FIRST_STEP_SECONDS = 600.0  # additional time for the first step, which compiles kernels
+STALL_MARGIN_SECONDS = 5.0  # time between the limits for a process without beats and for one that does not advance
+STOP_SECONDS = 10.0  # time for a child process to finish its step and exit before it is killed
+LOST_PARENT_SECONDS = 5.0  # time for an engine process to finish its step after its parent has died
+DRAIN_SECONDS = 5.0  # minimum time for open handoffs to finish
+ENDPOINT_SECONDS = 20.0  # time for the handoff endpoint to close after its drain
+UNPINNED_BYTES_PER_SECOND = 1e9  # rate at which even a slow machine releases pinned memory
 BEATS, ADVANCES, WAITING, STEPS, STEP_NS, OPEN_REQUESTS, EXPECTED_NS = range(7)
 
 
@@ -174,3 +180,8 @@ class EngineWatch:
         if stalled > limit:
             return f"step {steps + 1} of the engine has made no progress for {limit:.0f} s (--step-timeout)"
         return None
+
+
+def closing_seconds(pinned_bytes: int, with_endpoint: bool) -> float:
+    """Returns the time that closing an engine can take on a slow machine, in addition to the requested drain."""
+    return (DRAIN_SECONDS + ENDPOINT_SECONDS if with_endpoint else 0.0) + pinned_bytes / UNPINNED_BYTES_PER_SECOND

@@ -278,7 +278,7 @@ class Runner:
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         unsampled = frozenset(run.segment for run in allowed.late)
         step = SubmittedStep(plan.number, sampled, prompts, allowed.failures, unsampled)
-        self._constraints.record(runs, allowed.late, step)
+        self._constraints.record(runs, allowed.late, step.token_id)
         return step
 
     @torch.inference_mode()

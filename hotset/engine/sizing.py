@@ -116,9 +116,12 @@ def shared_budget(
     geometry = _common_geometry(config, [worker.shape for worker in workers], device)
     _check_drafts(config, geometry, device)
     context = context_length(config, model_context)
-    nodes = [_Node(those, host_free) for those in _by_node(workers)]
-    device_pages, flag = min(_device_pages(config, geometry, context, device, node) for node in nodes)
-    host_pages, host_flag = min(_host_pages(config, geometry, context, device_pages, device, node) for node in nodes)
+    by_node: dict[str, list[WorkerMemory]] = {}
+    for worker in workers:
+        by_node.setdefault(worker.node, []).append(worker)
+    nodes = [_Node(config, geometry, context, device, those, host_free) for those in by_node.values()]
+    device_pages, flag = min(node.device_pages() for node in nodes)
+    host_pages, host_flag = min(node.host_pages(device_pages) for node in nodes)
     longest = _largest_count(geometry.resident_pages, device_pages, context)
     if geometry.slots:
         tiered = min(
@@ -136,23 +139,96 @@ def shared_budget(
 
 
 class _Node:
-    """The workers on one node, and the free bytes of its host memory."""
+    """Sizes the pools of the workers on one node, which divide its host memory."""
 
-    def __init__(self, workers: Sequence[WorkerMemory], host_free: int | None) -> None:
-        """`host_free` replaces what the workers have measured, if it is given."""
-        self.workers = workers
+    def __init__(
+        self,
+        config: EngineConfig,
+        geometry: Geometry,
+        context: int,
+        device: torch.device,
+        workers: Sequence[WorkerMemory],
+        host_free: int | None,
+    ) -> None:
+        """`host_free` replaces the free host memory that the workers have measured, if it is given."""
+        self._config, self._geometry, self._context, self._workers = config, geometry, context, workers
+        self._on_gpu = device.type == "cuda"
         measured = [worker.host_free for worker in workers if worker.host_free is not None]
-        self.host_free = host_free if host_free is not None else min(measured, default=free_bytes(CPU))
+        self._host_free = host_free if host_free is not None else min(measured, default=free_bytes(CPU))
+        self.token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)  # in host stores
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in the host stores of the node."""
-        return sum(worker.shape.token_bytes for worker in self.workers if worker.owns_store)
+    def device_pages(self) -> tuple[int, str]:
+        """Returns the number of pages of the device pool of each worker, and the flag that changes it."""
+        config, geometry, workers = self._config, self._geometry, self._workers
+        page_bytes = [worker.shape.layers * geometry.layer_page_bytes for worker in workers]
+        if config.device_kv_tokens is not None:
+            pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
+        elif config.device_kv_gib is not None:
+            pages, flag = int(config.device_kv_gib * GIB) // max(page_bytes), "--device-kv-gib"
+        else:
+            flag = "--gpu-memory-utilization" if self._on_gpu else "--device-kv-gib"
+            usable = config.max_num_seqs * geometry.resident_pages(self._context)
+            shares = [
+                worker.free if self._on_gpu else cpu_pool_bytes(worker.free) // len(workers) for worker in workers
+            ]
+            pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
+            if self._on_gpu and config.tiers != "off":
+                # Every row on the device also has a host page.
+                pages = _largest_count(geometry.max_row_pages, self._max_host_pages(), pages)
+        for worker, nbytes in zip(workers, page_bytes, strict=True):
+            if pages * nbytes > worker.free:
+                raise ConfigError(
+                    f"{flag} needs {show_bytes(pages * nbytes)} of memory, but only {show_bytes(worker.free)} are "
+                    f"free; lower it{', or raise --gpu-memory-utilization' if self._on_gpu else ''}"
+                )
+        return pages, flag
 
+    def _max_host_pages(self) -> int:
+        """Returns the number of host pages that the device pool of a GPU may require by default."""
+        config = self._config
+        if config.host_kv_tokens is not None:
+            return ceil_div(config.host_kv_tokens, config.page_rows)
+        nbytes = MAX_HOST_STORE_SHARE * self._host_free if config.host_kv_gib is None else config.host_kv_gib * GIB
+        return int(nbytes) // (self.token_bytes * config.page_rows)
 
-def _by_node(workers: Sequence[WorkerMemory]) -> list[list[WorkerMemory]]:
-    nodes = dict.fromkeys(worker.node for worker in workers)
-    return [[worker for worker in workers if worker.node == node] for node in nodes]
+    def host_pages(self, device_pages: int) -> tuple[int, str]:
+        """Returns the number of pages of the host stores, and the flag that changes it.
+
+        With `--tiers off` it is 0. Otherwise it is at least the number of device pages that can hold rows, because
+        every row on the device also has a host page.
+        """
+        config, geometry, workers = self._config, self._geometry, self._workers
+        if config.tiers == "off":
+            return 0, "--tiers"
+        page_bytes = self.token_bytes * config.page_rows
+        free = self._host_free
+        if not self._on_gpu:  # the device pools and the weights are in host memory too
+            device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
+            free = min(worker.free for worker in workers) - device_bytes
+        min_pages = geometry.max_row_pages(device_pages)
+        if config.host_kv_tokens is not None:
+            pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
+        elif config.host_kv_gib is not None:
+            pages, flag = int(config.host_kv_gib * GIB) // page_bytes, "--host-kv-gib"
+        else:
+            flag = "--host-kv-gib"
+            share = host_store_bytes(free) if self._on_gpu else cpu_pool_bytes(free)
+            wanted = config.max_num_seqs * geometry.row_pages(self._context)
+            pages = max(min_pages, min(share // page_bytes, wanted))
+        if pages < min_pages:
+            raise ConfigError(
+                f"{flag} gives a host store of {pages * config.page_rows} tokens, fewer than the "
+                f"{min_pages * config.page_rows} that the device can hold; raise it, lower --device-kv-gib, or use "
+                "--tiers off"
+            )
+        if pages * page_bytes > free:
+            is_set = config.host_kv_tokens is not None or config.host_kv_gib is not None
+            needs = f"{flag} needs" if is_set else "the host store must hold what the device can hold, which takes"
+            raise ConfigError(
+                f"{needs} {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
+                f"free; lower {flag if is_set else '--device-kv-gib'}, or use --tiers off"
+            )
+        return pages, flag
 
 
 def plans_in_flight(config: EngineConfig, device: torch.device) -> int:
@@ -200,89 +276,6 @@ def _check_drafts(config: EngineConfig, geometry: Geometry, device: torch.device
         )
 
 
-def _device_pages(
-    config: EngineConfig,
-    geometry: Geometry,
-    context: int,
-    device: torch.device,
-    node: _Node,
-) -> tuple[int, str]:
-    """Returns the number of pages of the device pool of each worker on a node, and the flag that changes it."""
-    workers = node.workers
-    page_bytes = [worker.shape.layers * geometry.layer_page_bytes for worker in workers]
-    if config.device_kv_tokens is not None:
-        pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
-    elif config.device_kv_gib is not None:
-        pages, flag = int(config.device_kv_gib * GIB) // max(page_bytes), "--device-kv-gib"
-    else:
-        flag = "--gpu-memory-utilization" if device.type == "cuda" else "--device-kv-gib"
-        usable = config.max_num_seqs * geometry.resident_pages(context)
-        shares = (_default_share(worker.free, device, len(workers)) for worker in workers)
-        pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
-        if device.type == "cuda" and config.tiers != "off":
-            # Every row on the device also has a host page.
-            pages = _largest_count(geometry.max_row_pages, _max_host_pages(config, node), pages)
-    for worker, nbytes in zip(workers, page_bytes, strict=True):
-        if pages * nbytes > worker.free:
-            raise ConfigError(
-                f"{flag} needs {show_bytes(pages * nbytes)} of memory, but only {show_bytes(worker.free)} are free; "
-                f"lower it{', or raise --gpu-memory-utilization' if device.type == 'cuda' else ''}"
-            )
-    return pages, flag
-
-
-def _max_host_pages(config: EngineConfig, node: _Node) -> int:
-    """Returns the number of host pages that the device pool of a GPU may require by default."""
-    if config.host_kv_tokens is not None:
-        return ceil_div(config.host_kv_tokens, config.page_rows)
-    nbytes = MAX_HOST_STORE_SHARE * node.host_free if config.host_kv_gib is None else config.host_kv_gib * GIB
-    return int(nbytes) // (node.token_bytes * config.page_rows)
-
-
-def _host_pages(
-    config: EngineConfig,
-    geometry: Geometry,
-    context: int,
-    device_pages: int,
-    device: torch.device,
-    node: _Node,
-) -> tuple[int, str]:
-    """Returns the number of pages of the host stores of a node, and the flag that changes it.
-
-    With `--tiers off` it is 0. Otherwise it is at least the number of device pages that can hold rows, because every
-    row on the device also has a host page.
-    """
-    if config.tiers == "off":
-        return 0, "--tiers"
-    page_bytes = node.token_bytes * config.page_rows
-    device_bytes = sum(worker.shape.layers for worker in node.workers) * geometry.layer_page_bytes * device_pages
-    # On a CPU, the device pools and the weights are in host memory too.
-    free = min(worker.free for worker in node.workers) - device_bytes if device.type == "cpu" else node.host_free
-    min_pages = geometry.max_row_pages(device_pages)
-    if config.host_kv_tokens is not None:
-        pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
-    elif config.host_kv_gib is not None:
-        pages, flag = int(config.host_kv_gib * GIB) // page_bytes, "--host-kv-gib"
-    else:
-        flag = "--host-kv-gib"
-        share = cpu_pool_bytes(free) if device.type == "cpu" else host_store_bytes(free)
-        pages = max(min_pages, min(share // page_bytes, config.max_num_seqs * geometry.row_pages(context)))
-    if pages < min_pages:
-        raise ConfigError(
-            f"{flag} gives a host store of {pages * config.page_rows} tokens, fewer than the "
-            f"{min_pages * config.page_rows} that the device can hold; raise it, lower --device-kv-gib, or use "
-            "--tiers off"
-        )
-    if pages * page_bytes > free:
-        is_set = config.host_kv_tokens is not None or config.host_kv_gib is not None
-        needs = f"{flag} needs" if is_set else "the host store must hold what the device can hold, which takes"
-        raise ConfigError(
-            f"{needs} {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
-            f"free; lower {flag if is_set else '--device-kv-gib'}, or use --tiers off"
-        )
-    return pages, flag
-
-
 def _check_context(config: EngineConfig, token_bytes: int, longest: int, context: int, where: str, flag: str) -> None:
     """Raises ConfigError if the configured context, or a context of two tokens, does not fit."""
     if (config.max_model_len is not None and longest < context) or longest < 2:
@@ -300,11 +293,6 @@ def _largest_count(pages_of: Callable[[int], int], pages: int, limit: int) -> in
         middle = (low + high + 1) // 2
         low, high = (middle, high) if pages_of(middle) <= pages else (low, middle - 1)
     return low
-
-
-def _default_share(free: int, device: torch.device, workers: int) -> int:
-    """Returns the default size of one worker's device pool, in bytes. Workers on a CPU divide its memory."""
-    return free if device.type == "cuda" else cpu_pool_bytes(free) // workers
 
 
 def free_bytes(device: torch.device) -> int:

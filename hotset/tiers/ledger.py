@@ -105,9 +105,7 @@ class Ledger:
             holding.move(Residence.PARKED)
             self._use_cached(holding, prefix)
             return self.resume(holding, seat, to, len(prefix) * self.geometry.page_rows, tokens)
-        holding.move(to)
-        holding.seat = seat
-        return self._grant(holding, self._required(to, tokens))
+        return self._start(holding, seat, to, tokens)
 
     @property
     def version(self) -> int:
@@ -235,17 +233,8 @@ class Ledger:
         """Gives a parked context of `length` rows a seat again, and pages for `tokens` rows."""
         if not self.fits(self.pages_needed(holding, to, tokens)):
             return None
-        shared = self.shared_keys.find(holding.cached)
-        self.shared_keys.use(shared)
-        holding.move(to)
-        holding.seat = seat
-        holding.pages[PageUse.KEYS] = [*shared]
-        commands: list[Command] = [Grant(seat, PageUse.HOST, 0, tuple(holding.pages[PageUse.HOST]))]
-        if shared:
-            commands.append(Grant(seat, PageUse.KEYS, 0, tuple(shared), shared=True))
-        commands += self._grant(holding, self._required(to, tokens))
-        self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
-        return [*commands, Load(seat, length, to, keys=True)]
+        self._use_shared_keys(holding)
+        return [*self._start(holding, seat, to, tokens), Load(seat, length, to, keys=True)]
 
     def landing_policy(self, peer: str | None) -> LandingPolicy:
         """Returns where KV from this prefill worker arrives."""
@@ -291,19 +280,8 @@ class Ledger:
         in_place = bool(holding.pages[PageUse.ROWS])
         keys_on_host = holding.keys_land_on_host
         if keys_on_host:
-            holding.pages[PageUse.KEYS] = self.shared_keys.find(holding.cached)
-            self.shared_keys.use(holding.pages[PageUse.KEYS])
-        holding.move(to)
-        holding.seat = seat
-        commands: list[Command] = []
-        for use, pages in holding.pages.items():
-            num_shared = self.shared_keys.count(pages) if use is PageUse.KEYS else 0
-            if num_shared:
-                commands.append(Grant(seat, use, 0, tuple(pages[:num_shared]), shared=True))
-            if len(pages) > num_shared:
-                commands.append(Grant(seat, use, num_shared, tuple(pages[num_shared:])))
-        commands += self._grant(holding, self._required(to, tokens))
-        self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
+            self._use_shared_keys(holding)
+        commands = self._start(holding, seat, to, tokens)
         if first and not keys_on_host:  # what did not land is loaded: index keys and, if the others are there, rows
             commands.append(Load(seat, first, Residence.RESIDENT if in_place else Residence.STREAMED, keys=True))
         if self.host is not None and not keys_on_host:
@@ -416,6 +394,26 @@ class Ledger:
         holding.device_capacity = device_capacity(self.geometry, holding)
         holding.host_capacity = NO_LIMIT if self.host is None else len(host_pages) * page_rows
         holding.capacity = min(holding.device_capacity, holding.host_capacity)
+
+    def _start(self, holding: Holding, seat: int, to: Residence, tokens: int) -> list[Command]:
+        """Gives a request a seat, the pages that it holds already, and all that `tokens` rows lack."""
+        holding.move(to)
+        holding.seat = seat
+        commands: list[Command] = []
+        for use, pages in holding.pages.items():
+            num_shared = self.shared_keys.count(pages) if use is PageUse.KEYS else 0
+            if num_shared:
+                commands.append(Grant(seat, use, 0, tuple(pages[:num_shared]), shared=True))
+            if len(pages) > num_shared:
+                commands.append(Grant(seat, use, num_shared, tuple(pages[num_shared:])))
+        commands += self._grant(holding, self._required(to, tokens))
+        self.shared_keys.register(holding.cached, holding.pages[PageUse.KEYS])
+        return commands
+
+    def _use_shared_keys(self, holding: Holding) -> None:
+        """Gives a request without index keys on the device those of its cached pages that are there."""
+        holding.pages[PageUse.KEYS] = self.shared_keys.find(holding.cached)
+        self.shared_keys.use(holding.pages[PageUse.KEYS])
 
     def _use_cached(self, holding: Holding, prefix: Sequence[CachedPage]) -> None:
         """Gives a request without host pages the cached pages of its prefix."""

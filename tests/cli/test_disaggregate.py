@@ -22,7 +22,7 @@ from hotset.base.flags import config_values
 from hotset.base.serve_config import ServeConfig
 from hotset.base.units import GIB
 from hotset.cli import app
-from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
+from hotset.engine.progress import STOP_SECONDS, closing_seconds
 from hotset.fleet.local import deployment as local_deployment
 from hotset.fleet.local.deployment import router_arguments, stop_seconds, worker_arguments
 from hotset.fleet.local.shares import RoleEngine

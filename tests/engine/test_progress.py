@@ -9,14 +9,15 @@ from hotset.engine import progress as progress_module
 from hotset.engine.progress import (
     BEATS,
     EXPECTED_NS,
+    FIRST_STEP_SECONDS,
     MAX_POLL_SECONDS,
     RECENT_STEPS,
+    STALL_MARGIN_SECONDS,
     STEP_NS,
     EngineWatch,
     Progress,
     StallTimer,
 )
-from hotset.engine.timeouts import FIRST_STEP_SECONDS, STALL_MARGIN_SECONDS
 
 TIMEOUT = 60.0
 DEADLINE_S = 60.0

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.workers import distributed
-from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import make_world
 from hotset.engine.workers.messages import WorkerRank
-from hotset.engine.workers.symmetric import SymmetricCollectives
+from hotset.engine.workers.symmetric import AbortFlag, SymmetricCollectives
 from hotset.kernels.collectives import reference
 from hotset.models.collectives import Collectives
 from hotset.models.split import Split

@@ -18,7 +18,8 @@ from hotset.base.sampling import SamplingParams
 from hotset.base.status_line import ignore_progress
 from hotset.base.units import MIB
 from hotset.engine import build, loading
-from hotset.engine.build import build_engine, in_process_executor
+from hotset.engine.build import build_engine
+from hotset.engine.build_runner import build_runner
 from hotset.engine.core import Engine
 from hotset.engine.loading import ModelLoader
 from hotset.engine.model_workers import Started
@@ -119,7 +120,9 @@ def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int
     loader = ModelLoader(config, CPU)
     planned = check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
     small = replace(planned, device_pages=4, host_pages=min(3, planned.host_pages))
-    executor = in_process_executor(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
+    executor = InProcessExecutor(
+        build_runner(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
+    )
     reports: list[tuple[int, int]] = []
     run_largest_steps(executor, config, small, 1, lambda done, total: reports.append((done, total)))
     executor.close()
@@ -145,7 +148,9 @@ def test_the_largest_step_with_drafts_runs_on_a_few_pages(computed: list[int], m
     loader = ModelLoader(config, CPU)
     planned = check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
     small = replace(planned, device_pages=4, host_pages=3)
-    executor = in_process_executor(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
+    executor = InProcessExecutor(
+        build_runner(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
+    )
     run_largest_steps(executor, config, small, 1, lambda *_: None)
     executor.close()
     assert computed[-1] == sampled[-1] == 20, "five requests with three drafts each fit into 22 tokens"

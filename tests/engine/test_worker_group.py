@@ -24,9 +24,9 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.progress import Progress
 from hotset.engine.workers import group as group_module
-from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.group import WorkerGroup
 from hotset.engine.workers.messages import TaskProgress, WorkerFailed, WorkerRank, WorkerReport
+from hotset.engine.workers.symmetric import AbortFlag
 from hotset.engine.workers.worker import Inbox, Worker
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan

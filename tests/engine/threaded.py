@@ -24,12 +24,12 @@ from hotset.engine.progress import Progress
 from hotset.engine.sizing import device_memory, shared_budget
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import worker as worker_module
-from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.group import StartProcess
 from hotset.engine.workers.launcher import LocalLauncher
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.placement import WorkerDevice
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.engine.workers.symmetric import AbortFlag
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.transfer.api import Transfer
 from hotset.fleet.transfer.engines import TransferSettings

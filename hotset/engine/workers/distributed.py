@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.symmetric import (
     MAX_BYTES_BETWEEN_GPUS,
+    AbortFlag,
     SymmetricCollectives,
     allocate_inboxes,
     allocate_staging,

@@ -13,7 +13,7 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
-from hotset.tiers.kv_memory import NO_TRAFFIC, KvMemory, Traffic, TrafficCopy
+from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic, TrafficCopy
 
 Step = Sequence[Plan | None]  # one plan per replica; None for a replica that computes nothing in this step
 
@@ -39,11 +39,6 @@ class HostShard:
     shape: KvShape  # the KV shape of this part of the model
     kv_heads: int  # number of KV heads of the whole model; used only if ranks divide rows by heads
     store: HostStore
-
-
-def whole_host_store(memory: KvMemory) -> list[HostShard]:
-    """Returns the host store of a worker that holds the whole model, or an empty list if it has none."""
-    return [] if memory.host is None else [HostShard(0, 0, memory.pool.shape, 1, memory.host)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,7 @@ class InProcessExecutor:
         return self.memory.mirrored_event()
 
     def hosts(self) -> Sequence[HostShard]:
-        return whole_host_store(self.memory)
+        return [] if self.memory.host is None else [HostShard(0, 0, self.memory.pool.shape, 1, self.memory.host)]
 
     @property
     def pool(self) -> DevicePool:

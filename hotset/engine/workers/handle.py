@@ -7,8 +7,9 @@ import signal
 import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Protocol
 
+from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress, StallTimer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers.messages import (
@@ -46,22 +47,13 @@ class WorkerProcess(Protocol):
     def kill(self) -> None: ...
 
 
-class WorkerPipe(Protocol):
-    """The controller's end of the connection to a worker. A `Connection` of `multiprocessing` is one.
-
-    Its methods raise OSError or EOFError if the worker has ended.
-    """
+class WorkerPipe(Messages, Protocol):
+    """The controller's end of the connection to a worker."""
 
     def fileno(self) -> int:
         """A file descriptor that is readable if there is a report, and writable if `send` does not block."""
 
-    def send(self, obj: WorkerCommand) -> None: ...
-
     def poll(self, timeout: float | None = 0.0) -> bool: ...
-
-    def recv(self) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)

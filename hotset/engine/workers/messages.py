@@ -55,17 +55,11 @@ class WorkerRank:
 
 @dataclass(frozen=True, slots=True)
 class InitWorker:
-    """Commands a worker to open the model's files and to plan its part. This is always the first command."""
+    """Commands a worker to open the model's files and to plan its part. This is always the first command. The worker
+    reports its `WorkerPlan`. It has read no weights yet."""
 
     config: EngineConfig
     rank: WorkerRank
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Reports what the worker will load. It has read no weights yet."""
-
-    plan: WorkerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +86,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class CreateStore:
-    """Commands a worker to create memory for the host store that it shares with other workers of its node."""
+    """Commands a worker to create memory for the host store that it shares with other workers of its node. The worker
+    reports its `SharedName`."""
 
     nbytes: int
     gpus: Sequence[int]  # the GPUs of all workers that use the store; empty on a CPU
-
-
-@dataclass(frozen=True, slots=True)
-class StoreCreated:
-    """Reports that the memory of a host store exists."""
-
-    store: SharedName
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +239,10 @@ WorkerCommand = (
     | StopWorker
 )
 WorkerReport = (
-    Planned
+    WorkerPlan
     | TaskProgress
     | Loaded
-    | StoreCreated
+    | SharedName
     | CacheReady
     | ServiceStarted
     | WarmedUp

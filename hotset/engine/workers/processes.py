@@ -16,11 +16,10 @@ from hotset.base.errors import EngineStopped
 from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.drafts.settings import DraftSettings
-from hotset.engine.progress import stall_limit
+from hotset.engine.progress import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND, stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
-from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
 from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
@@ -37,12 +36,10 @@ from hotset.engine.workers.messages import (
     InitCache,
     Loaded,
     LoadWeights,
-    Planned,
     RunAudit,
     ServiceStarted,
     StartService,
     StepDone,
-    StoreCreated,
     TaskProgress,
     WarmedUp,
     WarmUp,
@@ -133,10 +130,11 @@ class MultiprocessExecutor:
 
     def plan(self) -> list[WorkerPlan]:
         """Waits until every worker has planned what it will load, and returns the plans. Nothing has been read yet."""
-        for worker, planned in zip(self.workers, self._wait_for_all(Planned, "start-up"), strict=True):
-            worker.plan = planned.plan
+        plans = self._wait_for_all(WorkerPlan, "start-up")
+        for worker, plan in zip(self.workers, plans, strict=True):
+            worker.plan = plan
         self._stores, self._shared, self._store_names = [], [], []  # workers have released those that they had before
-        return [worker.planned for worker in self.workers]
+        return plans
 
     @property
     def owns_store(self) -> list[bool]:
@@ -317,7 +315,7 @@ class MultiprocessExecutor:
         nbytes = host_bytes(shape, budget.host_pages, page_rows)
         gpus = [torch.device(user.rank.device).index for user in users] if self._on_gpu else []
         if rank.node != THIS_MACHINE:
-            return self._request(worker, CreateStore(nbytes, gpus), StoreCreated).store
+            return self._request(worker, CreateStore(nbytes, gpus), SharedName)
         shared = SharedMemory(nbytes, nodes=store_nodes(gpus))
         store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
         self._shared.append(shared)

@@ -1,4 +1,5 @@
-"""Collectives over torch's symmetric memory, for ranks that can address each other's device memory."""
+"""Collectives over torch's symmetric memory, for ranks that can address each other's device memory, and the flag that
+ends the waits of this worker's collectives after another worker has failed."""
 
 from collections.abc import Sequence
 
@@ -6,13 +7,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotset.engine.workers.abort import AbortFlag
+from hotset.base.errors import EngineStopped
 from hotset.kernels.collectives import cuda_impl
 from hotset.kernels.collectives.cuda_impl import ROUND_BYTES, SEND_BYTES, Staging
 from hotset.models.collectives import Collectives
 
 # Between GPUs, larger messages use NCCL, which has more links and blocks at its disposal.
 MAX_BYTES_BETWEEN_GPUS = 512 << 10
+
+
+class AbortFlag:
+    """A word that kernels read while they wait for other ranks. Once it is set, no kernel of this worker waits.
+
+    It stays set. The results of the steps in flight are then undefined, so the worker must call `check` before it
+    reports a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # [1] int32: 0, or 1 if set. With a GPU it is pinned, so kernels can read it at the same address.
+        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def set(self) -> None:
+        """Sets the flag. Any thread may call this at any time, also while the main thread waits for the device."""
+        self.word.fill_(1)
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.word.item())
+
+    def check(self) -> None:
+        """Raises EngineStopped if the flag is set."""
+        if self.is_set:
+            raise EngineStopped("steps in flight were aborted: another worker failed, or the engine has ended")
 
 
 class SymmetricCollectives:

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
 
 import torch
 
@@ -27,10 +26,10 @@ from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.build_runner import SharedStore, build_runner
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.loading import ModelLoader, use_device
+from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Neighbours, SubmittedStep
 from hotset.engine.sizing import free_bytes
-from hotset.engine.workers.abort import AbortFlag
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.messages import (
     THIS_MACHINE,
@@ -44,14 +43,12 @@ from hotset.engine.workers.messages import (
     InitWorker,
     Loaded,
     LoadWeights,
-    Planned,
     RunAudit,
     RunningService,
     ServiceStarted,
     StartService,
     StepDone,
     StopWorker,
-    StoreCreated,
     TaskProgress,
     WarmedUp,
     WarmUp,
@@ -61,6 +58,7 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
+from hotset.engine.workers.symmetric import AbortFlag
 from hotset.memory.mapping import store_nodes
 from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import TrafficCopy
@@ -70,19 +68,11 @@ ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not
 EXIT_SECONDS = 2.0  # time for the main thread to end its step after `AbortSteps`, or after the controller has died
 
 
-class ControllerPipe(Protocol):
-    """A worker's end of the connection to the controller. A `Connection` of `multiprocessing` is one.
+def main(pipe: Messages, progress: Progress) -> None:
+    """Runs the worker process until it receives `StopWorker` or fails, or until the controller has died.
 
-    If the controller is dead, `send` raises BrokenPipeError, and `recv` raises EOFError or OSError.
+    `pipe` is the worker's end of the connection. If the controller is dead, its `send` raises BrokenPipeError.
     """
-
-    def send(self, obj: WorkerReport) -> None: ...
-
-    def recv(self) -> Any: ...
-
-
-def main(pipe: ControllerPipe, progress: Progress) -> None:
-    """Runs the worker process until it receives `StopWorker` or fails, or until the controller has died."""
     # The controller handles signals. It stops its workers; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -105,7 +95,7 @@ def _join_world(rank: WorkerRank, device: torch.device) -> World:
 
 
 def serve(
-    pipe: ControllerPipe,
+    pipe: Messages,
     progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
     on_abort: Callable[[], None],
@@ -163,7 +153,7 @@ class Inbox:
     It reads on after `StopWorker`, because a step before that command may never end.
     """
 
-    def __init__(self, pipe: ControllerPipe, on_abort: Callable[[], None]) -> None:
+    def __init__(self, pipe: Messages, on_abort: Callable[[], None]) -> None:
         self.aborted = False  # the controller has sent `AbortSteps`, or is dead
         self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
         self._flag: AbortFlag | None = None
@@ -224,7 +214,7 @@ def _serve(
     # Measured once: after `DropMtp`, other workers may still hold the host memory that this one has released.
     host_free = free_bytes(torch.device("cpu"))
     while True:
-        send(Planned(replace(loader.plan, node=rank.node, host_free=host_free)))
+        send(replace(loader.plan, node=rank.node, host_free=host_free))
         if isinstance(command := inbox.get(), StopWorker):
             return
         assert isinstance(command, LoadWeights), f"LoadWeights or StopWorker must follow, not {command}"
@@ -251,7 +241,7 @@ def _execute_commands(
     if isinstance(cache, CreateStore):
         shared = SharedMemory(cache.nbytes, nodes=store_nodes(cache.gpus))
         cleanup.callback(shared.close)  # not before, because other workers may not have mapped it yet
-        send(StoreCreated(shared.name(init.rank.node)))
+        send(shared.name(init.rank.node))
         cache = inbox.get()
     if isinstance(cache, StopWorker):
         return None

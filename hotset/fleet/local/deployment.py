@@ -25,8 +25,7 @@ from hotset.base.serve_config import HttpSettings, ServeConfig
 from hotset.base.settings import flag_words
 from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB
-from hotset.engine.progress import StallTimer
-from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
+from hotset.engine.progress import STOP_SECONDS, StallTimer, closing_seconds
 from hotset.fleet.child_process import ChildProcess
 from hotset.fleet.local.shares import RoleEngine, place_engines
 from hotset.serve.http_server import STOP_SIGNALS

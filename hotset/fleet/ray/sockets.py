@@ -243,7 +243,7 @@ class ControllerSockets:
 
 
 class WorkerSockets:
-    """Implements `ControllerPipe`: a worker's end of the connection. `send` and `beat` may be called by any thread."""
+    """Implements `Messages`: a worker's end of the connection. `send` and `beat` may be called by any thread."""
 
     def __init__(self, controller: ControllerEndpoint, number: int, keys: CurveKeys) -> None:
         self._number = number

@@ -19,11 +19,13 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, InternalError
 from hotset.base.sampling import SamplingParams
 from hotset.base.settings import check_settings, setting
-from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.build import assemble, model_card
+from hotset.engine.build_runner import build_runner
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import choose_device, choose_dtype
 from hotset.engine.sizing import kv_budget
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.lab.evaluate.tasks import TASKS, make_questions
 from hotset.lab.simulate.topk_trace import TopkTrace, TraceHeader
 from hotset.memory.device_pool import KvShape
@@ -154,7 +156,7 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
     weights.finish()
     budget = kv_budget(config, model.kv_shape, files.spec.context, device)
     card = model_card(config, files.spec, budget, device, dtype)
-    executor = in_process_executor(config, model, budget, device, card.vocab)
+    executor = InProcessExecutor(build_runner(config, model, budget, device, card.vocab))
     return files, model, assemble(config, card, model.kv_shape, budget, executor)
 
 
