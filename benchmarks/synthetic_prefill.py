@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
+from hotset.lab.simulate.recorder import ViewWrapper
 from hotset.memory.device_pool import KvShape
-from hotset.memory.view import Selected, View, ViewWrapper
+from hotset.memory.view import Selected, View
 from hotset.models.decoder import Decoder
 from hotset.models.mtp import MtpOutput
 

@@ -100,7 +100,7 @@ def _model_workers(
         return WorkerInProcess(config, device, show, advance)
     launcher, splits = _launcher(config, devices), model_splits(config, spec)
     executor = MultiprocessExecutor(config, splits, launcher, spec.attention.divided_kv_heads, wake, advance)
-    return WorkerProcesses(executor, files, device, choose_dtype(config.dtype, spec, device), show)
+    return WorkerProcesses(executor, files, device, show)
 
 
 def _start_and_measure(

@@ -93,15 +93,17 @@ def weights_do_not_fit(
     )
 
 
-def sizes_that_fit(spec: ModelSpec, dtype_bytes: int, free: int, *, workers: int) -> list[str]:
-    """Returns flags with the smallest numbers of GPUs above `workers` whose weights take at most `free` bytes each."""
+def sizes_that_fit(config: EngineConfig, spec: ModelSpec, free: int) -> list[str]:
+    """Returns flags with the smallest numbers of GPUs, above the configured one, whose weights take at most `free`
+    bytes each."""
+    dtype_bytes = DTYPE_BYTES[dtype_name(config.dtype, spec, "cuda")]
     ways: list[tuple[str, Callable[[ModelSpec, int], None], Callable[[int], Split]]] = [
         ("--tensor-parallel-size", check_tensor_parallel, lambda size: Split(tp_size=size)),
         ("--data-parallel-size", check_data_parallel, lambda size: Split(dp_size=size)),
     ]
     found = []
     for flag, check, split in ways if spec.moe is not None else ways[:1]:
-        for size in range(workers + 1, MAX_SUGGESTED_SIZE + 1):
+        for size in range(config.workers + 1, MAX_SUGGESTED_SIZE + 1):
             with suppress(ConfigError):
                 check(spec, size)
                 if worker_weight_bytes(spec, split(size), dtype_bytes) <= free:

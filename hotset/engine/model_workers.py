@@ -48,7 +48,7 @@ class WorkerInProcess:
         """Loads the weights, unless they are loaded, sizes the KV memory and allocates it."""
         loader, device = self._loader, self._device
         spec = loader.files.spec
-        planned = check_start(config, loader.files, [loader.plan], [True], device, loader.dtype)
+        planned = check_start(config, loader.files, [loader.plan], [True], device)
         model = loader.load(show_counts(self._show, f"Loading {model_name(config.model)}", in_bytes=True))
         model.on_layer = self._advance
         steps = None
@@ -83,21 +83,16 @@ class WorkerProcesses:
     """Worker processes, each of which has a part of the model. The methods are those of `WorkerInProcess`."""
 
     def __init__(
-        self,
-        executor: MultiprocessExecutor,
-        files: ModelFiles,
-        device: torch.device,
-        dtype: torch.dtype,
-        show: ShowProgress,
+        self, executor: MultiprocessExecutor, files: ModelFiles, device: torch.device, show: ShowProgress
     ) -> None:
         """Owns the `executor`, whose workers have been started. `device` is that of its first worker."""
-        self._executor, self._files, self._device, self._dtype, self._show = executor, files, device, dtype, show
+        self._executor, self._files, self._device, self._show = executor, files, device, show
 
     def start(self, config: EngineConfig) -> Started:
         workers = self._executor
         loading = show_counts(self._show, f"Loading {model_name(config.model)}", in_bytes=True)
         plans = workers.plan()
-        check_start(config, self._files, plans, workers.owns_store, self._device, self._dtype)
+        check_start(config, self._files, plans, workers.owns_store, self._device)
         budget = shared_budget(config, workers.load(loading), self._files.spec.context, self._device)
         workers.init_cache(budget, show_counts(self._show, "Preparing the KV cache", in_bytes=True))
         return Started(budget, workers)

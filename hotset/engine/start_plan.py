@@ -62,18 +62,17 @@ def check_start(
     plans: Sequence[WorkerPlan],
     owns_store: Sequence[bool],
     device: torch.device,
-    dtype: torch.dtype,
 ) -> KvBudget:
     """Logs what the weights will take and which KV memory will remain, and returns the sizes of the KV memory.
 
     Raises ConfigError, with the numbers and with what would fit, if the weights or one request do not fit.
     """
-    _check_weights(config, files, plans, device, dtype)
+    _check_weights(config, files, plans, device)
     memories = planned_memories(plans, owns_store, device)
     try:
         budget = shared_budget(config, memories, files.spec.context, device)
     except KvDoesNotFit as error:
-        raise KvDoesNotFit(f"{error}{_other_ways(config, files.spec, plans, device, dtype)}") from None
+        raise KvDoesNotFit(f"{error}{_other_ways(config, files.spec, plans, device)}") from None
     _log(config, plans, memories, budget, device)
     return budget
 
@@ -97,9 +96,7 @@ def _weight_bytes(plan: WorkerPlan, plans: Sequence[WorkerPlan], device: torch.d
     return sum(each.weights.device_bytes for each in on_device)
 
 
-def _check_weights(
-    config: EngineConfig, files: ModelFiles, plans: Sequence[WorkerPlan], device: torch.device, dtype: torch.dtype
-) -> None:
+def _check_weights(config: EngineConfig, files: ModelFiles, plans: Sequence[WorkerPlan], device: torch.device) -> None:
     if device.type == "cpu":
         for plan in plans:
             needed = _weight_bytes(plan, plans, device)
@@ -114,7 +111,7 @@ def _check_weights(
                 f"{files.path}: the weights take {show_bytes(plan.weights.device_bytes)} per "
                 f"{'GPU' if plan.ranks_on_gpu == 1 else 'worker'}, but beside steps only {show_bytes(plan.usable)} of "
                 f"the GPU's {show_bytes(plan.memory.total)} can be used ({_share(config, plan)}); "
-                f"{_ways_for_weights(config, files.spec, plan, dtype)}"
+                f"{_ways_for_weights(config, files.spec, plan)}"
             )
 
 
@@ -143,18 +140,15 @@ def _more_room(config: EngineConfig, plan: WorkerPlan) -> list[str]:
     return ways
 
 
-def _ways_for_weights(config: EngineConfig, spec: ModelSpec, plan: WorkerPlan, dtype: torch.dtype) -> str:
-    sizes = sizes_that_fit(spec, dtype.itemsize, plan.usable, workers=config.workers)
-    ways = _more_room(config, plan)
+def _ways_for_weights(config: EngineConfig, spec: ModelSpec, plan: WorkerPlan) -> str:
+    sizes, ways = sizes_that_fit(config, spec, plan.usable), _more_room(config, plan)
     ways.append(f"use {' or '.join(sizes)}" if sizes else "use GPUs with more memory or a smaller model")
     return ", or ".join(
         [*ways, "lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, on which steps depend"]
     )
 
 
-def _other_ways(
-    config: EngineConfig, spec: ModelSpec, plans: Sequence[WorkerPlan], device: torch.device, dtype: torch.dtype
-) -> str:
+def _other_ways(config: EngineConfig, spec: ModelSpec, plans: Sequence[WorkerPlan], device: torch.device) -> str:
     """Returns what else would make room for one request, for the end of an error message."""
     plan = min(plans, key=lambda plan: plan.usable - plan.weights.device_bytes)
     ways = []
@@ -164,7 +158,7 @@ def _other_ways(
         ways.append(f"use --no-pack-weights, which saves {show_bytes(plan.weights.packed_bytes)} per worker")
     if device.type == "cuda":
         kv_bytes = plan.weights.kv_shape.token_bytes * context_length(config, spec.context)
-        sizes = sizes_that_fit(spec, dtype.itemsize, plan.usable - kv_bytes, workers=config.workers)
+        sizes = sizes_that_fit(config, spec, plan.usable - kv_bytes)
         ways += [f"use {size}" for size in sizes] + _more_room(config, plan)
     return "".join(f", or {way}" for way in ways)
 

@@ -94,33 +94,3 @@ class View(Protocol):
 
         It must be called after `select` of the same layer.
         """
-
-
-class ViewWrapper:
-    """Forwards every call to another view. Subclasses override the calls that they observe or change."""
-
-    def __init__(self, inner: View) -> None:
-        self._inner = inner
-
-    @property
-    def segments(self) -> Segments:
-        return self._inner.segments
-
-    @property
-    def padded_seats(self) -> Tensor | None:
-        return self._inner.padded_seats
-
-    def new_rows(self, layer: int) -> NewRows:
-        return self._inner.new_rows(layer)
-
-    def keys(self, group: int) -> PagedRows:
-        return self._inner.keys(group)
-
-    def context(self, layer: int) -> PagedRows:
-        return self._inner.context(layer)
-
-    def select(self, layer: int, positions: Tensor) -> Selected:
-        return self._inner.select(layer, positions)
-
-    def short_contexts(self, layer: int) -> Contexts | None:
-        return self._inner.short_contexts(layer)

@@ -171,7 +171,7 @@ def plan_on_gpu(config: EngineConfig, files: ModelFiles, memory: DeviceMemory, w
 def check(config: EngineConfig, files: ModelFiles, plan: WorkerPlan) -> int:
     """Returns the bytes of the device pools of all workers of one GPU."""
     workers = config.workers
-    budget = check_start(config, files, [plan] * workers, [True] * workers, CUDA, torch.bfloat16)
+    budget = check_start(config, files, [plan] * workers, [True] * workers, CUDA)
     return plan.ranks_on_gpu * plan.weights.kv_shape.layers * budget.geometry.layer_page_bytes * budget.device_pages
 
 

@@ -54,7 +54,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def planned(loader: ModelLoader, config: EngineConfig) -> KvBudget:
-    return check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
+    return check_start(config, loader.files, [loader.plan], [True], CPU)
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def test_weights_that_exceed_the_free_memory_are_refused_before_they_are_read(me
         planned(loader, config)
     two_workers = [replace(loader.plan, usable=2 * needed - 1)] * 2
     with pytest.raises(ConfigError, match=r"take 142\.\d MiB of memory for 2 workers"):
-        check_start(config, loader.files, two_workers, [True, True], CPU, loader.dtype)
+        check_start(config, loader.files, two_workers, [True, True], CPU)
 
 
 def test_weights_that_fit_without_packed_copies_are_refused_with_the_flag_that_leaves_these_out(
@@ -177,7 +177,7 @@ def gpu_plan(config: EngineConfig, files: ModelFiles, split: Split, total: int =
 def check_on_gpus(config: EngineConfig, files: ModelFiles, split: Split, total: int = H200) -> KvBudget:
     plans = [gpu_plan(config, files, split, total)] * split.size
     owns_store = [rank == 0 or split.dp_size > 1 for rank in range(split.size)]
-    return check_start(config, files, plans, owns_store, CUDA, torch.bfloat16)
+    return check_start(config, files, plans, owns_store, CUDA)
 
 
 @pytest.fixture

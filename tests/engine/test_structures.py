@@ -172,7 +172,7 @@ def test_a_mask_waits_for_the_previous_token_of_its_own_seat_only() -> None:
         first = plan_of(0, [0, 1], 1)
         assert masks_of(constraints, first).masks is not None
         step = LateToken(tokenizer.token_to_id("a"))
-        constraints.record(constraints.runs(first), (), step)
+        constraints.record(constraints.runs(first), (), step.token_id)
         assert masks_of(constraints, plan_of(1, [0], 2)).masks is None and step.asked == 0
         masks = masks_of(constraints, plan_of(1, [0, 1], 2))
         assert masks.masks is not None and step.asked == 1 and masks.masks.requests.tolist() == [1]

@@ -118,7 +118,7 @@ def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int
         tiers=tiers,
     )
     loader = ModelLoader(config, CPU)
-    planned = check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
+    planned = check_start(config, loader.files, [loader.plan], [True], CPU)
     small = replace(planned, device_pages=4, host_pages=min(3, planned.host_pages))
     executor = InProcessExecutor(
         build_runner(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)
@@ -146,7 +146,7 @@ def test_the_largest_step_with_drafts_runs_on_a_few_pages(computed: list[int], m
 
     monkeypatch.setattr(Sampler, "sample", recording)
     loader = ModelLoader(config, CPU)
-    planned = check_start(config, loader.files, [loader.plan], [True], CPU, loader.dtype)
+    planned = check_start(config, loader.files, [loader.plan], [True], CPU)
     small = replace(planned, device_pages=4, host_pages=3)
     executor = InProcessExecutor(
         build_runner(config, loader.load(lambda *_: None), small, CPU, loader.files.spec.vocab)

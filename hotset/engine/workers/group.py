@@ -11,22 +11,14 @@ from multiprocessing.connection import wait
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer
+from hotset.engine.workers import messages as msg
 from hotset.engine.workers.handle import WorkerHandle, WorkerPipe, WorkerProcess
-from hotset.engine.workers.messages import (
-    THIS_MACHINE,
-    InitWorker,
-    StopWorker,
-    WorkerCommand,
-    WorkerFailed,
-    WorkerRank,
-    WorkerReport,
-)
 
 LOGGER = logging.getLogger("hotset.engine")
 CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
 ABORT_SECONDS = 3.0  # time for workers to end by themselves after `AbortSteps`; then they are killed
 KILL_SECONDS = 10.0  # time for the system to end a killed process
-StartProcess = Callable[[WorkerRank, Progress], tuple[WorkerPipe, WorkerProcess]]
+StartProcess = Callable[[msg.WorkerRank, Progress], tuple[WorkerPipe, WorkerProcess]]
 
 
 class WorkerGroup:
@@ -36,7 +28,7 @@ class WorkerGroup:
     def __init__(
         self,
         config: EngineConfig,
-        ranks: Iterable[WorkerRank],
+        ranks: Iterable[msg.WorkerRank],
         start: StartProcess,
         wake: Callable[[], None],
         advance: Callable[[], None],
@@ -58,7 +50,7 @@ class WorkerGroup:
                 progress = Progress(multiprocessing.get_context("spawn"))
                 pipe, process = start(rank, progress)
                 self.workers.append(WorkerHandle(rank, process, pipe, progress))
-                self.send(self.workers[-1], InitWorker(config, rank))
+                self.send(self.workers[-1], msg.InitWorker(config, rank))
         except BaseException:
             self.close(0.0)
             raise
@@ -71,13 +63,13 @@ class WorkerGroup:
         if self._lost:
             raise self._error(self._lost[0])
 
-    def send(self, worker: WorkerHandle, command: WorkerCommand) -> None:
+    def send(self, worker: WorkerHandle, command: msg.WorkerCommand) -> None:
         try:
             worker.send(command)
         except OSError:
             raise self._failed(worker) from None
 
-    def receive(self, numbers: set[int], timeout: float, task: str) -> tuple[WorkerHandle, WorkerReport]:
+    def receive(self, numbers: set[int], timeout: float, task: str) -> tuple[WorkerHandle, msg.WorkerReport]:
         """Waits for the next report of one of the workers `numbers`, and returns the worker with the report.
 
         Raises EngineStopped if any worker dies or hangs meanwhile, or if none of these workers reports or advances for
@@ -99,10 +91,10 @@ class WorkerGroup:
         for source in ready:
             if isinstance(source, int) and (worker := by_pipe.get(source)) is not None:
                 try:
-                    report: WorkerReport = worker.pipe.recv()
+                    report: msg.WorkerReport = worker.pipe.recv()
                 except (EOFError, OSError):
                     raise self._failed(worker) from None
-                if isinstance(report, WorkerFailed):
+                if isinstance(report, msg.WorkerFailed):
                     worker.failure = report
                     raise self._failed(worker)
                 return worker, report
@@ -122,7 +114,7 @@ class WorkerGroup:
         self._closing.set()
         for worker in self.workers:
             worker.resume()
-            worker.post(StopWorker())
+            worker.post(msg.StopWorker())
         for worker in _still_running(self.workers, max(0.0, seconds - ABORT_SECONDS)):
             worker.abort()
         for worker in _still_running(self.workers, min(seconds, ABORT_SECONDS)):
@@ -190,7 +182,7 @@ class WorkerGroup:
         if worker.loaded is None:
             return (
                 failed.error
-                if worker.rank.node == THIS_MACHINE
+                if worker.rank.node == msg.THIS_MACHINE
                 else StartupError(f"{worker.rank.name}: {failed.error}")
             )
         return EngineStopped(f"{worker.rank.name} failed: {failed.error}")

@@ -12,16 +12,7 @@ from typing import Protocol
 from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress, StallTimer
 from hotset.engine.start_plan import WorkerPlan
-from hotset.engine.workers.messages import (
-    THIS_MACHINE,
-    AbortSteps,
-    Loaded,
-    StopWorker,
-    WorkerCommand,
-    WorkerFailed,
-    WorkerRank,
-    WorkerReport,
-)
+from hotset.engine.workers import messages as msg
 from hotset.memory.device_pool import KvShape
 from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 
@@ -60,7 +51,7 @@ class WorkerPipe(Messages, Protocol):
 class WorkerHandle:
     """One worker process, and what it has reported."""
 
-    rank: WorkerRank
+    rank: msg.WorkerRank
     process: WorkerProcess
     pipe: WorkerPipe
     progress: Progress
@@ -68,9 +59,9 @@ class WorkerHandle:
     hung: bool = False  # it has shown no sign of life for the step timeout
     killed: bool = False  # by the controller, because it did not end after `AbortSteps`
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
-    loaded: Loaded | None = None  # None until its weights are loaded
+    loaded: msg.Loaded | None = None  # None until its weights are loaded
     traffic: Traffic = NO_TRAFFIC  # as of the last step that it has reported
-    failure: WorkerFailed | None = None  # the failure that the controller has read
+    failure: msg.WorkerFailed | None = None  # the failure that the controller has read
     _sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -82,12 +73,12 @@ class WorkerHandle:
     def shape(self) -> KvShape:
         return self.planned.weights.kv_shape
 
-    def send(self, command: WorkerCommand) -> None:
+    def send(self, command: msg.WorkerCommand) -> None:
         """Sends a command. Raises OSError if the worker has died."""
         with self._sending:
             self.pipe.send(command)
 
-    def post(self, command: AbortSteps | StopWorker) -> None:
+    def post(self, command: msg.AbortSteps | msg.StopWorker) -> None:
         """Sends a command to a worker that may be dead, stopped or hung. Any thread may call this, and it never blocks
         for long: if the pipe is full or in use, the command is not sent, and the worker must be killed."""
         if not self._sending.acquire(timeout=POST_SECONDS):
@@ -109,25 +100,25 @@ class WorkerHandle:
     def resume(self) -> None:
         """Continues the process if it is stopped, so that it can end its GPU work and exit by itself. Does nothing for
         a worker on another node: `kill` ends it, also if it is stopped."""
-        if self.rank.node == THIS_MACHINE and self.process.pid is not None and self.running:
+        if self.rank.node == msg.THIS_MACHINE and self.process.pid is not None and self.running:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self.process.pid, signal.SIGCONT)
 
     def abort(self) -> None:
         """Makes the worker end its step and exit, also if it is stopped or waits for others. Does not wait for it."""
         self.resume()
-        self.post(AbortSteps())
+        self.post(msg.AbortSteps())
 
     def kill(self) -> None:
         self.killed = True
         self.process.kill()
 
-    def reported_failure(self) -> WorkerFailed | None:
+    def reported_failure(self) -> msg.WorkerFailed | None:
         """Returns the failure that the worker has reported, also if the controller has not read it yet."""
         try:
             while self.failure is None and self.pipe.poll():
-                report: WorkerReport = self.pipe.recv()
-                if isinstance(report, WorkerFailed):
+                report: msg.WorkerReport = self.pipe.recv()
+                if isinstance(report, msg.WorkerFailed):
                     self.failure = report
         except (EOFError, OSError):  # nothing is left to read
             pass

@@ -20,33 +20,11 @@ from hotset.engine.progress import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND, stal
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
+from hotset.engine.workers import messages as msg
 from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
 from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.launcher import Launcher
-from hotset.engine.workers.messages import (
-    THIS_MACHINE,
-    AuditReport,
-    CacheReady,
-    ConnectionAddress,
-    CreateStore,
-    Description,
-    DropMtp,
-    ExecuteStep,
-    InitCache,
-    Loaded,
-    LoadWeights,
-    RunAudit,
-    ServiceStarted,
-    StartService,
-    StepDone,
-    TaskProgress,
-    WarmedUp,
-    WarmUp,
-    WorkerCommand,
-    WorkerReport,
-    WorkerService,
-)
 from hotset.engine.workers.shared_memory import SharedMemory, SharedName
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.memory.mapping import store_nodes
@@ -56,7 +34,7 @@ from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
 
 LOGGER = logging.getLogger("hotset.engine")
-T = TypeVar("T", bound=WorkerReport)
+T = TypeVar("T", bound=msg.WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
 
 
@@ -146,10 +124,10 @@ class MultiprocessExecutor:
 
         `progress(done, total)` counts the bytes that all workers read.
         """
-        self._send_to_all(LoadWeights())
+        self._send_to_all(msg.LoadWeights())
         total = sum(worker.planned.weights.read_bytes for worker in self.workers)
         memories: list[WorkerMemory] = []
-        reports = self._wait_for_all(Loaded, "start-up", _Sum(total, progress))
+        reports = self._wait_for_all(msg.Loaded, "start-up", _Sum(total, progress))
         for worker, owned, loaded in zip(self.workers, self.owns_store, reports, strict=True):
             worker.loaded = loaded
             memories.append(WorkerMemory(worker.shape, loaded.free, owned, worker.rank.node, loaded.host_free))
@@ -169,7 +147,7 @@ class MultiprocessExecutor:
             self._init_worker_cache(worker, budget)
         page_rows = self._config.page_rows
         total = sum(host_bytes(worker.shape, budget.host_pages, page_rows) for worker in self.workers)
-        self._wait_for_all(CacheReady, "start-up", _Sum(total, progress))
+        self._wait_for_all(msg.CacheReady, "start-up", _Sum(total, progress))
         for shared in self._shared:
             shared.close()
         self._group.serving = True
@@ -181,17 +159,17 @@ class MultiprocessExecutor:
         self._group.serving = False
         self._config, self._steps_before = config, self.steps_finished
         self._sampled = []
-        self._send_to_all(DropMtp(config))
+        self._send_to_all(msg.DropMtp(config))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        def show(worker: WorkerHandle, reported: TaskProgress) -> None:
+        def show(worker: WorkerHandle, reported: msg.TaskProgress) -> None:
             if worker.rank.number == 0:  # the others capture the same graphs at the same time
                 progress(reported.done, reported.total)
 
         self._drain()
-        self._send_to_all(WarmUp())
+        self._send_to_all(msg.WarmUp())
         # The same for all workers, which compute in the same dtype.
-        self._has_graphs = all(warm.has_graphs for warm in self._wait_for_all(WarmedUp, "warm-up", show))
+        self._has_graphs = all(warm.has_graphs for warm in self._wait_for_all(msg.WarmedUp, "warm-up", show))
 
     def check(self) -> None:
         self._group.check()
@@ -210,7 +188,7 @@ class MultiprocessExecutor:
         for worker in self.workers:
             rank = worker.rank
             is_first_stage = rank.stage == 0 and rank.stages > 1
-            command = ExecuteStep(
+            command = msg.ExecuteStep(
                 number=state.number,
                 plan=step[rank.replica],
                 graph=graph,
@@ -241,17 +219,17 @@ class MultiprocessExecutor:
     def maps_all_hosts(self) -> bool:
         return len(self._stores) == len(self._store_names)
 
-    def start_service(self, service: WorkerService[Description]) -> Sequence[ServingWorker[Description]]:
+    def start_service(self, service: msg.WorkerService[msg.Description]) -> Sequence[ServingWorker[msg.Description]]:
         serving = []
         for worker in self.workers:
             rank = worker.rank
 
-            def request(end: Connection | ConnectionAddress, worker: WorkerHandle = worker) -> ServiceStarted:
+            def request(end: Connection | msg.ConnectionAddress, worker: WorkerHandle = worker) -> msg.ServiceStarted:
                 # It imports what serves, and may allocate and register memory.
-                return self._request(worker, StartService(service, end), ServiceStarted, self._stall_limit(0))
+                return self._request(worker, msg.StartService(service, end), msg.ServiceStarted, self._stall_limit(0))
 
             connection, started = self._launcher.connect(rank, request)
-            described: Description = started.description
+            described: msg.Description = started.description
             shape, first_layer = worker.shape, rank.split.first_layer
             serving.append(ServingWorker(rank.replica, first_layer, self._kv_heads, shape, described, connection))
         return serving
@@ -274,7 +252,7 @@ class MultiprocessExecutor:
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         self._drain()
         for worker in self.workers:
-            flaw = self._request(worker, RunAudit(tiered[worker.rank.replica]), AuditReport).flaw
+            flaw = self._request(worker, msg.RunAudit(tiered[worker.rank.replica]), msg.AuditReport).flaw
             assert flaw is None, flaw
 
     @property
@@ -306,7 +284,7 @@ class MultiprocessExecutor:
             users = self.workers[worker.rank.number : worker.rank.number + writers]
             self._store_names.append(self._create_store(worker, users, budget))
         store = self._store_names[-1] if budget.host_pages else None
-        self._group.send(worker, InitCache(budget, store, writer, writers))
+        self._group.send(worker, msg.InitCache(budget, store, writer, writers))
 
     def _create_store(self, worker: WorkerHandle, users: Sequence[WorkerHandle], budget: KvBudget) -> SharedName:
         """Creates the host store that `users` share, of which `worker` is the first. The controller creates and maps
@@ -314,13 +292,13 @@ class MultiprocessExecutor:
         rank, shape, page_rows = worker.rank, worker.shape, self._config.page_rows
         nbytes = host_bytes(shape, budget.host_pages, page_rows)
         gpus = [torch.device(user.rank.device).index for user in users] if self._on_gpu else []
-        if rank.node != THIS_MACHINE:
-            return self._request(worker, CreateStore(nbytes, gpus), SharedName)
+        if rank.node != msg.THIS_MACHINE:
+            return self._request(worker, msg.CreateStore(nbytes, gpus), SharedName)
         shared = SharedMemory(nbytes, nodes=store_nodes(gpus))
         store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
         self._shared.append(shared)
         self._stores.append(HostShard(rank.replica, rank.split.first_layer, shape, self._kv_heads, store))
-        return shared.name(THIS_MACHINE)
+        return shared.name(msg.THIS_MACHINE)
 
     def _writer(self, worker: WorkerHandle) -> tuple[int, int]:
         """Returns the worker's index among the writers of its host store, and the number of these writers. They are the
@@ -341,7 +319,7 @@ class MultiprocessExecutor:
         """Waits for the next report on a step in flight, and records it."""
         missing = {number for state in self._in_flight for number in state.missing}
         worker, report = self._group.receive(missing, self._stall_limit(), f"step {self._oldest_step()}")
-        if not isinstance(report, StepDone):
+        if not isinstance(report, msg.StepDone):
             raise _unexpected(worker, report)
         state = next(state for state in self._in_flight if state.number == report.number)
         state.missing.discard(worker.rank.number)
@@ -360,12 +338,12 @@ class MultiprocessExecutor:
             if plan is not None and result is not None:
                 self._sampled += _sampled_tokens(plan, result)
 
-    def _send_to_all(self, command: WorkerCommand) -> None:
+    def _send_to_all(self, command: msg.WorkerCommand) -> None:
         for worker in self.workers:
             self._group.send(worker, command)
 
     def _wait_for_all(
-        self, report_type: type[T], task: str, progress: Callable[[WorkerHandle, TaskProgress], None] | None = None
+        self, report_type: type[T], task: str, progress: Callable[[WorkerHandle, msg.TaskProgress], None] | None = None
     ) -> list[T]:
         """Waits until every worker has sent a report of this type, and returns the reports in the order of workers.
         `progress` is called with what they report meanwhile."""
@@ -376,14 +354,14 @@ class MultiprocessExecutor:
             if isinstance(report, report_type):
                 reports[worker.rank.number] = report
                 waiting.discard(worker.rank.number)
-            elif isinstance(report, TaskProgress) and progress is not None:
+            elif isinstance(report, msg.TaskProgress) and progress is not None:
                 progress(worker, report)
             else:
                 raise _unexpected(worker, report)
         return [reports[number] for number in range(len(reports))]
 
     def _request(
-        self, worker: WorkerHandle, command: WorkerCommand, report_type: type[T], limit: float | None = None
+        self, worker: WorkerHandle, command: msg.WorkerCommand, report_type: type[T], limit: float | None = None
     ) -> T:
         self._group.send(worker, command)
         limit = self._stall_limit() if limit is None else limit
@@ -409,12 +387,12 @@ class _Sum:
         self._total, self._progress = total, progress
         self._done: dict[int, int] = {}  # by number of the worker
 
-    def __call__(self, worker: WorkerHandle, reported: TaskProgress) -> None:
+    def __call__(self, worker: WorkerHandle, reported: msg.TaskProgress) -> None:
         self._done[worker.rank.number] = reported.done
         self._progress(sum(self._done.values()), self._total)
 
 
-def _unexpected(worker: WorkerHandle, report: WorkerReport) -> EngineStopped:
+def _unexpected(worker: WorkerHandle, report: msg.WorkerReport) -> EngineStopped:
     return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
 
 

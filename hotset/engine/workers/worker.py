@@ -30,33 +30,8 @@ from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Neighbours, SubmittedStep
 from hotset.engine.sizing import free_bytes
+from hotset.engine.workers import messages as msg
 from hotset.engine.workers.distributed import Stage, World, make_world
-from hotset.engine.workers.messages import (
-    THIS_MACHINE,
-    AbortSteps,
-    AuditReport,
-    CacheReady,
-    CreateStore,
-    DropMtp,
-    ExecuteStep,
-    InitCache,
-    InitWorker,
-    Loaded,
-    LoadWeights,
-    RunAudit,
-    RunningService,
-    ServiceStarted,
-    StartService,
-    StepDone,
-    StopWorker,
-    TaskProgress,
-    WarmedUp,
-    WarmUp,
-    WorkerCommand,
-    WorkerFailed,
-    WorkerRank,
-    WorkerReport,
-)
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.engine.workers.symmetric import AbortFlag
 from hotset.memory.mapping import store_nodes
@@ -88,7 +63,7 @@ def _exit_soon() -> None:
     os._exit(ABORTED)
 
 
-def _join_world(rank: WorkerRank, device: torch.device) -> World:
+def _join_world(rank: msg.WorkerRank, device: torch.device) -> World:
     world = make_world(rank, device)
     check_listeners(rank.name, interfaces=(LOOPBACK_INTERFACE,))
     return world
@@ -97,7 +72,7 @@ def _join_world(rank: WorkerRank, device: torch.device) -> World:
 def serve(
     pipe: Messages,
     progress: Progress,
-    join_world: Callable[[WorkerRank, torch.device], World],
+    join_world: Callable[[msg.WorkerRank, torch.device], World],
     on_abort: Callable[[], None],
 ) -> int | None:
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
@@ -111,7 +86,7 @@ def serve(
     send_lock = threading.Lock()
     exit_code: int | None = None
 
-    def send(report: WorkerReport) -> None:
+    def send(report: msg.WorkerReport) -> None:
         with send_lock:
             pipe.send(report)
 
@@ -134,17 +109,17 @@ def serve(
     return ABORTED if inbox.aborted else exit_code
 
 
-def _failure(error: Exception) -> WorkerFailed:
+def _failure(error: Exception) -> msg.WorkerFailed:
     """Returns the report of an exception that is being handled."""
     if isinstance(error, StartupError):
-        return WorkerFailed(error)
+        return msg.WorkerFailed(error)
     message = repr(error)
     if isinstance(error, torch.OutOfMemoryError):
         message = (
             f"the memory of its GPU is full ({str(error).partition('. ')[0]}); lower --gpu-memory-utilization, "
             "--device-kv-gib, --device-kv-tokens, --max-num-batched-tokens or --max-num-seqs"
         )
-    return WorkerFailed(StartupError(message), traceback.format_exc())
+    return msg.WorkerFailed(StartupError(message), traceback.format_exc())
 
 
 class Inbox:
@@ -155,12 +130,12 @@ class Inbox:
 
     def __init__(self, pipe: Messages, on_abort: Callable[[], None]) -> None:
         self.aborted = False  # the controller has sent `AbortSteps`, or is dead
-        self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[msg.WorkerCommand] = queue.SimpleQueue()
         self._flag: AbortFlag | None = None
         self._pipe, self._on_abort = pipe, on_abort
         threading.Thread(target=self._read, name="hotset-commands", daemon=True).start()
 
-    def get(self) -> WorkerCommand:
+    def get(self) -> msg.WorkerCommand:
         """Waits for the next command, and returns it. Raises EngineStopped after `AbortSteps`, also if other commands
         have come before."""
         received = self._commands.get()
@@ -178,17 +153,17 @@ class Inbox:
         self.aborted = True  # before the flag is read: `set_on_abort` does it the other way round
         if self._flag is not None:
             self._flag.set()
-        self._commands.put(StopWorker())  # wakes the main thread
+        self._commands.put(msg.StopWorker())  # wakes the main thread
 
     def _read(self) -> None:
         while True:
             try:
-                command: WorkerCommand = self._pipe.recv()
+                command: msg.WorkerCommand = self._pipe.recv()
             except Exception as error:
                 if not isinstance(error, EOFError | OSError):  # these mean that the controller is dead
                     LOGGER.exception("cannot read a command; this worker ends")
-                command = AbortSteps()
-            if isinstance(command, AbortSteps):
+                command = msg.AbortSteps()
+            if isinstance(command, msg.AbortSteps):
                 self._abort()
                 self._on_abort()
                 return
@@ -197,13 +172,13 @@ class Inbox:
 
 def _serve(
     inbox: Inbox,
-    send: Callable[[WorkerReport], None],
+    send: Callable[[msg.WorkerReport], None],
     progress: Progress,
-    join_world: Callable[[WorkerRank, torch.device], World],
+    join_world: Callable[[msg.WorkerRank, torch.device], World],
     cleanup: contextlib.ExitStack,
 ) -> None:
     init = inbox.get()
-    assert isinstance(init, InitWorker), f"the first command must be InitWorker, not {init}"
+    assert isinstance(init, msg.InitWorker), f"the first command must be InitWorker, not {init}"
     rank, device = init.rank, torch.device(init.rank.device)
     use_device(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -215,9 +190,9 @@ def _serve(
     host_free = free_bytes(torch.device("cpu"))
     while True:
         send(replace(loader.plan, node=rank.node, host_free=host_free))
-        if isinstance(command := inbox.get(), StopWorker):
+        if isinstance(command := inbox.get(), msg.StopWorker):
             return
-        assert isinstance(command, LoadWeights), f"LoadWeights or StopWorker must follow, not {command}"
+        assert isinstance(command, msg.LoadWeights), f"LoadWeights or StopWorker must follow, not {command}"
         stage = _load(loader, rank, world, send, progress.advance)
         dropping = _execute_commands(inbox, init, stage, world, send, progress, cleanup)
         if dropping is None:
@@ -229,52 +204,52 @@ def _serve(
 
 def _execute_commands(
     inbox: Inbox,
-    init: InitWorker,
+    init: msg.InitWorker,
     stage: Stage,
     world: World,
-    send: Callable[[WorkerReport], None],
+    send: Callable[[msg.WorkerReport], None],
     progress: Progress,
     cleanup: contextlib.ExitStack,
-) -> DropMtp | None:
+) -> msg.DropMtp | None:
     """Allocates the KV memory, and executes commands until `StopWorker` or `DropMtp`. Returns the latter."""
     cache = inbox.get()
-    if isinstance(cache, CreateStore):
+    if isinstance(cache, msg.CreateStore):
         shared = SharedMemory(cache.nbytes, nodes=store_nodes(cache.gpus))
         cleanup.callback(shared.close)  # not before, because other workers may not have mapped it yet
         send(shared.name(init.rank.node))
         cache = inbox.get()
-    if isinstance(cache, StopWorker):
+    if isinstance(cache, msg.StopWorker):
         return None
-    assert isinstance(cache, InitCache), f"InitCache or StopWorker must follow, not {cache}"
+    assert isinstance(cache, msg.InitCache), f"InitCache or StopWorker must follow, not {cache}"
     worker = Worker(init, world, stage, cache, send)
     cleanup.callback(worker.close)
-    send(CacheReady())
-    while not isinstance(command := _next_command(inbox, progress), StopWorker | DropMtp):
+    send(msg.CacheReady())
+    while not isinstance(command := _next_command(inbox, progress), msg.StopWorker | msg.DropMtp):
         worker.handle(command)
         progress.advance()
-        if isinstance(command, ExecuteStep):
+        if isinstance(command, msg.ExecuteStep):
             progress.record_step(command.number)
-    return command if isinstance(command, DropMtp) else None
+    return command if isinstance(command, msg.DropMtp) else None
 
 
-def _next_command(inbox: Inbox, progress: Progress) -> WorkerCommand:
+def _next_command(inbox: Inbox, progress: Progress) -> msg.WorkerCommand:
     with progress.waiting():
         return inbox.get()
 
 
 def _load(
     loader: ModelLoader,
-    rank: WorkerRank,
+    rank: msg.WorkerRank,
     world: World,
-    send: Callable[[WorkerReport], None],
+    send: Callable[[msg.WorkerReport], None],
     advance: Callable[[], None],
 ) -> Stage:
     split = rank.split
-    decoder = loader.load(lambda done, total: send(TaskProgress(done, total)))
+    decoder = loader.load(lambda done, total: send(msg.TaskProgress(done, total)))
     decoder.on_layer = advance
     previous_worker = None if rank.stage == 0 else rank.number - split.size
     next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
-    send(Loaded(loader.free_for_kv(), free_bytes(torch.device("cpu"))))
+    send(msg.Loaded(loader.free_for_kv(), free_bytes(torch.device("cpu"))))
     return Stage(decoder, world, previous_worker, next_worker)
 
 
@@ -295,16 +270,16 @@ class Worker:
 
     def __init__(
         self,
-        init: InitWorker,
+        init: msg.InitWorker,
         world: World,
         stage: Stage,
-        cache: InitCache,
-        send: Callable[[WorkerReport], None],
+        cache: msg.InitCache,
+        send: Callable[[msg.WorkerReport], None],
     ) -> None:
         rank, barrier = init.rank, world.collectives.barrier
         self._writer = cache.writer
-        self._rank: WorkerRank = rank
-        self._services: list[RunningService[object]] = []
+        self._rank: msg.WorkerRank = rank
+        self._services: list[msg.RunningService[object]] = []
         self._collectives, self._abort, self._stage, self._send = world.collectives, world.abort, stage, send
         neighbours = Neighbours(
             collectives=world.collectives if rank.split.tp_size > 1 else SINGLE_RANK,
@@ -324,7 +299,7 @@ class Worker:
                 cache.budget,
                 stage.device,
                 stage.vocab,
-                lambda done, total: send(TaskProgress(done, total)),
+                lambda done, total: send(msg.TaskProgress(done, total)),
                 store=store,
                 neighbours=neighbours,
                 samples=self._reports_samples,
@@ -334,20 +309,20 @@ class Worker:
         self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
         self._reporter.start()
 
-    def handle(self, command: WorkerCommand) -> None:
+    def handle(self, command: msg.WorkerCommand) -> None:
         match command:
-            case ExecuteStep():
+            case msg.ExecuteStep():
                 self._execute(command)
-            case WarmUp():
-                self._runner.warm_up(lambda done, total: self._send(TaskProgress(done, total)))
+            case msg.WarmUp():
+                self._runner.warm_up(lambda done, total: self._send(msg.TaskProgress(done, total)))
                 self._abort.check()
                 gc.collect()
                 gc.freeze()  # what exists now stays: no collection should look through it again
-                self._send(WarmedUp(self._runner.has_graphs))
-            case StartService():
+                self._send(msg.WarmedUp(self._runner.has_graphs))
+            case msg.StartService():
                 self._start_service(command)
-            case RunAudit(tiered):
-                self._send(AuditReport(self._find_flaw(tiered)))
+            case msg.RunAudit(tiered):
+                self._send(msg.AuditReport(self._find_flaw(tiered)))
             case _:
                 raise AssertionError(f"a running worker received {command}")
 
@@ -356,16 +331,16 @@ class Worker:
         self._reporter.join()
         self._runner.close()
 
-    def _start_service(self, command: StartService) -> None:
+    def _start_service(self, command: msg.StartService) -> None:
         connection = command.connection if isinstance(command.connection, Connection) else command.connection.open()
         # The controller has mapped the host stores of its own node. On another node, the first worker describes it.
-        described_elsewhere = self._rank.node == THIS_MACHINE or self._writer > 0
+        described_elsewhere = self._rank.node == msg.THIS_MACHINE or self._writer > 0
         host = None if described_elsewhere else self._memory.host
         running = command.service.start(self._rank, self._memory.pool, host, connection)
         self._services.append(running)
-        self._send(ServiceStarted(running.description))
+        self._send(msg.ServiceStarted(running.description))
 
-    def _execute(self, step: ExecuteStep) -> None:
+    def _execute(self, step: msg.ExecuteStep) -> None:
         self._runner.write_sampled(step.sampled)
         self._set_tokens(step.tokens_per_rank)
         submitted = None if step.plan is None else self._runner.submit(step.plan, step.graph)
@@ -398,7 +373,7 @@ class Worker:
                     if event is not None:
                         event.synchronize()
                 self._abort.check()
-                self._send(StepDone(step.number, result if self._reports_samples else None, step.traffic.result()))
+                self._send(msg.StepDone(step.number, result if self._reports_samples else None, step.traffic.result()))
         except (BrokenPipeError, EngineStopped):
             return  # the controller is dead, or has aborted all steps
         except Exception as error:

@@ -36,9 +36,9 @@ from hotset.fleet.handoff.layout import (
     row_bytes,
 )
 from hotset.fleet.handoff.messages import Hello, Store
+from hotset.fleet.handoff.ring import Ring
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.transfer.api import MemoryKind, Writes
-from hotset.memory.ring import Ring
 from hotset.schedule.handoffs import ContextPages, HandoffKey
 
 # A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of

@@ -26,11 +26,13 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import choose_device, choose_dtype
 from hotset.engine.sizing import kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
+from hotset.kernels.rows import PagedRows
+from hotset.kernels.segments import Segments
 from hotset.lab.evaluate.tasks import TASKS, make_questions
 from hotset.lab.simulate.topk_trace import TopkTrace, TraceHeader
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
-from hotset.memory.view import Selected, View, ViewWrapper
+from hotset.memory.view import Contexts, NewRows, Selected, View
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
@@ -82,6 +84,36 @@ class LastSelections:
     seats: Tensor  # [requests] int64
     lengths: Sequence[int]  # context length of each request, including the new token
     positions: Tensor  # [requests, k] int32, EMPTY-padded
+
+
+class ViewWrapper:
+    """Forwards every call to another view. Subclasses override the calls that they observe or change."""
+
+    def __init__(self, inner: View) -> None:
+        self._inner = inner
+
+    @property
+    def segments(self) -> Segments:
+        return self._inner.segments
+
+    @property
+    def padded_seats(self) -> Tensor | None:
+        return self._inner.padded_seats
+
+    def new_rows(self, layer: int) -> NewRows:
+        return self._inner.new_rows(layer)
+
+    def keys(self, group: int) -> PagedRows:
+        return self._inner.keys(group)
+
+    def context(self, layer: int) -> PagedRows:
+        return self._inner.context(layer)
+
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        return self._inner.select(layer, positions)
+
+    def short_contexts(self, layer: int) -> Contexts | None:
+        return self._inner.short_contexts(layer)
 
 
 class RecordingView(ViewWrapper):

@@ -2,7 +2,8 @@
 
 from unittest.mock import MagicMock
 
-from hotset.memory.view import View, ViewWrapper
+from hotset.lab.simulate.recorder import ViewWrapper
+from hotset.memory.view import View
 
 
 def test_the_wrapper_forwards_every_member_of_the_protocol() -> None:

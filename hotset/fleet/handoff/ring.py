@@ -63,11 +63,6 @@ class Ring:
         """The number of owners in the queue."""
         return len(self._queue)
 
-    @property
-    def stuck(self) -> bool:
-        """True if the first request in the queue could not be granted even if every lease outside quarantine ended."""
-        return bool(self._queue) and not self.fits(self._next_size())
-
     def fits(self, nbytes: int) -> bool:
         """Returns True if a lease of `nbytes` bytes would fit if every lease outside quarantine ended."""
         return nbytes > 0 and self._first_fit(self._gaps(self._in_quarantine()), nbytes) is not None
