@@ -15,7 +15,6 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.memory_shares import DeviceMemory
 from hotset.base.units import GIB
-from hotset.engine import loading
 from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.model_checks import check_model
 from hotset.engine.start_plan import WorkerPlan, check_start, usable_bytes
@@ -210,14 +209,3 @@ def test_weights_that_do_not_fit_into_a_worker_s_share_are_refused_before_anythi
     message = str(refused.value)
     assert "take 26.0 GiB per GPU, but beside steps only 10.0 GiB" in message
     assert "GPU 1 has only 10.0 GiB free); end the other programs on GPU 1, choose other GPUs with --gpus" in message
-
-
-def test_a_worker_counts_only_its_own_weights_on_a_gpu_that_it_shares(
-    demo: ModelFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = ModelLoader(EngineConfig(str(demo.path), device="cpu", load_format="dummy"), CPU)
-    memory = DeviceMemory(100 * GIB, 90 * GIB)
-    loader.plan = replace(loader.plan, memory=memory, usable=40 * GIB, steps=GIB, ranks_on_gpu=2)
-    monkeypatch.setattr(loading, "device_memory", lambda _: DeviceMemory(100 * GIB, 50 * GIB))  # both have loaded
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 * GIB)
-    assert loader.free_for_kv() == 30 * GIB

@@ -181,8 +181,9 @@ def test_measured_steps_replace_the_estimate(monkeypatch: pytest.MonkeyPatch) ->
     assert loader.free_for_kv(measured_steps=60 * MIB) == 0
 
 
-def test_what_libraries_take_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate of steps contains it. When drafts were dropped, libraries are loaded before memory is measured."""
+def test_a_worker_on_a_gpu_counts_its_own_weights_and_what_libraries_take_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of steps contains libraries. When drafts were dropped, they are loaded before memory is measured.
+    Workers that share a GPU load at the same time."""
     loader = ModelLoader(EngineConfig(model=DEMO, device="cpu"), CPU)
     loader.plan = replace(loader.plan, memory=DeviceMemory(100 * MIB, 80 * MIB), usable=70 * MIB, steps=10 * MIB)
     loader._device = torch.device("cuda")

@@ -179,7 +179,7 @@ class WorkerGroup:
                     return _death(other)
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)
-        if worker.loaded is None:
+        if not worker.loaded:
             return (
                 failed.error
                 if worker.rank.node == msg.THIS_MACHINE

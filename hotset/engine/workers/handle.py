@@ -59,7 +59,7 @@ class WorkerHandle:
     hung: bool = False  # it has shown no sign of life for the step timeout
     killed: bool = False  # by the controller, because it did not end after `AbortSteps`
     plan: WorkerPlan | None = None  # None until the worker has planned what it loads
-    loaded: msg.Loaded | None = None  # None until its weights are loaded
+    loaded: bool = False  # whether its weights are loaded
     traffic: Traffic = NO_TRAFFIC  # as of the last step that it has reported
     failure: msg.WorkerFailed | None = None  # the failure that the controller has read
     _sending: threading.Lock = field(default_factory=threading.Lock)

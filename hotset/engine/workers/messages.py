@@ -11,7 +11,7 @@ from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.ports import Messages
 from hotset.engine.runner import SampledToken
-from hotset.engine.sizing import KvBudget
+from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers.shared_memory import SharedName
 from hotset.memory.device_pool import DevicePool
@@ -64,7 +64,7 @@ class InitWorker:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Commands a worker to load what it has planned, unless it is loaded."""
+    """Commands a worker to load what it has planned, unless it is loaded. The worker reports its `WorkerMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,6 @@ class TaskProgress:
 
     done: int
     total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Reports that the weights are loaded, and how much memory is free for KV."""
-
-    free: int  # bytes of the worker's device that KV may take
-    host_free: int  # bytes of its node's host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +233,7 @@ WorkerCommand = (
 WorkerReport = (
     WorkerPlan
     | TaskProgress
-    | Loaded
+    | WorkerMemory
     | SharedName
     | CacheReady
     | ServiceStarted

@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import TypeVar
@@ -126,12 +126,10 @@ class MultiprocessExecutor:
         """
         self._send_to_all(msg.LoadWeights())
         total = sum(worker.planned.weights.read_bytes for worker in self.workers)
-        memories: list[WorkerMemory] = []
-        reports = self._wait_for_all(msg.Loaded, "start-up", _Sum(total, progress))
-        for worker, owned, loaded in zip(self.workers, self.owns_store, reports, strict=True):
-            worker.loaded = loaded
-            memories.append(WorkerMemory(worker.shape, loaded.free, owned, worker.rank.node, loaded.host_free))
-        return memories
+        memories = self._wait_for_all(WorkerMemory, "start-up", _Sum(total, progress))
+        for worker in self.workers:
+            worker.loaded = True
+        return [replace(memory, owns_store=owned) for memory, owned in zip(memories, self.owns_store, strict=True)]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
         """Makes every worker allocate its KV memory, and waits for them.

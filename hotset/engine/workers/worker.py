@@ -29,7 +29,7 @@ from hotset.engine.loading import ModelLoader, use_device
 from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress
 from hotset.engine.runner import Neighbours, SubmittedStep
-from hotset.engine.sizing import free_bytes
+from hotset.engine.sizing import WorkerMemory, free_bytes
 from hotset.engine.workers import messages as msg
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.shared_memory import SharedMemory
@@ -249,7 +249,8 @@ def _load(
     decoder.on_layer = advance
     previous_worker = None if rank.stage == 0 else rank.number - split.size
     next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
-    send(msg.Loaded(loader.free_for_kv(), free_bytes(torch.device("cpu"))))
+    host_free = free_bytes(torch.device("cpu"))
+    send(WorkerMemory(decoder.kv_shape, loader.free_for_kv(), node=rank.node, host_free=host_free))
     return Stage(decoder, world, previous_worker, next_worker)
 
 
