@@ -9,14 +9,14 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
-from hotset.base.errors import ContextLengthExceeded, InternalError, RequestError
+from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.base.structure import Structure
 from hotset.engine.outputs import Delta
 from hotset.models.answer_parser import REASONING_END, AnswerParser, TextPart, ends_in_reasoning
 from hotset.models.chat_prompt import ChatOptions, Message
 from hotset.models.tokenizer import Tokenizer
-from hotset.serve.generation import Deltas, GenerationJob, usage_of
+from hotset.serve.generation import Deltas, GenerationJob, api_finish_reason, usage_of
 from hotset.serve.responses import Usage
 from hotset.serve.service import Service
 from hotset.serve.tools.calls import (
@@ -236,11 +236,9 @@ async def events_of(deltas: Deltas, job: GenerationJob, reader: AnswerReader) ->
             tokens += len(delta.token_ids)
             for piece in reader.read(delta):
                 yield piece
-            if delta.finish_reason is not None:
-                if delta.finish_reason not in ("stop", "length"):
-                    raise InternalError(f"an answer ended by {delta.finish_reason!r}, which must be raised as an error")
+            if (reason := api_finish_reason(delta)) is not None:
                 usage = usage_of(job.prompt_tokens, delta.cached_tokens, tokens)
-                yield Finished(reader.finish_reason(delta.finish_reason), usage, delta.stop_reason)
+                yield Finished(reader.finish_reason(reason), usage, delta.stop_reason)
 
 
 async def collected(events: AsyncIterator[AnswerEvent]) -> tuple[list[AnswerPiece], Finished]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotset.base.errors import EngineStopped, RequestError
+from hotset.base.errors import EngineStopped, InternalError, RequestError
 from hotset.base.request_options import DEFAULT_OPTIONS, RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
@@ -156,11 +156,10 @@ async def _page_marks(request: Request, service: Service, job: GenerationJob) ->
 
 
 def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
-    """Returns the finish reason in the words of the OpenAI API."""
-    assert piece.finish_reason != "abort", "_pump raises EngineStopped for this reason"
-    assert piece.finish_reason != "lost", "the engine client raises HandoffLost for this reason"
-    assert piece.finish_reason != "no_room", "the engine client raises NoRoomLeft for this reason"
-    assert piece.finish_reason != "structure", "the engine client raises RequestError for this reason"
+    """Returns the finish reason in the words of the OpenAI API. For all others, the engine client or `_pump` raises an
+    error."""
+    if piece.finish_reason not in (None, "stop", "length"):
+        raise InternalError(f"an answer ended by {piece.finish_reason!r}, which must be raised as an error")
     return piece.finish_reason
 
 
