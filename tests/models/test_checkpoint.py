@@ -17,7 +17,7 @@ from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import model_names
 from hotset.models.checkpoint import stored_tensors as tensors_module
 from hotset.models.checkpoint.files import MAX_HEADER_BYTES, find_model, tensor_names
-from hotset.models.checkpoint.weights import open_weights
+from hotset.models.checkpoint.weights import WeightSource, open_weights
 from hotset.models.split import TensorSlice
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -55,7 +55,7 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
@@ -73,8 +73,12 @@ def refusal_of(action: Callable[[], object]) -> str:
     return str(refusal.value)
 
 
+def opened(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> WeightSource:
+    return open_weights(find_model(str(directory)), dtype, "cpu", **options)
+
+
 def load_everything(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    source = open_weights(find_model(str(directory)), dtype, "cpu")
+    source = opened(directory, dtype)
     loaded = {name: source.load(name, tuple(t.shape)) for name, t in stored_tensors(directory).items()}
     source.finish()
     return loaded
@@ -92,24 +96,25 @@ def test_shards_load_completely_in_the_requested_dtype(sharded_dir: Path, dtype:
     expect_equal(load_everything(sharded_dir, dtype), stored_tensors(sharded_dir), dtype)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**DSA)),
-        lambda: transformers.GlmMoeDsaForCausalLM(
-            transformers.GlmMoeDsaConfig(**DSA, indexer_types=["full", "shared", "full"])
-        ),
-    ],
-)
-def test_each_expert_of_a_dsa_checkpoint_loads_under_its_own_name(model: Callable[[], Any], tmp_path: Path) -> None:
-    model().save_pretrained(tmp_path)
+def save_glm(directory: Path) -> None:
+    config = transformers.GlmMoeDsaConfig(**DSA, indexer_types=["full", "shared", "full"])
+    transformers.GlmMoeDsaForCausalLM(config).save_pretrained(directory)
+
+
+def save_deepseek(directory: Path) -> None:
+    transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**DSA)).save_pretrained(directory)
+
+
+@pytest.mark.parametrize("save", [save_deepseek, save_glm])
+def test_each_expert_of_a_dsa_checkpoint_loads_under_its_own_name(save: Callable[[Path], None], tmp_path: Path) -> None:
+    save(tmp_path)
     loaded = load_everything(tmp_path)
     assert loaded["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 8)
     expect_equal(loaded, stored_tensors(tmp_path), torch.float32)
 
 
 def test_out_is_filled_in_place_in_its_own_dtype(llama_dir: Path) -> None:
-    source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
+    source = opened(llama_dir, torch.bfloat16)
     fused = torch.full((40, 32), torch.nan, dtype=torch.float64)
     source.load(Q_PROJ, (32, 32), out=fused[4:36])
     assert torch.equal(fused[4:36], stored_tensors(llama_dir)[Q_PROJ].double())
@@ -127,7 +132,7 @@ def test_loaded_weights_outlive_the_file(llama_dir: Path) -> None:
 
 def test_progress_never_decreases_and_ends_at_the_size_of_all_tensors(sharded_dir: Path) -> None:
     reports: list[int] = []
-    source = open_weights(find_model(str(sharded_dir)), torch.float32, "cpu", progress=reports.append)
+    source = opened(sharded_dir, progress=reports.append)
     stored = stored_tensors(sharded_dir)
     for name, tensor in stored.items():
         assert source.tensor_source.stored_bytes(name) == tensor.nbytes
@@ -185,7 +190,7 @@ def test_a_shard_with_an_absurd_name_is_reported_as_missing(sharded_dir: Path) -
     index = sharded_dir / "model.safetensors.index.json"
     for shard in ("x" * 5000, ".", "sub/none.safetensors"):
         index.write_text(json.dumps({"weight_map": {Q_PROJ: shard}}))
-        assert str(sharded_dir) in refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
+        assert str(sharded_dir) in refusal_of(lambda: opened(sharded_dir))
 
 
 def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(sharded_dir: Path) -> None:
@@ -193,7 +198,7 @@ def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(sharded_dir: P
     expected = stored_tensors(sharded_dir)
     for shard in {*index.values()} - {index[Q_PROJ]}:
         save_file(load_file(sharded_dir / shard) | {Q_PROJ: torch.zeros(32, 32)}, sharded_dir / shard)
-    source = open_weights(find_model(str(sharded_dir)), torch.float32, "cpu")
+    source = opened(sharded_dir)
     assert torch.equal(source.load(Q_PROJ, (32, 32)), expected[Q_PROJ])
 
 
@@ -246,7 +251,7 @@ def shard_with_offsets(*offsets: tuple[int, int]) -> bytes:
 )
 def test_headers_whose_tensors_overlap_or_leave_the_file_are_refused(llama_dir: Path, content: bytes) -> None:
     (llama_dir / "model.safetensors").write_bytes(content)
-    message = refusal_of(lambda: open_weights(find_model(str(llama_dir)), torch.float32, "cpu"))
+    message = refusal_of(lambda: opened(llama_dir))
     assert str(llama_dir / "model.safetensors") in message and "damaged" in message
 
 
@@ -316,7 +321,7 @@ def test_defect_26_weights_that_are_not_finite_are_refused_by_name(
         tensors[Q_PROJ][29, 31] = value
 
     rewrite(llama_dir, spoil)
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    source = opened(llama_dir)
     file = llama_dir / "model.safetensors"
     expected = f"{file}: tensor {Q_PROJ}: 1 of 1024 values are NaN or infinite as float32"
     assert refusal_of(lambda: source.load(Q_PROJ, (32, 32))) == expected
@@ -330,7 +335,7 @@ def test_defect_26_weights_that_are_not_finite_are_refused_by_name(
 def test_large_finite_weights_are_loaded_although_their_sum_is_not_finite(llama_dir: Path) -> None:
     large = torch.full((32, 32), 3e38)
     rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ: large}))
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    source = opened(llama_dir)
     assert torch.equal(source.load(Q_PROJ, (32, 32)), large)
     assert "infinite as float16" in refusal_of(
         lambda: source.load(Q_PROJ, (32, 32), out=torch.empty(32, 32, dtype=torch.float16))
@@ -338,7 +343,7 @@ def test_large_finite_weights_are_loaded_although_their_sum_is_not_finite(llama_
 
 
 def test_an_empty_slice_of_a_weight_can_be_loaded(llama_dir: Path) -> None:
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    source = opened(llama_dir)
     assert source.load(Q_PROJ, (32, 32), tensor_slice=TensorSlice(0, 32, 32)).shape == (0, 32)
 
 
@@ -346,7 +351,7 @@ def test_an_empty_slice_of_a_weight_can_be_loaded(llama_dir: Path) -> None:
 def test_a_truncated_file_is_reported_before_loading(sharded_dir: Path, keep: int) -> None:
     truncated = sorted(sharded_dir.glob("*.safetensors"))[1]
     truncated.write_bytes(truncated.read_bytes()[:keep])
-    message = refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
+    message = refusal_of(lambda: opened(sharded_dir))
     assert str(truncated) in message and "cut short" in message
 
 
@@ -355,35 +360,32 @@ def test_a_shard_that_lacks_a_tensor_of_the_index_is_reported(sharded_dir: Path)
     shard = sharded_dir / index[Q_PROJ]
     remaining = {name: tensor for name, tensor in load_file(shard).items() if name != Q_PROJ}
     save_file(remaining or {"other": torch.ones(1)}, shard)
-    message = refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
+    message = refusal_of(lambda: opened(sharded_dir))
     assert Q_PROJ in message and str(shard) in message
 
 
-def test_a_missing_tensor_is_reported(llama_dir: Path) -> None:
-    rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ))
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
-    assert Q_PROJ in message and str(llama_dir) in message and "missing" in message
-
-
-def test_a_wrong_shape_is_reported_with_both_shapes(llama_dir: Path) -> None:
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.load(Q_PROJ, (32, 64)))
-    assert Q_PROJ in message and "[32, 32]" in message and "[32, 64]" in message and "model.safetensors" in message
-
-
-def test_integer_weights_are_refused(llama_dir: Path) -> None:
-    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}))
-    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
-    assert Q_PROJ in message and "int8" in message
+@pytest.mark.parametrize(
+    ("change", "shape", "words"),
+    [
+        (lambda tensors: tensors.pop(Q_PROJ), (32, 32), ["missing"]),
+        (lambda tensors: None, (32, 64), ["[32, 32]", "[32, 64]", "model.safetensors"]),
+        (lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}), (32, 32), ["int8"]),
+    ],
+)
+def test_missing_integer_and_wrongly_shaped_tensors_are_reported(
+    llama_dir: Path, change: Callable[[dict[str, torch.Tensor]], object], shape: tuple[int, int], words: list[str]
+) -> None:
+    rewrite(llama_dir, change)
+    source = opened(llama_dir)
+    message = refusal_of(lambda: source.load(Q_PROJ, shape))
+    assert all(word in message for word in (Q_PROJ, str(llama_dir), *words)), message
 
 
 def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
     """Adds the tensors `extra` to the file, loads all other tensors, and calls `finish`."""
     stored = load_file(directory / "model.safetensors")
     rewrite(directory, lambda tensors: tensors.update(extra))
-    source = open_weights(find_model(str(directory)), torch.float32, "cpu")
+    source = opened(directory)
     for name, tensor in stored.items():
         source.load(name, tuple(tensor.shape))
     source.finish()
@@ -412,10 +414,7 @@ def test_harmless_unused_tensors_are_ignored_silently(llama_dir: Path, caplog: p
 
 
 def test_indexers_of_layers_that_reuse_a_selection_are_ignored(tmp_path: Path) -> None:
-    types = ["full", "shared", "full"]
-    transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**DSA, indexer_types=types)).save_pretrained(
-        tmp_path
-    )
+    save_glm(tmp_path)
     finish_with(tmp_path, {"model.layers.1.self_attn.indexer.wk.weight": torch.ones(8, 16)})
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.indexer.wk.weight"))
     message = refusal_of(lambda: finish_with(tmp_path, {"model.layers.2.self_attn.indexer.wx.weight": torch.ones(8)}))
@@ -440,7 +439,7 @@ def test_dummy_weights_depend_on_name_and_seed_only(llama_dir: Path) -> None:
 
 
 def test_dummy_norms_are_ones(llama_dir: Path) -> None:
-    source = open_weights(find_model(str(llama_dir)), torch.float64, "cpu", load_format="dummy")
+    source = opened(llama_dir, torch.float64, load_format="dummy")
     out = torch.full((4, 6), torch.nan)
     source.load("model.layers.0.input_layernorm.weight", (6,), out=out[1])
     assert out[1].eq(1).all() and out[0].isnan().all()
