@@ -10,8 +10,11 @@ import pytest
 
 
 def slow_if(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
-    """Returns `cases` for `pytest.mark.parametrize`. Those in `slow` get the marker `slow`."""
-    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+    """Returns `cases` for `pytest.mark.parametrize`. Those in `slow` get the marker `slow`.
+
+    A case that is a tuple supplies several parameters.
+    """
+    return [pytest.param(*_parameters(case), marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
 def matrix(*axes: Sequence[Any], together: int = 2) -> list[Any]:
@@ -37,4 +40,8 @@ def matrix(*axes: Sequence[Any], together: int = 2) -> list[Any]:
 
 def _values(axes: Sequence[Sequence[Any]], combination: Sequence[int]) -> list[Any]:
     values = [axis[index] for axis, index in zip(axes, combination, strict=True)]
-    return [parameter for value in values for parameter in (value if isinstance(value, tuple) else (value,))]
+    return [parameter for value in values for parameter in _parameters(value)]
+
+
+def _parameters(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,6 +1,8 @@
 """Tensors that the tests of several kernels draw, compare and poison."""
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,15 @@ def draw_exact(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def draw_rotation(tokens: int, dim: int, dtype: torch.dtype) -> Rotation:
     angles = torch.randn(tokens, 1, dim // 2) * 3
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def on_device(value: Any, device: str) -> Any:
+    """Returns a tensor on a device, or a copy of a dataclass whose tensors are there. Other values are unchanged."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: on_device(getattr(value, field.name), device) for field in fields(value)})
+    return value
 
 
 def all_bytes(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import triton_impl
-from kernel_tensors import all_bytes, draw_exact, draw_rotation
+from kernel_tensors import all_bytes, draw_exact, draw_rotation, on_device
 from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
@@ -86,7 +86,7 @@ class Mla:
             kv=self.kv.to(device),
             weight=self.weight.to(device),
             eps=EPS,
-            rotation=Rotation(self.rotation.cos.to(device), self.rotation.sin.to(device)),
+            rotation=on_device(self.rotation, device),
             layout=self.layout,
             device_rows=rows,
             new_rows=self.new_rows.to(device),
@@ -151,7 +151,7 @@ class Keys:
             weight=self.weight.to(device),
             bias=self.bias.to(device),
             eps=EPS,
-            rotation=Rotation(self.rotation.cos.to(device), self.rotation.sin.to(device)),
+            rotation=on_device(self.rotation, device),
             interleaved=self.interleaved,
             keys=replace(self.keys, blocks=blocks, table=table, seat_of=seat_of),
             positions=self.positions.to(device),
@@ -183,12 +183,12 @@ class Gqa:
         return Gqa(qkv, kv_heads, norms if normed else None, draw_rotation(5, dim, dtype), layout, rows, new_rows)
 
     def run(self, op: Callable[..., Tensor], device: str = "cpu") -> tuple[Tensor, Tensor]:
-        rows, norms = copy_to(device, self.rows), self.norms
+        rows = copy_to(device, self.rows)
         q = op(
             qkv=self.qkv.to(device),
             kv_heads=self.kv_heads,
-            norms=norms and HeadNorms(norms.q.to(device), norms.k.to(device), norms.eps),
-            rotation=Rotation(self.rotation.cos.to(device), self.rotation.sin.to(device)),
+            norms=on_device(self.norms, device),
+            rotation=on_device(self.rotation, device),
             layout=self.layout,
             device_rows=rows,
             new_rows=self.new_rows.to(device),

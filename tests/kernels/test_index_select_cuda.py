@@ -111,7 +111,7 @@ def recorded(queries: int, context: int, limit: int | None = None) -> mock.Mock:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("queries", [1, 132])
+@pytest.mark.parametrize("queries", slow_if([1, 132], [1]))
 def test_kernel_compiles_for_sm_90a_and_a_block_fits(queries: int, tmp_path: Path) -> None:
     recorder = recorded(queries, 131_072)
     (source, _), constants = recorder.call_args

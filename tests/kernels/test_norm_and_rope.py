@@ -3,7 +3,7 @@
 import pytest
 import torch
 from interpreted import triton_impl
-from kernel_tensors import draw_exact, draw_rotation
+from kernel_tensors import draw_exact, draw_rotation, on_device
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of
@@ -18,10 +18,6 @@ EPS = 1e-6
 BF16 = torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 needs_interpreter = pytest.mark.interpreted
-
-
-def rotation_on(device: str, rotation: Rotation) -> Rotation:
-    return Rotation(rotation.cos.to(device), rotation.sin.to(device))
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -159,7 +155,7 @@ def assert_same_but_for_rounding(got: Tensor, expected: Tensor) -> None:
 def test_rope_on_a_gpu_equals_the_reference(dtype: torch.dtype, tokens: int, heads: int, dim: int) -> None:
     x, rotation = torch.randn(tokens, heads, dim + 8).to(dtype), draw_rotation(tokens, dim, dtype)
     got = torch.full((tokens, heads, dim), float("nan"), dtype=dtype, device="cuda")
-    kernels_of("rope").rotate_pairs_into(got, x.cuda()[..., 8:], rotation_on("cuda", rotation))
+    kernels_of("rope").rotate_pairs_into(got, x.cuda()[..., 8:], on_device(rotation, "cuda"))
     assert torch.equal(got.cpu(), rope_reference.rotate_pairs(x[..., 8:], rotation))
 
 
@@ -173,7 +169,7 @@ def test_rope_query_and_per_head_matmul_on_a_gpu_equal_the_reference(
 ) -> None:
     q, rotation = torch.randn(tokens, heads, nope + rope).to(dtype), draw_rotation(tokens, rope, dtype)
     key_up = torch.randn(heads, nope + 16, rank).to(dtype)[:, :nope]
-    got = rope_query(q.cuda(), key_up.cuda(), rotation_on("cuda", rotation)).cpu()
+    got = rope_query(q.cuda(), key_up.cuda(), on_device(rotation, "cuda")).cpu()
     expected = rope_reference.rope_query(q.double(), key_up.double(), Rotation(rotation.cos, rotation.sin))
     assert error(got[..., :rank], expected[..., :rank]) < 1e-2  # in bf16, the result is rounded once
     assert torch.equal(got[..., rank:], rope_reference.rotate(q[..., nope:], rotation, True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_on_cpu import needs_compiler
 from hopper_on_cpu import emulated_attention
-from matrix import matrix, slow_if
+from matrix import slow_if
 from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
 from sparse_attention_cases import Case, Inputs, make_inputs
 from torch import Tensor
@@ -103,8 +103,11 @@ def test_queries_that_are_not_aligned_are_copied_first(launch: LaunchConfig) -> 
     inputs.check(run(replace(inputs, q=misaligned), launch))
 
 
+KINDS = [(16, True), (64, False), (16, False), (32, True), (64, True)]  # 32 heads of plain rows use the block for 64
+
+
 @needs_nvcc
-@pytest.mark.parametrize(("heads", "fp8"), matrix([16, 64, 32], [True, False], together=1))
+@pytest.mark.parametrize(("heads", "fp8"), slow_if(KINDS, KINDS[2:]))
 def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
     heads: int, fp8: bool, tmp_path: Path
 ) -> None:

@@ -1,13 +1,14 @@
 """Compares swap_in's CUDA kernels on a GPU with the reference, over poisoned memory."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from kernel_tensors import on_device
 from swap_in_model import ODD, POISON, Shape, SwapInModel, check_copied_bytes, make_copies, pairs_by_query
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import SeatTables, SwapPlan, copy, cuda_impl, plan, reference
+from hotset.kernels.swap_in import SwapPlan, copy, cuda_impl, plan, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -16,11 +17,6 @@ def for_every_batch(cluster: cuda_impl.BlockCluster | None) -> cuda_impl.SwapInT
     """Returns a tuning that uses `cluster` for every batch. Queries with many missing rows copy two at a time."""
     turns = {"max_batch_without_turns": 1, "lists_at_once": 2, "turn_rows": 100, "copy_lists_at_once": 2}
     return cuda_impl.SwapInTuning(clusters=((1, cluster),), **turns)
-
-
-def on_gpu(tables: SeatTables) -> SeatTables:
-    named = {field.name: getattr(tables, field.name) for field in fields(tables)}
-    return replace(tables, **{name: value.cuda() for name, value in named.items() if isinstance(value, torch.Tensor)})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +54,7 @@ def on_gpu(tables: SeatTables) -> SeatTables:
 )
 def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int, tuning: cuda_impl.SwapInTuning) -> None:
     model = SwapInModel(shape, seed=15, full=shape.context >= shape.slots, stamp=stamp)
-    tables, words, counts = on_gpu(model.tables), model.words.cuda(), model.counts.cuda()
+    tables, words, counts = on_device(model.tables, "cuda"), model.words.cuda(), model.counts.cuda()
     host_rows, device_rows = model.host_rows.pin_memory(), model.device_rows.cuda()
     for _ in range(12):
         batch = model.draw_batch()
@@ -85,7 +81,7 @@ def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int, tuni
 def test_on_a_gpu_a_replayed_step_equals_the_reference() -> None:
     shape = Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=128, tiered=5, width=656)
     model = SwapInModel(shape, seed=16, full=True, stamp=9000)
-    tables, words, counts = on_gpu(model.tables), model.words.cuda(), model.counts.cuda()
+    tables, words, counts = on_device(model.tables, "cuda"), model.words.cuda(), model.counts.cuda()
     host_rows, device_rows = model.host_rows.pin_memory(), model.device_rows.cuda()
     inputs = [torch.zeros(8, 2048).long().cuda(), torch.full((8,), EMPTY).cuda(), torch.zeros(8).long().cuda()]
     columns = [torch.empty_like(column) for column in inputs]
