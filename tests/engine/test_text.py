@@ -48,7 +48,7 @@ words = st.text(alphabet="ab\n", min_size=0, max_size=6)
 stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 
 
-@examples(200)
+@examples(100)
 @given(texts=st.lists(words, max_size=8), stops=stop_lists, include=st.booleans(), last=words)
 @example(texts=["aa", "ab"], stops=["aab"], include=False, last="")
 @example(texts=["ab", "abb"], stops=["ababb", "ba"], include=False, last="")

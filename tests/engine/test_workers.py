@@ -48,7 +48,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 # With these settings, a device pool of 96 tokens cannot hold all requests at once.
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
-NUM_REQUESTS = 7
+NUM_REQUESTS = 5
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
