@@ -121,6 +121,7 @@ class HandoffAgent(ABC):
         self._poll_pause = self._timing.poll_every
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
+        self._nbytes = 0  # bytes of contexts that have landed here, or of lists of writes that ended as DONE
         self._num_pieces = 0  # pieces that were packed or unpacked here
         self._routes: dict[str, tuple[Route, ...]] = {}  # by peer; the newest is last
         # These threads pack or unpack pieces, so that the agent's thread never waits for a copy.
@@ -167,10 +168,6 @@ class HandoffAgent(ABC):
     @property
     @abstractmethod
     def _num_open(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def _nbytes(self) -> int: ...
 
     # Only one of the two roles overrides what follows.
 

@@ -56,7 +56,6 @@ class DecodeAgent(HandoffAgent):
         self._unpacking: dict[HandoffKey, int] = {}
         self._held_events: dict[HandoffKey, list[msg.ReceiverEvent]] = {}
         self._outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
-        self._landed_bytes = 0
 
     def _handle_command(self, command: object, now: float) -> None:
         match command:
@@ -180,10 +179,6 @@ class DecodeAgent(HandoffAgent):
                 self._emit(event)
         self._receiver.on_unpacked(key, number)
 
-    @property
-    def _nbytes(self) -> int:
-        return self._landed_bytes
-
     def _fetch(self, fetch: msg.Fetch, now: float) -> None:
         peer, key = fetch.peer, fetch.request.key
         introduction = self._introductions.get(peer)
@@ -296,7 +291,7 @@ class DecodeAgent(HandoffAgent):
         match event:
             case msg.Landed(key):
                 self._outcomes["landed"] += 1
-                self._landed_bytes += self._context_bytes(self._fetches.pop(key).request)
+                self._nbytes += self._context_bytes(self._fetches.pop(key).request)
             case msg.FetchFailed(quiesced=quiesced):
                 self._outcomes["failed" if quiesced else "failed, not quiesced"] += 1
             case msg.Quiesced():

@@ -65,7 +65,6 @@ class PrefillAgent(HandoffAgent):
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
-        self._written_bytes = 0  # bytes of lists that ended as DONE; probes do not count
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
         self._outcomes = sender.outcomes
 
@@ -160,7 +159,7 @@ class PrefillAgent(HandoffAgent):
             if entry.ticket is None or state is WriteState.PENDING:
                 pending.append(entry)
             else:
-                self._written_bytes += entry.ticket.nbytes if state is WriteState.DONE else 0
+                self._nbytes += entry.ticket.nbytes if state is WriteState.DONE else 0
                 self._report_end(entry, state, now)
         self._lists = pending
         return awaits_pass or any(entry.ticket is not None for entry in pending)
@@ -199,10 +198,6 @@ class PrefillAgent(HandoffAgent):
     def _report_end(self, entry: _ListInFlight, state: WriteState, now: float) -> None:
         action = entry.action
         self._sender.on_write_ended(action.peer, action.key, action.number, state, now)
-
-    @property
-    def _nbytes(self) -> int:
-        return self._written_bytes
 
     @property
     def _throughput(self) -> Throughput | None:

@@ -63,7 +63,7 @@ class _Handoff:
     peer: str
     request: msg.HandoffRequest
     timer: PhaseTimer[ReceiverPhase]
-    staged: bool = False  # pieces arrive in the ring
+    staging: ReceiverStaging | None = None  # set if pieces arrive in the ring
     reason: str = ""  # why it failed
     retry: bool = False  # whether a retry may succeed
 
@@ -156,8 +156,8 @@ class Receiver:
     def on_unpacked(self, key: HandoffKey, piece: int) -> None:
         """Records that a piece is in its pages. Ignores handoffs that have ended."""
         handoff = self._handoffs.get(key)
-        if self._staging is not None and handoff is not None and handoff.staged:
-            self._staging.on_unpacked(key, piece)
+        if handoff is not None and handoff.staging is not None:
+            handoff.staging.on_unpacked(key, piece)
             if handoff.phase is ReceiverPhase.LANDING:
                 self._send(handoff.peer, msg.PieceUnpacked(key, piece))
 
@@ -227,31 +227,32 @@ class Receiver:
             retransmits = handoff.timer.retransmit_at < float("inf")
             assert handoff.timer.deadline < float("inf") or retransmits, f"{key} would never end"
         if self._staging is not None:
-            self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
+            self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staging is not None})
 
     def _on_sign_of_life(self, handoff: _Handoff, message: msg.HandoffAccepted | msg.Progress, now: float) -> None:
         if handoff.phase is ReceiverPhase.REQUESTING and isinstance(message, msg.HandoffAccepted):
             self._move(handoff, ReceiverPhase.LANDING, now)
-            hello = self._hellos.get(handoff.peer)
-            if self._staging is not None and hello is not None and message.piece_bytes:
-                handoff.staged = self._staging.begin(handoff.peer, hello, handoff.request, message.piece_bytes)
+            hello, staging = self._hellos.get(handoff.peer), self._staging
+            if staging is not None and hello is not None and message.piece_bytes:
+                begun = staging.begin(handoff.peer, hello, handoff.request, message.piece_bytes)
+                handoff.staging = staging if begun else None
         if handoff.phase is ReceiverPhase.LANDING:
             handoff.timer.extend(now)
             if isinstance(message, msg.HandoffAccepted):
-                self._send(handoff.peer, msg.StartWrites(message.key, handoff.staged))
+                self._send(handoff.peer, msg.StartWrites(message.key, handoff.staging is not None))
 
     def _on_staging_message(self, handoff: _Handoff, message: msg.LeaseRequest | msg.PieceWritten, now: float) -> None:
-        if handoff.phase is not ReceiverPhase.LANDING or not handoff.staged:
+        staging = handoff.staging
+        if handoff.phase is not ReceiverPhase.LANDING or staging is None:
             return
-        assert self._staging is not None
         handoff.timer.extend(now)
         if isinstance(message, msg.LeaseRequest):
-            self._actions += self._staging.request_lease(message)
+            self._actions += staging.request_lease(message)
             return
-        packed = self._staging.on_piece_written(message)
+        packed = staging.on_piece_written(message)
         if packed is not None:
             self._actions.append(msg.UnpackPiece(message.key, message.piece, packed))
-        if self._staging.is_unpacked(message.key, message.piece):
+        if staging.is_unpacked(message.key, message.piece):
             self._send(handoff.peer, msg.PieceUnpacked(message.key, message.piece))
 
     def _on_done(self, handoff: _Handoff, done: msg.HandoffDone, now: float) -> None:
@@ -266,8 +267,8 @@ class Receiver:
 
     def _landed_rows(self, handoff: _Handoff) -> int:
         """Returns how many rows are in their pages when HandoffDone arrives."""
-        if self._staging is not None and handoff.staged:
-            return handoff.request.first + self._staging.unpacked_rows(handoff.request.key)
+        if handoff.staging is not None:
+            return handoff.request.first + handoff.staging.unpacked_rows(handoff.request.key)
         return len(handoff.request.prompt)
 
     def _on_end(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
@@ -282,8 +283,8 @@ class Receiver:
             case ReceiverPhase.FENCING if quiesced:
                 self._report_failure(handoff, True, now)
             case ReceiverPhase.QUARANTINED if quiesced:
-                if self._staging is not None and handoff.staged:
-                    self._staging.end_quarantine(handoff.request.key)
+                if handoff.staging is not None:
+                    handoff.staging.end_quarantine(handoff.request.key)
                 else:
                     self._actions.append(msg.Quiesced(handoff.request.key))
                 self._move(handoff, ReceiverPhase.CLOSED, now)
@@ -300,7 +301,7 @@ class Receiver:
         """Reports the failure, or does so later if the sender may still write: `end_writers` or Cancelled may come."""
         if handoff.phase is not ReceiverPhase.CANCELLING:
             handoff.reason, handoff.retry = reason, retry
-        if quiesced or handoff.staged:
+        if quiesced or handoff.staging is not None:
             self._report_failure(handoff, quiesced, now)
         else:
             self._move(handoff, ReceiverPhase.FENCING, now)
@@ -308,10 +309,10 @@ class Receiver:
     def _report_failure(self, handoff: _Handoff, quiesced: bool, now: float) -> None:
         """Sends FetchFailed. Unless `quiesced`, the pages are quarantined from now on, or the leases if staged."""
         key = handoff.request.key
-        if self._staging is not None and handoff.staged and not quiesced:
+        if handoff.staging is not None and not quiesced:
             # Only this worker writes to the pages, so they are free. The sender's leases, if it has any, are not.
             self._actions.append(msg.FetchFailed(key, True, handoff.retry, handoff.reason))
-            quiesced = not self._staging.quarantine(key)
+            quiesced = not handoff.staging.quarantine(key)
         else:
             self._actions.append(msg.FetchFailed(key, quiesced, handoff.retry, handoff.reason))
         self._move(handoff, ReceiverPhase.CLOSED if quiesced else ReceiverPhase.QUARANTINED, now)
@@ -330,11 +331,11 @@ class Receiver:
 
     def _move(self, handoff: _Handoff, to: ReceiverPhase, now: float) -> None:
         handoff.timer.move(to, now)
-        if self._staging is not None and handoff.staged and to is ReceiverPhase.CANCELLING:
-            self._staging.stop(handoff.request.key)
+        if handoff.staging is not None and to is ReceiverPhase.CANCELLING:
+            handoff.staging.stop(handoff.request.key)
         if to is ReceiverPhase.CLOSED:
-            if self._staging is not None and handoff.staged:
-                self._staging.remove(handoff.request.key)
+            if handoff.staging is not None:
+                handoff.staging.remove(handoff.request.key)
             del self._handoffs[handoff.request.key]
         else:
             self._transmit(handoff)

@@ -312,7 +312,7 @@ class _Lane:
 class Lanes:
     """Implements `Transfer` over a backend. A list fails `deadline_s` seconds after `submit`, unless it has ended."""
 
-    def __init__(self, backend: Backend, lanes: int = 4, deadline_s: float = 30.0) -> None:
+    def __init__(self, backend: Backend, lanes: int, deadline_s: float) -> None:
         self.name = backend.name
         self._backend = backend
         self._deadline_s = deadline_s

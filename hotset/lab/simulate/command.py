@@ -164,9 +164,10 @@ def simulate(
     from hotset.lab.bench.svg import write_picture
     from hotset.lab.bench.workload import read_trace
     from hotset.lab.plan.model_configs import find_config
+    from hotset.lab.plan.planner import rank_costs
     from hotset.lab.simulate.prompts import arrivals
-    from hotset.lab.simulate.step_clock import FixedCosts, SimulatedClock, StepCost
-    from hotset.lab.simulate.traffic import planned_costs, planned_split, run_traffic, simulated_engine
+    from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost
+    from hotset.lab.simulate.traffic import planned_split, run_traffic, simulated_engine
     from hotset.lab.simulate.traffic_report import picture, print_traffic
 
     machine = find_machine(gpu, gpus, host_gib, this_machine, gpu_gib, gpu_tb_per_s, bus_gb_per_s)
@@ -178,7 +179,7 @@ def simulate(
     capacity = planned_split(simulated_model, files, machine, config)
     cost: StepCost = FixedCosts((step_ms or 0.0) / 1e3, prompt_token_ms / 1e3, decode_token_ms / 1e3)
     if step_ms is None:
-        cost = planned_costs(capacity, files, machine)
+        cost = GpuCosts(rank_costs(capacity, files, machine))
     clock = SimulatedClock()
     engine = simulated_engine(capacity, files, machine.gpu is not None, clock, cost)
     with StatusLine("Simulating") as line:

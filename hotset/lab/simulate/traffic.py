@@ -21,9 +21,9 @@ from hotset.engine.model_checks import kv_storage
 from hotset.engine.workers.executor import Step
 from hotset.lab.plan.capacity import Capacity, plan_capacity
 from hotset.lab.plan.gpus import Machine
-from hotset.lab.plan.planner import make_plan, rank_costs
+from hotset.lab.plan.planner import make_plan
 from hotset.lab.simulate.prompts import Arrival, choice_of
-from hotset.lab.simulate.step_clock import GpuCosts, SimulatedClock, SimulatedExecutor, StepCost, StepWork, work_of
+from hotset.lab.simulate.step_clock import SimulatedClock, SimulatedExecutor, StepCost, StepWork, work_of
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.decoder import worker_kv_shape
 from hotset.tiers.residence import Residence
@@ -122,11 +122,6 @@ def planned_split(model: str, files: ModelFiles, machine: Machine, config: Engin
     if plan.best is None:
         raise ConfigError(plan.splits[0].reason or "the model does not fit")
     return plan_capacity(plan.best.config, files, machine)
-
-
-def planned_costs(capacity: Capacity, files: ModelFiles, machine: Machine) -> GpuCosts:
-    """Returns the costs of the machine's GPUs."""
-    return GpuCosts(rank_costs(capacity, files, machine))
 
 
 def run_traffic(
