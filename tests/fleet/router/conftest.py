@@ -43,3 +43,9 @@ def idle_workers(workers: list[Stub]) -> list[Stub]:
 @pytest.fixture(scope="session")
 def router(shared_cluster: Cluster, workers: list[Stub]) -> Router:
     return shared_cluster.router(workers[:2], workers[2:])
+
+
+@pytest.fixture(scope="session")
+def router_with_key(shared_cluster: Cluster) -> Router:
+    """A router with a key and without workers."""
+    return shared_cluster.router([], [], "--api-key", "sesame", ready=False)

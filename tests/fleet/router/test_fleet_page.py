@@ -24,11 +24,10 @@ def test_the_data_of_a_routers_page_are_the_states_of_its_workers(router: Router
 
 
 def test_without_a_page_the_root_leads_to_the_documentation_and_a_key_protects_the_data(
-    shared_cluster: Cluster,
+    shared_cluster: Cluster, router_with_key: Router
 ) -> None:
     without = shared_cluster.router([], [], "--no-page", ready=False)
     answer = plain_http.get(f"{without.url}/", timeout=10, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (307, "/docs")
     assert plain_http.get(f"{without.url}/live", timeout=10).status_code == 404
-    with_key = shared_cluster.router([], [], "--api-key", "sesame", ready=False)
-    assert plain_http.get(f"{with_key.url}/live", timeout=10).status_code == 401
+    assert plain_http.get(f"{router_with_key.url}/live", timeout=10).status_code == 401

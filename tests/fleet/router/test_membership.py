@@ -16,12 +16,6 @@ from hotset.fleet.router.workers_file import read_workers
 KEY = {"Authorization": "Bearer sesame"}
 
 
-@pytest.fixture(scope="module")
-def router_with_key(shared_cluster: Cluster) -> Router:
-    """A router with a key and without workers."""
-    return shared_cluster.router([], [], "--api-key", "sesame", ready=False)
-
-
 def change_workers(router: Router, method: str, url: str, **headers: str) -> httpx.Response:
     return plain_http.request(method, f"{router.url}/workers", json={"url": url}, headers=headers, timeout=10)
 

@@ -4,7 +4,9 @@ The numbers in names like `test_defect_13_…` refer to the defects in scripts/s
 """
 
 import builtins
+import io
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -12,12 +14,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from far_end import NBYTES, POISON, FarProcess, wait_for_end
+from processes import fork_server
 
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
 from hotset.fleet.transfer.api import MemoryKind, Region, Transfer, WriteState
@@ -77,33 +82,32 @@ def test_the_error_about_a_missing_package_or_library_contains_the_command_that_
         TransferSettings(name).open()
 
 
-PRINT_TRANSPORTS = f"""
-import logging, time
-import numpy as np
-from hotset.fleet.transfer.api import Region, WriteState
-from hotset.fleet.transfer.engines import TransferSettings
-logging.basicConfig(level=logging.INFO)
-near, far, memory = TransferSettings("nixl").open(), TransferSettings("nixl").open(), np.zeros({NBYTES}, np.uint8)
-near.register(Region(memory.ctypes.data, 100))
-far.register(Region(memory.ctypes.data + 100, 100))
-near.connect("far", far.describe())
-ticket = near.submit("far", np.array([[memory.ctypes.data, memory.ctypes.data + 100, 100]]))
-while near.poll(ticket) is WriteState.PENDING:
-    time.sleep(0.001)
-print(near.transport())
-near.close()
-far.close()
-"""
+def report_transports(pipe: Connection) -> None:
+    """Writes from one endpoint of NIXL to another, and sends what the first and the log say about the transports."""
+    log, memory = io.StringIO(), np.zeros(200, np.uint8)
+    logging.basicConfig(level=logging.INFO, stream=log, force=True)
+    near, far = TransferSettings("nixl").open(), TransferSettings("nixl").open()
+    near.register(Region(memory.ctypes.data, 100))
+    far.register(Region(memory.ctypes.data + 100, 100))
+    near.connect("far", far.describe())
+    ticket = near.submit("far", np.array([[memory.ctypes.data, memory.ctypes.data + 100, 100]]))
+    assert wait_for_end(near, ticket) is WriteState.DONE
+    transport = near.transport()
+    near.close()
+    far.close()
+    pipe.send((transport, log.getvalue()))
 
 
 def test_nixl_reports_the_transports_that_it_uses() -> None:
     """The test uses a separate process, because UCX reads its log settings only once, when UCX is loaded."""
-    command = [sys.executable, "-c", PRINT_TRANSPORTS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "UCX (" in done.stdout and "tcp/lo" in done.stdout
-    assert "nixl reaches far over UCX (" in done.stderr
-    assert "nixl wrote 100 bytes" in done.stderr
+    pipe, far_end = Pipe()
+    process = fork_server().Process(target=report_transports, args=(far_end,))
+    process.start()
+    far_end.close()
+    transport, log = pipe.recv()
+    process.join()
+    assert "UCX (" in transport and "tcp/lo" in transport
+    assert "nixl reaches far over UCX (" in log and "nixl wrote 100 bytes" in log
 
 
 def test_mooncake_without_cuda_refuses_gpu_memory(mooncake: Transfer) -> None:
