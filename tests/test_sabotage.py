@@ -46,7 +46,7 @@ def problems(patch: Any) -> list[str]:
         file, name = test.split("::")
         function = name.partition("[")[0]  # without the id of a parametrised case
         path = ROOT / file
-        if not path.exists() or not re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE):
+        if not path.exists() or not re.search(rf"^(async )?def {function}\(", path.read_text(), re.MULTILINE):
             found.append(f"{test} does not exist")
     return found
 

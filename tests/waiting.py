@@ -2,7 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
 
 WAIT_SECONDS = 60.0
 
@@ -20,6 +22,20 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_SECONDS):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs an asynchronous test, which fails if it takes longer than twice WAIT_SECONDS."""
+
+    @wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(2 * WAIT_SECONDS):
+                await test(*args, **fixtures)
+
+        asyncio.run(limited())
+
+    return run
 
 
 class ManualEvent:

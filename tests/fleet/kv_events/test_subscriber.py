@@ -5,7 +5,7 @@ import itertools
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from random_cache import RandomCache
-from waiting import until
+from waiting import in_event_loop, until
 from zmq.utils.monitor import recv_monitor_message
 
 from hotset.base.address import Address, EventsEndpoint
@@ -81,115 +81,101 @@ async def lossy_proxy(endpoint: EventsEndpoint, loss: Callable[[], bool]) -> Asy
         context.destroy(linger=0)
 
 
-def run(scenario: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * DEADLINE_S):
-            await scenario
-
-    asyncio.run(bounded())
-
-
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
-def test_subscribers_agree_with_the_cache_after_random_changes_and_lost_messages(seed: int) -> None:
-    async def scenario() -> None:
-        rng = random.Random(seed)
-        publisher = KvEventPublisher(ANY_PORTS, log=EventLog(0, keep=True, max_batches=rng.choice([1, 5, 50, 1000])))
-        cache = RandomCache(seed, publisher.on_change)
-        losses: list[bool] = []
+@in_event_loop
+async def test_subscribers_agree_with_the_cache_after_random_changes_and_lost_messages(seed: int) -> None:
+    rng = random.Random(seed)
+    publisher = KvEventPublisher(ANY_PORTS, log=EventLog(0, keep=True, max_batches=rng.choice([1, 5, 50, 1000])))
+    cache = RandomCache(seed, publisher.on_change)
+    losses: list[bool] = []
 
-        def is_lost() -> bool:
-            losses.append(rng.random() < 0.3)
-            return losses[-1]
+    def is_lost() -> bool:
+        losses.append(rng.random() < 0.3)
+        return losses[-1]
 
-        try:
-            async with (
-                lossy_proxy(publisher.endpoint, is_lost) as lossy,
-                following(publisher.endpoint, **SOON) as direct,
-                following(publisher.endpoint, live=lossy, **SOON) as behind,
-            ):
-                while not losses:  # until the proxy has connected
+    try:
+        async with (
+            lossy_proxy(publisher.endpoint, is_lost) as lossy,
+            following(publisher.endpoint, **SOON) as direct,
+            following(publisher.endpoint, live=lossy, **SOON) as behind,
+        ):
+            while not losses:  # until the proxy has connected
+                cache.step()
+                publisher.flush()
+                await asyncio.sleep(0.002)
+            for _ in range(4):
+                for _ in range(100):
                     cache.step()
                     publisher.flush()
-                    await asyncio.sleep(0.002)
-                for _ in range(4):
-                    for _ in range(100):
-                        cache.step()
-                        publisher.flush()
-                        if rng.random() < 0.3:
-                            await asyncio.sleep(0)
-                    await until(lambda: direct.synced and direct.blocks.hashes() == cache.hashes)
-                    await until(lambda: behind.synced and behind.blocks.hashes() == cache.hashes)
-                async with following(publisher.endpoint, **NEVER) as late:
-                    await until(lambda: late.synced)
-                    assert late.blocks.hashes() == cache.hashes
-                    assert late.catch_ups == 1
-                await until(lambda: any(losses))
-        finally:
-            publisher.close()
-
-    run(scenario())
+                    if rng.random() < 0.3:
+                        await asyncio.sleep(0)
+                await until(lambda: direct.synced and direct.blocks.hashes() == cache.hashes)
+                await until(lambda: behind.synced and behind.blocks.hashes() == cache.hashes)
+            async with following(publisher.endpoint, **NEVER) as late:
+                await until(lambda: late.synced)
+                assert late.blocks.hashes() == cache.hashes
+                assert late.catch_ups == 1
+            await until(lambda: any(losses))
+    finally:
+        publisher.close()
 
 
-def test_a_subscriber_forgets_the_blocks_of_a_publisher_that_was_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_subscriber_forgets_the_blocks_of_a_publisher_that_was_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(subscriber_module, "ANSWER_SECONDS", 1.0)  # the publisher may end before it answers
-
-    async def scenario() -> None:
-        publisher = KvEventPublisher(ANY_PORTS)
-        endpoint = publisher.endpoint
-        try:
-            async with following(endpoint, **SOON) as subscriber:
-                cache = RandomCache(1, publisher.on_change)
-                for _ in range(50):
-                    cache.step()
-                publisher.flush()
-                await until(lambda: subscriber.synced and len(subscriber.blocks) > 0)
-                assert subscriber.blocks.hashes() == cache.hashes
-                publisher.close()
-                await until(lambda: not subscriber.synced)
-                assert len(subscriber.blocks) == 0
-                # The new process publishes more batches than the old one before the subscriber connects.
-                publisher = reopened(endpoint)
-                publish_blocks(publisher, range(20))
-                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == set(range(20)))
-        finally:
+    publisher = KvEventPublisher(ANY_PORTS)
+    endpoint = publisher.endpoint
+    try:
+        async with following(endpoint, **SOON) as subscriber:
+            cache = RandomCache(1, publisher.on_change)
+            for _ in range(50):
+                cache.step()
+            publisher.flush()
+            await until(lambda: subscriber.synced and len(subscriber.blocks) > 0)
+            assert subscriber.blocks.hashes() == cache.hashes
             publisher.close()
+            await until(lambda: not subscriber.synced)
+            assert len(subscriber.blocks) == 0
+            # The new process publishes more batches than the old one before the subscriber connects.
+            publisher = reopened(endpoint)
+            publish_blocks(publisher, range(20))
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == set(range(20)))
+    finally:
+        publisher.close()
 
-    run(scenario())
 
-
-def test_messages_that_a_subscriber_has_not_read_when_its_connection_ends_are_dropped(
+@in_event_loop
+async def test_messages_that_a_subscriber_has_not_read_when_its_connection_ends_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their numbers may fit to those of the next process."""
     monkeypatch.setattr(subscriber_module, "MAX_PER_WAKE", 10)
     monkeypatch.setattr(subscriber_module, "ANSWER_SECONDS", 1.0)
-
-    async def scenario() -> None:
-        publisher = KvEventPublisher(ANY_PORTS)
-        endpoint, witness = publisher.endpoint, None
-        try:
-            async with following(endpoint, **NEVER) as subscriber:
-                witness = Witness(endpoint)
-                while subscriber._last_live < 0 or not witness.live.poll(0):
-                    publish_blocks(publisher, range(1))
-                    await asyncio.sleep(0.01)
-                publish_blocks(publisher, range(1, 100))
-                # They arrive, but the subscriber, in the same thread, does not read them.
-                witness.wait_for_batch(publisher._log._next - 1)
-                publisher.close()
-                publisher = reopened(endpoint)
-                publish_blocks(publisher, range(1000, 1020))
-                witness.wait_for_reconnection()
-                await until(lambda: 1019 in subscriber.blocks and subscriber.synced)
-                for _ in range(100):
-                    await asyncio.sleep(0.002)
-                assert subscriber.blocks.hashes() == set(range(1000, 1020))
-        finally:
+    publisher = KvEventPublisher(ANY_PORTS)
+    endpoint, witness = publisher.endpoint, None
+    try:
+        async with following(endpoint, **NEVER) as subscriber:
+            witness = Witness(endpoint)
+            while subscriber._last_live < 0 or not witness.live.poll(0):
+                publish_blocks(publisher, range(1))
+                await asyncio.sleep(0.01)
+            publish_blocks(publisher, range(1, 100))
+            # They arrive, but the subscriber, in the same thread, does not read them.
+            witness.wait_for_batch(publisher._log._next - 1)
             publisher.close()
-            if witness is not None:
-                witness.close()
-
-    run(scenario())
+            publisher = reopened(endpoint)
+            publish_blocks(publisher, range(1000, 1020))
+            witness.wait_for_reconnection()
+            await until(lambda: 1019 in subscriber.blocks and subscriber.synced)
+            for _ in range(100):
+                await asyncio.sleep(0.002)
+            assert subscriber.blocks.hashes() == set(range(1000, 1020))
+    finally:
+        publisher.close()
+        if witness is not None:
+            witness.close()
 
 
 class Witness:
@@ -307,56 +293,46 @@ async def followed_fake(**options: Any) -> AsyncIterator[tuple[FakePublisher, Kv
         yield publisher, subscriber
 
 
-def test_a_gap_is_filled_by_the_missing_batches_alone() -> None:
-    async def scenario() -> None:
-        async with followed_fake() as (publisher, subscriber):
-            await publisher.publish(stored(2), lost=True)
-            missing = len(publisher.batches) - 1
-            await publisher.publish(removed(1))
-            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {2})
-            assert publisher.requests[-1] == missing
-
-    run(scenario())
+@in_event_loop
+async def test_a_gap_is_filled_by_the_missing_batches_alone() -> None:
+    async with followed_fake() as (publisher, subscriber):
+        await publisher.publish(stored(2), lost=True)
+        missing = len(publisher.batches) - 1
+        await publisher.publish(removed(1))
+        await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {2})
+        assert publisher.requests[-1] == missing
 
 
-def test_the_newest_batch_is_not_lost_for_ever() -> None:
-    async def scenario() -> None:
-        async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
-            await publisher.publish(removed(1), lost=True)
-            await until(lambda: subscriber.synced and len(subscriber.blocks) == 0)
-
-    run(scenario())
+@in_event_loop
+async def test_the_newest_batch_is_not_lost_for_ever() -> None:
+    async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
+        await publisher.publish(removed(1), lost=True)
+        await until(lambda: subscriber.synced and len(subscriber.blocks) == 0)
 
 
-def test_a_fall_of_the_sequence_numbers_means_another_process() -> None:
+@in_event_loop
+async def test_a_fall_of_the_sequence_numbers_means_another_process() -> None:
     """Behind a proxy, the connection of the subscriber survives the publisher."""
-
-    async def scenario() -> None:
-        async with followed_fake() as (publisher, subscriber):
-            await publisher.publish(stored(2))
-            await publisher.publish(stored(3))
-            await until(lambda: subscriber.blocks.hashes() == {1, 2, 3})
-            publisher.batches = [batch_of({"type": "AllBlocksCleared"})]
-            await publisher.publish(stored(9))
-            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {9})
-
-    run(scenario())
+    async with followed_fake() as (publisher, subscriber):
+        await publisher.publish(stored(2))
+        await publisher.publish(stored(3))
+        await until(lambda: subscriber.blocks.hashes() == {1, 2, 3})
+        publisher.batches = [batch_of({"type": "AllBlocksCleared"})]
+        await publisher.publish(stored(9))
+        await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {9})
 
 
-def test_an_answer_of_another_process_is_not_appended_to_what_is_known() -> None:
+@in_event_loop
+async def test_an_answer_of_another_process_is_not_appended_to_what_is_known() -> None:
     """The subscriber asks for batches that the other process does not have yet, and gets all that it has."""
-
-    async def scenario() -> None:
-        async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
-            other = [
-                [b"", b"", sequence_frame(0), batch_of({"type": "AllBlocksCleared"})],
-                [b"", b"", END_OF_REPLAY, b""],
-            ]
-            publisher.batches = [batch_of({"type": "AllBlocksCleared"}), batch_of(stored(9))]
-            publisher.wrong_answers = [other]
-            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {9})
-
-    run(scenario())
+    async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
+        other = [
+            [b"", b"", sequence_frame(0), batch_of({"type": "AllBlocksCleared"})],
+            [b"", b"", END_OF_REPLAY, b""],
+        ]
+        publisher.batches = [batch_of({"type": "AllBlocksCleared"}), batch_of(stored(9))]
+        publisher.wrong_answers = [other]
+        await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {9})
 
 
 GARBAGE = {
@@ -380,17 +356,15 @@ def test_a_malformed_message_is_no_batch(frames: list[bytes]) -> None:
         decode(frames)
 
 
-def test_malformed_messages_are_dropped_and_the_blocks_requested_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with followed_fake() as (publisher, subscriber):
-            for frames in (*GARBAGE.values(), [b"", END_OF_REPLAY, b""]):
-                requests = len(publisher.requests)
-                await publisher.send(frames)
-                await until(lambda before=requests: len(publisher.requests) > before)  # type: ignore[misc]
-                await publisher.publish(stored(2))
-                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {1, 2})
-
-    run(scenario())
+@in_event_loop
+async def test_malformed_messages_are_dropped_and_the_blocks_requested_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with followed_fake() as (publisher, subscriber):
+        for frames in (*GARBAGE.values(), [b"", END_OF_REPLAY, b""]):
+            requests = len(publisher.requests)
+            await publisher.send(frames)
+            await until(lambda before=requests: len(publisher.requests) > before)  # type: ignore[misc]
+            await publisher.publish(stored(2))
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {1, 2})
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is logged once"
     assert "dropped a malformed message" in caplog.text
 
@@ -405,122 +379,111 @@ WRONG_ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
-def test_a_subscriber_knows_nothing_until_an_answer_is_whole_and_asks_again(
+@in_event_loop
+async def test_a_subscriber_knows_nothing_until_an_answer_is_whole_and_asks_again(
     answer: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not answer:
         monkeypatch.setattr(subscriber_module, "ANSWER_SECONDS", 0.1)
-
-    async def scenario() -> None:
-        async with fake_publisher() as publisher:
-            await publisher.publish(stored(5))
-            publisher.wrong_answers = [answer] * 4
-            async with following(publisher.endpoint, **NEVER) as subscriber:
-                await until(lambda: len(publisher.requests) >= 2)
-                assert not publisher.wrong_answers or not subscriber.synced
-                await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {5})
-
-    run(scenario())
+    async with fake_publisher() as publisher:
+        await publisher.publish(stored(5))
+        publisher.wrong_answers = [answer] * 4
+        async with following(publisher.endpoint, **NEVER) as subscriber:
+            await until(lambda: len(publisher.requests) >= 2)
+            assert not publisher.wrong_answers or not subscriber.synced
+            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {5})
 
 
-def test_without_a_replay_address_a_lost_message_makes_the_subscriber_forget() -> None:
-    async def scenario() -> None:
-        async with followed_fake(replay=False) as (publisher, subscriber):
-            await publisher.publish(stored(2))
-            await publisher.publish(stored(3), lost=True)
-            await publisher.publish(stored(4))
-            await until(lambda: 4 in subscriber.blocks)
-            assert subscriber.blocks.hashes() == {4} and publisher.requests == []
-
-    run(scenario())
+@in_event_loop
+async def test_without_a_replay_address_a_lost_message_makes_the_subscriber_forget() -> None:
+    async with followed_fake(replay=False) as (publisher, subscriber):
+        await publisher.publish(stored(2))
+        await publisher.publish(stored(3), lost=True)
+        await publisher.publish(stored(4))
+        await until(lambda: 4 in subscriber.blocks)
+        assert subscriber.blocks.hashes() == {4} and publisher.requests == []
 
 
-def test_without_a_replay_address_a_subscriber_is_synced_only_if_it_has_seen_the_whole_history() -> None:
-    async def scenario() -> None:
-        cleared = {"type": "AllBlocksCleared"}
-        async with followed_fake(replay=False, check_seconds=0.001, retry_seconds=0.001) as (publisher, subscriber):
-            await publisher.publish(stored(2))
-            await until(lambda: 2 in subscriber.blocks)
-            assert not subscriber.synced, "earlier batches were not received"
-            await publisher.publish(cleared)
-            await publisher.publish(stored(3))
-            await until(lambda: subscriber.blocks.hashes() == {3})
-            assert subscriber.synced
-            await publisher.publish(removed(3), lost=True)
-            await publisher.publish(stored(4))
-            await until(lambda: subscriber.blocks.hashes() == {4})
-            assert not subscriber.synced, "a batch was lost"
-            await asyncio.sleep(0.02)  # the time of several attempts to catch up, which cannot succeed
-            assert not subscriber.synced
-            await publisher.publish(stored(5), cleared, stored(6))
-            await until(lambda: subscriber.blocks.hashes() == {6})
-            assert subscriber.synced
-        async with fake_publisher() as publisher, following(publisher.endpoint, replay=False, **NEVER) as subscriber:
-            while subscriber._last_live < 0:
-                await publisher.send([b"", sequence_frame(0), batch_of(stored(7))])
-                await asyncio.sleep(0.005)
-            await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {7})
-
-    run(scenario())
+@in_event_loop
+async def test_without_a_replay_address_a_subscriber_is_synced_only_if_it_has_seen_the_whole_history() -> None:
+    cleared = {"type": "AllBlocksCleared"}
+    async with followed_fake(replay=False, check_seconds=0.001, retry_seconds=0.001) as (publisher, subscriber):
+        await publisher.publish(stored(2))
+        await until(lambda: 2 in subscriber.blocks)
+        assert not subscriber.synced, "earlier batches were not received"
+        await publisher.publish(cleared)
+        await publisher.publish(stored(3))
+        await until(lambda: subscriber.blocks.hashes() == {3})
+        assert subscriber.synced
+        await publisher.publish(removed(3), lost=True)
+        await publisher.publish(stored(4))
+        await until(lambda: subscriber.blocks.hashes() == {4})
+        assert not subscriber.synced, "a batch was lost"
+        await asyncio.sleep(0.02)  # the time of several attempts to catch up, which cannot succeed
+        assert not subscriber.synced
+        await publisher.publish(stored(5), cleared, stored(6))
+        await until(lambda: subscriber.blocks.hashes() == {6})
+        assert subscriber.synced
+    async with fake_publisher() as publisher, following(publisher.endpoint, replay=False, **NEVER) as subscriber:
+        while subscriber._last_live < 0:
+            await publisher.send([b"", sequence_frame(0), batch_of(stored(7))])
+            await asyncio.sleep(0.005)
+        await until(lambda: subscriber.synced and subscriber.blocks.hashes() == {7})
 
 
-def test_an_address_without_a_publisher_is_logged_once(
+@in_event_loop
+async def test_an_address_without_a_publisher_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(subscriber_module, "CONNECT_SECONDS", 0.01)
-
-    async def scenario() -> None:
-        with socket.socket() as reserved:
-            reserved.bind(("127.0.0.1", 0))  # it does not listen, so connections are refused
-            address = Address("127.0.0.1", reserved.getsockname()[1])
-            async with following(EventsEndpoint(address, address), **NEVER) as subscriber:
-                await until(lambda: bool(caplog.records))
-                await asyncio.sleep(0.05)  # several times the limit
-                assert not subscriber.synced
-                [record] = caplog.records
-                assert f"KV events of tcp://{address}: no connection for 0.01 s" in record.getMessage()
-
-    run(scenario())
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # it does not listen, so connections are refused
+        address = Address("127.0.0.1", reserved.getsockname()[1])
+        async with following(EventsEndpoint(address, address), **NEVER) as subscriber:
+            await until(lambda: bool(caplog.records))
+            await asyncio.sleep(0.05)  # several times the limit
+            assert not subscriber.synced
+            [record] = caplog.records
+            assert f"KV events of tcp://{address}: no connection for 0.01 s" in record.getMessage()
 
 
-def test_a_subscriber_that_reads_too_slowly_loses_messages_and_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_subscriber_that_reads_too_slowly_loses_messages_and_catches_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for module in (publisher_module, subscriber_module):
         monkeypatch.setattr(module, "MAX_QUEUED", 2)
+    publisher = KvEventPublisher(ANY_PORTS)
+    try:
+        async with following(publisher.endpoint, **NEVER) as subscriber:
+            hashes: set[int] = set()
 
-    async def scenario() -> None:
-        publisher = KvEventPublisher(ANY_PORTS)
-        try:
-            async with following(publisher.endpoint, **NEVER) as subscriber:
-                hashes: set[int] = set()
+            def publish() -> None:
+                number = len(hashes)
+                hashes.add(number)
+                publisher.on_change(PagesStored((number.to_bytes(32, "big"),), None, (70_000,) * 20_000, ""))
+                publisher.flush()
+                wait_for_batch(publisher, number + 1)
 
-                def publish() -> None:
-                    number = len(hashes)
-                    hashes.add(number)
-                    publisher.on_change(PagesStored((number.to_bytes(32, "big"),), None, (70_000,) * 20_000, ""))
-                    publisher.flush()
-                    wait_for_batch(publisher, number + 1)
+            def up_to_date() -> bool:
+                return subscriber._last_live >= 0 and subscriber.synced and subscriber.blocks.hashes() == hashes
 
-                def up_to_date() -> bool:
-                    return subscriber._last_live >= 0 and subscriber.synced and subscriber.blocks.hashes() == hashes
+            async def publish_until_up_to_date() -> None:
+                while not up_to_date():
+                    publish()  # the newest batches may be lost: only a later one reveals this
+                    for _ in range(20):  # a busy machine needs time to read what was published
+                        if not up_to_date():
+                            await asyncio.sleep(0.02)
 
-                async def publish_until_up_to_date() -> None:
-                    while not up_to_date():
-                        publish()  # the newest batches may be lost: only a later one reveals this
-                        for _ in range(20):  # a busy machine needs time to read what was published
-                            if not up_to_date():
-                                await asyncio.sleep(0.02)
-
+            await publish_until_up_to_date()
+            catch_ups, count = subscriber.catch_ups, 50
+            while subscriber.catch_ups == catch_ups:
+                for _ in range(count):  # the subscriber, in the same thread, does not read meanwhile
+                    publish()
+                count *= 2  # the buffers of the kernel may have held all messages
                 await publish_until_up_to_date()
-                catch_ups, count = subscriber.catch_ups, 50
-                while subscriber.catch_ups == catch_ups:
-                    for _ in range(count):  # the subscriber, in the same thread, does not read meanwhile
-                        publish()
-                    count *= 2  # the buffers of the kernel may have held all messages
-                    await publish_until_up_to_date()
-        finally:
-            publisher.close()
-
-    run(scenario())
+    finally:
+        publisher.close()
 
 
 def wait_for_batch(publisher: KvEventPublisher, number: int) -> None:
@@ -532,23 +495,20 @@ def wait_for_batch(publisher: KvEventPublisher, number: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["live", "replayed"])
-def test_other_tasks_run_while_many_messages_arrive(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+@in_event_loop
+async def test_other_tasks_run_while_many_messages_arrive(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     monkeypatch.setattr(subscriber_module, "MAX_PER_WAKE", 20)
-
-    async def scenario() -> None:
-        async with followed_fake() as (publisher, subscriber):
-            first = len(publisher.batches)
-            for number in range(1000):
-                await publisher.publish(stored(number), lost=lost)
-            await publisher.publish(stored(1000))
-            processed = [first]
-            while processed[-1] <= first + 1000:
-                assert subscriber._next is not None
-                processed.append(subscriber._next)
-                await asyncio.sleep(0)
-            assert max(after - before for before, after in itertools.pairwise(processed)) <= 20
-
-    run(scenario())
+    async with followed_fake() as (publisher, subscriber):
+        first = len(publisher.batches)
+        for number in range(1000):
+            await publisher.publish(stored(number), lost=lost)
+        await publisher.publish(stored(1000))
+        processed = [first]
+        while processed[-1] <= first + 1000:
+            assert subscriber._next is not None
+            processed.append(subscriber._next)
+            await asyncio.sleep(0)
+        assert max(after - before for before, after in itertools.pairwise(processed)) <= 20
 
 
 def test_a_block_is_known_while_one_medium_has_it() -> None:

@@ -1,12 +1,11 @@
 """A router follows the KV events of its workers again after a failure, and logs it once."""
 
-import asyncio
 from contextlib import closing
 
 import pytest
 import zmq
 import zmq.asyncio
-from waiting import until
+from waiting import in_event_loop, until
 
 from hotset.base.address import Address, EventsEndpoint
 from hotset.fleet.kv_events.publisher import KvEventPublisher
@@ -18,7 +17,8 @@ from hotset.serve.responses import KvEventsPorts
 LOOPBACK = Address("127.0.0.1", 0)
 
 
-def test_a_subscriber_that_fails_is_started_again_and_the_failure_logged_once(
+@in_event_loop
+async def test_a_subscriber_that_fails_is_started_again_and_the_failure_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kv_events_view, "RESTART_SECONDS", 0.001)
@@ -32,20 +32,16 @@ def test_a_subscriber_that_fails_is_started_again_and_the_failure_logged_once(
         await run(subscriber)
 
     monkeypatch.setattr(KvEventSubscriber, "run", failing_run)
-
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        with closing(KvEventPublisher(EventsEndpoint(LOOPBACK, LOOPBACK))) as publisher:
-            assert publisher.endpoint.replay is not None
-            ports = KvEventsPorts(live=publisher.endpoint.live.port, replay=publisher.endpoint.replay.port)
-            view = KvEventsView(context, "http://127.0.0.1:1", [ports])
-            assert view.has_block(1) is None
-            await until(lambda: view.synced)
-            assert view.has_block(1) is False
-            await view.wait_closed()
-        context.destroy(linger=0)
-
-    asyncio.run(scenario())
+    context = zmq.asyncio.Context()
+    with closing(KvEventPublisher(EventsEndpoint(LOOPBACK, LOOPBACK))) as publisher:
+        assert publisher.endpoint.replay is not None
+        ports = KvEventsPorts(live=publisher.endpoint.live.port, replay=publisher.endpoint.replay.port)
+        view = KvEventsView(context, "http://127.0.0.1:1", [ports])
+        assert view.has_block(1) is None
+        await until(lambda: view.synced)
+        assert view.has_block(1) is False
+        await view.wait_closed()
+    context.destroy(linger=0)
     assert starts == 4
     [record] = caplog.records
     assert record.getMessage().startswith("cannot follow the KV events of http://127.0.0.1:1: Invalid argument")
