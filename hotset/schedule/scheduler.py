@@ -91,7 +91,7 @@ class Scheduler:
         self._snapshots = Snapshots()
 
     def stats(self) -> RankStats:
-        """Returns what was counted since the start, with the current state of requests and pages."""
+        """Returns what was counted since the start, and the current state."""
         return self._state.stats()
 
     @property
@@ -278,18 +278,7 @@ class Scheduler:
             request, token = requests[plan.sampled[index]], result.token_ids[index]
             if request.phase in (Phase.ENDING, Phase.FINISHED) or plan.number < request.void_before:
                 continue  # the request ended while this plan was in flight, or with an earlier token of this plan
-            alternatives, failure = result.alternatives.get(index), result.failures.get(index)
-            if request.for_peer:
-                self._hand_off(request, token, alternatives, failure)
-                continue
-            if failure is not None:
-                self._end(request, "structure", failure)
-                continue
-            if request.prompt_only:
-                self._end(request, "length")
-                continue
-            outputs.add(request.request_id, token, alternatives)
-            self._append_token(request, token)
+            self._commit_token(request, token, result.alternatives.get(index), result.failures.get(index))
         for segment, drafts in result.next_drafts.items():
             decodes = requests[segment].phase is Phase.DECODE and segment not in result.unsampled
             if self._speculation is not None and decodes:
@@ -369,12 +358,23 @@ class Scheduler:
         if request.phase is Phase.PREFILL and request.num_scheduled and not request.for_peer:
             self._admission.on_kv_ready(request)
 
-    def _append_token(self, request: Request, token: int) -> None:
-        request.settled_unsampled -= 1
-        request.tokens.append(token)
-        if request.phase is Phase.PREFILL:
-            self._admission.on_kv_ready(request)
-        self._check_end(request, token)
+    def _commit_token(
+        self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None
+    ) -> None:
+        """Records a token that was sampled for a request, or the `failure` that leaves it without meaning."""
+        if request.for_peer:
+            self._hand_off(request, token, alternatives, failure)
+        elif failure is not None:
+            self._end(request, "structure", failure)
+        elif request.prompt_only:
+            self._end(request, "length")
+        else:
+            self._outputs.add(request.request_id, token, alternatives)
+            request.settled_unsampled -= 1
+            request.tokens.append(token)
+            if request.phase is Phase.PREFILL:
+                self._admission.on_kv_ready(request)
+            self._check_end(request, token)
 
     def _check_end(self, request: Request, token: int) -> None:
         """Ends the request if `token`, its newest, is a stop token or is the last that its maximal length allows."""
