@@ -106,7 +106,7 @@ def test_the_library_gets_its_operands_in_the_layout_that_it_requires(tokens: in
     """The rules are those of torch's ScaledBlas.cpp for BlockWise1x128 and BlockWise128x128."""
     x, weight = torch.randn(tokens, inputs).to(BF16), random_weight(outputs, inputs)
     assert impl().library_supports(x.dtype, weight, None)
-    arguments = impl().library_arguments(impl().quantised(x), weight)
+    arguments = impl().library_arguments(impl().quantise(x), weight)
     codes, scales, weight_codes, weight_scales = (arguments[name] for name in ("mat_a", "scale_a", "mat_b", "scale_b"))
     padded, groups = codes.shape[0], inputs // SCALE_BLOCK
     padded_groups = -(-groups // 4) * 4

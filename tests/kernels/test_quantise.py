@@ -1,19 +1,15 @@
-"""Compares the codes and scales of quantise with `fp8.quantise`, bit by bit, over poisoned memory.
-
-Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernel on CPU tensors
-instead (see test_interpreted.py).
-"""
+"""Compares the codes and scales of quantise with `fp8.quantise`, bit by bit, over poisoned memory."""
 
 import pytest
 import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreted import INTERPRETED, triton_impl
+from interpreted import triton_impl
 from torch import Tensor
 
 from hotset.kernels import fp8
-from hotset.kernels.quantise import quantise, reference
+from hotset.kernels.quantise import quantise
 
 BF16 = torch.bfloat16
 
@@ -44,13 +40,14 @@ def all_pairs_of_mantissas() -> Tensor:
     return torch.where(mantissa == 128, mantissa[:, None], mantissa / 2).to(BF16) * 2.0**-10
 
 
+@pytest.mark.interpreted
 def test_every_quotient_of_two_bf16_numbers_is_rounded_as_a_division() -> None:
     x = all_pairs_of_mantissas()
     assert int((x[:, 0].float() * 1024).sum()) == sum(range(128, 256))
-    op = triton_impl("quantise") if INTERPRETED else reference
-    assert_same_bits(*op.quantise(x, 128), x)
+    assert_same_bits(*triton_impl("quantise").quantise(x, 128), x)
 
 
+@pytest.mark.interpreted
 @examples(6)
 @given(
     tokens=st.sampled_from([1, 3, 9]),
@@ -66,14 +63,13 @@ def test_codes_and_scales_have_the_bits_of_the_specification(
     torch.manual_seed(seed)
     x = values_with_ties(tokens, width + 3, seed) if ties else torch.randn(tokens, width + 3)
     x = (x * (torch.rand(tokens, 1) > 0.2)).to(dtype)[:, 3:]  # some tokens are zero; tokens have a stride
-    op = triton_impl("quantise") if INTERPRETED else reference
     padded = -(-tokens // align) * align
-    codes, scales = op.quantise(x, padded)
+    codes, scales = triton_impl("quantise").quantise(x, padded)
     assert codes.shape == (padded, width) and scales.shape == (padded, -(-width // 128))
     assert_same_bits(codes, scales, x)
 
 
-@pytest.mark.not_interpreted
+@pytest.mark.interpreted
 def test_tokens_are_padded_and_the_padding_is_not_written() -> None:
     x = torch.randn(5, 200)
     quantised = quantise(x)

@@ -36,19 +36,7 @@ TUNED = DrawTuning()
 
 
 def draw(x: Tensor, rules: DrawRules, keys: Tensor, positions: Tensor, tuning: DrawTuning = TUNED) -> Tensor:
-    n, vocab = x.shape
-    token_ids = torch.empty(n, dtype=torch.int64, device=x.device)
-    if n == 0:
-        return token_ids
-    cuda_source.kernel(DRAW, "draw", **tuning.constants).launch(
-        LaunchShape(n, tuning.threads, tuning.shared_bytes),
-        x,
-        x.stride(0),
-        vocab,
-        *_columns(*rules.columns, keys, positions),
-        token_ids,
-    )
-    return token_ids
+    return _draw(DRAW, "draw", tuning, x, x.shape[1], *_columns(*rules.columns, keys, positions))
 
 
 def accept_or_replace(
@@ -60,20 +48,17 @@ def accept_or_replace(
     positions: Tensor,
     tuning: DrawTuning = TUNED,
 ) -> Tensor:
-    n, vocab = x.shape
+    columns = _columns(drafts, *rules.columns, keys, positions)
+    arguments = (draft_logits, draft_logits.stride(0), x.shape[1], *columns)
+    return _draw(ACCEPT, "accept_or_replace", tuning, x, *arguments)
+
+
+def _draw(source: Path, name: str, tuning: DrawTuning, x: Tensor, *arguments: Tensor | int) -> Tensor:
+    n = x.shape[0]
     token_ids = torch.empty(n, dtype=torch.int64, device=x.device)
-    if n == 0:
-        return token_ids
-    cuda_source.kernel(ACCEPT, "accept_or_replace", **tuning.constants).launch(
-        LaunchShape(n, tuning.threads, tuning.shared_bytes),
-        x,
-        x.stride(0),
-        draft_logits,
-        draft_logits.stride(0),
-        vocab,
-        *_columns(drafts, *rules.columns, keys, positions),
-        token_ids,
-    )
+    if n > 0:
+        shape = LaunchShape(n, tuning.threads, tuning.shared_bytes)
+        cuda_source.kernel(source, name, **tuning.constants).launch(shape, x, x.stride(0), *arguments, token_ids)
     return token_ids
 
 

@@ -26,8 +26,8 @@ from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.early_launch.triton_launch import EARLY_LAUNCH, let_next_launch_start, wait_for_previous_launch
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
-from hotset.kernels.quantise import QuantisedTokens, padded_tokens
-from hotset.kernels.quantise.triton_impl import group_codes, group_scale, quantise
+from hotset.kernels.quantise import QuantisedTokens, quantise
+from hotset.kernels.quantise.triton_impl import group_codes, group_scale
 
 READ_AHEAD_GROUPS = 4  # groups that a program reads into the L2 while it waits for the previous kernel
 
@@ -104,10 +104,6 @@ def tile_for(tokens: int, weight: Fp8Weight) -> Tile:
     return next(tile for most, tile in tiles.items() if tokens <= most)
 
 
-def quantised(x: Tensor) -> QuantisedTokens:
-    return QuantisedTokens(*quantise(x, padded_tokens(x.shape[0])))
-
-
 def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None) -> bool:
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) != LIBRARY_CAPABILITY:
         return False
@@ -117,7 +113,7 @@ def library_supports(dtype: torch.dtype, weight: Fp8Weight, bias: Tensor | None)
 
 
 def fp8_linear_by_library(x: Tensor, weight: Fp8Weight) -> Tensor:
-    out: Tensor = F.scaled_mm(**library_arguments(quantised(x), weight), output_dtype=x.dtype)
+    out: Tensor = F.scaled_mm(**library_arguments(quantise(x), weight), output_dtype=x.dtype)
     return out[: x.shape[0]]
 
 
@@ -171,7 +167,7 @@ def fp8_linear_in_tiles(
     if tile.fused:
         codes = scales = x if x.stride(1) == 1 else x.contiguous()  # the kernel does not read the scales
     else:
-        of_x = quantised(x)
+        of_x = quantise(x)
         codes, scales = of_x.codes, of_x.scales
     grid = (ceil_div(outputs, tile.outputs), splits, ceil_div(tokens, tile.tokens))
     if not (splits == 1 or grid[2] == 1):

@@ -45,6 +45,7 @@ def paged_attention(
         raise ConfigError(f"heads of {head_dim} values: a GPU supports multiples of 8 up to {MAX_FAST_DIM}")
     if heads // kv_heads > MAX_FAST_GROUP:
         raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU supports up to {MAX_FAST_GROUP}")
+    _check_strides(q, context, segments.positions)
     # Decoding requests precede prompts in a step. A prompt's tile would have only a few tokens of such a request.
     short = segments.tokens_before_longer(MAX_DECODED)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -60,3 +61,14 @@ def paged_attention(
 def _prefill_kernels(q: Tensor, context: PagedRows) -> ModuleType:
     cuda = kernels_of("paged_attention", "cuda_prefill")
     return cuda if cuda.supports(q, context) else kernels_of("paged_attention", "triton_prefill")
+
+
+def _check_strides(q: Tensor, context: PagedRows, positions: Tensor) -> None:
+    """Checks what the kernels assume about the memory of their arguments."""
+    blocks, table = context.blocks, context.table
+    if blocks.shape[0] != 1:
+        raise InternalError(f"pages with {blocks.shape[0]} parts cannot hold KV rows")
+    if not (blocks.stride(3) == 1 and table.stride(1) == 1):
+        raise InternalError("values and pages must be adjacent")
+    if not (q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()):
+        raise InternalError("values of q, seats and positions must be adjacent")

@@ -13,7 +13,7 @@ from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape, float_bits
 from hotset.kernels.fast_path import is_hopper
-from hotset.kernels.paged_attention.triton_impl import LOG2_E, check_strides
+from hotset.kernels.paged_attention.triton_impl import LOG2_E
 from hotset.kernels.rows import PagedRows
 
 SOURCE = Path(__file__).with_name("prefill.cu")
@@ -40,7 +40,6 @@ def prefill(
     queries, heads, _dim = q.shape
     if queries == 0:
         return
-    check_strides(q, context, positions, out)
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:  # the kernel reads 16 bytes at a time
         q = q.contiguous()
     blocks, table = context.blocks, context.table

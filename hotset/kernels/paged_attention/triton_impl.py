@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotset.base.errors import InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.fast_path import multiprocessors
 from hotset.kernels.rows import PagedRows
@@ -35,7 +34,6 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
     queries, heads, dim = q.shape
     if queries == 0:
         return
-    check_strides(q, context, positions, out)
     blocks, table = context.blocks, context.table
     page_rows = blocks.shape[2]
     splits = _num_splits(queries * kv_heads, table.shape[1] * page_rows, multiprocessors(q.device))
@@ -84,19 +82,6 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
             num_warps=4,
             **OPTIONS,
         )
-
-
-def check_strides(q: Tensor, context: PagedRows, positions: Tensor, out: Tensor) -> None:
-    """Checks what the kernels assume about the memory of their arguments."""
-    blocks, table = context.blocks, context.table
-    if blocks.shape[0] != 1:
-        raise InternalError(f"pages with {blocks.shape[0]} parts cannot hold KV rows")
-    if not (blocks.stride(3) == 1 and table.stride(1) == 1):
-        raise InternalError("values and pages must be adjacent")
-    if not (q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()):
-        raise InternalError("values of q, seats and positions must be adjacent")
-    if not out.is_contiguous():
-        raise InternalError("the result must be contiguous")
 
 
 def _num_splits(programs: int, longest: int, num_multiprocessors: int) -> int:
