@@ -93,7 +93,7 @@ def test_every_setting_has_a_panel_of_help() -> None:
     settings = {setting.name for kind in (EngineConfig, ServeConfig, RouterConfig) for setting in fields(kind)}
     listed = [*BASICS, *(name for names in PANELS.values() for name in names)]
     assert len(listed) == len(set(listed))
-    assert set(listed) - {"", "api_key_file", "url"} == settings - {"allow_workers"}
+    assert set(listed) - {"", "api_key_file", "url"} == settings
 
 
 def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ BASICS = (
     "api_key_file",
     "served_model_name",
     OWN_OPTIONS,
+    "allow_workers",
     "device",
     "max_model_len",
 )
@@ -146,8 +147,12 @@ def _flags_of(config_type: "type[DataclassInstance]", panels: Panels) -> Iterato
         if setting.type is bool:
             name += f"/--no-{flag_name(setting.name)}"
         option = typer.Option(name, help=help, rich_help_panel=_panel_of(setting.name, panels))
-        hint: Any = Annotated[setting.type, option]
-        yield inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=hint)
+        kind, default = setting.type, setting.default
+        if (metavar := setting.metadata["metavar"]) is not None:
+            kind, default = list[str] | None, None
+            option.metavar, option.show_default = metavar, False
+        hint: Any = Annotated[kind, option]
+        yield inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _panel_of(name: str, panels: Panels) -> str | None:
@@ -169,7 +174,8 @@ def config_values(config_type: "type[DataclassInstance]", values: dict[str, Any]
     The environment's values are not defaults of the flags, because `--help` prints defaults and some are secrets.
     """
     names = {setting.name for setting in fields(config_type)}
-    flags = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     environment = environment_defaults()
     if config_type is EngineConfig and flags.get("role", "both") == "both":
         environment.pop("handoff_secret", None)  # the secret is for prefill and decode workers only

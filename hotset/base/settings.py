@@ -17,14 +17,15 @@ def setting(
     maximum: int | None = None,
     positive: bool = False,
     handoff_only: bool = False,
+    metavar: str | None = None,
 ) -> Any:
     """Declares a field with the help text of its flag and the values that `check_settings` accepts.
 
     A Literal needs no `choices`. `positive` means a finite number above 0. `handoff_only` marks a setting that only
-    prefill and decode workers have.
+    prefill and decode workers have. `metavar` stands for a value of a setting with several texts.
     """
     rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "positive": positive}
-    return field(default=default, metadata={"help": help, "handoff_only": handoff_only, **rules})
+    return field(default=default, metadata={"help": help, "handoff_only": handoff_only, "metavar": metavar, **rules})
 
 
 def check_settings(config: Any) -> None:

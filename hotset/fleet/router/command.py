@@ -1,6 +1,6 @@
 """`hotset router`: serves the OpenAI API in front of prefill and decode workers."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -41,31 +41,10 @@ def add_router(app: typer.Typer) -> None:
     )(router)
 
 
-@with_flags(RouterConfig, without=("prefill", "decode", "allow_workers"))
-def router(
-    prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL...", help="URLs of prefill workers.", show_default=False)
-    ] = None,
-    decode: Annotated[
-        list[str] | None, typer.Option(metavar="URL...", help="URLs of decode workers.", show_default=False)
-    ] = None,
-    allow_workers: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST...",
-            help="Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. "
-            "Default: this machine, by its loopback addresses.",
-            show_default=False,
-        ),
-    ] = None,
-    api_key_file: ApiKeyFile = None,
-    **values: Any,
-) -> None:
+@with_flags(RouterConfig)
+def router(api_key_file: ApiKeyFile = None, **values: Any) -> None:
     """Serve the OpenAI API with separate prefill and decode workers."""
-    values = with_key_of_file(values, api_key_file)
-    urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
-    allowed = {"allow_workers": tuple(allow_workers)} if allow_workers else {}
-    config = RouterConfig(**config_values(RouterConfig, {**values, **urls, **allowed}))
+    config = RouterConfig(**config_values(RouterConfig, with_key_of_file(values, api_key_file)))
     check_packages("router", "serve")
     with bound_socket(config.host, config.port) as listener:
         from hotset.fleet.router.server import run

@@ -20,8 +20,8 @@ HOST_NAME = re.compile(r"(?=.*[a-z])[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 class RouterConfig(HttpSettings):
     """Worker addresses, limits and timeouts of a router."""
 
-    prefill: tuple[str, ...] = setting((), "URLs of prefill workers (hotset serve --role prefill).")
-    decode: tuple[str, ...] = setting((), "URLs of decode workers (hotset serve --role decode).")
+    prefill: tuple[str, ...] = setting((), "URLs of prefill workers.", metavar="URL...")
+    decode: tuple[str, ...] = setting((), "URLs of decode workers.", metavar="URL...")
     workers_file: str | None = setting(
         None,
         "File with the URLs of all workers, instead of --prefill and --decode. It is read again whenever it changes: "
@@ -29,8 +29,9 @@ class RouterConfig(HttpSettings):
     )
     allow_workers: tuple[str, ...] = setting(
         LOOPBACK_HOSTS,
-        "Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. Workers of "
-        "--prefill and --decode are always allowed.",
+        "Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. Default: "
+        "this machine, by its loopback addresses.",
+        metavar="HOST...",
     )
     handoff_secret: str | None = setting(
         None,
