@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -29,9 +29,11 @@ from hotset.base.serve_config import ServeConfig
 from hotset.base.settings import flag_name
 from hotset.cli import app, machine, main
 from hotset.cli.machine import Gpu, MachineReport, PackageReport, inspect_machine, print_machine
-from hotset.cli.terminal import Conversation
+from hotset.cli.terminal import DIM, NOT_DIM, Conversation
 from hotset.engine import sizing
+from hotset.engine.outputs import Delta
 from hotset.fleet.router.config import RouterConfig
+from hotset.models.answer_parser import ThinkParser
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "models" / "demo-dsa")
@@ -261,3 +263,38 @@ def test_chat_rejects_a_question_longer_than_the_context_and_keeps_all_turns(con
     with pytest.raises(ContextLengthExceeded):
         conversation.run(["word " * 200])
     assert conversation.turns == before
+
+
+class ScriptedLlm:
+    """An LLM that thinks, and gives the same answer to every question."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Any]] = []
+
+    def stream_chat(self, messages: Sequence[Any], params: SamplingParams) -> Generator[Delta, None, None]:
+        self.asked.append(list(messages))
+        pieces = ["I a", "dd.</th", "ink>2", "!"]
+        yield from (Delta(0, piece, (1,)) for piece in pieces)
+        yield Delta(0, "", (2,), finish_reason="stop")
+
+    def answer_parser(self, messages: Sequence[Any]) -> ThinkParser:
+        return ThinkParser(in_reasoning=True)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_reasoning_goes_to_stderr_and_to_the_next_prompt(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm: Any = ScriptedLlm()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    Conversation(llm, SamplingParams()).run(["1 + 1?", "Sure?"])
+    printed = capsys.readouterr()
+    assert printed.out == "2!\n2!\n"
+    shown = printed.err.replace(NOT_DIM + DIM, "")
+    assert shown == 2 * (f"{DIM}I add.{NOT_DIM}\n" if terminal else "I add.\n")
+    answer = {"role": "assistant", "content": "2!", "reasoning_content": "I add."}
+    assert llm.asked[1] == [
+        {"role": "user", "content": "1 + 1?"},
+        answer,
+        {"role": "user", "content": "Sure?"},
+    ]

@@ -1,4 +1,4 @@
-"""A tiny model, which most servers of these tests load, and the servers that several files share."""
+"""A tiny model, which most servers of these tests load, and a server that several files share."""
 
 import json
 from collections.abc import Iterator
@@ -46,13 +46,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     template += "{% if messages[0].content == 'grow without end' %}{{ 'A' * 2000000000 }}{% endif %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
     return str(directory)
-
-
-@pytest.fixture(scope="session")
-def tiny_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the tiny model with random weights. Tests must leave no request in it."""
-    with serving(tmp_path_factory.mktemp("tiny"), tiny_model, "--load-format", "dummy") as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import httpx
 import plain_http
 from idle_connections import with_few_descriptors
 from processes import children_of, is_spawned
+from waiting import WAIT_SECONDS, wait_until
 
 STOP_SECONDS = 60
 API_KEY = "open-sesame"
@@ -33,12 +33,10 @@ class RunningServer:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def wait_for_log(self, pattern: str, seconds: float = 60.0) -> None:
+    def wait_for_log(self, pattern: str) -> None:
         """Waits for text in the log: a request is logged after its response was sent."""
-        deadline = time.monotonic() + seconds
-        while re.search(pattern, self.log()) is None:
-            assert time.monotonic() < deadline, f"{pattern!r} was not logged within {seconds:g} s: {self.log()}"
-            time.sleep(0.02)
+        found = wait_until(lambda: re.search(pattern, self.log()))
+        assert found, f"{pattern!r} was not logged within {WAIT_SECONDS:g} s: {self.log()}"
 
     def gauge(self, name: str) -> float:
         """Returns the current value of a metric without labels."""
@@ -47,18 +45,13 @@ class RunningServer:
         assert sample is not None, f"{name} is not among the metrics"
         return float(sample[1])
 
-    def wait_for_gauge(self, name: str, condition: Callable[[float], bool], seconds: float = 60.0) -> float:
-        """Waits until the metric satisfies `condition` or the time is up, and returns its last value."""
-        deadline = time.monotonic() + seconds
-        while not condition(value := self.gauge(name)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return value
+    def wait_for_gauge(self, name: str, value: float, seconds: float = WAIT_SECONDS) -> None:
+        """Waits until the metric has this value."""
+        reached = wait_until(lambda: self.gauge(name) == value, seconds)
+        assert reached, f"{self.url}: {name} is {self.gauge(name):g} after {seconds:g} s, not {value:g}"
 
-    def wait_until_healthy(self, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while plain_http.get(f"{self.url}/health", timeout=30).status_code != 200:
-            assert time.monotonic() < deadline, f"{self.url} was not healthy within {seconds:g} s"
-            time.sleep(0.05)
+    def is_healthy(self) -> bool:
+        return plain_http.get(f"{self.url}/health", timeout=30).status_code == 200
 
     def engine_pid(self) -> int:
         engines = [pid for pid in children_of(self.process.pid) if is_spawned(pid)]

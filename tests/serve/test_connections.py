@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from waiting import WAIT_SECONDS, wait_until
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
@@ -30,7 +31,6 @@ from hotset.serve.http_server import HttpServer, uvicorn_config
 from hotset.serve.middleware import BodyLimit
 from hotset.serve.server import run as run_server
 
-WAIT_SECONDS = 30.0  # limit of each wait; only an overloaded machine needs that long
 LIMIT_SECONDS = 0.3
 CHUNK = bytes(1 << 16)
 
@@ -139,13 +139,6 @@ def running(
             server_of["server"].should_exit = server_of["server"].force_exit = True
             thread.join(WAIT_SECONDS)
     assert not thread.is_alive()
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds
 
 
 def read_all(client: socket.socket) -> bytes:

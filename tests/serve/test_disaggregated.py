@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from listening import listening
 from processes import descendants_of, wait_until_ended
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import RunningServer, serving
+from waiting import until, wait_until
 
 from hotset.fleet.kv_events.subscriber import KvEventSubscriber
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, parse_page_marks
@@ -187,9 +187,7 @@ def test_pages_that_a_worker_reports_to_the_router_are_those_of_its_kv_events(
             live, replay = (f"tcp://127.0.0.1:{ports[name]}" for name in ("live", "replay"))
             subscriber = KvEventSubscriber(context, live, replay)
             following = asyncio.create_task(subscriber.run())
-            async with asyncio.timeout(60):
-                while not all(mark.block_hash in subscriber.blocks for mark in marks):
-                    await asyncio.sleep(0.02)
+            await until(lambda: all(mark.block_hash in subscriber.blocks for mark in marks))
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
@@ -199,10 +197,7 @@ def test_pages_that_a_worker_reports_to_the_router_are_those_of_its_kv_events(
         workers = plain_http.get(f"{server.url}/workers", timeout=30).json()["workers"]
         return [worker["kv_events_synced"] for worker in workers] == [True, True]
 
-    deadline = time.monotonic() + 60
-    while not router_follows():
-        assert time.monotonic() < deadline, "the router must follow the events of both workers"
-        time.sleep(0.05)
+    assert wait_until(router_follows), "the router must follow the events of both workers"
 
 
 def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(prefill: str, decode: str) -> None:

@@ -29,7 +29,7 @@ from hotset.serve.chunks import ChunkResponder, ResponseFormatter
 from hotset.serve.completions import CompletionFormatter, _prompts
 from hotset.serve.generation import GenerationJob, usage_of
 from hotset.serve.protocol import CompletionRequest
-from hotset.serve.responses import CompletionChoice, Usage
+from hotset.serve.responses import CompletionChoice
 from hotset.serve.service import Service
 
 CONTEXT = 40
@@ -217,20 +217,14 @@ class ThreadRecorder:
     def chunk(self, delta: Delta) -> None:
         self.threads.append(threading.current_thread().name)
 
-    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> Usage:
-        self.threads.append(threading.current_thread().name)
-        return usage
-
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])
-@pytest.mark.parametrize("stream", [True, False])
-def test_log_probabilities_of_prompts_are_formatted_outside_the_event_loop(
-    stream: bool, prompt_logprobs: int | None
-) -> None:
+def test_log_probabilities_of_prompts_are_formatted_outside_the_event_loop(prompt_logprobs: int | None) -> None:
+    """This is for streams. test_long_logprobs.py has whole answers."""
     tokenizer, prompt = byte_level(), [1, 2, 3]
     params = SamplingParams(seed=0, prompt_logprobs=prompt_logprobs)
     formatter = ThreadRecorder()
-    job = GenerationJob("id", [prompt], params, stream)
+    job = GenerationJob("id", [prompt], params, stream=True)
 
     async def deltas() -> AsyncGenerator[Delta, None]:
         for delta in deltas_of(tokenizer, prompt, [5, 6], params):
@@ -238,9 +232,6 @@ def test_log_probabilities_of_prompts_are_formatted_outside_the_event_loop(
 
     async def respond() -> None:
         responder = ChunkResponder(service_of(tokenizer), job, cast(ResponseFormatter, formatter))
-        if not stream:
-            await responder.full(deltas())
-            return
         async for _ in responder.events(deltas()):
             pass
 

@@ -11,17 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import plain_http
 import pytest
 from processes import command_line, descendants_of, is_running, is_spawned, pause, shared_memory_of, wait_until_ended
 from running_server import RunningServer, error_of, serving
+from waiting import WAIT_SECONDS, wait_until
 
 TEXT = "/v1/completions"
 STEP_TIMEOUT = 3
 FLAGS = ["--load-format", "dummy", "--device", "cpu", "--step-timeout", str(STEP_TIMEOUT)]
 SIZES = ["--device-kv-tokens", "16384", "--host-kv-tokens", "16384"]
-WAIT_SECONDS = 60.0  # limit of each wait; only an overloaded machine needs that long
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
@@ -36,12 +37,15 @@ def workers_of(engine: int) -> list[int]:
 
 def wait_for_503(server: RunningServer) -> dict[str, Any]:
     """Waits until /health reports an error. Each answer must come at once, though the engine does not run."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while (answer := plain_http.get(f"{server.url}/health", timeout=WAIT_SECONDS)).status_code == 200:
-        assert time.monotonic() < deadline, f"/health still reports {answer.json()}"
-        assert answer.json()["status"] == "ok"
-        time.sleep(0.05)
-    return error_of(answer, 503)
+    answers: list[httpx.Response] = []
+
+    def reports_an_error() -> bool:
+        answers.append(plain_http.get(f"{server.url}/health", timeout=WAIT_SECONDS))
+        return answers[-1].status_code != 200
+
+    assert wait_until(reports_an_error)
+    assert all(answer.json()["status"] == "ok" for answer in answers[:-1])
+    return error_of(answers[-1], 503)
 
 
 def assert_fails_and_exits(server: RunningServer, reason: str) -> str:
@@ -77,7 +81,7 @@ def test_a_stopped_engine_fails_its_requests_and_ends_the_server_with_1(tiny_mod
         chunks = client.completions.create(**endless, stream=True)
         next(chunks)
         pending = threads.submit(plain_http.post, server.url + TEXT, json=body_of(), timeout=WAIT_SECONDS)
-        assert server.wait_for_gauge("hotset_requests_running", lambda count: count == 2) == 2
+        server.wait_for_gauge("hotset_requests_running", 2)
         busy = http.get("/health").json()
         assert busy["open_requests"] == 2 and busy["steps"] and busy["seconds_without_progress"] < STEP_TIMEOUT
         pause(server.engine_pid())
@@ -96,7 +100,7 @@ def test_a_stopped_worker_of_an_engine_ends_the_server_with_1(tiny_model: str, t
     with serving(tmp_path, tiny_model, *flags) as server, ThreadPoolExecutor(1) as client:
         body = body_of(prompt=[1] * 7000, max_tokens=900)
         pending = client.submit(plain_http.post, server.url + TEXT, json=body, timeout=2 * WAIT_SECONDS)
-        assert server.wait_for_gauge("hotset_tokens_prefilled_total", lambda count: count > 0) > 0
+        assert wait_until(lambda: server.gauge("hotset_tokens_prefilled_total") > 0)
         pause(workers_of(server.engine_pid())[1])
         name = r"worker 1 \(stage 1 of 2, rank 0 of 1\)"
         assert_fails_and_exits(server, f"{name} has shown no sign of life for {STEP_TIMEOUT} s")

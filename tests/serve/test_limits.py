@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ import pytest
 from idle_connections import DESCRIPTORS, exchange, health_seconds, many_idle_connections
 from processes import pause
 from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
+from waiting import wait_until
 
 from hotset.serve.app import IDLE_ENGINE_SECONDS
 from hotset.serve.retry_after import MAX_RETRY_AFTER_SECONDS
@@ -57,7 +57,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
     """A client with the API key. After each test, the server must run no request."""
     with plain_http.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {API_KEY}"}) as http:
         yield http
-    assert server.wait_for_gauge("hotset_requests_running", lambda count: count == 0) == 0
+    server.wait_for_gauge("hotset_requests_running", 0)
 
 
 def start_long_answer(http: httpx.Client, streams: ExitStack, **changes: Any) -> Iterator[str]:
@@ -81,8 +81,18 @@ def disconnecting(server: RunningServer, body: dict[str, Any]) -> Iterator[None]
         client.close()
 
 
-def wait_for_count(server: RunningServer, gauge: str, count: int) -> None:
-    assert server.wait_for_gauge(gauge, lambda value: value == count) == count
+@contextmanager
+def full_seats(server: RunningServer, http: httpx.Client, waiting: int) -> Iterator[ExitStack]:
+    """Occupies all seats, and lets a request with `waiting` choices wait. The seats are free at the end of the block or
+    of the stack that is yielded. The waiting request must then be answered."""
+    with ThreadPoolExecutor(1) as threads:
+        with ExitStack() as streams:
+            running = start_long_answer(http, streams, n=SEATS)
+            answer = threads.submit(http.post, TEXT, json={**SHORT, "n": waiting})
+            server.wait_for_gauge("hotset_requests_waiting", waiting)
+            yield streams
+            del running
+        assert answer.result(60).status_code == 200
 
 
 def assert_rejected(answer: httpx.Response, message: str) -> None:
@@ -112,23 +122,15 @@ def must_abort(server: RunningServer, num_choices: int) -> Iterator[None]:
 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
-    assert server.wait_for_gauge("hotset_device_pages_held", lambda pages: pages == 0) == 0
+    server.wait_for_gauge("hotset_device_pages_held", 0)
     assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in server.log()
 
 
 def test_without_the_right_key_health_and_metrics_are_accessible_and_the_api_is_not(http: httpx.Client) -> None:
     body = {**SHORT, "model": "renamed"}
-    for authorization in (
-        None,
-        "Bearer wrong",
-        f"Basic {API_KEY}",
-        API_KEY,
-        "Bearer",
-        f"Bearer {API_KEY}x",
-        "Bearer \xff",
-    ):
-        headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    wrong = ("Bearer wrong", f"Basic {API_KEY}", API_KEY, "Bearer", f"Bearer {API_KEY}x", "Bearer \xff")
+    for headers in ({}, *({"Authorization": value.encode("latin-1")} for value in wrong)):
         with plain_http.Client(base_url=http.base_url, headers=headers) as stranger:
             for answer in (stranger.post(TEXT, json=body), stranger.get("/v1/models"), stranger.post("/tokenize")):
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
@@ -247,22 +249,22 @@ def test_one_request_more_than_the_limit_gets_429_until_another_ends(server: Run
         assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
         assert http.get("/v1/models").status_code == http.get("/health").status_code == 200
         running.clear()
-    assert server.wait_for_gauge("hotset_requests_running", lambda count: count == 0) == 0
+    server.wait_for_gauge("hotset_requests_running", 0)
     bodies = [SHORT, {**SHORT, "prompt": []}] * (CONCURRENCY + 1)
     assert [http.post(TEXT, json=body).status_code for body in bodies] == [200, 400] * (CONCURRENCY + 1)
 
 
-def test_a_full_queue_answers_429_and_waiting_requests_still_finish(server: RunningServer, http: httpx.Client) -> None:
-    answered: list[httpx.Response] = []
-    waiter = threading.Thread(target=lambda: answered.append(http.post(TEXT, json={**SHORT, "n": QUEUE})))
-    with ExitStack() as streams:
-        running = start_long_answer(http, streams, n=SEATS)
-        waiter.start()
-        assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == QUEUE) == QUEUE
+def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    assert len(http.post(TEXT, json={**SHORT, "n": QUEUE + 1}).json()["choices"]) == QUEUE + 1
+    with full_seats(server, http, waiting=QUEUE):
         assert_rejected(http.post(TEXT, json=SHORT), "choices are waiting")
-        del running
-    waiter.join(30)
-    assert [answer.status_code for answer in answered] == [200]
+    with full_seats(server, http, waiting=1):
+        assert_rejected(http.post(TEXT, json={**SHORT, "n": QUEUE}), "choices are waiting")
+        assert_rejected(http.post(TEXT, json={**SHORT, "prompt": ["a"] * QUEUE}), "choices are waiting")
+        chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "n": QUEUE}
+        assert_rejected(http.post(CHAT, json=chat), "choices are waiting")
     assert http.post(TEXT, json=SHORT).status_code == 200
 
 
@@ -273,15 +275,12 @@ def test_the_openai_client_waits_as_told_and_then_succeeds(server: RunningServer
         attempts.append((answer.status_code, time.monotonic(), answer.headers.get("retry-after", "")))
         streams.close()  # the running request ends, so the queue has room when the client comes back
 
-    with ExitStack() as streams, openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, timeout=60) as client:
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, timeout=60) as client,
+        full_seats(server, http, waiting=QUEUE) as streams,
+    ):
         client._client.event_hooks["response"].append(on_answer)
-        running = start_long_answer(http, streams, n=SEATS)
-        with ThreadPoolExecutor(1) as pool:
-            waiter = pool.submit(http.post, TEXT, json={**SHORT, "n": QUEUE})
-            assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == QUEUE) == QUEUE
-            assert client.completions.create(**SHORT).choices
-            assert waiter.result(60).status_code == 200
-        del running
+        assert client.completions.create(**SHORT).choices
     (refused, refused_at, seconds), (accepted, accepted_at, _) = attempts
     assert (refused, accepted) == (429, 200)
     assert accepted_at - refused_at >= int(seconds) >= 1
@@ -304,26 +303,6 @@ def test_every_refusal_is_logged_with_its_reason_but_without_keys_and_prompts(
     assert all(secret not in log for secret in ("confidential", "a-stolen-key", API_KEY))
 
 
-def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(
-    server: RunningServer, http: httpx.Client
-) -> None:
-    many = {**SHORT, "n": QUEUE + 1}
-    assert len(http.post(TEXT, json=many).json()["choices"]) == QUEUE + 1
-    answered: list[httpx.Response] = []
-    waiter = threading.Thread(target=lambda: answered.append(http.post(TEXT, json=SHORT)))
-    with ExitStack() as streams:
-        running = start_long_answer(http, streams, n=SEATS)
-        waiter.start()
-        assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == 1) == 1
-        assert_rejected(http.post(TEXT, json={**SHORT, "n": QUEUE}), "choices are waiting")
-        assert_rejected(http.post(TEXT, json={**SHORT, "prompt": ["a"] * QUEUE}), "choices are waiting")
-        chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "n": QUEUE}
-        assert_rejected(http.post(CHAT, json=chat), "choices are waiting")
-        del running
-    waiter.join(30)
-    assert [answer.status_code for answer in answered] == [200]
-
-
 @pytest.mark.parametrize(("path", "body"), [(TEXT, LONG), (CHAT, LONG_CHAT)], ids=["text", "chat"])
 def test_disconnecting_from_a_stream_frees_its_pages(
     server: RunningServer, http: httpx.Client, path: str, body: dict[str, Any]
@@ -343,15 +322,15 @@ def test_disconnecting_before_a_full_response_frees_its_pages(
     server: RunningServer, http: httpx.Client, change: dict[str, Any], num_choices: int
 ) -> None:
     with must_abort(server, num_choices), disconnecting(server, {**LONG, **change}):
-        wait_for_count(server, "hotset_requests_running", num_choices)
+        server.wait_for_gauge("hotset_requests_running", num_choices)
 
 
 def test_disconnecting_while_queued_frees_the_place_in_the_queue(server: RunningServer, http: httpx.Client) -> None:
     with must_abort(server, SEATS + 1), ExitStack() as streams:
         running = start_long_answer(http, streams, n=SEATS)
         with disconnecting(server, {**LONG, "stream": True}):
-            wait_for_count(server, "hotset_requests_waiting", 1)
-        assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == 0) == 0
+            server.wait_for_gauge("hotset_requests_waiting", 1)
+        server.wait_for_gauge("hotset_requests_waiting", 0)
         assert server.gauge("hotset_requests_running") == SEATS, "the running request must continue"
         del running
 
@@ -360,8 +339,8 @@ def test_metrics_do_not_wait_for_a_running_step(server: RunningServer, http: htt
     before = server.gauge("hotset_tokens_generated_total")
     with ExitStack() as streams:
         running = start_long_answer(http, streams)
-        tokens = server.wait_for_gauge("hotset_tokens_generated_total", lambda count: count > before + 1)
-        assert tokens > before + 1, "the engine must report statistics while it works"
+        reported = wait_until(lambda: server.gauge("hotset_tokens_generated_total") > before + 1)
+        assert reported, "the engine must report statistics while it works"
         engine = server.engine_pid()
         pause(engine)  # its step now takes long
         try:
@@ -372,9 +351,9 @@ def test_metrics_do_not_wait_for_a_running_step(server: RunningServer, http: htt
                 times.append(time.monotonic())
             shortest = min(after - before for before, after in itertools.pairwise(times))  # on a busy machine, too
             assert shortest < IDLE_ENGINE_SECONDS / 2, "every scrape waited for the engine"
-            assert len(set(stopped_at)) == 1 and stopped_at[0] >= tokens
+            assert len(set(stopped_at)) == 1 and stopped_at[0] > before + 1
             assert server.gauge("hotset_engine_up") == 1
         finally:
             os.kill(engine, signal.SIGCONT)
-        assert server.wait_for_gauge("hotset_tokens_generated_total", lambda count: count > stopped_at[0]) > tokens
+        assert wait_until(lambda: server.gauge("hotset_tokens_generated_total") > stopped_at[0])
         del running

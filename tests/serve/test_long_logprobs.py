@@ -22,8 +22,8 @@ from hotset.schedule.plan import LogprobColumns
 from hotset.serve.chat import ChatFormatter
 from hotset.serve.chunks import ChunkResponder
 from hotset.serve.completions import CompletionFormatter
-from hotset.serve.generation import MAX_LOGPROBS_OF_REQUEST, GenerationJob
-from hotset.serve.responses import Completion, CompletionChoice, CompletionLogprobs, PromptTokenLogprob, Usage
+from hotset.serve.generation import MAX_LOGPROBS_OF_REQUEST, GenerationJob, usage_of
+from hotset.serve.responses import Completion, CompletionChoice, CompletionLogprobs, PromptTokenLogprob
 from hotset.serve.service import Service
 from hotset.serve.streams import PIECE_BYTES, event_of, event_pieces, json_pieces
 
@@ -89,9 +89,8 @@ def completion(entries: int, read: list[int]) -> Completion:
     choice = CompletionChoice(
         index=0, finish_reason="stop", text="t", logprobs=columns, prompt_logprobs=formatted(), stop_reason="x"
     )
-    usage = Usage(**json.loads('{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}'))  # fmt: skip # noqa: E501
     header: dict[str, Any] = {"id": "c", "created": 1, "model": "m", "system_fingerprint": ""}
-    return Completion(**header, choices=iter([choice]), usage=usage)
+    return Completion(**header, choices=iter([choice]), usage=usage_of(1, 0, 1))
 
 
 @pytest.mark.parametrize("entries", [0, 1, 5000])

@@ -319,9 +319,7 @@ def test_the_page_at_work_in_a_browser(demo_server: RunningServer, tmp_path: Pat
 
 @pytest.mark.slow
 @NEEDS_CHROMIUM
-def test_the_page_shows_the_ranks_of_a_data_parallel_server_and_leads_to_the_plan(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_the_page_shows_the_ranks_of_a_data_parallel_server(tiny_model: str, tmp_path: Path) -> None:
     flags = ["--load-format", "dummy", "--device", "cpu", "--data-parallel-size", "2"]
     (tmp_path / "profile").mkdir()
     with serving(tmp_path, tiny_model, *flags) as server, browser(tmp_path / "profile") as page:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from waiting import until
 
 from hotset.base.errors import QueueFull
 from hotset.base.sampling import SamplingParams
@@ -74,12 +75,6 @@ def busy_threads() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
             yield threads, free
         finally:
             free.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def begun(

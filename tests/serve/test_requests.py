@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from listening import listening
 from processes import children_of, descendants_of
 from prometheus_client.parser import text_string_to_metric_families
-from running_server import ORIGIN, RunningServer, error_of
+from running_server import ORIGIN, RunningServer, error_of, serving
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
@@ -100,8 +100,9 @@ SAMPLING_RANGES = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny_server: RunningServer) -> RunningServer:
-    return tiny_server
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with serving(tmp_path_factory.mktemp("tiny"), tiny_model, "--load-format", "dummy") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,6 @@
 """When clients are told to come back: from the requests that wait and the rate at which they leave."""
 
-import asyncio
-import time
-from typing import Any
-
-from hotset.base.errors import EngineStopped, QueueFull
-from hotset.engine.client import ReceivedStats
-from hotset.engine.outputs import EngineStats
+from hotset.base.errors import QueueFull
 from hotset.serve.retry_after import MAX_DEPARTURES, MAX_RETRY_AFTER_SECONDS, Turnover
 from hotset.serve.service import Load
 
@@ -75,27 +69,3 @@ def test_a_request_leaves_the_queue_once_with_its_first_token_or_without_any() -
 
 def test_the_message_of_a_full_queue_contains_the_seconds() -> None:
     assert str(QueueFull("9 choices are waiting", retry_after_s=7)) == "9 choices are waiting; try again in 7 s"
-
-
-class SilentClient:
-    """An engine client whose engine has answered once and then fails to."""
-
-    def __init__(self, stats: EngineStats) -> None:
-        self.newest_stats = ReceivedStats(stats, time.monotonic())
-        self.calls = 0
-
-    async def stats(self) -> EngineStats:
-        self.calls += 1
-        raise EngineStopped("it has stopped")
-
-
-def test_the_load_of_a_worker_that_does_not_answer_is_the_newest_one_known() -> None:
-    async def scenario() -> None:
-        client: Any = SilentClient(EngineStats(tokens_to_prefill=700))
-        load = Load()
-        for _ in range(3):
-            assert load.stats(client).tokens_to_prefill == 700, "a busy worker must not look idle"
-            await asyncio.sleep(0)
-        assert client.calls == 3
-
-    asyncio.run(scenario())

@@ -1,4 +1,7 @@
-"""One command starts prefill and decode engines with different splits, and they answer like one engine."""
+"""One command starts prefill and decode engines with different splits, and they answer like one engine.
+
+tests/engine/test_handoff_splits.py has the other pairs of splits.
+"""
 
 import random
 import re
@@ -43,31 +46,21 @@ def count(url: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
 
-@pytest.mark.slow  # 3 minutes on two busy cores: two engines of two workers each, in float64
-@pytest.mark.parametrize(
-    ("counts", "prefill_args", "decode_args"),
-    [
-        ("1P1D", ["--tensor-parallel-size 2"], "--data-parallel-size 2"),
-        ("2P1D", ["--tensor-parallel-size 2", "--pipeline-parallel-size 2"], "--data-parallel-size 2"),
-        ("1P1D", ["--tensor-parallel-size 4"], "--data-parallel-size 4"),
-        ("1P1D", ["--pipeline-parallel-size 2"], "--tensor-parallel-size 2"),
-    ],
-)
-def test_engines_of_different_splits_answer_like_one_engine(
-    counts: str, prefill_args: list[str], decode_args: str, tmp_path: Path
-) -> None:
+@pytest.mark.slow  # a minute on two busy cores: engines of two workers each, in float64
+def test_engines_of_different_splits_answer_like_one_engine(tmp_path: Path) -> None:
+    prefill_args, decode_args = ["--tensor-parallel-size 2", "--pipeline-parallel-size 2"], "--data-parallel-size 2"
     roles = [word for text in prefill_args for word in ("--prefill-args", text)] + ["--decode-args", decode_args]
     settings = {"device": "cpu", "dtype": "float64", "drain_seconds": 5, **SIZES}
-    tokens = random.Random(counts)
+    tokens = random.Random(0)
     prompts = [[tokens.randrange(3, 203) for _ in range(length)] for length in LENGTHS]
-    with serving(tmp_path, DEMO, "--disaggregate", counts, *roles, *flags_of(settings)) as server:
+    with serving(tmp_path, DEMO, "--disaggregate", "2P1D", *roles, *flags_of(settings)) as server:
         with ThreadPoolExecutor(len(prompts)) as threads:
             received = list(threads.map(lambda prompt: tokens_of(server, prompt), prompts))
         urls = re.findall(r"(\w+) worker (http://\S+) is up", server.log())
         handed_off = [count(url, "hotset_prompts_handed_off_total") for role, url in urls if role == "prefill"]
         landed = [count(url, "hotset_handoffs_total") for role, url in urls if role == "decode"]
     assert received == expected_tokens(prompts)
-    assert len(handed_off) == len(prefill_args) and min(handed_off) > 0, "every prefill engine must have taken part"
+    assert len(handed_off) == 2 and min(handed_off) > 0, "every prefill engine must have taken part"
     assert sum(handed_off) == sum(landed) == len(prompts)
     for number, text in enumerate(prefill_args, 1):
         assert re.search(rf"^prefill {number} starts: hotset serve .* {text} ", server.log(), re.MULTILINE)

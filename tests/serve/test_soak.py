@@ -24,6 +24,7 @@ import pytest
 from harness import SPARSE_FIELDS, tiny_directory
 from processes import descendants_of
 from running_server import API_KEY, RunningServer, serving
+from waiting import wait_until
 
 from hotset import LLM
 from hotset.base.sampling import SamplingParams
@@ -206,7 +207,7 @@ def test_a_prefill_and_a_decode_worker_survive_ten_thousand_requests_with_kills_
         decode = running.enter_context(serving(folders["decode"], model, "--role", "decode", *FLAGS))
         arguments = ["--prefill", prefill.url, "--decode", decode.url, "--api-key", API_KEY]
         router = running.enter_context(serving(folders["router"], *arguments, command="router"))
-        router.wait_until_healthy()
+        assert wait_until(router.is_healthy)
         cluster = Cluster(model, tmp_path, running, decode, router, prefill)
         pids = [decode.process.pid, *descendants_of(decode.process.pid), router.process.pid]
         half: dict[int, float] = {}
@@ -222,8 +223,7 @@ def test_a_prefill_and_a_decode_worker_survive_ten_thousand_requests_with_kills_
         assert not record.wrong, record.wrong[:3]
         for worker in (decode, cluster.prefill):
             for gauge in ("device_pages_held", "host_pages_held", "pages_quarantined", "requests_running"):
-                value = worker.wait_for_gauge(f"hotset_{gauge}", lambda value: value == 0, IDLE_SECONDS)
-                assert value == 0, f"{worker.url}: {gauge} is {value:g}"
+                worker.wait_for_gauge(f"hotset_{gauge}", 0, IDLE_SECONDS)
         assert max(resident_mib(pid) - half[pid] for pid in pids) < MAX_GROWTH_MIB
         counts = {name: decode.gauge(f"hotset_{name}_total") for name in ("parks", "demotions")}
         counts["tokens_reused"] = cluster.prefill.gauge("hotset_prefix_cache_tokens_reused_total")

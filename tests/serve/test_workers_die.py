@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ import plain_http
 import pytest
 from processes import wait_until_ended
 from running_server import RunningServer, serving
+from waiting import WAIT_SECONDS, wait_until
 
 TEXT = "/v1/completions"
 # The pools hold the prompt several times, because pages that a dead worker may write to stay in quarantine.
@@ -38,7 +38,6 @@ LONG: dict[str, Any] = {
 }
 SHORT = {**LONG, "prompt": [1, 2, 3] * 10}
 MOST_PAGES_OF_SHORT = 4  # on the device and on the host; the long prompt has 47 on each
-WAIT_SECONDS = 60.0  # limit of each wait; only an overloaded machine needs that long
 PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_quarantined")
 
 pytestmark = pytest.mark.slow
@@ -68,13 +67,14 @@ class Cluster:
 
         The metrics of a worker can be half a second old, and then still count the pages of a short prompt.
         """
-        deadline = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < deadline:
-            for worker in self.alive(role):
-                if pages_in_use(worker) > MOST_PAGES_OF_SHORT:
-                    return worker
-            time.sleep(0.01)
-        raise AssertionError(f"no {role} worker held pages within {WAIT_SECONDS:g} s")
+        busy: list[RunningServer] = []
+
+        def any_is_busy() -> bool:
+            busy[:] = [worker for worker in self.alive(role) if pages_in_use(worker) > MOST_PAGES_OF_SHORT]
+            return bool(busy)
+
+        assert wait_until(any_is_busy), f"no {role} worker held pages within {WAIT_SECONDS:g} s"
+        return busy[0]
 
     def tokens_prefilled(self) -> float:
         return sum(worker.gauge("hotset_tokens_prefilled_total") for worker in self.alive("prefill"))
@@ -84,12 +84,9 @@ class Cluster:
 
     def assert_pages_are_freed(self) -> None:
         """Waits until the living workers hold no pages except those in quarantine, and checks that they answer."""
-        deadline = time.monotonic() + WAIT_SECONDS
         for worker in self.alive("prefill", "decode"):
-            while (pages := pages_in_use(worker)) > 0:
-                assert time.monotonic() < deadline, f"{worker.url} still holds {pages:g} pages"
-                time.sleep(0.05)
-            assert plain_http.get(f"{worker.url}/health", timeout=30).status_code == 200
+            assert wait_until(lambda worker=worker: pages_in_use(worker) == 0), f"{worker.url} still holds pages"
+            assert worker.is_healthy()
         assert self.post(SHORT).result().status_code == 200
 
 
@@ -98,7 +95,7 @@ def routing(folder: Path, workers: dict[str, list[RunningServer]]) -> Iterator[R
     folder.mkdir()
     urls = {role: [worker.url for worker in group if worker.process.poll() is None] for role, group in workers.items()}
     with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], command="router") as router:
-        router.wait_until_healthy(WAIT_SECONDS)
+        assert wait_until(router.is_healthy)
         yield router
 
 
@@ -155,7 +152,7 @@ def test_a_prefill_worker_that_dies_during_a_prefill_is_replaced_by_another(clus
     retries = dict(re.findall(r'^hotset_router_retries_total{reason="(\w+)"} (\S+)$', metrics, re.MULTILINE))
     assert retries == {"prefill_lost": "1.0", "decode_lost": "0.0"}
     for worker in cluster.alive("decode"):
-        assert worker.wait_for_gauge("hotset_pages_quarantined", lambda pages: pages == 0) == 0
+        worker.wait_for_gauge("hotset_pages_quarantined", 0)
     cluster.assert_pages_are_freed()
 
 
