@@ -1,4 +1,4 @@
-"""Tests of how a worker observes the end of a peer's process on the same machine."""
+"""How a worker observes the end of a peer's process on the same machine, and finds stopped descendants of a process."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from handoff_engines import THIS_PROCESS
 from processes import pause
 from waiting import wait_until
 
-from hotset.fleet.handoff.messages import ProcessIdentity
-from hotset.fleet.processes import has_ended, is_observable
+from hotset.fleet.processes import ProcessIdentity, find_stopped, has_ended, is_observable, this_process
+
+THIS_PROCESS = this_process()
 
 # Prints its identity. Its first thread ends when a line is read; another thread runs on until the input is closed.
 TWO_THREADS = """
@@ -80,3 +80,34 @@ def test_processes_of_other_machines_and_namespaces_cannot_be_observed() -> None
     assert THIS_PROCESS is not None
     for other in (replace(THIS_PROCESS, boot_id="another"), replace(THIS_PROCESS, pid_namespace="pid:[1]"), None):
         assert not is_observable(other, THIS_PROCESS) and not is_observable(THIS_PROCESS, other)
+
+
+# A thread starts a process, which starts another one and prints its id.
+GRANDPARENT = """
+import subprocess, sys, threading
+grandchild = "import os; print(os.getpid(), flush=True); input()"
+child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+thread = threading.Thread(target=lambda: subprocess.run([sys.executable, "-c", child]))
+thread.start()
+thread.join()
+"""
+
+
+def test_a_stopped_descendant_is_found_until_it_continues_or_ends() -> None:
+    command = [sys.executable, "-c", GRANDPARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        try:
+            assert find_stopped(parent.pid) is None
+            pause(grandchild)
+            assert find_stopped(parent.pid) == grandchild
+            os.kill(grandchild, signal.SIGCONT)
+            assert find_stopped(parent.pid) is None
+            pause(parent.pid)
+            assert find_stopped(parent.pid) == parent.pid
+            os.kill(parent.pid, signal.SIGCONT)
+        finally:
+            for pid in (grandchild, parent.pid):
+                os.kill(pid, signal.SIGKILL)
+    assert find_stopped(parent.pid) is None
