@@ -1,11 +1,16 @@
-"""Compiles CUDA kernels for Hopper without a GPU."""
+"""Records launches of CUDA kernels, and compiles the kernels for Hopper, without a GPU."""
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from hotset.kernels import cuda_source
+from hotset.kernels.cuda_source import LaunchShape
 
 NVCC = shutil.which("nvcc")
 OPTIONS = ["-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
@@ -22,6 +27,15 @@ class Compiled:
     stack_bytes: int  # of all kernels, per thread
     spilled_bytes: int  # of all kernels, per thread
     serialized: bool  # a kernel waits for every single product of a warpgroup
+
+
+def recorded(call: Callable[[], object]) -> tuple[Path, dict[str, int], LaunchShape]:
+    """Returns the source and the constants of the kernel that a call launches, and the shape of the launch."""
+    recorder = mock.Mock()
+    with mock.patch.object(cuda_source, "kernel", recorder):
+        call()
+    (source, _), constants = recorder.call_args
+    return source, constants, recorder.return_value.launch.call_args.args[0]
 
 
 def compile_with_nvcc(source: Path, constants: dict[str, int], folder: Path, arch: str = "90a") -> Compiled:

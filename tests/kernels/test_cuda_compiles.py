@@ -6,16 +6,14 @@ The tests need no GPU. They are skipped if there is neither `nvcc` nor cuda-core
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from matrix import slow_if
-from nvcc import NVCC, compile_with_nvcc
+from nvcc import NVCC, compile_with_nvcc, recorded
 
 from hotset.kernels import cuda_source
 from hotset.kernels.collectives import cuda_impl as collectives_cuda
-from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.draw import DrawRules
 from hotset.kernels.draw import cuda_impl as draw_cuda
 from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
@@ -24,15 +22,6 @@ from hotset.kernels.swap_in import cuda_impl as swap_in_cuda
 
 HAS_CUDA_CORE = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 pytestmark = pytest.mark.skipif(NVCC is None and not HAS_CUDA_CORE, reason="neither nvcc nor cuda-core")
-
-
-def recorded(call: Callable[[], object]) -> tuple[Path, dict[str, int], LaunchShape]:
-    """Returns the source and the constants of the kernel that a call launches, and the shape of the launch."""
-    recorder = mock.Mock()
-    with mock.patch.object(cuda_source, "kernel", recorder):
-        call()
-    (source, _), constants = recorder.call_args
-    return source, constants, recorder.return_value.launch.call_args.args[0]
 
 
 def plan(k: int, slots: int, words_per_page: int, batch: int = 1, row_bytes: int = 0) -> None:

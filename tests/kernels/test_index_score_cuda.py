@@ -16,7 +16,7 @@ from cuda_on_cpu import needs_compiler
 from hopper_on_cpu import emulated_scoring
 from index_topk_cases import SCALE, Case, Inputs, make_inputs, reference_scores, with_padding
 from matrix import slow_if
-from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc, recorded
 from torch import Tensor
 
 from hotset.base.errors import InternalError
@@ -262,11 +262,8 @@ def test_stages_that_exceed_shared_memory_are_refused() -> None:
 def test_kernel_compiles_for_sm_90a_and_a_block_fits(groups: str, tmp_path: Path) -> None:
     inputs = make_inputs(Case((1,), (70,), heads=32 * int(groups)), seed=4, device=CPU)
     shape = cuda_score.TUNED[int(groups)]
-    recorder = mock.Mock()
-    with mock.patch.object(cuda_source, "kernel", recorder):
-        arguments = (inputs.keys.seat_of, inputs.segments.positions, 4096, 0, SCALE)
-        cuda_score.score(inputs.q, inputs.weights, inputs.keys, *arguments)
-    (source, _), constants = recorder.call_args
+    arguments = (inputs.keys.seat_of, inputs.segments.positions, 4096, 0, SCALE)
+    source, constants, _ = recorded(lambda: cuda_score.score(inputs.q, inputs.weights, inputs.keys, *arguments))
     compiled = compile_with_nvcc(source, constants, tmp_path)
     assert compiled.stack_bytes == compiled.spilled_bytes == 0
     registers = compiled.registers

@@ -14,9 +14,10 @@ import torch
 from cuda_on_cpu import needs_compiler
 from index_topk_cases import NAN, check_selection, draw_scores
 from matrix import matrix, slow_if
-from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc, recorded
 
 from hotset.kernels import cuda_source
+from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.index_topk import cuda_select
 from hotset.kernels.index_topk.cuda_select import BlockShape
 from hotset.kernels.index_topk.scores import Scores
@@ -87,34 +88,29 @@ LAUNCHES = [
 
 @pytest.mark.parametrize(("queries", "context", "cluster"), LAUNCHES)
 def test_queries_are_shared_by_as_many_blocks_as_run_at_once(queries: int, context: int, cluster: int) -> None:
-    recorder = recorded(queries, context)
-    assert recorder.call_args.kwargs["CLUSTER"] == cluster
-    launched = recorder.return_value.launch.call_args.args[0]
-    assert launched.blocks == queries * cluster and launched.shared_bytes <= 227 << 10
-    assert recorder.call_args.kwargs["WORDS"] <= cuda_select.MAX_WORDS
+    _, constants, shape = selection(queries, context)
+    assert constants["CLUSTER"] == cluster and constants["WORDS"] <= cuda_select.MAX_WORDS
+    assert shape.blocks == queries * cluster and shape.shared_bytes <= 227 << 10
 
 
 def test_contexts_of_all_lengths_have_the_same_kernel() -> None:
     for queries in (1, 20, 30, 60, 4096):
-        kernels = [recorded(queries, context, limit=163_840).call_args for context in (4096, 40_960, 163_840)]
+        kernels = [selection(queries, context, limit=163_840)[:2] for context in (4096, 40_960, 163_840)]
         assert kernels[0] == kernels[1] == kernels[2]
 
 
-def recorded(queries: int, context: int, limit: int | None = None) -> mock.Mock:
+def selection(queries: int, context: int, limit: int | None = None) -> tuple[Path, dict[str, int], LaunchShape]:
     """Records a selection of 2048 positions."""
-    recorder = mock.Mock()
     values, zeros = torch.empty(1, context).expand(queries, -1), torch.zeros(queries, dtype=torch.int64)
     scores = Scores(values, torch.zeros(queries, 1, 2), torch.ones(queries, dtype=torch.int32))
-    with mock.patch.object(cuda_source, "kernel", recorder):
-        cuda_select.select(scores, zeros, zeros, 2048, torch.zeros(queries, 2048, dtype=torch.int64), limit=limit)
-    return recorder
+    out = torch.zeros(queries, 2048, dtype=torch.int64)
+    return recorded(lambda: cuda_select.select(scores, zeros, zeros, 2048, out, limit=limit))
 
 
 @needs_nvcc
 @pytest.mark.parametrize("queries", slow_if([1, 132], [1]))
 def test_kernel_compiles_for_sm_90a_and_a_block_fits(queries: int, tmp_path: Path) -> None:
-    recorder = recorded(queries, 131_072)
-    (source, _), constants = recorder.call_args
+    source, constants, _ = selection(queries, 131_072)
     compiled = compile_with_nvcc(source, constants, tmp_path)
     assert compiled.spilled_bytes == 0
     assert constants["THREADS"] * compiled.registers <= REGISTERS_OF_SM

@@ -15,7 +15,6 @@ import pytest
 import torch
 from interpreted import INTERPRETED, triton_impl
 from kernel_tensors import all_bytes
-from matrix import slow_if
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -233,16 +232,11 @@ def check_transfer(heads: int, source_ranks: int, target_ranks: int, head_bytes:
         assert np.array_equal(np.stack([unit.numpy() for unit in target]), expected), (source_ranks, target_ranks, rank)
 
 
-def tensor_parallel_degrees(heads: int) -> list[int]:
-    max_degree = 2 if INTERPRETED else 8  # the interpreter is slow
-    return [ranks for ranks in range(1, max_degree + 1) if heads % ranks == 0 or ranks % heads == 0]
-
-
-@pytest.mark.parametrize("heads", slow_if((1, 2), slow={1}) if INTERPRETED else range(1, 9))
+@pytest.mark.not_interpreted
+@pytest.mark.parametrize("heads", range(1, 9))
 def test_heads_are_transferred_between_any_two_degrees_of_tensor_parallelism(heads: int) -> None:
-    for source, target in itertools.product(tensor_parallel_degrees(heads), repeat=2):
-        if INTERPRETED and source == target:
-            continue  # copies whole rows, as several cases do
+    degrees = [ranks for ranks in range(1, 9) if heads % ranks == 0 or ranks % heads == 0]
+    for source, target in itertools.product(degrees, repeat=2):
         check_transfer(heads, source, target, head_bytes=6 if (source + target) % 2 else 32)
 
 

@@ -12,7 +12,7 @@ import torch
 from cuda_on_cpu import needs_compiler
 from hopper_on_cpu import emulated_attention
 from matrix import slow_if
-from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc
+from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc, recorded
 from sparse_attention_cases import Case, Inputs, make_inputs
 from torch import Tensor
 
@@ -112,11 +112,9 @@ def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
     heads: int, fp8: bool, tmp_path: Path
 ) -> None:
     launch = HOPPER[fp8, heads]
-    recorder = mock.Mock()
     inputs = make_inputs(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
-    with mock.patch.object(cuda_source, "kernel", recorder):
-        cuda_impl.attend(inputs.case.shape, launch, (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q), 1.0)
-    (source, _), constants = recorder.call_args
+    tensors = (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q)
+    source, constants, _ = recorded(lambda: cuda_impl.attend(inputs.case.shape, launch, tensors, 1.0))
     compiled = compile_with_nvcc(source, constants, tmp_path)
     assert compiled.spilled_bytes <= 64, f"{compiled.spilled_bytes} B of registers spilled"
     assert not compiled.serialized, "the compiler waits for every single product"

@@ -198,7 +198,7 @@ def formats() -> Iterator[dict[str, ChatFormat]]:
 
 
 @pytest.mark.parametrize(("architecture", "kwargs", "messages", "expected"), GOLDEN)
-def test_a_conversation_becomes_the_published_prompt(
+def test_a_conversation_becomes_the_published_prompt_as_in_transformers(
     formats: dict[str, ChatFormat],
     architecture: str,
     kwargs: dict[str, Any],
@@ -209,12 +209,6 @@ def test_a_conversation_becomes_the_published_prompt(
     assert chat_format.render(messages, ChatOptions(template_kwargs=kwargs)) == expected
     without = chat_format.render(messages, ChatOptions(add_generation_prompt=False, template_kwargs=kwargs))
     assert expected.startswith(without) and not without.endswith("think>")
-
-
-@pytest.mark.parametrize(("architecture", "kwargs", "messages", "expected"), GOLDEN)
-def test_transformers_renders_a_built_in_template_in_the_same_way(
-    architecture: str, kwargs: dict[str, Any], messages: list[dict[str, Any]], expected: str
-) -> None:
     parsed = with_parsed_arguments(messages)
     for message in parsed:
         if architecture == "glm_moe_dsa" and message["role"] == "developer":

@@ -14,7 +14,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from models.test_config_reader import fields_read
+from models.test_config_reader import DSA_SIZES, SIZES, fields_read
 from tokenizers import models, pre_tokenizers
 
 from hotset.base.config import EngineConfig
@@ -36,24 +36,8 @@ from hotset.models.tokenizer import Tokenizer, TokenizerParts
 CPU = torch.device("cpu")
 MAX_CPU_SECONDS = 1.0
 LONG_NUMBER = "@a number of 5000 digits@"  # json.dumps refuses to write such a number
-CONFIG = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "index_head_dim": 16,
-    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-}
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+CONFIG: dict[str, Any] = {**SIZES, **DSA_SIZES, "num_key_value_heads": 2, "rope_parameters": ROPE}
 TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "add_bos_token", "chat_template", "tokenizer_class")
 GENERATION_FIELDS = ("eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -103,8 +87,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_config(model_dir: Path, architecture: str, changes: Iterable[tuple[tuple[str, ...], Any]]) -> None:
     """Reads a configuration with changed fields, and builds what start-up builds before it loads weights."""
-    rope = dict(CONFIG["rope_parameters"])  # type: ignore[call-overload]
-    config: dict[str, Any] = {**CONFIG, "model_type": architecture, "rope_parameters": rope}
+    config = CONFIG | {"model_type": architecture, "rope_parameters": dict(ROPE)}
     for path, value in changes:
         section = config["rope_parameters"] if len(path) > 1 else config
         if isinstance(section, dict):
