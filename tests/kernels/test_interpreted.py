@@ -24,7 +24,8 @@ def test_kernels_pass_their_tests_under_the_interpreter(pytestconfig: pytest.Con
     """The child process runs the slow tests as well, unless this pytest process excludes them."""
     assert len(FILES) >= 10
     marks = "not gpu and not slow" if "not slow" in pytestconfig.getoption("markexpr") else "not gpu"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *FILES]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    command = [sys.executable, "-m", "pytest", *options, "-m", marks, *FILES]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
