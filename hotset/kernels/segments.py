@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -38,10 +37,6 @@ class Segments:
     def decoding(self) -> bool:
         """Whether every segment has exactly one token."""
         return len(self.counts) == self.positions.shape[0]
-
-    def tokens_before_longer(self, most: int) -> int:
-        """Returns the number of tokens before the first segment that has more than `most` tokens."""
-        return sum(takewhile(lambda count: count <= most, self.counts))
 
     def __iter__(self) -> Iterator[SegmentSpan]:
         first = 0

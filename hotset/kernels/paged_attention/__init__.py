@@ -7,6 +7,7 @@ in Triton; prompts have a kernel for Hopper, and one in Triton. All other calls 
 """
 
 from dataclasses import replace
+from itertools import takewhile
 from types import ModuleType
 
 import torch
@@ -47,7 +48,7 @@ def paged_attention(
         raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU supports up to {MAX_FAST_GROUP}")
     _check_strides(q, context, segments.positions)
     # Decoding requests precede prompts in a step. A prompt's tile would have only a few tokens of such a request.
-    short = segments.tokens_before_longer(MAX_DECODED)
+    short = sum(takewhile(lambda count: count <= MAX_DECODED, segments.counts))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     positions, seat_of = segments.positions, context.seat_of
     decoding, prompts = (replace(context, seat_of=part) for part in (seat_of[:short], seat_of[short:]))

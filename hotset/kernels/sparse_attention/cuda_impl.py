@@ -25,7 +25,7 @@ SHARED_OF_SM, SHARED_OF_BLOCK, SHARED_RESERVED = 228 << 10, 227 << 10, 1 << 10
 
 
 def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """Launches the kernel for rank 512, rope 64, blocks of 16, 32 or 64 heads. `tensors`: see `Attend`, triton_impl."""
+    """Launches the kernel for rank 512, rope 64, blocks of 16, 32 or 64 heads, as `_attend` of triton_impl."""
     if (shape.rank, shape.rope) != (RANK, ROPE):
         raise InternalError(f"{launch} for {shape}")
     q, rows, row_ids, out, lse = tensors

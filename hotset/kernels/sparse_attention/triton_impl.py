@@ -9,8 +9,6 @@ the unit. The running maximum is that of score + log2(unit), so that no weight e
 divided by a power of two. Therefore values of any magnitude are rounded to the precision of float16, not worse.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -22,10 +20,6 @@ from hotset.kernels.fp8 import SCALE_BLOCK
 from hotset.kernels.rows import RowLayout
 from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import AttentionShape, GpuTraits, LaunchConfig, choose_launch
-
-# The tensors are (q, rows as bytes, row_ids, out, lse), as for `_attend_kernel`. The float is scale * LOG2_E.
-Attend = Callable[[AttentionShape, LaunchConfig, tuple[Tensor, ...], float], None]
-Merge = Callable[[AttentionShape, LaunchConfig, Tensor, Tensor, Tensor], None]
 
 LOG2_E = 1.4426950408889634
 SCAN = 1024  # entries inspected together to find the last one that is not EMPTY
@@ -71,22 +65,16 @@ def sparse_attention(
     partial = q.new_empty(queries, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(queries, splits, heads, dtype=torch.float32)
     tensors = (q, rows.view(torch.uint8), row_ids, partial, lse)
-    _attend_of(launch)(shape, launch, tensors, scale * LOG2_E)
+    # The merge in CUDA C++ is a dependent launch, which needs Hopper, like the kernels before it.
+    attend, merge = (_attend, _merge) if launch.kernel == "triton" else (cuda_impl.attend, cuda_impl.merge)
+    attend(shape, launch, tensors, scale * LOG2_E)
     if splits > 1:
-        _merge_of(launch)(shape, launch, partial, lse, out)
+        merge(shape, launch, partial, lse, out)
     return out
 
 
-def _attend_of(launch: LaunchConfig) -> Attend:
-    return _attend if launch.kernel == "triton" else cuda_impl.attend
-
-
-def _merge_of(launch: LaunchConfig) -> Merge:
-    """Returns the Triton merge for the Triton kernel, else that in CUDA C++: a dependent launch, which needs Hopper."""
-    return _merge if launch.kernel == "triton" else cuda_impl.merge
-
-
 def _attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
+    """Launches the kernel. The tensors are (q, rows as bytes, row_ids, out, lse); `scale` includes LOG2_E."""
     q, rows, row_ids, out, lse = tensors
     _attend_kernel[ceil_div(shape.heads, launch.block_heads) * shape.queries, launch.splits](
         q=q,
