@@ -11,7 +11,7 @@ from loopback import Hub
 from hotset.base.config import EngineConfig
 from hotset.engine.build import unmeasured_landing_policy
 from hotset.engine.ports import Route
-from hotset.fleet.handoff import sender
+from hotset.fleet.handoff import delivery_choice
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.handoff.stores import landing_policy
 from hotset.fleet.transfer.api import MemoryKind
@@ -75,7 +75,7 @@ def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of
 ) -> None:
     """The first contexts land on the host, because nothing is measured yet. `landing="host"` of a request concerns its
     rows, and its index keys still follow the faster route. Contexts of two devices are read from the device."""
-    monkeypatch.setattr(sender, "should_stage", lambda *_, **__: True)  # if there is staging memory
+    monkeypatch.setattr(delivery_choice, "should_stage", lambda *_, **__: True)  # if there is staging memory
     speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9}
     speeds[DEVICE, DEVICE] = between_devices
     hub = simulated_routes(monkeypatch, speeds)

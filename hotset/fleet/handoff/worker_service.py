@@ -21,7 +21,7 @@ from hotset.fleet.handoff.stores import (
 from hotset.fleet.processes import this_process
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
-from hotset.fleet.transfer.workers import serve_transfers
+from hotset.fleet.transfer.workers import TransferServer
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 
@@ -69,6 +69,6 @@ class TransferService:
             staging=staging.ranges,
             process=this_process(),
         )
-        arguments = (connection, open_endpoint, copy_piece)
-        threading.Thread(target=serve_transfers, args=arguments, daemon=True).start()
+        server = TransferServer(connection, open_endpoint, copy_piece)
+        threading.Thread(target=server.serve, daemon=True).start()
         return RunningService(described, memory=(probes, staging))

@@ -2,7 +2,7 @@
 
 A process can register only its own memory. An engine with worker processes therefore has an endpoint in each of them,
 for the memory of its GPU, beside the one of its own process, which has mapped the host stores. `WorkerTransfers`
-directs them. A worker runs `serve_transfers`, and `RemoteTransfer` stands for its endpoint in the engine's process.
+directs them. A worker runs a `TransferServer`, and `RemoteTransfer` stands for its endpoint in the engine's process.
 
 Addresses that leave a process are *engine addresses*: the number of the process within its engine in the upper bits,
 and the address within this process in the lower ones. Process 0 is that of the engine itself, so the addresses of an
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,7 @@ class _Reply:
 
 
 class WorkerConnection:
-    """The engine's end of a connection to a worker that runs `serve_transfers`."""
+    """The engine's end of a connection to the `TransferServer` of a worker."""
 
     def __init__(self, connection: Messages) -> None:
         self._connection = connection
@@ -263,103 +263,105 @@ class RemoteTransfer:
         return self._closed
 
 
-@dataclass(slots=True)
-class _Served:
-    """The endpoints of a worker, and the lists of writes that it has not reported."""
+class TransferServer:
+    """Opens, uses and closes endpoints in a worker process, as the engine commands."""
 
-    open: dict[int, Transfer] = field(default_factory=dict)
-    submitted: list[tuple[_Call, Transfer, WriteTicket]] = field(default_factory=list)
+    def __init__(
+        self, connection: Messages, open_endpoint: Callable[[], Transfer], copy: Callable[..., None] | None = None
+    ) -> None:
+        """`open_endpoint` opens an endpoint and registers the memory of this process with it. `copy` copies within this
+        memory, with the arguments of the engine's call."""
+        self._connection, self._open_endpoint, self._copy = connection, open_endpoint, copy
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()  # guards the fields below
+        self._open: dict[int, Transfer] = {}
+        self._submitted: list[tuple[_Call, Transfer, WriteTicket]] = []  # lists of writes whose ends are not reported
+        self._ended = False
 
-
-def serve_transfers(
-    connection: Messages, open_endpoint: Callable[[], Transfer], copy: Callable[..., None] | None = None
-) -> None:
-    """Opens, uses and closes endpoints as the engine commands, until it closes the connection or ends.
-
-    `open_endpoint` opens an endpoint and registers the memory of this process with it. `copy` copies within this
-    memory, with the arguments of the engine's call.
-    """
-    served, numbers = _Served(), itertools.count()
-    sending = threading.Lock()
-    changed = threading.Condition()  # guards `served`
-    ended = False
-
-    def reply(call: _Call, result: Any, throughput: Throughput | None = None) -> None:
-        with sending:
-            try:
-                connection.send(_Reply(call.number, result, throughput))
-            except OSError:
-                log.debug("the engine has ended before a call was answered")
-
-    def run(call: _Call) -> None:
-        """Runs a call that may block."""
+    def serve(self) -> None:
+        """Serves until the engine closes the connection or ends."""
+        threading.Thread(target=self._report_ends, name="transfer polls", daemon=True).start()
+        copies = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="transfer copy")
         try:
-            match call.method:
-                case "open":
-                    opened, number = open_endpoint(), next(numbers)
-                    with changed:
-                        served.open[number] = opened
-                    reply(call, (number, opened.name, opened.describe()))
-                case "connect":
-                    number, name, description = call.arguments
-                    served.open[number].connect(name, description)
-                    reply(call, None)
-                case "close":
-                    with changed:
-                        endpoint = served.open.pop(call.arguments[0])
-                    reply(call, endpoint.close())
-                case "copy":
-                    assert copy is not None
-                    copy(*call.arguments)
-                    reply(call, None)
-        except Exception as error:
-            reply(call, error)
+            while (call := self._connection.recv()) is not None:
+                if call.method == "submit":
+                    self._submit(call)
+                elif call.method == "forget":
+                    self._run(call)
+                elif call.method == "copy":
+                    copies.submit(self._run, call)
+                else:  # it may block
+                    name = f"transfer {call.method}"
+                    threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
+        except (EOFError, OSError):
+            pass  # the engine has ended
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify()
+            copies.shutdown(cancel_futures=True)
+            for endpoint in self._open.values():
+                endpoint.close()
+            self._connection.close()
 
-    def poll() -> None:
-        """Reports the ends of lists."""
-        while not ended:
-            with changed:
-                changed.wait_for(lambda: served.submitted or ended, timeout=None)
-                entries, served.submitted = served.submitted, []
+    def _submit(self, call: _Call) -> None:
+        number, peer, writes = call.arguments
+        endpoint = self._open.get(number)
+        if endpoint is None:
+            self._reply(call, WriteState.FAILED_QUIESCED)
+            return
+        with self._changed:
+            self._submitted.append((call, endpoint, endpoint.submit(peer, writes)))
+            self._changed.notify()
+
+    def _run(self, call: _Call) -> None:
+        try:
+            self._reply(call, self._result_of(call))
+        except Exception as error:
+            self._reply(call, error)
+
+    def _result_of(self, call: _Call) -> Any:
+        match call.method, call.arguments:
+            case "open", _:
+                opened, number = self._open_endpoint(), next(self._numbers)
+                with self._changed:
+                    self._open[number] = opened
+                return number, opened.name, opened.describe()
+            case "connect", (number, name, description):
+                self._open[number].connect(name, description)
+            case "forget", (number, name) if number in self._open:
+                self._open[number].forget(name)
+            case "close", (number,):
+                with self._changed:
+                    endpoint = self._open.pop(number)
+                return endpoint.close()
+            case "copy", arguments:
+                assert self._copy is not None
+                self._copy(*arguments)
+        return None
+
+    def _report_ends(self) -> None:
+        """Reports the ends of lists of writes."""
+        while not self._ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._submitted or self._ended)
+                entries, self._submitted = self._submitted, []
             pending = []
             for call, endpoint, ticket in entries:
                 state = endpoint.poll(ticket)
                 if state is WriteState.PENDING:
                     pending.append((call, endpoint, ticket))
                 else:
-                    reply(call, state, endpoint.throughput())
-            with changed:
-                served.submitted += pending
+                    self._reply(call, state, endpoint.throughput())
+            with self._changed:
+                self._submitted += pending
             if pending:
                 time.sleep(POLL_S)
 
-    threading.Thread(target=poll, name="transfer polls", daemon=True).start()
-    copies = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="transfer copy")
-    try:
-        while (call := connection.recv()) is not None:
-            if call.method == "forget" and (endpoint := served.open.get(call.arguments[0])) is not None:
-                endpoint.forget(call.arguments[1])
-                reply(call, None)
-            elif call.method == "submit":
-                number, peer, writes = call.arguments
-                endpoint = served.open.get(number)
-                if endpoint is None:
-                    reply(call, WriteState.FAILED_QUIESCED)
-                    continue
-                with changed:
-                    served.submitted.append((call, endpoint, endpoint.submit(peer, writes)))
-                    changed.notify()
-            elif call.method == "copy":
-                copies.submit(run, call)
-            else:
-                threading.Thread(target=run, args=(call,), name=f"transfer {call.method}", daemon=True).start()
-    except (EOFError, OSError):
-        pass  # the engine has ended
-    finally:
-        with changed:
-            ended = True
-            changed.notify()
-        copies.shutdown(cancel_futures=True)
-        for endpoint in served.open.values():
-            endpoint.close()
-        connection.close()
+    def _reply(self, call: _Call, result: Any, throughput: Throughput | None = None) -> None:
+        with self._sending:
+            try:
+                self._connection.send(_Reply(call.number, result, throughput))
+            except OSError:
+                log.debug("the engine has ended before a call was answered")

@@ -22,11 +22,11 @@ from hotset.fleet.transfer.api import Region, Transfer, WriteState
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import (
     RemoteTransfer,
+    TransferServer,
     WorkerConnection,
     WorkerTransfers,
     engine_address,
     process_and_address,
-    serve_transfers,
 )
 
 NBYTES = 1 << 16
@@ -51,7 +51,7 @@ class EngineProcesses:
         endpoints: list[Transfer] = [self.open_endpoint(0)]
         for process in range(1, self.count):
             ours, theirs = Pipe()
-            thread = threading.Thread(target=serve_transfers, args=(theirs, partial(self.open_endpoint, process)))
+            thread = threading.Thread(target=TransferServer(theirs, partial(self.open_endpoint, process)).serve)
             thread.start()
             self.served.append(thread)
             self.connections.append(WorkerConnection(ours))
@@ -165,7 +165,7 @@ def test_an_endpoint_that_cannot_be_opened_and_a_worker_that_has_ended_are_error
     def open_endpoint() -> Transfer:
         raise StartupError("no locked memory is left")
 
-    thread = threading.Thread(target=serve_transfers, args=(theirs, open_endpoint))
+    thread = threading.Thread(target=TransferServer(theirs, open_endpoint).serve)
     thread.start()
     connection = WorkerConnection(ours)
     with pytest.raises(StartupError, match="no locked memory is left"):
