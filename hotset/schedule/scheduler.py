@@ -31,7 +31,7 @@ from hotset.schedule.speculation import Speculation
 from hotset.schedule.statistics import RankStats
 from hotset.schedule.steady import SteadyDecodes
 from hotset.tiers.commands import Flush
-from hotset.tiers.ledger import NO_PAGES, LandingPolicy, Ledger
+from hotset.tiers.ledger import NO_PAGES, Ledger
 from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
@@ -209,10 +209,6 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and request.phase is not Phase.ENDING:
             self._remove(request)
-
-    def set_landing_policy(self, peer: str, policy: LandingPolicy) -> None:
-        """Decides where prompts that this prefill worker computes will land. Existing reservations stay as they are."""
-        self.ledger.landing_of_peer[peer] = policy
 
     def take_landing_updates(self) -> list[Reservation | CancelFetch]:
         """Returns the reservations and withdrawals to send to prefill workers, each of them once.

@@ -68,7 +68,8 @@ class Ledger:
     ) -> None:
         self.geometry = geometry
         self.landing = landing  # of prefill workers that are not in `landing_of_peer`
-        self.landing_of_peer: dict[str, LandingPolicy] = {}  # by control address; chosen when the peer is connected
+        # By control address: chosen when the peer is connected, for later reservations
+        self.landing_of_peer: dict[str, LandingPolicy] = {}
         self.device = device
         self.host = host
         self.shared_keys = SharedKeys(geometry)

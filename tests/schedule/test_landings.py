@@ -234,7 +234,7 @@ def test_keys_that_landed_on_the_host_are_loaded_although_the_policy_has_changed
     scheduler.add(landing_after_prefix("a", "host"))
     reservation = next_reservation(scheduler, runner)
     assert reservation.keys_on_host == keys_on_host
-    scheduler.set_landing_policy("peer", LandingPolicy(keys_on_host=not keys_on_host))
+    scheduler.ledger.landing_of_peer["peer"] = LandingPolicy(keys_on_host=not keys_on_host)
     scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
     plan = scheduler.plan()
     assert plan is not None
@@ -249,7 +249,7 @@ def test_rows_avoid_the_device_for_a_peer_that_reaches_it_slowly_unless_the_clie
     landing: LandingChoice, peer: str, on_device: bool
 ) -> None:
     scheduler, runner, _, _ = make_cached()
-    scheduler.set_landing_policy("peer", LandingPolicy(keys_on_host=True, prefer_host=True))
+    scheduler.ledger.landing_of_peer["peer"] = LandingPolicy(keys_on_host=True, prefer_host=True)
     prompt = PromptSpec(tuple(range(60, 75)), SamplingParams(seed=0))
     scheduler.add(Request("a", prompt, 20, RequestOptions(landing=landing, prefill_at=peer)))
     reservation = next_reservation(scheduler, runner)

@@ -179,7 +179,7 @@ class DecodeEndpoint(_Endpoint):
     def _choose_landing(self, measured: msg.RoutesMeasured) -> None:
         policy = landing_policy(measured.routes, self._landing)
         for scheduler in self._schedulers:
-            scheduler.set_landing_policy(measured.peer, policy)
+            scheduler.ledger.landing_of_peer[measured.peer] = policy
         rows = "the host" if policy.prefer_host or not policy.on_device else "the host or the device"
         keys = "the host" if policy.keys_on_host else "the device"
         text = "routes from %s: %s; rows land on %s, index keys of rows on the host on %s"
