@@ -1,10 +1,11 @@
 """A tiny model on several workers. Ranks are threads. Stages of a rank run in sequence, each with its own memory."""
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from harness import RandomWeights
@@ -246,6 +247,19 @@ def build_stages(
     split = Split(dp_rank=rank, dp_size=size) if data_parallel else Split(tp_rank=rank, tp_size=size)
     splits = [split] if layers is None else [replace(split, layers=stage) for stage in layers]
     return [Decoder(spec, weights, AS_COMPUTED, stage, collectives) for stage in splits]
+
+
+def parts_of(decoder: Decoder) -> list[Any]:
+    """Returns the tensors and the objects of Hotset that the garbage collector finds in a decoder, each once."""
+    parts: dict[int, Any] = {}
+    queue: list[Any] = [decoder]
+    while queue:
+        part = queue.pop()
+        known = isinstance(part, Tensor | list | tuple | dict) or type(part).__module__.startswith("hotset.")
+        if known and id(part) not in parts:
+            parts[id(part)] = part
+            queue += [] if isinstance(part, Tensor) else gc.get_referents(part)
+    return list(parts.values())
 
 
 @torch.inference_mode()

@@ -22,12 +22,11 @@ from models.fp8_models import (
 )
 from models.test_parity import StableTopk
 from safetensors.torch import load_file, save_file
-from split_workers import CPU, STEPS, Memory, RecordingView, StepResults, build_stages, on_ranks, run_steps
+from split_workers import CPU, STEPS, Memory, RecordingView, StepResults, build_stages, on_ranks, parts_of, run_steps
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels.fp8 import Fp8Weight
-from hotset.kernels.linear import Linear
 from hotset.kernels.weights import Weight
 from hotset.memory.resident import make_batch
 from hotset.models.allowed_splits import check_tensor_parallel, stage_layers
@@ -306,18 +305,6 @@ def test_every_tensor_has_the_format_of_the_table_in_the_documentation(family: s
         assert found == formats[patterns[0]], name
 
 
-def fp8_weights_in(value: Any) -> list[Fp8Weight]:
-    """Returns the fp8 weights that a decoder holds."""
-    if isinstance(value, Fp8Weight):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [weight for item in value for weight in fp8_weights_in(item)]
-    if not type(value).__module__.startswith("hotset.models") and not isinstance(value, Linear):
-        return []
-    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
-    return [weight for name in names for weight in fp8_weights_in(getattr(value, name))]
-
-
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.2"])
 def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) -> None:
     """The fastest kernels need one scale per 128 outputs. The model here has fewer layers and experts than the
@@ -332,7 +319,7 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
     planned = dummy_weights(torch.bfloat16, torch.device("meta"), formats=FP8_CHECKPOINT)
     for split in (WHOLE_MODEL, Split(0, 8), Split(7, 8), Split(dp_rank=7, dp_size=8)):
         decoder = Decoder(spec, planned, split=split, collectives=planning_collectives(split.rank, split.size))
-        weights = fp8_weights_in(decoder)
+        weights = [part for part in parts_of(decoder) if isinstance(part, Fp8Weight)]
         # In each layer: two merged projections and the attention's output; gate and up, and down, of an MLP or of
         # shared experts; in a layer with experts, two more.
         assert len(weights) == 5 * 5 + 2 * len(spec.moe.layers)

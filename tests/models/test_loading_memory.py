@@ -8,7 +8,7 @@ import torch
 from harness import tiny_directory
 from models.fp8_models import QUANTISATION
 from safetensors.torch import save_file
-from split_workers import on_ranks
+from split_workers import on_ranks, parts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -53,19 +53,6 @@ def save_checkpoint(folder: Path, **changes: Any) -> Path:
         part = {name: collected.tensors[name] for name in names[shard::4]}
         save_file(part, directory / f"model-{shard + 1:05}-of-00004.safetensors")
     return directory
-
-
-def storages_of(value: Any, found: set[int]) -> set[int]:
-    """Returns the addresses of the storages of all tensors that a decoder holds."""
-    if isinstance(value, torch.Tensor):
-        found.add(value.untyped_storage().data_ptr())
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            storages_of(item, found)
-    elif type(value).__module__.startswith("hotset."):
-        for name in [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]:
-            storages_of(getattr(value, name), found)
-    return found
 
 
 def is_mapped(address: int) -> bool:
@@ -114,7 +101,7 @@ def test_no_temporary_tensor_is_larger_than_two_pieces(
         return decoder, new
 
     for decoder, new in on_ranks(ranks, load):
-        held = storages_of(decoder, set())
+        held = {part.untyped_storage().data_ptr() for part in parts_of(decoder) if isinstance(part, torch.Tensor)}
         assert any(tensor.untyped_storage().data_ptr() in held for tensor in new.tensors)
         temporary = [tensor for tensor in new.tensors if tensor.untyped_storage().data_ptr() not in held]
         assert not [(tuple(tensor.shape), tensor.dtype) for tensor in temporary]

@@ -1,15 +1,13 @@
 """The plan of a worker's weights, made before anything is read, against the weights that are then loaded."""
 
-import gc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness import CPU, RandomWeights
 from matrix import matrix
-from models.split_workers import SPECS
+from models.split_workers import SPECS, parts_of
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
@@ -34,25 +32,12 @@ GB = 10**9
 
 
 def measured_bytes(decoder: Decoder) -> int:
-    """Returns the bytes of all tensors that the garbage collector finds in a decoder. Packed weights are opaque: they
-    count with the size of their values."""
-    seen: set[int] = set()
-    storages: dict[int, int] = {}  # address -> size
-    opaque = 0
-    queue: list[Any] = [decoder]
-    while queue:
-        part = queue.pop()
-        known = isinstance(part, Tensor | list | tuple | dict) or type(part).__module__.startswith("hotset.")
-        if id(part) in seen or not known:
-            continue
-        seen.add(id(part))
-        if not isinstance(part, Tensor):
-            queue += gc.get_referents(part)
-        elif part.layout == torch.strided:
-            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-        else:
-            opaque += part.numel() * part.element_size()
-    return opaque + sum(storages.values())
+    """Returns the bytes of all tensors of a decoder. Packed weights are opaque: they count with the size of their
+    values."""
+    tensors = [part for part in parts_of(decoder) if isinstance(part, Tensor)]
+    stored = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+    opaque = sum(tensor.nbytes for tensor in tensors if tensor.layout != torch.strided)
+    return opaque + sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
 
 
 def splits_of(spec: ModelSpec) -> list[Split]:
