@@ -33,14 +33,7 @@ from hotset.base.packages import check_packages
 from hotset.base.parent_death import terminate_if_parent_dies
 from hotset.base.sampling import SamplingParams
 from hotset.base.serve_config import ServeConfig
-from hotset.cli.terminal import (
-    CHAT_COMMANDS,
-    CHAT_KEYS,
-    Conversation,
-    print_stream,
-    read_stdin,
-    typed_lines,
-)
+from hotset.cli.terminal import CHAT_COMMANDS, CHAT_KEYS, Conversation, print_stream, read_stdin, typed_lines
 from hotset.cli.top import add_top
 from hotset.engine.local import open_llm
 from hotset.fleet.cluster import command as cluster

@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hotset.serve.conversation import AnswerPiece, ReasoningPiece
-from hotset.serve.tools.calls import (
-    CallArguments,
-    CallBegins,
-    CallBreaks,
-    CallEnds,
-    TextPiece,
-    without_broken_calls,
-)
+from hotset.serve.tools.calls import CallArguments, CallBegins, CallBreaks, CallEnds, TextPiece, without_broken_calls
 
 
 @dataclass(slots=True)

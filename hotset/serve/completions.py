@@ -16,13 +16,7 @@ from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import CompletionLogprobWriter
 from hotset.serve.protocol import MAX_PROMPTS, CompletionRequest
-from hotset.serve.responses import (
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionLogprobs,
-    Usage,
-)
+from hotset.serve.responses import Completion, CompletionChoice, CompletionChunk, CompletionLogprobs, Usage
 from hotset.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16

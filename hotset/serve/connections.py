@@ -13,7 +13,7 @@ import socket
 import sys
 import termios
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import h11
@@ -76,23 +76,6 @@ def fit_to_descriptors(config: Config, *, to_workers: bool = False) -> Config:
     return replace(config, max_connections=connections, max_concurrency=requests)
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The limits of the connections of one server. A request that waits for its answer has no time limit here."""
-
-    max_connections: int
-    receive_seconds: float  # to send headers, from the connection on; of later requests, from their first byte on
-    send_seconds: float  # for a client that reads nothing of a response that is being sent
-
-    @classmethod
-    def of(cls, config: HttpSettings) -> "ConnectionLimits":
-        return cls(config.max_connections, config.receive_timeout_seconds, config.send_timeout_seconds)
-
-    @property
-    def check_seconds(self) -> float:
-        return min(CHECK_SECONDS, self.receive_seconds / 4, self.send_seconds / 4)
-
-
 class Connections:
     """Accepts connections on one socket, and closes those that exceed the limits.
 
@@ -100,8 +83,10 @@ class Connections:
     without end and logs a traceback for each attempt.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, config: HttpSettings) -> None:
+        self.config = config
+        limits = config.receive_timeout_seconds, config.send_timeout_seconds
+        self._check_seconds = min(CHECK_SECONDS, *(seconds / 4 for seconds in limits))
         self.errors = ErrorLines()  # of requests that do not reach the application
         self.waiting: dict[LimitedProtocol, None] = {}  # the connections that the server waits for, longest first
         self._open: set[LimitedProtocol] = set()
@@ -117,7 +102,7 @@ class Connections:
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._listener = listener
-        self._check_timer = self._loop.call_later(self.limits.check_seconds, self._check)
+        self._check_timer = self._loop.call_later(self._check_seconds, self._check)
         self.resume()
 
     def close(self) -> None:
@@ -148,7 +133,7 @@ class Connections:
     def _accept(self) -> None:
         assert self._listener is not None
         for _ in range(ACCEPTS_PER_TURN):
-            is_full = len(self._open) >= self.limits.max_connections
+            is_full = len(self._open) >= self.config.max_connections
             if is_full and not self.waiting:
                 self._pause()  # until a connection ends, or the server waits for its client again
                 return
@@ -162,7 +147,7 @@ class Connections:
                 self._loop.call_later(RETRY_SECONDS, self.resume)
                 return
             if is_full:
-                self._warn("the limit of %d connections is reached (--max-connections)", self.limits.max_connections)
+                self._warn("the limit of %d connections is reached (--max-connections)", self.config.max_connections)
                 self._close_longest_waiting()
             self._serve(client)
 
@@ -191,7 +176,7 @@ class Connections:
         for protocol in [*self._open]:
             if protocol.connected:
                 protocol.check()
-        self._check_timer = self._loop.call_later(self.limits.check_seconds, self._check)
+        self._check_timer = self._loop.call_later(self._check_seconds, self._check)
 
     def _warn(self, text: str, *values: object) -> None:
         if self._loop.time() >= self._next_warning:
@@ -213,7 +198,7 @@ class LimitedProtocol(H11Protocol):
         self.connected = False
         self.logger = uvicorn_logger
         self._connections = connections
-        self._limits = connections.limits
+        self._limits = connections.config
         self._receiving_since: float | None = None  # None: idle between two requests, or a request is being answered
         self._received_anything = False
         self._unsent_bytes = 0  # at the last check
@@ -257,11 +242,11 @@ class LimitedProtocol(H11Protocol):
             self._unsent_bytes, self._send_progress_at = unsent_bytes, now
         stalled_seconds = now - self._send_progress_at if unsent_bytes else 0.0
         between_requests = self.cycle is None or self.cycle.response_complete
-        if stalled_seconds > self._limits.send_seconds:
+        if stalled_seconds > self._limits.send_timeout_seconds:
             self.transport.abort()
         elif not between_requests:
             pass
-        elif self._receiving_since is not None and now - self._receiving_since > self._limits.receive_seconds:
+        elif self._receiving_since is not None and now - self._receiving_since > self._limits.receive_timeout_seconds:
             self._receive_timed_out()
         elif not unsent_bytes or stalled_seconds:
             self._wait()
@@ -290,7 +275,7 @@ class LimitedProtocol(H11Protocol):
     def _receive_timed_out(self) -> None:
         """Answers 408 if a part of the request's headers has arrived. Otherwise there is nothing to answer."""
         if self.conn.our_state is h11.IDLE and self._received_anything:
-            error = RequestTimeout(f"the headers did not arrive within {self._limits.receive_seconds:g} s")
+            error = RequestTimeout(f"the headers did not arrive within {self._limits.receive_timeout_seconds:g} s")
             self._connections.errors.write(408, f"408: {error}")
             body = error_body(error).model_dump_json().encode()
             head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"

@@ -19,14 +19,7 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import Deltas, GenerationJob, api_finish_reason, usage_of
 from hotset.serve.responses import Usage
 from hotset.serve.service import Service
-from hotset.serve.tools.calls import (
-    CallBegins,
-    CallBreaks,
-    CallEnds,
-    Piece,
-    TextPiece,
-    ToolUse,
-)
+from hotset.serve.tools.calls import CallBegins, CallBreaks, CallEnds, Piece, TextPiece, ToolUse
 from hotset.serve.tools.formats import ToolFormat, format_for, structure_in_process, takes_tools
 from hotset.serve.tools.parsing import CallParser
 from hotset.serve.tools.plain_template import plain_messages

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive
 from hotset.base.address import is_loopback
 from hotset.base.errors import InternalError
 from hotset.base.listeners import check_listeners, listening_address
-from hotset.serve.connections import ConnectionLimits, Connections, LimitedProtocol
+from hotset.base.serve_config import HttpSettings
+from hotset.serve.connections import Connections, LimitedProtocol
 
 logger = logging.getLogger("hotset.serve")
 
@@ -38,9 +39,9 @@ class HttpServer(uvicorn.Server):
     Its signal handling is left out: it would end the process by the signal instead of with exit code 0.
     """
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._connections = Connections(limits)
+    def __init__(self, app: ASGIApp, config: HttpSettings, on_ready: Callable[[], None]) -> None:
+        super().__init__(_uvicorn_config(app, config.drain_seconds))
+        self._connections = Connections(config)
         self._on_ready = on_ready
 
     @contextmanager
@@ -68,7 +69,7 @@ class HttpServer(uvicorn.Server):
         return LimitedProtocol(self._connections, self.config, self.server_state, self.lifespan.state)
 
 
-def uvicorn_config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="h11",

@@ -38,22 +38,8 @@ from hotset.base.sampling import (
     MAX_STOP_TOKEN_IDS,
     PARAMETERS,
 )
-from hotset.serve.bodies import (
-    MAX_SHOWN_CHARACTERS,
-    LenientModel,
-    StrictModel,
-    Text,
-    one_of,
-    shown,
-    text_or_list,
-)
-from hotset.serve.fields import (
-    IGNORED,
-    UNSUPPORTED,
-    UNSUPPORTED_IN_MESSAGES,
-    implemented_fields,
-    unsupported_message,
-)
+from hotset.serve.bodies import MAX_SHOWN_CHARACTERS, LenientModel, StrictModel, Text, one_of, shown, text_or_list
+from hotset.serve.fields import IGNORED, UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, implemented_fields, unsupported_message
 from hotset.serve.structured_output import ResponseFormat, StructuredOutputs
 from hotset.serve.tools.fields import ToolChoiceField, Tools
 

@@ -14,13 +14,8 @@ from hotset.base.status_line import StatusLine
 from hotset.engine.client import EngineClient
 from hotset.engine.process import EngineProcess
 from hotset.serve.app import create_app
-from hotset.serve.connections import ConnectionLimits, fit_to_descriptors
-from hotset.serve.http_server import (
-    STOP_SIGNALS,
-    HttpServer,
-    uvicorn_config,
-    warn_if_open_to_all,
-)
+from hotset.serve.connections import fit_to_descriptors
+from hotset.serve.http_server import STOP_SIGNALS, HttpServer, warn_if_open_to_all
 from hotset.serve.service import fingerprint
 
 logger = logging.getLogger("hotset.serve")
@@ -64,11 +59,7 @@ async def _serve(
         handoff_secret=engine_config.handoff_secret,
         fingerprint=fingerprint(engine_config, client.model),
     )
-    server = HttpServer(
-        uvicorn_config(app, config.drain_seconds),
-        ConnectionLimits.of(config),
-        lambda: _announce(client, config, listener),
-    )
+    server = HttpServer(app, config, lambda: _announce(client, config, listener))
     shutdown = _Shutdown(client, server, config.drain_seconds)
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:

@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 
 from hotset import __version__
 from hotset.base.config import EVENT_SETTINGS, HANDOFF_SETTINGS, EngineConfig
-from hotset.base.errors import (
-    EngineStopped,
-    NoRoomLeft,
-    QueueFull,
-    RequestError,
-    UnknownModel,
-    WrongRole,
-)
+from hotset.base.errors import EngineStopped, NoRoomLeft, QueueFull, RequestError, UnknownModel, WrongRole
 from hotset.base.job_pool import MAX_WORKERS
 from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams

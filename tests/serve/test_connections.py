@@ -26,8 +26,8 @@ from hotset.fleet.router.config import RouterConfig
 from hotset.fleet.router.server import run as run_router
 from hotset.serve import connections
 from hotset.serve.access_log import AccessLog, HttpMetrics
-from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors
-from hotset.serve.http_server import HttpServer, uvicorn_config
+from hotset.serve.connections import LimitedProtocol, fit_to_descriptors
+from hotset.serve.http_server import HttpServer
 from hotset.serve.middleware import BodyLimit
 from hotset.serve.server import run as run_server
 
@@ -123,8 +123,13 @@ def running(
 
     async def serve() -> None:
         layers = AccessLog(BodyLimit(app, max_body_mib=1, receive_timeout_seconds=receive_seconds), HttpMetrics("test"))
-        limits = ConnectionLimits(max_connections, receive_seconds, send_seconds)
-        server_of["server"] = HttpServer(uvicorn_config(layers, 0.0), limits, ready.set)
+        config = ServeConfig(
+            max_connections=max_connections,
+            receive_timeout_seconds=receive_seconds,
+            send_timeout_seconds=send_seconds,
+            drain_seconds=0.01,
+        )
+        server_of["server"] = HttpServer(layers, config, ready.set)
         server_of["loop"] = asyncio.get_running_loop()
         await server_of["server"].serve(sockets=[listener])
 
@@ -256,8 +261,8 @@ def test_bytes_that_a_slow_reader_takes_from_the_kernel_count_as_progress() -> N
 
 
 def test_at_the_limit_a_new_connection_replaces_the_one_that_has_waited_longest() -> None:
-    with running(max_connections=4, receive_seconds=WAIT_SECONDS) as server, ExitStack() as clients:
-        idle = [clients.enter_context(server.connect(b"GET / HT" * (number % 2))) for number in range(6)]
+    with running(max_connections=8, receive_seconds=WAIT_SECONDS) as server, ExitStack() as clients:
+        idle = [clients.enter_context(server.connect(b"GET / HT" * (number % 2))) for number in range(10)]
         assert b"200 OK" in get(clients.enter_context(server.connect()))
         assert [read_all(client) for client in idle[:3]] == [b"", b"", b""]
         for client in idle[3:]:
@@ -267,15 +272,15 @@ def test_at_the_limit_a_new_connection_replaces_the_one_that_has_waited_longest(
 
 
 def test_at_the_limit_a_request_that_is_being_answered_is_not_cut_and_the_next_client_waits() -> None:
-    with running(max_connections=2, receive_seconds=WAIT_SECONDS) as server, ExitStack() as clients:
-        pool = clients.enter_context(ThreadPoolExecutor(3))
-        slow = [pool.submit(get, clients.enter_context(server.connect()), "/slow") for _ in range(2)]
+    with running(max_connections=8, receive_seconds=WAIT_SECONDS) as server, ExitStack() as clients:
+        pool = clients.enter_context(ThreadPoolExecutor(9))
+        slow = [pool.submit(get, clients.enter_context(server.connect()), "/slow") for _ in range(8)]
         for _ in slow:
             assert server.app.slow_requests.acquire(timeout=WAIT_SECONDS)
-        third = pool.submit(get, clients.enter_context(server.connect()))
-        assert not wait([*slow, third], timeout=LIMIT_SECONDS, return_when=FIRST_COMPLETED).done
+        ninth = pool.submit(get, clients.enter_context(server.connect()))
+        assert not wait([*slow, ninth], timeout=LIMIT_SECONDS, return_when=FIRST_COMPLETED).done
         server.release()
-        assert all(b"200 OK" in answer.result(WAIT_SECONDS) for answer in (*slow, third))
+        assert all(b"200 OK" in answer.result(WAIT_SECONDS) for answer in (*slow, ninth))
 
 
 class FullListener(socket.socket):

@@ -16,13 +16,8 @@ from hotset.fleet.router.fleet import Fleet
 from hotset.fleet.router.metrics import RouterMetrics
 from hotset.fleet.router.relay import Relay
 from hotset.fleet.router.workers_file import apply_workers, follow_workers_file, read_workers
-from hotset.serve.connections import SPARE_CONNECTIONS, ConnectionLimits, fit_to_descriptors
-from hotset.serve.http_server import (
-    STOP_SIGNALS,
-    HttpServer,
-    uvicorn_config,
-    warn_if_open_to_all,
-)
+from hotset.serve.connections import SPARE_CONNECTIONS, fit_to_descriptors
+from hotset.serve.http_server import STOP_SIGNALS, HttpServer, warn_if_open_to_all
 
 logger = logging.getLogger("hotset.router")
 
@@ -60,11 +55,7 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> None:
         metrics = RouterMetrics(fleet)
         relay = Relay(fleet, session, config, metrics)
         app = create_app(fleet, relay, config, metrics)
-        server = HttpServer(
-            uvicorn_config(app, config.drain_seconds),
-            ConnectionLimits.of(config),
-            lambda: _announce(fleet, listener),
-        )
+        server = HttpServer(app, config, lambda: _announce(fleet, listener))
         shutdown = _Shutdown(server, relay, config.drain_seconds, app.state.close_streams)
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, shutdown.on_signal)

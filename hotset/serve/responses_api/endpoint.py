@@ -47,13 +47,7 @@ from hotset.serve.responses_api.answer import (
     TextEvent,
 )
 from hotset.serve.responses_api.request import ResponsesRequest, messages_of
-from hotset.serve.responses_api.tools import (
-    DeclaredTool,
-    custom_input,
-    declared_tools,
-    ignored_tools,
-    tool_use,
-)
+from hotset.serve.responses_api.tools import DeclaredTool, custom_input, declared_tools, ignored_tools, tool_use
 from hotset.serve.service import Service
 from hotset.serve.streams import event_of, json_response
 

@@ -16,15 +16,7 @@ from collections.abc import Callable, Collection, Generator
 from math import isinf
 from typing import Any, NoReturn, TypeVar
 
-from hotset.serve.tools.calls import (
-    TOOL_NAME,
-    CallArguments,
-    CallBegins,
-    CallBreaks,
-    CallEnds,
-    Piece,
-    TextPiece,
-)
+from hotset.serve.tools.calls import TOOL_NAME, CallArguments, CallBegins, CallBreaks, CallEnds, Piece, TextPiece
 
 SPACE = re.compile(r"\s*")
 T = TypeVar("T")
