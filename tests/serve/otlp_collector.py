@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-WAIT_SECONDS = 60.0
+from waiting import WAIT_SECONDS
+
 Span = dict[str, Any]
 
 

@@ -1,24 +1,15 @@
 """Work for a client that disconnects, or whose request is cancelled, ends before its request."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import wraps
-from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
+from waiting import in_event_loop
 
 from hotset.serve import http_server
 from hotset.serve.http_server import unless_disconnected
-
-
-def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
-
-    return run
 
 
 async def never() -> dict[str, str]:

@@ -5,10 +5,12 @@ import gc
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
+from contextlib import closing
 from typing import Any, TypeVar
 
 import pytest
+from waiting import in_event_loop
 
 from hotset.base.errors import QueueFull
 from hotset.serve import fair_queue
@@ -45,7 +47,8 @@ class Jobs:
         for name in names:
             self._ends[name].set()
 
-    def end_all(self) -> None:
+    def close(self) -> None:
+        """Ends all jobs."""
         self.end(*self._ends)
 
 
@@ -53,32 +56,21 @@ def soon(awaitable: Awaitable[T]) -> Coroutine[Any, Any, T]:
     return asyncio.wait_for(awaitable, TIMEOUT_SECONDS)
 
 
-def with_jobs(slots: int, test: Callable[[Jobs], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        jobs = Jobs(slots)
-        try:
-            await test(jobs)
-        finally:
-            jobs.end_all()
-
-    asyncio.run(run())
-
-
-def test_a_client_never_has_all_threads() -> None:
-    async def test(jobs: Jobs) -> None:
+@in_event_loop
+async def test_a_client_never_has_all_threads() -> None:
+    with closing(Jobs(3)) as jobs:
         greedy = [jobs.begin("greedy", f"greedy {number}") for number in range(4)]
         assert {await jobs.next_started(), await jobs.next_started()} == {"greedy 0", "greedy 1"}
         other = jobs.begin("other", "other")
         assert await jobs.next_started() == "other"
-        jobs.end_all()
+        jobs.close()
         assert await soon(other) == "other"
         assert await soon(asyncio.gather(*greedy)) == [f"greedy {number}" for number in range(4)]
 
-    with_jobs(3, test)
 
-
-def test_the_next_thread_is_for_the_client_with_the_fewest_jobs() -> None:
-    async def test(jobs: Jobs) -> None:
+@in_event_loop
+async def test_the_next_thread_is_for_the_client_with_the_fewest_jobs() -> None:
+    with closing(Jobs(4)) as jobs:
         clients = ["a", "a", "b", "b", "a", "c", "b"]
         tasks = [jobs.begin(client, f"{client}{number}") for number, client in enumerate(clients)]
         assert {await jobs.next_started() for _ in range(4)} == {"a0", "a1", "b2", "b3"}
@@ -86,14 +78,13 @@ def test_the_next_thread_is_for_the_client_with_the_fewest_jobs() -> None:
         assert await jobs.next_started() == "c5"  # a, which has waited longer, has two threads, and b has one
         jobs.end("b3")
         assert await jobs.next_started() == "b6"
-        jobs.end_all()
+        jobs.close()
         await soon(asyncio.gather(*tasks))
 
-    with_jobs(4, test)
 
-
-def test_a_cancelled_wait_leaves_the_thread_to_others() -> None:
-    async def test(jobs: Jobs) -> None:
+@in_event_loop
+async def test_a_cancelled_wait_leaves_the_thread_to_others() -> None:
+    with closing(Jobs(1)) as jobs:
         first = jobs.begin("a", "first")
         assert await jobs.next_started() == "first"
         waiting = jobs.begin("b", "waiting")
@@ -102,14 +93,13 @@ def test_a_cancelled_wait_leaves_the_thread_to_others() -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        jobs.end_all()
+        jobs.close()
         assert await soon(first) == "first" and await soon(third) == "third"
 
-    with_jobs(1, test)
 
-
-def test_a_job_whose_client_has_gone_holds_its_thread_until_it_ends() -> None:
-    async def test(jobs: Jobs) -> None:
+@in_event_loop
+async def test_a_job_whose_client_has_gone_holds_its_thread_until_it_ends() -> None:
+    with closing(Jobs(2)) as jobs:
         gone, other = jobs.begin("a", "gone"), jobs.begin("a", "other")
         assert await jobs.next_started() == "gone"
         gone.cancel()
@@ -117,14 +107,13 @@ def test_a_job_whose_client_has_gone_holds_its_thread_until_it_ends() -> None:
             await gone
         third = jobs.begin("b", "third")
         assert await jobs.next_started() == "third"
-        jobs.end_all()
+        jobs.close()
         assert await soon(third) == "third" and await soon(other) == "other"
 
-    with_jobs(2, test)
 
-
-def test_a_job_that_waits_too_long_is_refused_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(jobs: Jobs) -> None:
+@in_event_loop
+async def test_a_job_that_waits_too_long_is_refused_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Jobs(1)) as jobs:
         first = jobs.begin("a", "first")
         assert await jobs.next_started() == "first"
         monkeypatch.setattr(fair_queue, "WAIT_SECONDS", 0.01)
@@ -136,20 +125,17 @@ def test_a_job_that_waits_too_long_is_refused_and_does_not_run(monkeypatch: pyte
         await soon(first)
         assert await soon(jobs.begin("b", "next")) == await jobs.next_started() == "next"
 
-    with_jobs(1, test)
-
 
 class Client(str):
     """The name of a client, of which the tests see when it is forgotten."""
 
 
-def test_nothing_is_kept_of_clients_without_jobs() -> None:
-    async def test(jobs: Jobs) -> None:
+@in_event_loop
+async def test_nothing_is_kept_of_clients_without_jobs() -> None:
+    with closing(Jobs(1)) as jobs:
         client = Client("key")
         kept = weakref.ref(client)
         await jobs.queue.run(client, lambda: None)
         del client
         gc.collect()
         assert kept() is None
-
-    with_jobs(1, test)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tiers.whole_numbers import Bench
+from waiting import in_event_loop
 
 from hotset.base.errors import QueueFull
 from hotset.base.story import MAX_EVENTS, Story, StoryEvent
@@ -68,33 +69,31 @@ async def next_message(lines: AsyncIterator[bytes]) -> Json:
     return message
 
 
-def test_a_page_that_reads_deltas_knows_what_one_knows_that_opens_now() -> None:
-    async def scenario() -> None:
-        bench, live = Bench(33, 120, tiers="auto", seats=3, step_tokens=9), make_live()
-        async with aclosing(live.feed.watch()) as lines:
-            messages = [await next_message(lines)]
-            for number, (prompt, answer) in enumerate([(20, 60), (20, 50), (7, 30), (25, 20)]):
-                bench.add(f"r{number}", prompt, answer)
-            while not bench.engine.idle:
-                bench.step()
-                live.record(StateReport(bench.engine.stats(), bench.engine.take_snapshots()))
-                messages.append(await next_message(lines))
-                if len(messages) % 8 == 0:
-                    assert replayed(messages)[0] == replayed([json.loads(json.dumps(live._state()))])[0]
-        followed, opened = replayed(messages), replayed([json.loads(json.dumps(live._state()))])
-        assert followed == opened and len(followed[1]) == 4 and not followed[0]
-        stories = [request["story"] for request in followed[1].values()]
-        assert any("tiered" in [state for _, _, state in story] for story in stories), "this test saw no change of tier"
-        for story in stories:
-            assert story[0][1:] == ["phase", "waiting"] and story[-1][1:] == ["residence", "absent"]
-            assert [event[0] for event in story] == sorted(event[0] for event in story)
-        totals = followed[2][-1]["totals"]
-        assert totals["tokens"] == sum(len(answer) for answer in bench.answers.values())
-        samples, stats = followed[2], bench.engine.stats()
-        assert sum(sample["lookups"] for sample in samples) == sum(stats.slot_lookups.values()) > 0
-        assert sum(sample["misses"] for sample in samples) == sum(stats.slot_misses.values()) > 0
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_page_that_reads_deltas_knows_what_one_knows_that_opens_now() -> None:
+    bench, live = Bench(33, 120, tiers="auto", seats=3, step_tokens=9), make_live()
+    async with aclosing(live.feed.watch()) as lines:
+        messages = [await next_message(lines)]
+        for number, (prompt, answer) in enumerate([(20, 60), (20, 50), (7, 30), (25, 20)]):
+            bench.add(f"r{number}", prompt, answer)
+        while not bench.engine.idle:
+            bench.step()
+            live.record(StateReport(bench.engine.stats(), bench.engine.take_snapshots()))
+            messages.append(await next_message(lines))
+            if len(messages) % 8 == 0:
+                assert replayed(messages)[0] == replayed([json.loads(json.dumps(live._state()))])[0]
+    followed, opened = replayed(messages), replayed([json.loads(json.dumps(live._state()))])
+    assert followed == opened and len(followed[1]) == 4 and not followed[0]
+    stories = [request["story"] for request in followed[1].values()]
+    assert any("tiered" in [state for _, _, state in story] for story in stories), "this test saw no change of tier"
+    for story in stories:
+        assert story[0][1:] == ["phase", "waiting"] and story[-1][1:] == ["residence", "absent"]
+        assert [event[0] for event in story] == sorted(event[0] for event in story)
+    totals = followed[2][-1]["totals"]
+    assert totals["tokens"] == sum(len(answer) for answer in bench.answers.values())
+    samples, stats = followed[2], bench.engine.stats()
+    assert sum(sample["lookups"] for sample in samples) == sum(stats.slot_lookups.values()) > 0
+    assert sum(sample["misses"] for sample in samples) == sum(stats.slot_misses.values()) > 0
 
 
 def test_rates_and_latencies_are_those_since_the_previous_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,34 +115,30 @@ def test_rates_and_latencies_are_those_since_the_previous_report(monkeypatch: py
     assert not metrics.newest_first_token_seconds, "a latency must not count twice"
 
 
-def test_ranks_of_a_data_parallel_engine_are_shown_by_the_stream_and_by_hotset_top() -> None:
-    async def scenario() -> None:
-        live, watched = make_live(), Watched("http://here")
-        total = {"device_pages_total": 50, "host_pages_total": 700}
-        stats = EngineStats(
-            ranks=[
-                RankStats(
-                    running=5, waiting=1, resident=3, tiered=2, device_pages_held=40, host_pages_held=60, **total
-                ),
-                RankStats(running=4, resident=4, device_pages_held=31, host_pages_held=32, **total),
-            ]
-        )
-        async with aclosing(live.feed.watch()) as lines:
-            watched.apply(await next_message(lines))
-            assert watched.ranks == []
-            live.record(StateReport(stats, ()))
-            watched.apply(await next_message(lines))
-        late = Watched("http://here")
-        late.apply(json.loads(json.dumps(live._state())))
-        assert watched.ranks == late.ranks == [rank.of_rank for rank in stats.ranks]
-        console = Console(width=120)
-        with console.capture() as captured:
-            console.print(frame(watched, 40))
-        lines_of_ranks = [line.split() for line in captured.get().splitlines()]
-        assert ["0", "5", "1", "3", "2", "0", "40/50", "60/700"] in lines_of_ranks
-        assert ["1", "4", "0", "4", "0", "0", "31/50", "32/700"] in lines_of_ranks
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_ranks_of_a_data_parallel_engine_are_shown_by_the_stream_and_by_hotset_top() -> None:
+    live, watched = make_live(), Watched("http://here")
+    total = {"device_pages_total": 50, "host_pages_total": 700}
+    stats = EngineStats(
+        ranks=[
+            RankStats(running=5, waiting=1, resident=3, tiered=2, device_pages_held=40, host_pages_held=60, **total),
+            RankStats(running=4, resident=4, device_pages_held=31, host_pages_held=32, **total),
+        ]
+    )
+    async with aclosing(live.feed.watch()) as lines:
+        watched.apply(await next_message(lines))
+        assert watched.ranks == []
+        live.record(StateReport(stats, ()))
+        watched.apply(await next_message(lines))
+    late = Watched("http://here")
+    late.apply(json.loads(json.dumps(live._state())))
+    assert watched.ranks == late.ranks == [rank.of_rank for rank in stats.ranks]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(frame(watched, 40))
+    lines_of_ranks = [line.split() for line in captured.get().splitlines()]
+    assert ["0", "5", "1", "3", "2", "0", "40/50", "60/700"] in lines_of_ranks
+    assert ["1", "4", "0", "4", "0", "0", "31/50", "32/700"] in lines_of_ranks
 
 
 def test_history_requests_stories_and_snapshots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,53 +167,46 @@ def test_history_requests_stories_and_snapshots_are_bounded(monkeypatch: pytest.
     assert len(bench.engine.take_snapshots()) == max_ended
 
 
-def test_a_watcher_that_does_not_read_gets_the_whole_state_and_holds_nobody_up() -> None:
-    async def scenario() -> None:
-        feed = Feed(lambda: {"hello": {}}, dict)
-        async with aclosing(feed.watch()) as slow:
-            assert "hello" in await next_message(slow)
-            waiting = asyncio.create_task(next_message(slow))  # it reads only when this task runs
-            for number in range(10 * MAX_BEHIND):
-                feed.publish({"number": number})
-            assert "hello" in await waiting, "it must learn what it has missed, and nothing twice"
-            feed.publish({"number": "newest"})
-            assert (await next_message(slow))["number"] == "newest"
-        assert not feed.watched
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_watcher_that_does_not_read_gets_the_whole_state_and_holds_nobody_up() -> None:
+    feed = Feed(lambda: {"hello": {}}, dict)
+    async with aclosing(feed.watch()) as slow:
+        assert "hello" in await next_message(slow)
+        waiting = asyncio.create_task(next_message(slow))  # it reads only when this task runs
+        for number in range(10 * MAX_BEHIND):
+            feed.publish({"number": number})
+        assert "hello" in await waiting, "it must learn what it has missed, and nothing twice"
+        feed.publish({"number": "newest"})
+        assert (await next_message(slow))["number"] == "newest"
+    assert not feed.watched
 
 
-def test_streams_beat_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_streams_beat_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "HEARTBEAT_SECONDS", 0.01)
-
-    async def scenario() -> None:
-        feed = Feed(lambda: {"hello": {}}, lambda: {"failure": "it has died"})
-        async with aclosing(feed.watch()) as lines:
-            await next_message(lines)
-            assert (await next_message(lines))["failure"] == "it has died"
-            feed.close()
-            async with asyncio.timeout(20):
-                assert len([line async for line in lines]) <= 1
-
-    asyncio.run(scenario())
+    feed = Feed(lambda: {"hello": {}}, lambda: {"failure": "it has died"})
+    async with aclosing(feed.watch()) as lines:
+        await next_message(lines)
+        assert (await next_message(lines))["failure"] == "it has died"
+        feed.close()
+        async with asyncio.timeout(20):
+            assert len([line async for line in lines]) <= 1
 
 
-def test_a_new_stream_replaces_the_one_that_has_been_open_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        feed = Feed(lambda: {"hello": {}}, dict)
-        streams = [feed.watch() for _ in range(MAX_WATCHERS)]
-        for stream in streams:
-            await next_message(stream)
-        with pytest.raises(QueueFull, match=f"^{MAX_WATCHERS} pages are open"):
-            feed.response()
-        monkeypatch.setattr(feed_module, "MIN_WATCH_SECONDS", 0.0)
-        assert feed.response().status_code == 200
-        feed.publish({"number": 1})
-        with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(anext(streams[0]), 20)
-        for stream in streams[1:]:
-            assert (await next_message(stream))["number"] == 1
-            await stream.aclose()
-        assert not feed.watched
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_new_stream_replaces_the_one_that_has_been_open_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(lambda: {"hello": {}}, dict)
+    streams = [feed.watch() for _ in range(MAX_WATCHERS)]
+    for stream in streams:
+        await next_message(stream)
+    with pytest.raises(QueueFull, match=f"^{MAX_WATCHERS} pages are open"):
+        feed.response()
+    monkeypatch.setattr(feed_module, "MIN_WATCH_SECONDS", 0.0)
+    assert feed.response().status_code == 200
+    feed.publish({"number": 1})
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(streams[0]), 20)
+    for stream in streams[1:]:
+        assert (await next_message(stream))["number"] == 1
+        await stream.aclose()
+    assert not feed.watched

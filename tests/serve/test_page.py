@@ -4,7 +4,6 @@ reach a collector. A signal ends requests, pages and the server.
 With a headless Chromium, the page is used against servers under load (`make test-all`).
 """
 
-import asyncio
 import json
 import os
 import random
@@ -26,12 +25,12 @@ import httpx
 import plain_http
 import pytest
 from browser import CHROMIUM, browser
-from otlp_collector import WAIT_SECONDS, Collector, attributes_of, check, collector
+from otlp_collector import Collector, attributes_of, check, collector
 from processes import children_of, command_line
 from pseudo_terminal import run_on_terminal
 from running_server import API_KEY, RunningServer, error_of, serving
 from typer.testing import CliRunner
-from waiting import wait_until
+from waiting import WAIT_SECONDS, in_event_loop, wait_until
 
 from hotset.base.serve_config import ServeConfig
 from hotset.cli import app, main
@@ -135,17 +134,14 @@ def test_the_page_is_public_and_its_data_needs_the_key_and_shows_a_request(serve
         server.wait_for_log(r"GET /live")  # a stream is logged when it ends: the server has noticed it
 
 
-def test_no_page_means_no_data() -> None:
+@in_event_loop
+async def test_no_page_means_no_data() -> None:
     client: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
     transport = httpx.ASGITransport(app=create_app(client, ServeConfig(page=False)))
-
-    async def scenario() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            root = await http.get("/")
-            assert (root.status_code, root.headers["location"]) == (307, "/docs")
-            error_of(await http.get("/live"), 404)
-
-    asyncio.run(scenario())
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        root = await http.get("/")
+        assert (root.status_code, root.headers["location"]) == (307, "/docs")
+        error_of(await http.get("/live"), 404)
 
 
 def test_top_shows_requests_in_a_terminal_until_it_is_interrupted(server: RunningServer, tmp_path: Path) -> None:

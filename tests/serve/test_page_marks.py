@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from waiting import until
+from waiting import in_event_loop, until
 
 from hotset.base.errors import QueueFull
 from hotset.base.sampling import SamplingParams
@@ -94,46 +94,41 @@ def begun(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_whose_marks_are_not_computed_yet_count_as_waiting(
+@in_event_loop
+async def test_requests_whose_marks_are_not_computed_yet_count_as_waiting(
     busy_threads: tuple[ThreadPoolExecutor, threading.Event], stream: bool
 ) -> None:
     threads, free = busy_threads
-
-    async def scenario() -> None:
-        client: Any = FakeClient()
-        service = Service(client, ServeConfig(max_queue=2), text_threads=threads)
-        first, _ = begun(service, stream=stream)
-        await until(lambda: client.waiting == 1)
-        second, disconnect = begun(service, stream=stream)
-        await until(lambda: client.waiting == 2)
-        with pytest.raises(QueueFull):
-            await begun(service, stream=stream)[0]
-        disconnect()
-        with pytest.raises(ClientDisconnect):
-            await second
-        assert client.waiting == client.open == 1, "the client's disconnect was not noticed"
-        client.start.set()
-        await until(lambda: client.waiting == 0)
-        assert not first.done(), "the header is sent with the response"
-        free.set()
-        response = await first
-        assert response.headers[PAGE_MARKS_HEADER] == page_marks_header(PROMPT, "", HASHER)
-
-    asyncio.run(scenario())
+    client: Any = FakeClient()
+    service = Service(client, ServeConfig(max_queue=2), text_threads=threads)
+    first, _ = begun(service, stream=stream)
+    await until(lambda: client.waiting == 1)
+    second, disconnect = begun(service, stream=stream)
+    await until(lambda: client.waiting == 2)
+    with pytest.raises(QueueFull):
+        await begun(service, stream=stream)[0]
+    disconnect()
+    with pytest.raises(ClientDisconnect):
+        await second
+    assert client.waiting == client.open == 1, "the client's disconnect was not noticed"
+    client.start.set()
+    await until(lambda: client.waiting == 0)
+    assert not first.done(), "the header is sent with the response"
+    free.set()
+    response = await first
+    assert response.headers[PAGE_MARKS_HEADER] == page_marks_header(PROMPT, "", HASHER)
 
 
-def test_a_client_that_disconnects_between_the_first_token_and_the_header_ends_its_request(
+@in_event_loop
+async def test_a_client_that_disconnects_between_the_first_token_and_the_header_ends_its_request(
     busy_threads: tuple[ThreadPoolExecutor, threading.Event],
 ) -> None:
-    async def scenario() -> None:
-        client: Any = FakeClient()
-        client.start.set()
-        service = Service(client, ServeConfig(), text_threads=busy_threads[0])
-        response, disconnect = begun(service, stream=True, name="endless")
-        await until(lambda: service.load.queue.present == 0 and client.open == 1)  # the first token has arrived
-        disconnect()
-        with pytest.raises(ClientDisconnect):
-            await response
-        assert client.open == 0
-
-    asyncio.run(scenario())
+    client: Any = FakeClient()
+    client.start.set()
+    service = Service(client, ServeConfig(), text_threads=busy_threads[0])
+    response, disconnect = begun(service, stream=True, name="endless")
+    await until(lambda: service.load.queue.present == 0 and client.open == 1)  # the first token has arrived
+    disconnect()
+    with pytest.raises(ClientDisconnect):
+        await response
+    assert client.open == 0

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import in_event_loop
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, NoRoomLeft
@@ -58,16 +59,14 @@ def service(**stats: Any) -> Service:
     return Service(client, ServeConfig())
 
 
-def test_defect_23_health_is_degraded_while_quarantine_leaves_no_room_for_the_longest_request() -> None:
-    async def scenario() -> None:
-        degraded = service(lacks_room=True)
-        with pytest.raises(NoRoomLeft, match=r"309 of 500 pages are in quarantine.* too few for 4096 tokens"):
-            degraded.health()
-        assert degraded.state().degraded is not None
-        roomy = service(lacks_room=False)
-        assert roomy.health().status == "ok" and roomy.state().degraded is None
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_defect_23_health_is_degraded_while_quarantine_leaves_no_room_for_the_longest_request() -> None:
+    degraded = service(lacks_room=True)
+    with pytest.raises(NoRoomLeft, match=r"309 of 500 pages are in quarantine.* too few for 4096 tokens"):
+        degraded.health()
+    assert degraded.state().degraded is not None
+    roomy = service(lacks_room=False)
+    assert roomy.health().status == "ok" and roomy.state().degraded is None
 
 
 class SilentClient:
@@ -82,13 +81,11 @@ class SilentClient:
         raise EngineStopped("it has stopped")
 
 
-def test_the_load_of_a_worker_that_does_not_answer_is_the_newest_one_known() -> None:
-    async def scenario() -> None:
-        client: Any = SilentClient(EngineStats(tokens_to_prefill=700))
-        load = Load()
-        for _ in range(3):
-            assert load.stats(client).tokens_to_prefill == 700, "a busy worker must not look idle"
-            await asyncio.sleep(0)
-        assert client.calls == 3
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_load_of_a_worker_that_does_not_answer_is_the_newest_one_known() -> None:
+    client: Any = SilentClient(EngineStats(tokens_to_prefill=700))
+    load = Load()
+    for _ in range(3):
+        assert load.stats(client).tokens_to_prefill == 700, "a busy worker must not look idle"
+        await asyncio.sleep(0)
+    assert client.calls == 3

@@ -5,8 +5,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from otlp_collector import WAIT_SECONDS, Collector, check, collector
+from otlp_collector import check, collector
 from tiers.whole_numbers import Bench
+from waiting import in_event_loop, until
 
 from hotset.base.errors import ConfigError
 from hotset.base.serve_config import ServeConfig
@@ -23,13 +24,13 @@ def ended_snapshots() -> list[Any]:
     return bench.engine.take_snapshots()
 
 
-def test_every_change_of_phase_and_tier_is_a_span_and_refused_or_failed_batches_end(
+@in_event_loop
+async def test_every_change_of_phase_and_tier_is_a_span_and_refused_or_failed_batches_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(traces_module, "RETRY_SECONDS", (0.01,))
     snapshots = ended_snapshots()
-
-    async def scenario(url: str, collected: Collector) -> None:
+    with collector() as (url, collected):
         traces = Traces(url, "m", "both")
         collected.statuses += [503, 429]  # the collector wants these again
         traces.record(snapshots)
@@ -43,35 +44,25 @@ def test_every_change_of_phase_and_tier_is_a_span_and_refused_or_failed_batches_
         collected.statuses += [400]  # this one must not be sent again
         traces.record(snapshots[:1])
         traces.record(snapshots[1:2])
-        async with asyncio.timeout(WAIT_SECONDS):
-            while traces._queue:
-                await asyncio.sleep(0.01)
+        await until(lambda: not traces._queue)
         assert traces.dropped >= 1
         await traces.close()
 
-    with collector() as (url, collected):
-        asyncio.run(scenario(url, collected))
 
-
-def test_a_collector_that_is_down_bounds_what_is_kept_and_is_warned_of_once(
+@in_event_loop
+async def test_a_collector_that_is_down_bounds_what_is_kept_and_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(traces_module, "RETRY_SECONDS", (0.01,))
     snapshots = ended_snapshots()
-
-    async def scenario() -> None:
-        traces = Traces("http://127.0.0.1:1", "m", "both")
-        for _ in range(MAX_QUEUED):
-            traces.record(snapshots)
-        assert len(traces._queue) == MAX_QUEUED and traces.dropped == 2 * MAX_QUEUED
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not caplog.records:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)  # further attempts
-            await traces.close()
-        assert len(caplog.records) == 1
-
-    asyncio.run(scenario())
+    traces = Traces("http://127.0.0.1:1", "m", "both")
+    for _ in range(MAX_QUEUED):
+        traces.record(snapshots)
+    assert len(traces._queue) == MAX_QUEUED and traces.dropped == 2 * MAX_QUEUED
+    await until(lambda: caplog.records)
+    await asyncio.sleep(0.1)  # further attempts
+    await traces.close()
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "http://", "ftp://a", "http://a b"])

@@ -117,15 +117,15 @@ def talk(engine: Any, conversation: Callable[[openai.AsyncOpenAI], Awaitable[Any
     return asyncio.run(run())
 
 
-def ask(engine: ScriptedClient, *answers: str, **fields: Any) -> Any:
-    engine.say(*(answer + "<end>" for answer in answers))
+def ask(engine: ScriptedClient, *answers: str, end: str = "<end>", **fields: Any) -> Any:
+    engine.say(*(answer + end for answer in answers))
     settings = fields.pop("settings", {})
     body = {"model": "scripted", "messages": QUESTION, "tools": TOOLS, **fields}
     return talk(engine, lambda client: client.chat.completions.create(**body), **settings)
 
 
-def stream(engine: ScriptedClient, answer: str, **fields: Any) -> list[Any]:
-    engine.say(answer + "<end>")
+def stream(engine: ScriptedClient, answer: str, end: str = "<end>", **fields: Any) -> list[Any]:
+    engine.say(answer + end)
     body = {"model": "scripted", "messages": QUESTION, "tools": TOOLS, "stream": True, **fields}
 
     async def chunks(client: openai.AsyncOpenAI) -> list[Any]:
@@ -226,23 +226,14 @@ def test_each_choice_has_calls_of_its_own(engines: Any) -> None:
 
 
 def test_a_call_that_the_limit_cuts_off_is_text(engines: Any) -> None:
-    engine, cut = engines("qwen3"), WRITERS["qwen3"](CALLS)[:-3]
-    engine.say(cut)
-    body: dict[str, Any] = {"model": "scripted", "messages": QUESTION, "tools": TOOLS}
-    choice = talk(engine, lambda client: client.chat.completions.create(**body)).choices[0]
+    choice = ask(engines("qwen3"), WRITERS["qwen3"](CALLS)[:-3], end="").choices[0]
     assert choice.finish_reason == "length" and calls_of(choice.message) == CALLS[:1]
     assert choice.message.content.strip() == WRITERS["qwen3"](CALLS[1:])[:-3], "what was written is not lost"
 
 
 def test_a_streamed_call_that_the_limit_cuts_off_has_arguments_that_are_not_json(engines: Any) -> None:
-    engine, written = engines("qwen3"), WRITERS["qwen3"](CALLS[:1])
-    engine.say(written[:-14])  # the arguments are there, the end of the call is not
-    body: dict[str, Any] = {"model": "scripted", "messages": QUESTION, "tools": TOOLS, "stream": True}
-
-    async def chunks(client: openai.AsyncOpenAI) -> list[Any]:
-        return [chunk.choices[0] async for chunk in await client.chat.completions.create(**body)]
-
-    choices = talk(engine, chunks)
+    written = WRITERS["qwen3"](CALLS[:1])[:-14]  # the arguments are there, the end of the call is not
+    choices = [chunk.choices[0] for chunk in stream(engines("qwen3"), written, end="")]
     parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
     arguments = "".join(part.function.arguments for part in parts)
     assert parts[0].function.name == "weather" and len(parts) > 10, "it was streamed"
