@@ -7,6 +7,7 @@ from hotset.models.attention.spec import AttentionSpec
 from hotset.models.feed_forward import MoeSpec
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS, WeightFormats
 
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -16,7 +17,7 @@ class RopeSpec:
 
     dim: int
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: RopeKind = "default"
     factor: float = 1.0
     original_context: int = 0  # llama3, yarn
     low_freq_factor: float = 1.0  # llama3

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast, get_args
 
 from hotset.models.attention.spec import AttentionSpec
 from hotset.models.config_fields import ConfigFields
 from hotset.models.formats import read_weight_formats
-from hotset.models.spec import ModelSpec, RopeSpec
+from hotset.models.spec import ModelSpec, RopeKind, RopeSpec
 
 MAX_LAYERS = 1024
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 FULL_ATTENTION = ("full_attention", "attention")
 INDEXED_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
@@ -75,7 +72,7 @@ def _read_rope(fields: ConfigFields, dim: int, context: int) -> RopeSpec:
     for layer_type in (*FULL_ATTENTION, *INDEXED_ATTENTION, "sliding_attention"):
         if layer_type in rope:
             rope.refuse(layer_type, "one rope for all layers")
-    kind = rope.choice("rope_type" if "rope_type" in rope else "type", "default", ROPE_KINDS)
+    kind = rope.choice("rope_type" if "rope_type" in rope else "type", "default", get_args(RopeKind))
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0)
     if kind == "default":
         return RopeSpec(dim, theta)
