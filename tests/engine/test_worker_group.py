@@ -68,6 +68,12 @@ def fail(pipe: Connection, _progress: Progress) -> None:
     os._exit(1)
 
 
+def die(pipe: Connection, _progress: Progress) -> None:
+    """A worker that ends like `fail`, but reports nothing, like a process that aborts."""
+    pipe.recv()
+    os._exit(1)
+
+
 def fail_and_wait(pipe: Connection, progress: Progress) -> None:
     """A worker that has failed, for example in its warm-up, and whose end waits for the others."""
     wait_in_step(pipe, progress, WorkerFailed(StartupError("out of memory")))
@@ -104,7 +110,7 @@ def start_group(
     config = EngineConfig(step_timeout=step_timeout)
     group = WorkerGroup(config, ranks, start, wake, advance=lambda: None, oldest_step=lambda: STEP)
     for number, behaviour in enumerate(behaviours):
-        if behaviour is not fail:
+        if behaviour not in (fail, die):
             group.receive({number}, DEADLINE_S, "start-up")
     group.serving = True
     return group
@@ -163,6 +169,19 @@ def test_if_a_worker_reports_a_failure_the_others_are_aborted_before_it_has_ende
         group.receive({0, 1}, DEADLINE_S, "warm-up")
     assert exit_codes(group) == [0, 0], "nobody has closed the group yet"
     group.close(DEADLINE_S)
+
+
+@pytest.mark.parametrize("silent", [(), (1,), (0,)])
+def test_the_error_is_that_of_a_dead_worker_without_a_report_else_that_of_one_that_has_reported(
+    silent: tuple[int, ...],
+) -> None:
+    group = start_group(*(die if number in silent else fail for number in range(2)))
+    with pytest.raises((StartupError, EngineStopped)) as raised:
+        while True:
+            group.receive({0, 1}, DEADLINE_S, "start-up")
+    group.close(DEADLINE_S)
+    names = [f"worker {number} (stage 0 of 1, rank {number} of 2) died (exit code 1)" for number in silent]
+    assert str(raised.value) == (names[0] if names else "tensor x is missing")
 
 
 def test_a_worker_that_dies_at_once_is_named() -> None:

@@ -7,9 +7,8 @@ import time
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from harness import tiny_directory
@@ -17,15 +16,11 @@ from processes import is_running, pause, shared_memory_of, wait_until_ended
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
-from hotset.base.errors import CheckpointError, ConfigError, EngineStopped
+from hotset.base.errors import ConfigError, EngineStopped
 from hotset.base.request_options import RequestOptions
 from hotset.engine.build import build_engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.progress import Progress
-from hotset.engine.workers.group import StartProcess, WorkerGroup
-from hotset.engine.workers.messages import WorkerFailed, WorkerRank
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.models.split import Split
 
 DEADLINE_S = 90.0
 TINY = {
@@ -55,45 +50,6 @@ def pids_of(llm: LLM) -> list[int]:
     workers = llm._engine.executor
     assert isinstance(workers, MultiprocessExecutor)
     return [worker.process.pid for worker in workers.workers if worker.process.pid is not None]
-
-
-def group_of(workers: int, start: StartProcess, step_timeout: float = 60.0) -> WorkerGroup:
-    ranks = [
-        WorkerRank(number, workers, 0, 1, Split(tp_rank=number, tp_size=workers), "", "cpu")
-        for number in range(workers)
-    ]
-    config = EngineConfig(step_timeout=step_timeout)
-    return WorkerGroup(config, ranks, start, wake=lambda: None, advance=lambda: None, oldest_step=lambda: 7)
-
-
-def fail(pipe: Connection, message: str | None) -> None:
-    """Ends with exit code 1, like a process that aborts. Reports a failure before, unless `message` is None."""
-    pipe.recv()  # the first command
-    if message is not None:
-        pipe.send(WorkerFailed(CheckpointError(message)))
-    os._exit(1)
-
-
-@pytest.mark.parametrize("silent", [(), (1,), (0,)])
-def test_the_error_is_that_of_a_dead_worker_without_a_report_else_that_of_one_that_has_reported(
-    silent: tuple[int, ...],
-) -> None:
-    context = get_context("fork")
-
-    def start(rank: WorkerRank, _progress: Progress) -> tuple[Connection, SpawnProcess]:
-        pipe, worker_end = context.Pipe()
-        message = None if rank.number in silent else "tensor x is missing"
-        process = context.Process(target=fail, args=(worker_end, message))
-        process.start()
-        worker_end.close()
-        return pipe, cast(SpawnProcess, process)
-
-    group = group_of(2, start)
-    with pytest.raises((CheckpointError, EngineStopped)) as raised:
-        group.receive({0, 1}, DEADLINE_S, "start-up")
-    group.close(DEADLINE_S)
-    names = [f"worker {number} (stage 0 of 1, rank {number} of 2) died (exit code 1)" for number in silent]
-    assert str(raised.value) == (names[0] if names else "tensor x is missing")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -188,9 +188,7 @@ def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: in
     assert moved > 0 or bench.compared[Residence.TIERED] > 0, f"{counters}: no rows were moved between the pools"
 
 
-@pytest.mark.parametrize(
-    ("tiers", "length"), [("auto", 23), ("always", 24), ("auto", 25), ("always", 26), ("always", 27)]
-)
+@pytest.mark.parametrize(("tiers", "length"), [("auto", 26), *(("always", length) for length in range(23, 28))])
 def test_defect_08_contexts_that_end_at_any_row_of_a_page_park_and_resume_byte_for_byte(
     tiers: str, length: int
 ) -> None:
