@@ -78,7 +78,7 @@ COPIES = [
 OPS = [*COPIES, pytest.param(CudaOnCpu(CLUSTERS), id="cuda in clusters", marks=needs_compiler)]
 with_each_op = pytest.mark.parametrize("op", OPS)
 with_each_copy = pytest.mark.parametrize("op", COPIES)
-EXAMPLES = examples(15)
+EXAMPLES = examples(10)
 
 WIDTHS = [*range(1, 18), 30, 37, 656, 1152]  # in bytes; the widest access of a copy has 16
 
@@ -130,7 +130,7 @@ def test_random_steps_equal_the_model(op: Op, shape: Shape, seed: int, full: boo
 )
 def test_random_steps_over_many_slots_equal_the_model(op: Op, shape: Shape, stamp: int) -> None:
     model = SwapInModel(shape, seed=1, full=True, stamp=stamp)
-    for _ in range(12):
+    for _ in range(8):
         model.check_step(op, model.draw_batch())
 
 

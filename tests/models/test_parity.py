@@ -89,24 +89,30 @@ def ropes(draw: st.DrawFn, kinds: list[str]) -> dict[str, Any]:
 
 
 @st.composite
+def common_fields(draw: st.DrawFn, rope_kinds: list[str]) -> dict[str, Any]:
+    return {
+        "vocab_size": draw(st.integers(40, 200)),
+        "attention_bias": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+        "max_position_embeddings": 256,
+        "rope_parameters": draw(ropes(rope_kinds)),
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+
+
+@st.composite
 def gqa_fields(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     head_dim = draw(st.sampled_from([8, 16]))
-    return {
-        "vocab_size": draw(st.integers(40, 200)),
+    return draw(common_fields(["default", "linear", "llama3", "yarn"])) | {
         "hidden_size": draw(st.sampled_from([24, 48])),
         "intermediate_size": draw(st.sampled_from([24, 64])),
         "num_hidden_layers": draw(st.integers(1, 3)),
         "num_attention_heads": kv_heads * draw(st.sampled_from([1, 2, 4])),
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "attention_bias": draw(st.booleans()),
-        "tie_word_embeddings": draw(st.booleans()),
-        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
-        "max_position_embeddings": 256,
-        "rope_parameters": draw(ropes(["default", "linear", "llama3", "yarn"])),
-        "eos_token_id": None,
-        "bos_token_id": None,
     }
 
 
@@ -118,8 +124,7 @@ def dsa_fields(draw: st.DrawFn) -> dict[str, Any]:
     topk_group = draw(st.integers(1, groups))
     rope_dim = draw(st.sampled_from([4, 8]))
     heads = draw(st.sampled_from([1, 2, 4]))
-    return {
-        "vocab_size": draw(st.integers(40, 200)),
+    return draw(common_fields(["default", "yarn"])) | {
         "hidden_size": draw(st.sampled_from([32, 48])),
         "intermediate_size": draw(st.sampled_from([24, 48])),
         "moe_intermediate_size": draw(st.sampled_from([16, 24])),
@@ -142,13 +147,6 @@ def dsa_fields(draw: st.DrawFn) -> dict[str, Any]:
         "index_topk": draw(st.sampled_from([4, 7, 16])),
         "index_head_dim": rope_dim + draw(st.sampled_from([4, 8])),
         "index_n_heads": draw(st.sampled_from([1, 2, 4])),
-        "attention_bias": draw(st.booleans()),
-        "tie_word_embeddings": draw(st.booleans()),
-        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
-        "max_position_embeddings": 256,
-        "rope_parameters": draw(ropes(["default", "yarn"])),
-        "eos_token_id": None,
-        "bos_token_id": None,
     }
 
 

@@ -13,7 +13,7 @@ from hotset.base.errors import ConfigError
 from hotset.models.allowed_splits import check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.models.attention.dsa_spec import MlaSpec
 from hotset.models.attention.gqa_spec import GqaSpec
-from hotset.models.collectives import SINGLE_RANK
+from hotset.models.collectives import planning_collectives
 from hotset.models.decoder import Decoder
 from hotset.models.model_tensors import layer_tensors, matrix_values
 from hotset.models.spec import ModelSpec
@@ -70,10 +70,8 @@ def test_the_width_of_dense_mlps_is_ignored_if_no_layer_is_dense() -> None:
 
 
 def test_a_decoder_refuses_a_split_that_is_not_even() -> None:
-    collectives = type(SINGLE_RANK)()
-    collectives.size = 3
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
-        Decoder(LLAMA, RandomWeights(torch.float64, 1), split=Split(0, 3), collectives=collectives)
+        Decoder(LLAMA, RandomWeights(torch.float64, 1), split=Split(0, 3), collectives=planning_collectives(0, 3))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 60, 80])
