@@ -1,10 +1,15 @@
 """The ring allocator grants leases of byte ranges in a ring. It only keeps records and owns no memory."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
+from hotset.schedule.handoffs import HandoffKey
+
+ALIGN = 256  # of leases in bytes, and so of packed pieces
+
+Owner = tuple[HandoffKey, int]  # a context, and the number of its piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +17,7 @@ class Lease:
     """Bytes [first, first + nbytes) of the ring belong to the owner. The number of a lease is never used again."""
 
     number: int
-    owner: Hashable
+    owner: Owner
     first: int
     nbytes: int
 
@@ -32,13 +37,13 @@ class Ring:
     filter such duplicates.
     """
 
-    def __init__(self, nbytes: int, align: int = 256) -> None:
+    def __init__(self, nbytes: int, align: int = ALIGN) -> None:
         if not (nbytes > 0 and align > 0):
             raise InternalError(f"the size {nbytes} and the alignment {align} of a ring must be positive")
         self.nbytes, self.align = nbytes, align
         self._leases: dict[int, Lease] = {}  # by number, including those in quarantine
-        self._number_of: dict[Hashable, int] = {}  # number of each owner's lease, unless it is in quarantine
-        self._queue: dict[Hashable, int] = {}  # bytes that each waiting owner has requested, in order
+        self._number_of: dict[Owner, int] = {}  # number of each owner's lease, unless it is in quarantine
+        self._queue: dict[Owner, int] = {}  # bytes that each waiting owner has requested, in order
         self._quarantined: set[int] = set()
         self._unreported: list[int] = []
         self._front = 0  # end of the newest lease, even if it has ended; 0 if there are no leases
@@ -67,7 +72,7 @@ class Ring:
         """Returns True if a lease of `nbytes` bytes would fit if every lease outside quarantine ended."""
         return nbytes > 0 and self._first_fit(self._gaps(self._in_quarantine()), nbytes) is not None
 
-    def request(self, owner: Hashable, nbytes: int) -> bool:
+    def request(self, owner: Owner, nbytes: int) -> bool:
         """Puts `owner` in the queue for `nbytes` bytes. Returns False if the ring can never grant such a size.
 
         Does nothing and returns True if the owner already waits or has a lease.
@@ -85,27 +90,19 @@ class Ring:
         unreported, self._unreported = self._unreported, []
         return [self._leases[number] for number in unreported if self._may_write(number)]
 
-    def lease_of(self, owner: Hashable) -> Lease | None:
+    def lease_of(self, owner: Owner) -> Lease | None:
         number = self._number_of.get(owner)
         return None if number is None else self._leases[number]
 
-    def withdraw(self, owner: Hashable) -> None:
-        """Removes the owner from the queue, or releases its lease.
+    def withdraw(self, owner: Owner) -> None:
+        """Removes the owner from the queue, or ends its lease and frees its bytes.
 
         The caller ensures that no process writes to the lease any more.
         """
-        if owner in self._number_of:
-            self.release(self._number_of[owner])
+        if (number := self._number_of.pop(owner, None)) is not None:
+            self._free(number)
         elif self._queue.pop(owner, None) is not None:
             self._grant()  # requests behind it may fit
-
-    def release(self, number: int) -> bool:
-        """Ends a lease and frees its bytes. Returns False, and changes nothing, if it has ended or is in quarantine."""
-        if not self._may_write(number):
-            return False
-        del self._number_of[self._leases[number].owner]
-        self._free(number)
-        return True
 
     def quarantine(self, number: int) -> None:
         """Ends a lease whose writer may still write. Its bytes stay unused until `end_quarantine`.

@@ -36,7 +36,7 @@ from hotset.fleet.handoff.layout import (
     row_bytes,
 )
 from hotset.fleet.handoff.messages import Hello, Store
-from hotset.fleet.handoff.ring import Ring
+from hotset.fleet.handoff.ring import ALIGN, Ring
 from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.transfer.api import MemoryKind, Writes
 from hotset.schedule.handoffs import ContextPages, HandoffKey
@@ -51,7 +51,6 @@ HOST_COPY_SPEED, DEVICE_COPY_SPEED = 2e9, 500e9
 
 SOURCE = "host"  # the store of a prefill worker; a piece from its device pool has the same layout
 RING_PIECES = 4  # number of pieces that fit into a ring, and of a sender's buffers
-ALIGN = 256  # alignment of leases in bytes, and so of packed pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +304,7 @@ class ReceiverStaging:
         """Returns the messages for leases that the ring has granted since the last call."""
         messages = []
         for lease in self.ring.take_granted():
-            key, piece = self._owner(lease.owner)
+            key, piece = lease.owner
             messages.append(
                 msg.SendMessage(self._contexts[key].peer, msg.LeaseGranted(key, piece, lease.number, lease.first))
             )
@@ -385,9 +384,3 @@ class ReceiverStaging:
         for key, context in self._contexts.items():
             assert not context.unpacked.keys() & context.pieces.keys(), f"{key}: an unpacked piece holds a lease"
             assert context.unpacking <= context.pieces.keys(), f"{key}: a piece is unpacked without a lease"
-
-    @staticmethod
-    def _owner(owner: object) -> tuple[HandoffKey, int]:
-        assert isinstance(owner, tuple)
-        key, piece = owner
-        return key, piece

@@ -43,18 +43,12 @@ class RingMachine(RuleBasedStateMachine):
                 self.queue.append((owner, nbytes))
         self.take_granted()
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        """Calls `release` with the number of any lease that was ever granted, even if the lease has ended."""
-        number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
-        assert self.ring.release(number) == (number in self.live)
-        self.end(self.live.pop(number, None))
-
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        """Withdraws an owner that waits, if there is one, else any owner. Other requests may then be granted."""
-        waiting = [owner for owner, _ in self.queue]
-        owner = data.draw(st.sampled_from(waiting or list(range(OWNERS))))
+    @rule(data=st.data(), from_queue=st.booleans())
+    def withdraw(self, data: st.DataObject, from_queue: bool) -> None:
+        """Withdraws an owner that waits or has a lease, if there is one, else any. Other requests may then be
+        granted."""
+        known = [owner for owner, _ in self.queue] if from_queue else list(self.owners())
+        owner = data.draw(st.sampled_from(known or list(range(OWNERS))))
         self.ring.withdraw(owner)
         self.queue = [entry for entry in self.queue if entry[0] != owner]
         self.end(self.live.pop(self.owners().get(owner, -1), None))
@@ -120,7 +114,10 @@ class RingMachine(RuleBasedStateMachine):
         order = random.Random(len(self.numbers))
         while self.live or self.quarantined:
             number = order.choice(sorted({**self.live, **self.quarantined}))
-            (self.ring.release if number in self.live else self.ring.end_quarantine)(number)
+            if number in self.live:
+                self.ring.withdraw(self.live[number].owner)
+            else:
+                self.ring.end_quarantine(number)
             self.end(self.live.pop(number, None) or self.quarantined.pop(number, None))
             self.ring.audit()
         assert not self.queue, "a request was never granted"
@@ -164,12 +161,13 @@ def test_take_granted_leaves_out_a_lease_that_was_withdrawn_before() -> None:
 def test_bytes_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     ring = Ring(1024)
     assert ring.request("a", 256) and ring.request("b", 256)
-    lost, healthy = ring.take_granted()
+    lost, _ = ring.take_granted()
     ring.quarantine(lost.number)
-    assert not ring.release(lost.number) and ring.lease_of("a") is None
+    ring.withdraw("a")
+    assert ring.lease_of("a") is None
     assert ring.request("a", 1024), "the owner of a quarantined lease can request another"
     assert not ring.fits(1024) and ring.quarantined == 256
-    ring.release(healthy.number)
+    ring.withdraw("b")
     assert not ring.fits(1024) and ring.take_granted() == []
     ring.end_quarantine(lost.number)
     assert [lease.nbytes for lease in ring.take_granted()] == [1024]
