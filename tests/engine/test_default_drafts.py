@@ -1,6 +1,7 @@
 """How many tokens are drafted if `--speculate` is not given."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,8 @@ def test_default_drafts_that_do_not_pay_are_dropped_with_their_layer_and_nothing
     )
     sizes: dict[str, Any] = {"device_kv_tokens": 512, "host_kv_tokens": 1024, "max_model_len": 256, "max_num_seqs": 2}
     config = EngineConfig(model=str(DEMO), device="cpu", dtype="bfloat16", **sizes, **settings)
-    engine = build.build_engine(config)
     kept = costs is ALWAYS_PAY or "speculate" in settings
-    try:
+    with closing(build.build_engine(config)) as engine:
         assert len(loaded) == config.workers and {decoder.spec.mtp is not None for decoder in loaded} == {kept}
         drafts = settings.get("speculate", DEFAULT_DRAFTS)
         assert warmed == ([drafts] if kept else [drafts, 0])
@@ -107,15 +107,10 @@ def test_default_drafts_that_do_not_pay_are_dropped_with_their_layer_and_nothing
         assert {decoder.kv_shape.layers for decoder in loaded} == {layers + kept}
         assert ("--speculate 2 does not pay" in caplog.text) == ("speculate" in settings)
         answer = run_all(engine, [[5, 6, 7] * 20], [GREEDY])[0].token_ids
-    finally:
-        engine.close()
     monkeypatch.undo()
     if not kept:
-        engine = build.build_engine(replace(config, speculate=0, tensor_parallel_size=1))
-        try:
+        with closing(build.build_engine(replace(config, speculate=0, tensor_parallel_size=1))) as engine:
             assert run_all(engine, [[5, 6, 7] * 20], [GREEDY])[0].token_ids == answer
-        finally:
-            engine.close()
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ addresses are refused."""
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,8 +77,7 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
         opened.append(settings)
         return transfer
 
-    engine = make(open_transfer, role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
-    try:
+    with closing(make(open_transfer, role=role, transfer="mooncake", transfer_protocol="rdma", **settings)) as engine:
         lanes = 4 if role == "prefill" else 1  # a decode worker writes nothing
         assert opened == [TransferSettings("mooncake", address, "lo", "rdma", lanes)]
         assert engine.card.control is not None and engine.card.control.rpartition(":")[0] == address
@@ -90,8 +90,6 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
         assert stores == regions(hosts, engine.executor.pool if role == "decode" else None)
         assert staging.nbytes == DEFAULT_STAGING_MIB * MIB
         assert (on_device in transfer.registered) == (role == "decode"), "only decode workers register the device pool"
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -99,8 +97,11 @@ def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted
     aborted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The peer refuses the request, because the peer is a decode worker too."""
-    decode, peer = (make(lambda _settings: Loopback(Hub()), role="decode") for _ in range(2))
-    try:
+
+    def open_transfer(_settings: TransferSettings) -> Loopback:
+        return Loopback(Hub())
+
+    with closing(make(open_transfer, role="decode")) as decode, closing(make(open_transfer, role="decode")) as peer:
         (choice,) = InputProcessor(decode.card, 0).accept(
             "r", [5] * 9, FOUR_TOKENS, RequestOptions(prefill_at=peer.card.control)
         )
@@ -119,9 +120,6 @@ def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted
         assert finished == {"r/0": "abort" if aborted else "lost"}
         assert bool(warned) == bool(errors) == (not aborted)
         assert aborted or (errors["r/0"] in warned[0] and "is a decode worker" in errors["r/0"])
-    finally:
-        decode.close()
-        peer.close()
 
 
 CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decode", host_store=True)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -47,13 +48,10 @@ def listeners_of_engine(config: EngineConfig) -> tuple[list[Listening], str | No
 def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path, split: str) -> None:
     model = tiny_directory(tmp_path, num_key_value_heads=2)
     config = EngineConfig(model, **SETTINGS, **{f"{split}_parallel_size": 2})
-    engine = build_engine(config)
-    try:
+    with closing(build_engine(config)) as engine:
         assert isinstance(engine.executor, MultiprocessExecutor)
         pids = [worker.process.pid for worker in engine.executor.workers]
         found = listening(pid for pid in pids if pid is not None)
-    finally:
-        engine.close()
     assert {listener.host for listener in found} == {"127.0.0.1"}
     assert {listener.pid for listener in found} == set(pids), "each rank has a port for the other"
 

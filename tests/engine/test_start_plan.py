@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,8 +286,7 @@ def test_a_step_needs_more_memory_with_more_seats_tokens_and_context() -> None:
 def test_the_progress_of_several_workers_counts_the_bytes_that_all_of_them_read() -> None:
     config = EngineConfig(model=DEMO, device="cpu", dtype="bfloat16", tensor_parallel_size=2)
     whole = ModelLoader(config, CPU).plan.weights
-    workers = ThreadWorkers(config, model_splits(config, check_model(config).spec), 1)
-    try:
+    with closing(ThreadWorkers(config, model_splits(config, check_model(config).spec), 1)) as workers:
         plans = workers.plan()
         total = sum(plan.weights.read_bytes for plan in plans)
         assert whole.read_bytes < total < 2 * whole.read_bytes, (
@@ -296,8 +296,6 @@ def test_the_progress_of_several_workers_counts_the_bytes_that_all_of_them_read(
         workers.load(lambda done, total: reports.append((done, total)))
         assert reports == sorted(reports) and reports[-1] == (total, total)
         assert {report[1] for report in reports} == {total}
-    finally:
-        workers.close()
 
 
 def test_an_engine_that_is_refused_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

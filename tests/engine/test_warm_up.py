@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,9 @@ from hotset.models.decoder import Decoder
 from hotset.models.sampler import Sampler
 
 
-@contextmanager
-def engine_of(model: str, **settings: Any) -> Iterator[Engine]:
-    engine = build_engine(EngineConfig(model=model, device="cpu", device_kv_tokens=2048, max_num_seqs=4, **settings))
-    try:
-        yield engine
-    finally:
-        engine.close()
+def engine_of(model: str, **settings: Any) -> AbstractContextManager[Engine]:
+    config = EngineConfig(model=model, device="cpu", device_kv_tokens=2048, max_num_seqs=4, **settings)
+    return closing(build_engine(config))
 
 
 @pytest.fixture
