@@ -4,9 +4,7 @@ Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run 
 instead (see test_interpreted.py).
 """
 
-import importlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from torch.nn import functional as F
 from hotset.base.errors import ConfigError, InternalError
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import MAX_EXPERTS, experts, reference
+from hotset.kernels.fast_path import kernels_of
 
 needs_interpreter = pytest.mark.interpreted
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -33,10 +32,6 @@ EXAMPLES = examples(4, phases=[Phase.generate]) if INTERPRETED else examples(20)
 # with torch's grouped product), the activation, the result of each expert, and the sum. The roundings are independent.
 # Each has an error of about 2**-9, all together about 4e-3. A wrong expert, token or weight causes an error of about 1.
 BF16_ERROR = 1e-2
-
-
-def triton_impl() -> Any:
-    return importlib.import_module("hotset.kernels.experts.triton_impl")
 
 
 def draw_weights(count: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -68,7 +63,7 @@ def run_op(case: Case, first_expert: int = 0) -> Tensor:
     """Runs the implementation under test."""
     if not INTERPRETED:
         return reference.experts(*case.arguments, first_expert)
-    out: Tensor = triton_impl().experts(*case.arguments, pairs_per_expert=1, first_expert=first_expert)
+    out: Tensor = kernels_of("experts").experts(*case.arguments, pairs_per_expert=1, first_expert=first_expert)
     return out
 
 
@@ -112,7 +107,7 @@ def test_experts_of_another_dtype_are_refused() -> None:
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(12, 64, 32), (12, 17, 5), (12, 33, 40), (1, 33, 40)])
 def test_tiled_products_equal_a_loop_over_tokens(tokens: int, hidden: int, width: int) -> None:
-    impl = triton_impl()
+    impl = kernels_of("experts")
     tiles = impl.Tiles(16, impl.Tile(32, 16, 4, 2), impl.Tile(16, 32, 4, 2))
     torch.manual_seed(tokens + hidden)
     case = draw_case(tokens, 3, *draw_weights(5, hidden, width, torch.float32, "cpu"))
@@ -133,7 +128,7 @@ def test_a_single_token_equals_a_loop_over_its_experts(hidden: int, width: int, 
     unused = sorted(set(range(7)) - set(case.expert_ids[local].tolist()))
     case.gate_up[unused], case.down[unused] = float("nan"), float("nan")
     part = replace(case, gate_up=case.gate_up[held], down=case.down[held])
-    assert importlib.import_module("hotset.kernels.experts.triton_one_token").supports(part.x, part.down)
+    assert kernels_of("experts", "triton_one_token").supports(part.x, part.down)
     inputs = (torch.stack((tensor, torch.full_like(tensor, 77)), dim=2)[:, :, 0] for tensor in part.arguments[:3])
     strided = Case(*inputs, part.gate_up, part.down)
     assert not (strided.x.is_contiguous() or strided.expert_ids.is_contiguous() or strided.weights.is_contiguous())
@@ -157,7 +152,7 @@ def test_grouped_product_of_torch_equals_a_loop_over_tokens() -> None:
     torch.manual_seed(2)
     case = draw_case(40, 3, *draw_weights(5, 16, 8, torch.float32, "cpu"))
     case.expert_ids[torch.rand(40, 3) < 0.3] = EMPTY
-    out = triton_impl().experts_by_torch(*case.arguments)
+    out = kernels_of("experts").experts_by_torch(*case.arguments)
     torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-5)
 
 
@@ -180,7 +175,7 @@ def test_pairs_are_sorted_by_expert_stably_and_divided_into_blocks(tokens: int, 
 @pytest.mark.parametrize("routing", ["random", "one expert", "only EMPTY", "two whole chunks"])
 def test_pairs_of_several_chunks_are_sorted_stably(monkeypatch: pytest.MonkeyPatch, routing: str) -> None:
     # The 313 pairs are five chunks, of which the last is not full. The kernel reads the counts of two chunks at a time.
-    monkeypatch.setattr(triton_impl(), "CHUNK_SIZES", (16, 64))
+    monkeypatch.setattr(kernels_of("experts"), "CHUNK_SIZES", (16, 64))
     torch.manual_seed(6)
     expert_ids = torch.randint(EMPTY, 3, (313, 1))
     if routing == "one expert":
@@ -196,18 +191,18 @@ def test_pairs_of_several_chunks_are_sorted_stably(monkeypatch: pytest.MonkeyPat
 def test_results_are_added_in_the_order_of_the_pairs() -> None:
     torch.manual_seed(7)
     expert_ids, weights = torch.randint(EMPTY, 4, (9, 3)), torch.rand(9, 3)
-    by_expert = triton_impl().sort_by_expert(expert_ids, 4, 16)
+    by_expert = kernels_of("experts").sort_by_expert(expert_ids, 4, 16)
     results = torch.randn(27, 40)
     results[int(by_expert.ends[-1]) :] = float("nan")  # of EMPTY pairs
     expected = torch.zeros(9, 40)
     for token, column in (expert_ids != EMPTY).nonzero().tolist():
         expected[token] += weights[token, column] * results[by_expert.sorted_index[token * 3 + column]]
-    assert torch.equal(triton_impl().weighted_sum(results, by_expert, weights), expected)
+    assert torch.equal(kernels_of("experts").weighted_sum(results, by_expert, weights), expected)
 
 
 def check_sort(expert_ids: Tensor, count: int, block_pairs: int) -> None:
     """Compares the sort with torch's."""
-    order = triton_impl().sort_by_expert(expert_ids, count, block_pairs)
+    order = kernels_of("experts").sort_by_expert(expert_ids, count, block_pairs)
     bins = torch.where(expert_ids == EMPTY, count, expert_ids).flatten()
     pairs = torch.sort(bins, stable=True).indices
     assert torch.equal(order.pairs.long(), pairs)
@@ -260,7 +255,7 @@ def test_on_a_gpu_both_implementations_equal_float32_in_a_long_prefill(productio
     case = draw_case(1500, 6, *production)
     case.expert_ids[::7] = EMPTY
     expected = reference.experts(*widened(case).arguments)
-    impl = triton_impl()
+    impl = kernels_of("experts")
     for run in (
         lambda: impl.experts_by_torch(*case.arguments),
         lambda: impl.experts_in_tiles(*case.arguments, impl.tiles_for(torch.bfloat16, 1500)),

@@ -4,9 +4,6 @@ Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run 
 instead (see test_interpreted.py).
 """
 
-import importlib
-from typing import Any
-
 import pytest
 import torch
 from examples import examples
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
+from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.route import MAX_EXPERTS, Routes, RoutingRule, reference, route
 
 # The interpreter is slow: few examples, and no shrinking of failing ones.
@@ -29,10 +27,6 @@ LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]
 PLAIN = RoutingRule(64, 6, scale=2.5)
 GROUPED = RoutingRule(256, 8, groups=8, topk_group=4, scale=2.5)
 ODD = RoutingRule(60, 5, groups=5, topk_group=2, normalise=False)
-
-
-def triton_impl() -> Any:
-    return importlib.import_module("hotset.kernels.route.triton_impl")
 
 
 @st.composite
@@ -71,7 +65,7 @@ def select(logits: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor 
     """Runs the implementation under test."""
     if INTERPRETED:
         partial = torch.stack((logits - 1, torch.ones_like(logits)))  # the sum of both parts is exact
-        routes: Routes = triton_impl().select_experts(partial, correction, rule, seats)
+        routes: Routes = kernels_of("route").select_experts(partial, correction, rule, seats)
         return routes
     return reference.select_experts(logits, correction, rule, seats)
 
@@ -123,7 +117,7 @@ def test_logits_are_products_with_the_router(hidden: int, experts: int, tokens: 
     x, router = torch.randn(tokens, hidden + 3)[:, :hidden], torch.randn(experts, hidden)
     correction, rule = torch.randn(experts), RoutingRule(experts, experts - 1)
     expected = reference.select_experts((x.double() @ router.double().t()).float(), correction, rule, None)
-    routes = (triton_impl().route if INTERPRETED else reference.route)(x, router, correction, rule, None)
+    routes = (kernels_of("route").route if INTERPRETED else reference.route)(x, router, correction, rule, None)
     assert torch.equal(routes.expert_ids, expected.expert_ids)
     torch.testing.assert_close(routes.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
@@ -137,7 +131,7 @@ def test_on_a_gpu_ties_are_broken_as_in_the_reference(rule: RoutingRule, levels:
     seats = torch.arange(333) % 7 - 1
     expected = reference.select_experts(logits, correction, rule, seats)
     partial = torch.stack((logits - 1, torch.ones_like(logits))).cuda()
-    routes = triton_impl().select_experts(partial, correction.cuda(), rule, seats.cuda())
+    routes = kernels_of("route").select_experts(partial, correction.cuda(), rule, seats.cuda())
     assert torch.equal(routes.expert_ids.cpu(), expected.expert_ids)
     torch.testing.assert_close(routes.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-7)
 

@@ -97,39 +97,6 @@ def slice_locations(case: Case, pages: Sequence[int]) -> list[tuple[int, int, in
     ]
 
 
-def check_pack(case: Case) -> None:
-    stores, pages, buffer = case.stores(), case.pages(), case.packed()
-    before = [all_bytes(store).clone() for store in stores]
-    expected = [
-        stores[unit][page, row, begin : begin + nbytes]
-        for unit, page, row, begin, nbytes in slice_locations(case, pages)
-    ]
-    copy([rows_of(stores, case.slices)], pages, case.first, case.last, case.inner(buffer), unpack=False)
-    assert torch.equal(case.inner(buffer), torch.cat([*expected, torch.empty(0, dtype=torch.uint8)]))
-    guards = torch.cat((buffer[: GUARD + case.offset], buffer[len(buffer) - GUARD :]))
-    assert (guards == POISON).all(), "bytes outside the buffer were written"
-    assert all(torch.equal(all_bytes(store), old) for store, old in zip(stores, before, strict=True))
-
-
-def check_unpack(case: Case) -> None:
-    stores, pages, buffer = case.stores(), case.pages(), case.packed()
-    case.inner(buffer).random_()
-    before = buffer.clone()
-    for store in stores:
-        all_bytes(store).fill_(POISON)
-    expected = [
-        all_bytes(store).clone().as_strided(store.shape, store.stride(), store.storage_offset()) for store in stores
-    ]
-    packed = 0
-    for unit, page, row, begin, nbytes in slice_locations(case, pages):
-        expected[unit][page, row, begin : begin + nbytes] = case.inner(buffer)[packed : packed + nbytes]
-        packed += nbytes
-    copy([rows_of(stores, case.slices)], pages, case.first, case.last, case.inner(buffer), unpack=True)
-    for store, expected_store in zip(stores, expected, strict=True):
-        assert torch.equal(all_bytes(store), all_bytes(expected_store)), "a slice is wrong, or other bytes changed"
-    assert torch.equal(buffer, before)
-
-
 CASES = {
     "16 bytes at a time": Case(64, ((0, 16), (32, 16)), 2, 27),
     "8 bytes at a time": Case(40, ((8, 8), (24, 16)), 0, 36),
@@ -155,13 +122,38 @@ with_each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @with_each_case
 def test_slices_are_packed_in_order_and_nothing_else_is_written(case: Case) -> None:
     random.seed(case.last)
-    check_pack(case)
+    stores, pages, buffer = case.stores(), case.pages(), case.packed()
+    before = [all_bytes(store).clone() for store in stores]
+    expected = [
+        stores[unit][page, row, begin : begin + nbytes]
+        for unit, page, row, begin, nbytes in slice_locations(case, pages)
+    ]
+    copy([rows_of(stores, case.slices)], pages, case.first, case.last, case.inner(buffer), unpack=False)
+    assert torch.equal(case.inner(buffer), torch.cat([*expected, torch.empty(0, dtype=torch.uint8)]))
+    guards = torch.cat((buffer[: GUARD + case.offset], buffer[len(buffer) - GUARD :]))
+    assert (guards == POISON).all(), "bytes outside the buffer were written"
+    assert all(torch.equal(all_bytes(store), old) for store, old in zip(stores, before, strict=True))
 
 
 @with_each_case
 def test_slices_are_unpacked_and_nothing_else_is_written(case: Case) -> None:
     random.seed(case.last)
-    check_unpack(case)
+    stores, pages, buffer = case.stores(), case.pages(), case.packed()
+    case.inner(buffer).random_()
+    before = buffer.clone()
+    for store in stores:
+        all_bytes(store).fill_(POISON)
+    expected = [
+        all_bytes(store).clone().as_strided(store.shape, store.stride(), store.storage_offset()) for store in stores
+    ]
+    packed = 0
+    for unit, page, row, begin, nbytes in slice_locations(case, pages):
+        expected[unit][page, row, begin : begin + nbytes] = case.inner(buffer)[packed : packed + nbytes]
+        packed += nbytes
+    copy([rows_of(stores, case.slices)], pages, case.first, case.last, case.inner(buffer), unpack=True)
+    for store, expected_store in zip(stores, expected, strict=True):
+        assert torch.equal(all_bytes(store), all_bytes(expected_store)), "a slice is wrong, or other bytes changed"
+    assert torch.equal(buffer, before)
 
 
 def ranks_of_head(heads: int, ranks: int, head: int) -> list[int]:

@@ -4,20 +4,19 @@ Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run 
 instead (see test_interpreted.py).
 """
 
-import importlib
-
 import pytest
 import torch
 from interpreted import INTERPRETED
 from torch.nn import functional as F
 
 from hotset.base.errors import ConfigError
+from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.swiglu import reference, swiglu
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(0, 4), (1, 1), (3, 160), (5, 1025)])
 def test_the_gate_comes_first_and_tokens_may_have_any_stride(tokens: int, width: int) -> None:
-    op = importlib.import_module("hotset.kernels.swiglu.triton_impl") if INTERPRETED else reference
+    op = kernels_of("swiglu") if INTERPRETED else reference
     whole = torch.randn(tokens, 2 * width + 3)
     gate, up = whole[:, :width], whole[:, width : 2 * width]
     torch.testing.assert_close(op.swiglu(whole[:, : 2 * width]), gate * torch.sigmoid(gate) * up)
