@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hotset.memory.geometry import Geometry
 from hotset.schedule.handoffs import Reservation
 from hotset.schedule.plan import AssignSeat, LogprobColumns, Plan, PromptRange, StepResult
+from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 from hotset.tiers.residence import PageUse, Residence
@@ -249,3 +250,11 @@ class ListRunner:
             for block in range(self.geometry.blocks_per_page):
                 for key in range(self.geometry.keys_per_block):
                     self.keys[page, block, key] = POISON
+
+
+def execute_next(scheduler: Scheduler, runner: ListRunner) -> Plan:
+    """Executes and commits the next plan, which must exist, and returns it."""
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(runner.submit(plan))
+    return plan

@@ -1,7 +1,7 @@
 """Prompts that prefill workers compute: when reservations are sent, and when pages are quarantined or released."""
 
 import pytest
-from schedule.list_runner import ListRunner, answer_alone, next_token
+from schedule.list_runner import ListRunner, answer_alone, execute_next, next_token
 
 from hotset.base.request_options import LandingChoice, RequestOptions
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -32,9 +32,7 @@ def prefilled_by_peer(name: str, length: int, limit: int, prefill_at: str | None
 
 def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
     """Executes and commits the next plan. Returns the one reservation that can then be sent."""
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(runner.submit(plan))
+    execute_next(scheduler, runner)
     (outgoing,) = scheduler.take_landing_updates()
     assert isinstance(outgoing, Reservation)
     return outgoing
@@ -282,9 +280,7 @@ def test_a_prompt_waits_for_a_seat_to_be_extended_and_asks_the_peer_if_its_prefi
     for number in range(4):
         prompt = PromptSpec((90 + number,), SamplingParams(seed=0))
         scheduler.add(Request(f"busy {number}", prompt, 20))
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(runner.submit(plan))
+    execute_next(scheduler, runner)
     request = landing_after_prefix("a", "host")
     scheduler.add(request)
     plan = scheduler.plan()
@@ -342,9 +338,7 @@ def test_a_prompt_that_can_be_extended_here_outlives_its_prefill_worker() -> Non
     scheduler, runner, _, _ = make_cached(extend_locally=1000)
     for number in range(4):
         scheduler.add(Request(f"busy {number}", PromptSpec((90 + number,), SamplingParams(seed=0)), 20))
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(runner.submit(plan))
+    execute_next(scheduler, runner)
     request, other = landing_after_prefix("a", "host"), landing_after_prefix("b", "host", salt="another")
     scheduler.add(request)
     scheduler.add(other)

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from imposed_drafts import ImposedDrafter
 from random_rules import RandomMachine, rule, run_example
-from schedule.list_runner import ListRunner, answer_alone, next_token
+from schedule.list_runner import ListRunner, answer_alone, execute_next, next_token
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import IllegalTransition
@@ -407,10 +407,7 @@ def test_the_token_budget_limits_prompts_but_not_decoding_requests() -> None:
         scheduler.add(request(f"r{number}", 4, 100))
     counts = []
     for _ in range(30):
-        plan = scheduler.plan()
-        assert plan is not None
-        counts.append(list(plan.counts))
-        scheduler.commit(runner.submit(plan))
+        counts.append(list(execute_next(scheduler, runner).counts))
     assert max(sum(count for count in plan_counts if count > 1) for plan_counts in counts) <= 3
     assert counts[-1] == [1] * 5, "all five requests must decode in the end, although the budget is three tokens"
 
@@ -418,16 +415,11 @@ def test_the_token_budget_limits_prompts_but_not_decoding_requests() -> None:
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     scheduler, runner = make(pages=64, page_rows=2, seats=2, step_tokens=5)
     scheduler.add(request("short", 2, 40))
-    first = scheduler.plan()
-    assert first is not None
-    scheduler.commit(runner.submit(first))
+    execute_next(scheduler, runner)
     scheduler.add(request("long", 12, 20))
     counts = []
     for _ in range(4):
-        plan = scheduler.plan()
-        assert plan is not None
-        counts.append(list(plan.counts))
-        scheduler.commit(runner.submit(plan))
+        counts.append(list(execute_next(scheduler, runner).counts))
     assert counts == [[1, 4], [1, 4], [1, 4], [1, 1]]
 
 
@@ -437,10 +429,8 @@ def test_log_probabilities_of_a_prompt_are_in_the_plans_that_compute_their_logit
     scheduler.add(Request("scored", PromptSpec(tuple(range(10)), params), 11))
     ranges = []
     while not scheduler.idle:
-        plan = scheduler.plan()
-        assert plan is not None
+        plan = execute_next(scheduler, runner)
         ranges.append([(scored.first, scored.last, scored.alternatives) for scored in plan.prompt_ranges])
-        scheduler.commit(runner.submit(plan))
     assert ranges == [[(1, 5, 2)], [(5, 9, 2)], [(9, 10, 2)]], "the logits of token 3 predict token 4"
 
 
