@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hotset.base.address import control_port
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
 from hotset.base.errors import ConfigError, MissingDependency
@@ -40,8 +39,6 @@ def check_model(config: EngineConfig) -> ModelFiles:
         raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
     if (config.gpus is not None or config.ranks_per_gpu > 1) and not on_gpu:
         raise ConfigError("--gpus and --ranks-per-gpu choose GPUs, but no GPU was found; leave them out")
-    if config.role != "both":
-        check_free(control_port(config.control, config.advertise, config.handoff_secret).listen, "--control")
     for endpoint in config.events_endpoints:
         check_free(endpoint.live, "--kv-events")
         if endpoint.replay is not None:

@@ -187,8 +187,6 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, ow
         f"serve {tiny} --port {taken_port}": taken,
         f"serve {tiny} --disaggregate 1P1D --port {taken_port}": taken,
         f"router --port {taken_port}": taken,
-        f"serve {tiny} --role prefill --control 127.0.0.1:{taken_port}": f"cannot listen at 127.0.0.1:{taken_port}: "
-        "Address already in use; choose another --control",
         f"serve {tiny} --port {own_port} --kv-events tcp://127.0.0.1:{own_port}": f"--kv-events "
         f"tcp://127.0.0.1:{own_port} uses the port of --port 127.0.0.1:{own_port}; choose another port",
         # Model directories.
