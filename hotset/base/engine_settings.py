@@ -10,6 +10,7 @@ from hotset.base.errors import ConfigError
 from hotset.base.listeners import transfer_interface
 from hotset.base.settings import setting
 
+CollectivesChoice = Literal["auto", "nccl"]
 EMBEDDED = "embedded"
 DEFAULT_STAGING_MIB = 256
 MODEL_HELP = (
@@ -217,6 +218,12 @@ class EngineSettings:
         "Number of workers that share each GPU and its memory. More than 1 is for tests and small models, and is slow "
         "without the driver's multi-process service (nvidia-cuda-mps-control -d).",
         minimum=1,
+    )
+    collectives: Literal["auto", "nccl"] = setting(
+        "auto",
+        "How workers on GPUs exchange data within a step. 'auto': symmetric memory where GPUs can address each other, "
+        "NCCL elsewhere; 'nccl': only NCCL, also between workers that share a GPU, as between nodes.",
+        choices=("auto", "nccl"),
     )
     role: Literal["both", "prefill", "decode"] = setting(
         "both",

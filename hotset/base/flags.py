@@ -84,6 +84,7 @@ PANELS: Panels = {
         "ray_address",
         "gpus",
         "ranks_per_gpu",
+        "collectives",
     ),
     "Prefill and decode workers": (
         "workers_file",

@@ -39,6 +39,8 @@ def check_model(config: EngineConfig) -> ModelFiles:
         raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
     if (config.gpus is not None or config.ranks_per_gpu > 1) and not on_gpu:
         raise ConfigError("--gpus and --ranks-per-gpu choose GPUs, but no GPU was found; leave them out")
+    if config.collectives == "nccl" and not on_gpu:
+        raise ConfigError("--collectives nccl is for GPUs, but no GPU was found; leave it out")
     for endpoint in config.events_endpoints:
         check_free(endpoint.live, "--kv-events")
         if endpoint.replay is not None:

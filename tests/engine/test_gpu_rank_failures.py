@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "tensor_parallel_size": 2,
     "ranks_per_gpu": 2,
+    "collectives": os.environ.get("HOTSET_TEST_COLLECTIVES", "auto"),
     "max_num_seqs": 4,
     "max_num_batched_tokens": CHUNK_TOKENS,
     "device_kv_tokens": 32_768,

@@ -5,6 +5,7 @@ The tests marked `gpu` need the multi-process service: `scripts/gpu ranks` start
 
 import gc
 import json
+import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -83,7 +84,8 @@ def on_one_gpu(split: dict[str, int]) -> dict[str, Any]:
     workers = 1
     for size in split.values():
         workers *= size
-    return {"device": "cuda", "gpus": "0", "ranks_per_gpu": workers, **split}
+    collectives = os.environ.get("HOTSET_TEST_COLLECTIVES", "auto")
+    return {"device": "cuda", "gpus": "0", "ranks_per_gpu": workers, "collectives": collectives, **split}
 
 
 def on_gpu(test: Any) -> Any:

@@ -9,6 +9,7 @@ from kernels import cuda_on_cpu
 from kernels.collective_ranks import Ranks, emulated_kernels
 from torch import Tensor
 
+from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import EngineStopped
 from hotset.engine.workers import distributed
 from hotset.engine.workers.distributed import make_world
@@ -102,14 +103,14 @@ def test_between_gpus_all_ranks_send_large_messages_over_the_other_collectives()
     """A rank without tokens decides like the others. Nothing is launched here."""
     large = Recorded()
     for member in group(Ranks(2), large):
-        member.tokens_per_rank = [5, 0]
-        own = torch.zeros([5, 0][member.rank], 4)
+        member.tokens_per_rank = [9, 0]
+        own = torch.zeros([9, 0][member.rank], 4)
         member.all_reduce(torch.zeros(17))
         member.all_gather_columns(torch.zeros(1, 17))
         member.all_gather_tokens(own)
-        member.reduce_scatter(torch.zeros(5, 4))
+        member.reduce_scatter(torch.zeros(9, 4))
         member.broadcast(torch.zeros(17))
-    names = ["all_reduce", "all_gather_columns", "all_gather_tokens", "reduce_scatter [5, 0]", "broadcast"]
+    names = ["all_reduce", "all_gather_columns", "all_gather_tokens", "reduce_scatter [9, 0]", "broadcast"]
     assert [name for name, _ in large.calls] == names * 2
 
 
@@ -132,15 +133,22 @@ def test_the_abort_flag_stays_set_and_its_check_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks_on_gpu", "world"),
-    [("cpu", 1, "DistributedWorld"), ("cuda:0", 1, "DistributedWorld"), ("cuda:0", 2, "SymmetricWorld")],
+    ("device", "ranks_on_gpu", "collectives", "world"),
+    [
+        ("cpu", 1, "auto", "DistributedWorld"),
+        ("cuda:0", 1, "auto", "DistributedWorld"),
+        ("cuda:0", 2, "auto", "SymmetricWorld"),
+        ("cuda:0", 2, "nccl", "DistributedWorld"),
+    ],
 )
-def test_workers_that_share_a_gpu_use_symmetric_memory(device: str, ranks_on_gpu: int, world: str) -> None:
+def test_workers_that_share_a_gpu_use_symmetric_memory_by_default(
+    device: str, ranks_on_gpu: int, collectives: CollectivesChoice, world: str
+) -> None:
     rank = WorkerRank(0, 2, 0, 1, Split(0, 2), "rendezvous", device, ranks_on_gpu=ranks_on_gpu)
     worlds = ("DistributedWorld", "SymmetricWorld")
     made = {name: mock.Mock(name=name) for name in worlds}
     with mock.patch.multiple(distributed, **made):
-        assert make_world(rank, torch.device(device)) is made[world].return_value
+        assert make_world(rank, torch.device(device), collectives) is made[world].return_value
 
 
 @pytest.mark.parametrize(

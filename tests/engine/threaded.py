@@ -132,7 +132,7 @@ class ThreadWorkers(MultiprocessExecutor):
     def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, Any]:
         pipe, worker_end = Pipe()
 
-        def join_world(rank: WorkerRank, _device: torch.device) -> ThreadWorld:
+        def join_world(rank: WorkerRank, _device: torch.device, _collectives: str) -> ThreadWorld:
             collectives: Collectives = SINGLE_RANK
             if rank.split.size > 1:
                 collectives = ThreadCollectives(rank.split.rank, self._groups[rank.stage])

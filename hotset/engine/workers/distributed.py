@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import ConfigError
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.symmetric import (
@@ -98,7 +99,12 @@ class Stage:
 RENDEZVOUS_SCHEME = "tcp://"
 
 
-def make_world(rank: WorkerRank, device: torch.device, listener: socket.socket | None = None) -> World:
+def make_world(
+    rank: WorkerRank,
+    device: torch.device,
+    collectives: CollectivesChoice = "auto",
+    listener: socket.socket | None = None,
+) -> World:
     """Connects this worker to the others, and logs how. Blocks until all of them have called it.
 
     If the rendezvous is an address, worker 0 passes the socket that listens there.
@@ -106,17 +112,26 @@ def make_world(rank: WorkerRank, device: torch.device, listener: socket.socket |
     | workers | collectives | between stages |
     |---|---|---|
     | on CPUs | gloo | gloo |
-    | several on a GPU | symmetric memory, since NCCL refuses several ranks on a GPU | symmetric memory |
+    | several on a GPU | symmetric memory | symmetric memory |
     | on different GPUs with peer access | symmetric memory up to `MAX_BYTES_BETWEEN_GPUS`, NCCL above | NCCL |
     | on different GPUs without it, or on several nodes | NCCL | NCCL |
+    | on GPUs, with `collectives` "nccl" | NCCL | NCCL |
     """
-    return SymmetricWorld(rank, device) if rank.ranks_on_gpu > 1 else DistributedWorld(rank, device, listener)
+    if rank.ranks_on_gpu > 1 and collectives == "auto":
+        return SymmetricWorld(rank, device)
+    return DistributedWorld(rank, device, collectives, listener)
 
 
 class DistributedWorld:
     """Implements `World` over torch.distributed: gloo between CPU processes, NCCL between GPUs."""
 
-    def __init__(self, rank: WorkerRank, device: torch.device, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        rank: WorkerRank,
+        device: torch.device,
+        collectives: CollectivesChoice = "auto",
+        listener: socket.socket | None = None,
+    ) -> None:
         on_gpu, size = device.type == "cuda", rank.split.size
         group = _join_group(rank, "nccl" if on_gpu else "gloo", device if on_gpu else None, listener)
         self.abort = AbortFlag(device)
@@ -124,7 +139,9 @@ class DistributedWorld:
         choice = "NCCL" if on_gpu else "gloo"
         if size > 1:
             self.collectives = DistributedCollectives(group, rank.split.rank, size, device)
-            obstacle = _obstacle_to_symmetric_memory(group, device, rank.node) if on_gpu else None
+            obstacle = "of --collectives nccl" if collectives == "nccl" else None
+            if on_gpu and obstacle is None:
+                obstacle = _obstacle_to_symmetric_memory(group, device, rank.node)
             if on_gpu and obstacle is None:
                 staging = allocate_staging(group, device, self.abort, rank.ranks_on_gpu)
                 self.collectives = SymmetricCollectives(staging, self.abort, large=self.collectives)
@@ -172,7 +189,7 @@ def _join_group(
     rank: WorkerRank, backend: str, device: torch.device | None = None, listener: socket.socket | None = None
 ) -> dist.ProcessGroup:
     """Joins the process group through the rendezvous. Returns the group of this worker's stage."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rank.interface
+    os.environ.update(_network_settings(rank))
     dist.init_process_group(
         backend,
         store=_open_store(rank, listener),
@@ -187,6 +204,21 @@ def _join_group(
         dist.new_group(range(first, first + size), timeout=COLLECTIVE_TIMEOUT) for first in range(0, rank.workers, size)
     ]
     return groups[rank.stage]
+
+
+def _network_settings(rank: WorkerRank) -> dict[str, str]:
+    """Returns the environment variables that gloo, NCCL and torch's symmetric memory read when they start."""
+    settings = {
+        "GLOO_SOCKET_IFNAME": rank.interface,
+        "NCCL_SOCKET_IFNAME": f"={rank.interface}",  # without "=", NCCL takes it for the beginning of a name
+        "NCCL_RAS_ENABLE": "0",  # else NCCL listens on a fixed port
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # unused here, and its set-up fails or hangs on some machines
+    }
+    if rank.ranks_on_gpu > 1:
+        # NCCL refuses two ranks on one GPU of one host. To each rank, the others are on other hosts, behind sockets.
+        settings |= {"NCCL_HOSTID": f"rank{rank.number}", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+        settings |= {"NCCL_MAX_CTAS": "2"}  # kernels that wait for each other must all have a place on the GPU
+    return settings
 
 
 def _open_store(rank: WorkerRank, listener: socket.socket | None) -> Any:
@@ -246,13 +278,18 @@ class DistributedCollectives:
         return reference.all_gather_columns(self._all_gather(x))
 
     def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
-        return [self._gather_tokens(tensor) for tensor in tensors]
-
-    def _gather_tokens(self, x: Tensor) -> Tensor:
-        most = max(self.tokens_per_rank)
-        padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-        parts = self._all_gather(padded)
-        return torch.cat([part[:count] for part, count in zip(parts, self.tokens_per_rank, strict=True)])
+        """Gathers the bytes of all tensors in one message, because each message has its latency."""
+        own, largest = self.tokens_per_rank[self.rank], max(self.tokens_per_rank)
+        widths = [tensor.element_size() * tensor.shape[1:].numel() for tensor in tensors]  # bytes of a token
+        packed = tensors[0].new_zeros(largest, sum(widths), dtype=torch.uint8)
+        for part, tensor, width in zip(packed[:own].split(widths, dim=1), tensors, widths, strict=True):
+            part.copy_(tensor.contiguous().view(torch.uint8).view(own, width))
+        parts = self._all_gather(packed)
+        gathered = torch.cat([part[:count] for part, count in zip(parts, self.tokens_per_rank, strict=True)])
+        return [
+            part.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:])
+            for tensor, part in zip(tensors, gathered.split(widths, dim=1), strict=True)
+        ]
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sends each rank only its own tokens. The sum is in the order of the ranks, also on GPUs."""
@@ -272,8 +309,8 @@ class DistributedCollectives:
             torch.cuda.synchronize()
         dist.barrier(self._group)
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self._group)
-        return parts
+    def _all_gather(self, x: Tensor) -> Tensor:
+        """Returns the tensors of all ranks in their order, as the first dimension."""
+        gathered = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=self._group)
+        return gathered

@@ -79,7 +79,7 @@ class SymmetricCollectives:
         return cuda_impl.all_gather_tokens(self._staging, [x.contiguous() for x in tensors], self.tokens_per_rank)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if (large := self._for_large(x.nbytes)) is not None:
+        if (large := self._for_large(x.nbytes // self.size)) is not None:  # like a rank's part of `all_gather_tokens`
             return large.reduce_scatter(x)
         return cuda_impl.reduce_scatter(self._staging, x.contiguous(), self.tokens_per_rank)
 

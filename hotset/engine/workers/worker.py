@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
@@ -42,6 +43,8 @@ LOGGER = logging.getLogger("hotset.engine")
 ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure
 EXIT_SECONDS = 2.0  # time for the main thread to end its step after `AbortSteps`, or after the controller has died
 
+JoinWorld = Callable[[msg.WorkerRank, torch.device, CollectivesChoice], World]
+
 
 def main(pipe: Messages, progress: Progress) -> None:
     """Runs the worker process until it receives `StopWorker` or fails, or until the controller has died.
@@ -63,8 +66,8 @@ def _exit_soon() -> None:
     os._exit(ABORTED)
 
 
-def _join_world(rank: msg.WorkerRank, device: torch.device) -> World:
-    world = make_world(rank, device)
+def _join_world(rank: msg.WorkerRank, device: torch.device, collectives: CollectivesChoice) -> World:
+    world = make_world(rank, device, collectives)
     check_listeners(rank.name, interfaces=(LOOPBACK_INTERFACE,))
     return world
 
@@ -72,7 +75,7 @@ def _join_world(rank: msg.WorkerRank, device: torch.device) -> World:
 def serve(
     pipe: Messages,
     progress: Progress,
-    join_world: Callable[[msg.WorkerRank, torch.device], World],
+    join_world: JoinWorld,
     on_abort: Callable[[], None],
 ) -> int | None:
     """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
@@ -174,7 +177,7 @@ def _serve(
     inbox: Inbox,
     send: Callable[[msg.WorkerReport], None],
     progress: Progress,
-    join_world: Callable[[msg.WorkerRank, torch.device], World],
+    join_world: JoinWorld,
     cleanup: contextlib.ExitStack,
 ) -> None:
     init = inbox.get()
@@ -183,7 +186,7 @@ def _serve(
     use_device(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
-    world = join_world(rank, device)
+    world = join_world(rank, device, init.config.collectives)
     inbox.set_on_abort(world.abort)
     loader = ModelLoader(init.config, device, rank.split, world.collectives, rank.ranks_on_gpu)
     # Measured once: after `DropMtp`, other workers may still hold the host memory that this one has released.

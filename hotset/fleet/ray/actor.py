@@ -11,6 +11,7 @@ import ray
 import torch
 
 from hotset.base.address import normalized_host
+from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import StartupError
 from hotset.base.listeners import check_listeners, interface_addresses, listeners
 from hotset.base.logs import log_to_stderr
@@ -78,9 +79,9 @@ class WorkerActor:
             os._exit(exit_code)  # the exit handlers of libraries may fail, or wait for other workers
         ray.actor.exit_actor()
 
-    def _join_world(self, rank: WorkerRank, device: torch.device) -> World:
+    def _join_world(self, rank: WorkerRank, device: torch.device, collectives: CollectivesChoice) -> World:
         of_ray = [listener.address for listener in listeners()]
-        world = make_world(rank, device, self._listener)
+        world = make_world(rank, device, collectives, self._listener)
         check_listeners(rank.name, addresses=of_ray, interfaces=(rank.interface,))
         return world
 

@@ -22,7 +22,7 @@ def reduce_scatter(parts: Sequence[Tensor], tokens_per_rank: Sequence[int], rank
     return all_reduce([part[first : first + tokens_per_rank[rank]] for part in parts])
 
 
-def all_gather_columns(parts: Sequence[Tensor]) -> Tensor:
+def all_gather_columns(parts: Sequence[Tensor] | Tensor) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
