@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from hotset.base.devices import mps_pipe_directory
+from hotset.base.engine_settings import CollectivesChoice
 from hotset.engine.workers.distributed import World, make_world
 from hotset.engine.workers.messages import WorkerRank
 from hotset.models.split import Split
 
 DEADLINE_S = 240.0
+# How ranks on a GPU exchange data. `scripts/gpu ranks` runs their tests again with "nccl".
+COLLECTIVES: CollectivesChoice = "nccl" if os.environ.get("HOTSET_TEST_COLLECTIVES") == "nccl" else "auto"
 Work = Callable[[World, WorkerRank, torch.device], Any]
 
 
@@ -82,7 +85,7 @@ def _run(work: Work, rank: WorkerRank, pipe: Connection) -> None:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        pipe.send((None, work(make_world(rank, device), rank, device)))
+        pipe.send((None, work(make_world(rank, device, COLLECTIVES), rank, device)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
     os._exit(0)  # other ranks may have failed, and a process group that is destroyed may wait for them

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.symmetric_ranks import has_mps
+from engine.symmetric_ranks import COLLECTIVES, has_mps
 from processes import is_running, pause, shared_memory_of, wait_until_ended
 from waiting import wait_until
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "tensor_parallel_size": 2,
     "ranks_per_gpu": 2,
-    "collectives": os.environ.get("HOTSET_TEST_COLLECTIVES", "auto"),
+    "collectives": COLLECTIVES,
     "max_num_seqs": 4,
     "max_num_batched_tokens": CHUNK_TOKENS,
     "device_kv_tokens": 32_768,

@@ -5,7 +5,6 @@ The tests marked `gpu` need the multi-process service: `scripts/gpu ranks` start
 
 import gc
 import json
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.symmetric_ranks import has_mps
+from engine.symmetric_ranks import COLLECTIVES, has_mps
 from harness import DEMO, tiny_directory
 from torch import Tensor
 
@@ -84,8 +83,7 @@ def on_one_gpu(split: dict[str, int]) -> dict[str, Any]:
     workers = 1
     for size in split.values():
         workers *= size
-    collectives = os.environ.get("HOTSET_TEST_COLLECTIVES", "auto")
-    return {"device": "cuda", "gpus": "0", "ranks_per_gpu": workers, "collectives": collectives, **split}
+    return {"device": "cuda", "gpus": "0", "ranks_per_gpu": workers, "collectives": COLLECTIVES, **split}
 
 
 def on_gpu(test: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from engine.symmetric_ranks import has_mps, run_ranks
+from engine.symmetric_ranks import COLLECTIVES, has_mps, run_ranks
 from torch import Tensor
 
 from hotset.base.errors import EngineStopped
@@ -86,6 +86,13 @@ def expected(parts: Sequence[Inputs], tokens_per_rank: Sequence[int], rank: int)
     ]
 
 
+def equal(result: Tensor, right: Tensor) -> Tensor:
+    """Returns which values are right. NCCL adds in an order of its own, and rounds to bf16 after every addition."""
+    if COLLECTIVES == "nccl" and result.is_cuda:
+        return torch.isclose(result, right, rtol=0.05, atol=0.05)
+    return result == right
+
+
 def check_every_collective(world: World, rank: WorkerRank, device: torch.device) -> None:
     """Messages of a few bytes and of several rounds alternate. Ranks have unequal numbers of tokens, some none."""
     ranks = world.collectives
@@ -100,7 +107,8 @@ def check_every_collective(world: World, rank: WorkerRank, device: torch.device)
         ]
         results = run_all(world, parts[ranks.rank])
         for name, (result, right) in enumerate(zip(results, expected(parts, tokens, ranks.rank), strict=True)):
-            assert result.dtype == right.dtype and torch.equal(result, right), f"result {name} of call {number}"
+            is_right = equal(result, right).all().item()
+            assert result.dtype == right.dtype and is_right, f"result {name} of call {number}"
     ranks.barrier()
 
 
@@ -133,10 +141,10 @@ def check_replays(world: World, rank: WorkerRank, device: torch.device) -> None:
         right = expected(rolled, tokens, ranks.rank)
         graph.replay()
         for result, tensor in zip(results, right, strict=True):
-            wrong += (result != tensor).sum()
+            wrong += (~equal(result, tensor)).sum()
         if replay % 40 == 0:  # calls outside of graphs in between
             for result, tensor in zip(run_all(world, static), right, strict=True):
-                wrong += (result != tensor).sum()
+                wrong += (~equal(result, tensor)).sum()
     assert wrong.item() == 0, f"{wrong.item()} values are wrong"
 
 
@@ -170,6 +178,7 @@ def check_abort(world: World, rank: WorkerRank, device: torch.device) -> None:
     dist.barrier()
 
 
+@pytest.mark.skipif(COLLECTIVES == "nccl", reason="kernels of NCCL end with their process only")
 @pytest.mark.parametrize("size", marked(2, 4, 8))
 def test_the_abort_flag_frees_ranks_that_wait_in_a_graph_for_one_that_never_arrives(size: int) -> None:
     run_ranks(check_abort, "cuda:0", size)
