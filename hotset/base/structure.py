@@ -39,7 +39,7 @@ class Structure:
     - "grammar": a grammar in Lark syntax as llguidance reads it (`%json {…}` stands for JSON by a schema), or in GBNF
 
     If `after` is not empty, the structure begins after the first occurrence of this text, and what comes before is
-    free: a model that thinks first answers after "</think>".
+    free: a model that thinks answers after "</think>".
 
     Raises RequestError for any other value.
     """

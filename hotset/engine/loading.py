@@ -86,14 +86,14 @@ def use_device(device: torch.device) -> None:
 
 
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """Returns the dtype whose name is that of `dtype_name`."""
+    """Returns the torch dtype that `dtype_name` names."""
     dtype = getattr(torch, dtype_name(name, spec, device.type))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def release_unused(device: torch.device) -> None:
-    """Gives the device memory of all objects that nothing uses any more back to the device."""
+    """Frees the device memory of all objects that nothing uses any more."""
     gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
@@ -179,13 +179,13 @@ class ModelLoader:
         self._decoder.drop_mtp()
         release_unused(self._device)
         self._open(config)
-        self._weights.finish()  # nothing is read: the files stay open no longer
+        self._weights.finish()  # closes the files: nothing more is read
 
     def free_for_kv(self, measured_steps: int | None = None) -> int:
         """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took.
 
-        `measured_steps` replaces the estimate of what steps need. Unlike the estimate, it does not contain what
-        libraries and loaded kernels take, so all memory that was taken since the start counts.
+        `measured_steps` replaces the estimate of what steps need. Unlike the estimate, it leaves out what
+        libraries and loaded kernels take, so all memory that was taken since the start is subtracted.
         """
         on_gpu, steps = self._device.type == "cuda", self.plan.steps if measured_steps is None else measured_steps
         if on_gpu:

@@ -109,7 +109,7 @@ def shared_budget(
 ) -> KvBudget:
     """Chooses pool sizes that fit every worker on every node, and the longest context that fits these pools.
 
-    `host_free` is the free host memory of a machine with GPUs. Default: what the workers measured on their nodes.
+    `host_free`, used only with GPUs, is the free host memory. Default: what the workers measured on their nodes.
     Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
     hold a context of two tokens.
     """
@@ -184,7 +184,7 @@ class _Node:
         return pages, flag
 
     def _max_host_pages(self) -> int:
-        """Returns the number of host pages that the device pool of a GPU may require by default."""
+        """Returns how many host pages a device pool of default size may require on a GPU."""
         config = self._config
         if config.host_kv_tokens is not None:
             return ceil_div(config.host_kv_tokens, config.page_rows)
@@ -202,7 +202,7 @@ class _Node:
             return 0, "--tiers"
         page_bytes = self.token_bytes * config.page_rows
         free = self._host_free
-        if not self._on_gpu:  # the device pools and the weights are in host memory too
+        if not self._on_gpu:  # the device pools are in host memory too
             device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
             free = min(worker.free for worker in workers) - device_bytes
         min_pages = geometry.max_row_pages(device_pages)
@@ -240,7 +240,7 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape], device: to
     """Returns one geometry for all workers. They share page numbers, so a context has the same number of key pages and
     the same number of workspace pages on every worker: the maximum over the workers. A worker with fewer index groups
     per layer leaves the ends of its key pages unused."""
-    # Several plans in flight verify drafts of a request only if the worker keeps them.
+    # Only drafts that the worker keeps can be verified by several plans in flight.
     ahead = plans_in_flight(config, device) - 1 if DraftSettings.of(config).kept_in_worker else 0
     own = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     geometries = [

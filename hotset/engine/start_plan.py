@@ -109,8 +109,8 @@ def _check_weights(config: EngineConfig, files: ModelFiles, plans: Sequence[Work
         if plan.weights.device_bytes > plan.usable:
             raise ConfigError(
                 f"{files.path}: the weights take {show_bytes(plan.weights.device_bytes)} per "
-                f"{'GPU' if plan.ranks_on_gpu == 1 else 'worker'}, but beside steps only {show_bytes(plan.usable)} of "
-                f"the GPU's {show_bytes(plan.memory.total)} can be used ({_share(config, plan)}); "
+                f"{'GPU' if plan.ranks_on_gpu == 1 else 'worker'}, but steps leave only {show_bytes(plan.usable)} of "
+                f"the GPU's {show_bytes(plan.memory.total)} for them ({_share(config, plan)}); "
                 f"{_ways_for_weights(config, files.spec, plan)}"
             )
 
@@ -131,7 +131,7 @@ def _is_occupied(config: EngineConfig, plan: WorkerPlan) -> bool:
 
 
 def _more_room(config: EngineConfig, plan: WorkerPlan) -> list[str]:
-    """Returns the ways to more memory for a worker on a GPU that it does not have for itself."""
+    """Returns how a worker could get more memory if others use its GPU as well."""
     ways = []
     if _is_occupied(config, plan):
         ways.append(f"end the other programs on GPU {plan.gpu}, choose other GPUs with --gpus")
@@ -153,7 +153,7 @@ def _other_ways(config: EngineConfig, spec: ModelSpec, plans: Sequence[WorkerPla
     plan = min(plans, key=lambda plan: plan.usable - plan.weights.device_bytes)
     ways = []
     if config.tiers == "off" and plan.weights.kv_shape.groups:
-        ways.append("leave --tiers off out")
+        ways.append("drop --tiers off")
     if plan.weights.packed_bytes:
         ways.append(f"use --no-pack-weights, which saves {show_bytes(plan.weights.packed_bytes)} per worker")
     if device.type == "cuda":

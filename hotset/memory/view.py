@@ -43,7 +43,7 @@ class Contexts:
     layout: RowLayout  # how `rows` are stored
 
     def decoded(self, positions: Tensor) -> Selected:
-        """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context as values.
+        """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context, decoded.
 
         Every row is decoded once, however many tokens read it.
         """
@@ -90,7 +90,7 @@ class View(Protocol):
         """Returns the rows at `positions` [tokens, k] (int64, EMPTY-padded) of each token's own context."""
 
     def short_contexts(self, layer: int) -> Contexts | None:
-        """Returns all rows of all contexts if the step has many tokens for so many rows, as prompts have. Else None.
+        """Returns all rows of all contexts if the step has many tokens per row, as prompts have. Else None.
 
         It must be called after `select` of the same layer.
         """

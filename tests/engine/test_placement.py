@@ -201,11 +201,11 @@ def test_weights_that_do_not_fit_into_a_worker_s_share_are_refused_before_anythi
     with pytest.raises(ConfigError) as refused:
         check(config, demo, plan_on_gpu(config, demo, roomy, weights=26 * GIB, ranks=2))
     message = str(refused.value)
-    assert "take 26.0 GiB per worker, but beside steps only 25.0 GiB of the GPU's 100.0 GiB" in message
+    assert "take 26.0 GiB per worker, but steps leave only 25.0 GiB of the GPU's 100.0 GiB" in message
     assert "(--gpu-memory-utilization 0.5, divided by the 2 workers of each GPU); lower --ranks-per-gpu 2" in message
     occupied = DeviceMemory(100 * GIB, 10 * GIB)
     with pytest.raises(ConfigError) as refused:
         check(config, demo, plan_on_gpu(replace(config, ranks_per_gpu=1), demo, occupied, weights=26 * GIB, ranks=1))
     message = str(refused.value)
-    assert "take 26.0 GiB per GPU, but beside steps only 10.0 GiB" in message
+    assert "take 26.0 GiB per GPU, but steps leave only 10.0 GiB" in message
     assert "GPU 1 has only 10.0 GiB free); end the other programs on GPU 1, choose other GPUs with --gpus" in message

@@ -194,7 +194,7 @@ def test_a_model_that_needs_more_gpus_is_refused_with_the_numbers_that_fit(name:
         check_on_gpus(EngineConfig(), files, WHOLE_MODEL)
     message = str(refused.value)
     assert re.search(
-        r"weights take 6\d\d\.\d GiB per GPU, but beside steps only 12\d\.\d GiB of the GPU's 140\.0 GiB", message
+        r"weights take 6\d\d\.\d GiB per GPU, but steps leave only 12\d\.\d GiB of the GPU's 140\.0 GiB", message
     )
     assert "(--gpu-memory-utilization 0.92)" in message and "\n" not in message
     sizes = dict(re.findall(r"--(tensor|data)-parallel-size (\d+)", message))
@@ -221,7 +221,7 @@ def test_a_context_that_does_not_fit_is_refused_with_what_would_fit() -> None:
         check_on_gpus(config, files, Split(dp_size=8))
     message = str(refused.value)
     shorter = re.search(r"--gpu-memory-utilization .* or lower --max-model-len to (\d+)", message)
-    assert shorter is not None and "leave --tiers off out" in message
+    assert shorter is not None and "drop --tiers off" in message
     assert check_on_gpus(replace(config, max_model_len=int(shorter[1])), files, Split(dp_size=8))
     larger = re.search(r"use --data-parallel-size (\d+)", message)
     assert larger is not None and check_on_gpus(config, files, Split(dp_size=int(larger[1])))
@@ -304,7 +304,5 @@ def test_an_engine_that_is_refused_reads_nothing(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ModelLoader, "load", read)
     config = EngineConfig(model=DEMO, device="cpu", max_model_len=1000, device_kv_tokens=64, tiers="off")
-    with pytest.raises(
-        KvDoesNotFit, match=r"holds 64 tokens, .* lower --max-model-len to 64, or leave --tiers off out"
-    ):
+    with pytest.raises(KvDoesNotFit, match=r"holds 64 tokens, .* lower --max-model-len to 64, or drop --tiers off"):
         build_engine(config)

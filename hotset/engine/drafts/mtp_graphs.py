@@ -1,7 +1,7 @@
 """Captures what the MTP layer computes after a step as CUDA graphs.
 
 There are two kinds. One writes the layer's rows of a step's tokens, and is captured for each graph of decode steps. The
-other drafts: it finds which drafts of the step were right, contains all iterations after the first one, and is captured
+other makes drafts: it finds which of the step were right, contains all iterations after the first one, and is captured
 for each number of chains and of drafts. A chain that needs fewer drafts than others is padding in the later iterations.
 """
 
@@ -38,7 +38,7 @@ class MtpGraphs:
         self._sizes = batch_sizes(seats)
         self._rows: dict[StepGraph, Replayable] = {}
         self._chains: dict[ChainGraph, Replayable] = {}
-        self._output: MtpOutput | None = None  # of the tokens of a step; each has as many rows as the largest graph
+        self._output: MtpOutput | None = None  # of the tokens of a step, with as many rows as the largest graph
         device, columns = memory.pool.device, COLUMNS + mtp.max_drafts
         self._table = torch.zeros(self._sizes[-1], columns, dtype=torch.int64, device=device)
         self._sampled_ids = torch.zeros(steps.largest, dtype=torch.int64, device=device)
@@ -46,7 +46,7 @@ class MtpGraphs:
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Captures all graphs after those of decode steps, and replays each once. Does nothing if a later pipeline
+        """Captures all graphs when those of decode steps exist, and replays each once. Does nothing if a later pipeline
         stage has the layer. `progress(done, total)` counts graphs."""
         if self._steps.hidden is None:
             return
@@ -102,8 +102,8 @@ class MtpGraphs:
     def draft(
         self, segments: SampledSegments, sampled_ids: Tensor, output: MtpOutput, num_drafts: int, *, has_tiered: bool
     ) -> Tensor:
-        """Does what `MtpDrafts.draft` does. The output of a step that is larger than the graphs is of its sampled
-        tokens. The result is valid until the next call."""
+        """Does what `MtpDrafts.draft` does. If a step is larger than the graphs, `output` has only the rows of
+        its sampled tokens. The result is valid until the next call."""
         count = len(segments.rows)
         graph = ChainGraph(self._sizes[bisect_left(self._sizes, count)], num_drafts, has_tiered)
         if self._output is None:
@@ -117,7 +117,7 @@ class MtpGraphs:
         self._sampled_ids[: len(sampled_ids)].copy_(sampled_ids)
         captured.replay()
         results = self._results_of(graph)[:count]
-        return results if results.is_cuda else results.clone()  # on a CPU, the host reads it without a copy
+        return results if results.is_cuda else results.clone()  # on a CPU, the next replay would change it
 
     def _results_of(self, graph: ChainGraph) -> Tensor:
         return self._results[: graph.size * (1 + graph.drafts)].view(graph.size, 1 + graph.drafts)

@@ -42,7 +42,7 @@ ANSWERS_PER_TURN = 32
 STALLED_SECONDS = 30.0  # a replay that nobody reads ends after this time
 PACE_MS = 5  # interval of attempts to go on with replays
 HANDSHAKE_MS = 5000  # time for a new connection to complete ZeroMQ's handshake
-MAX_REQUEST_BYTES = 4096  # of a message from a subscriber; the longest contain a topic
+MAX_REQUEST_BYTES = 4096  # of a message from a subscriber; the longest subscribe to a topic
 CLOSE_SECONDS = 1.0
 LINGER_MS = 200
 
@@ -197,8 +197,8 @@ class KvEventPublisher:
         with contextlib.suppress(zmq.Again):
             for _ in range(REQUESTS_PER_TURN):
                 client, *frames = replay.recv_multipart(zmq.NOBLOCK)
-                known = client in self._replays or len(self._replays) < MAX_REPLAYS
-                if len(frames) == 2 and not frames[0] and len(frames[1]) == SEQUENCE_BYTES and known:
+                fits = client in self._replays or len(self._replays) < MAX_REPLAYS
+                if len(frames) == 2 and not frames[0] and len(frames[1]) == SEQUENCE_BYTES and fits:
                     rest = self._log.replay(int.from_bytes(frames[1], "big"))
                     self._replays[client] = _Replay(rest, next(rest, None), time.monotonic())
 
@@ -235,7 +235,7 @@ def _size(change: CacheChange | AllBlocksCleared) -> int:
 
 
 def _divided(change: CacheChange | AllBlocksCleared) -> Iterator[CacheChange | AllBlocksCleared]:
-    """Yields a change in parts of at most half a batch, or of one page if a page is larger than that."""
+    """Yields a change as it is, or in parts of a quarter of a batch if it takes more than half a batch."""
     if _size(change) <= MAX_BATCH // 2 or isinstance(change, AllBlocksCleared):
         yield change
         return

@@ -68,8 +68,8 @@ def role_engines(
 ) -> list[RoleEngine]:
     """Returns the engines, prefill engines first. All of them get the same handoff secret.
 
-    `values` are the flags that apply to every engine. `prefill_args` and `decode_args` contain flags of single engines,
-    which replace these: one text for all engines of the role, or one for each. Raises ConfigError for flags that are
+    `values` are the flags that apply to every engine. `prefill_args` and `decode_args` are texts of flags
+    that override these: one text for all engines of the role, or one for each. Raises ConfigError for flags that are
     unknown, that one engine cannot set, or that do not suit the engine's role.
     """
     if values["role"] != "both":

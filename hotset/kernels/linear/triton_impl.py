@@ -1,8 +1,8 @@
 """fp32_linear in Triton. A program multiplies some inputs of a few tokens by the weights of a few outputs.
 
 It does not use the matrix units, because they would round the factors. There are few outputs, so the inputs are divided
-too (into splits), to keep the whole GPU reading. Each program stores its sums, and the program of a tile that finishes
-last adds them in the order of the splits. As in `triton_fp8.py`, the programs of a tile count in `counters`.
+too (into splits), to keep the whole GPU reading. Each program stores its sums, and the last program of a tile to finish
+adds them in the order of the splits. As in `triton_fp8.py`, the programs of a tile count in `counters`.
 
 All programs have the same shape, and the number of splits depends only on the number of inputs. So a token gets the
 same bits in every batch. The weight is small, so every block of tokens reads it again from the L2 cache.
@@ -92,9 +92,9 @@ def _fp32_linear_kernel(
     total = tl.sum(x_tile.to(tl.float32) * weight_tile, 2)
     if splits > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        sums = tl.arange(0, tile_tokens)[:, None] * tile_outputs + tl.arange(0, tile_outputs)[None, :]
+        cell = tl.arange(0, tile_tokens)[:, None] * tile_outputs + tl.arange(0, tile_outputs)[None, :]
         size: tl.constexpr = tile_tokens * tile_outputs
-        partial_at = partial + tile * (splits * size) + sums
+        partial_at = partial + tile * (splits * size) + cell
         tl.store(partial_at + tl.program_id(1) * size, total)
         tl.debug_barrier()  # every thread has stored before one of them counts
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") < splits - 1:

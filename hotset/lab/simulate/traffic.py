@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TrafficResult:
-    """What happened. Means of requests are over time."""
+    """What happened. Means of numbers of requests are weighted by time."""
 
     requests: int
     refused: int  # requests that are longer than --max-model-len
@@ -78,7 +78,7 @@ class TrafficResult:
 
     @property
     def token_s(self) -> list[float]:
-        """The mean time between tokens of each request with several, ascending."""
+        """The mean time between two tokens of each request, ascending."""
         return sorted(
             (times.ended - times.first_token) / (times.tokens - 1)
             for times in self.times
@@ -114,7 +114,7 @@ def simulated_engine(
 
 
 def planned_split(model: str, files: ModelFiles, machine: Machine, config: EngineConfig) -> Capacity:
-    """Returns the memory of the split in `config`, or of the one that `hotset plan` finds best over the GPUs.
+    """Returns the memory of the split in `config` if it has several workers, else of the best of `hotset plan`.
 
     Raises ConfigError if nothing fits.
     """
@@ -139,24 +139,25 @@ def run_traffic(
     if not fitting:
         raise ConfigError(f"no request of the trace fits into a context of {longest} tokens; use --scale-lengths")
     recorder = _Recorder(engine, clock, fitting)
-    waiting, stalled, steps = deque(enumerate(fitting)), 0, 0
+    coming, stalled, steps = deque(enumerate(fitting)), 0, 0
     hasher = engine.card.page_hasher
     # An engine with several replicas hashes every prompt when it is added. With one replica, the scheduler hashes it
     # later, a limited number of pages in each plan.
     hashed_page_rows = hasher.page_rows if hasher is not None and len(engine.schedulers) > 1 else None
     with _garbage_collection_off():
-        while not (idle := engine.idle) or waiting:
+        while not (idle := engine.idle) or coming:
             if idle:
-                clock.now = max(clock.now, waiting[0][1].seconds)
-            while waiting and waiting[0][1].seconds <= clock.now:
-                engine.add(choice_of(*waiting.popleft(), hashed_page_rows))
+                clock.now = max(clock.now, coming[0][1].seconds)
+            while coming and coming[0][1].seconds <= clock.now:
+                engine.add(choice_of(*coming.popleft(), hashed_page_rows))
             before = clock.now
             outputs = engine.step()
             if outputs or clock.now > before:
                 stalled = 0
             else:
-                stalled, steps = stalled + 1 if engine.steps == steps else 0, engine.steps
-                if stalled > engine.open_requests + 1:  # before a plan, each request can lose its pages once
+                stalled = stalled + 1 if engine.steps == steps else 0
+                steps = engine.steps
+                if stalled > engine.open_requests + 1:  # each request can be preempted before one is planned
                     raise InternalError("the scheduler plans nothing although requests are open")
             recorder.add(before, outputs.request_ids, outputs.finished)
             progress(recorder.finished, len(fitting))

@@ -21,8 +21,8 @@ PUBLISHED_NAMES = r"model\.layers\.\d+\..*(?<!weights)(_proj|_proj_with_mqa|\.wq
 class Fp8Blocks(QuantisedFormat):
     """A code of 8 bits per value, and a float32 scale for each block of FP8_BLOCK outputs x FP8_BLOCK inputs.
 
-    Activations are quantised in the same blocks of inputs. Ranks that divide a block would quantise them with other
-    scales than one rank.
+    Activations are quantised in the same blocks of inputs. If ranks divided a block, their scales would differ
+    from those of one rank.
     """
 
     name = "fp8"

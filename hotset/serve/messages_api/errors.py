@@ -37,8 +37,8 @@ def error_event(error: BaseException) -> bytes:
 
 
 class MessagesErrors(HttpMiddleware):
-    """Gives the responses of `/v1/messages…` Anthropic's header with the id of the request, and the bodies of errors
-    Anthropic's shape. A router gets errors from workers that have it already."""
+    """Adds Anthropic's header with the request's id to responses of `/v1/messages…`, and converts the bodies of errors.
+    Those that a router gets from workers are converted already."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_messages_path(scope["path"]):

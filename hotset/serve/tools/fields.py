@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from hotset.serve.bodies import LenientModel, one_of, shown
 from hotset.serve.tools.calls import MAX_TOOLS, TOOL_NAME, NamedTool, ToolChoice, ToolSpec, ToolUse
 
-# What the API's document says about the schema of arguments.
+# What openapi.json says about the schema of arguments.
 PARAMETERS: JsonDict = {
     "properties": {
         "type": {"const": "object"},
@@ -82,7 +82,7 @@ def tool_use_of(
     choice: Literal["none", "auto", "required"] | FunctionChoice | None,
     parallel: bool | None,
 ) -> ToolUse:
-    """Returns the tools of a request. Raises RequestError if one of them is not usable, or not the choice."""
+    """Returns the tools of a request. Raises RequestError if a tool or the choice is not usable."""
     specs = tuple(tool.spec for tool in tools or ())
     chosen: ToolChoice = NamedTool(choice.function.name) if isinstance(choice, FunctionChoice) else choice or "auto"
     return ToolUse(specs, chosen, parallel is not False)
