@@ -16,8 +16,8 @@ from gpu_timing import copy_bandwidth, matrix_rate, seconds_of
 from torch.nn import functional as F
 
 from hotset.kernels.fast_path import kernels_of
-from hotset.kernels.fp8 import Fp8Weight
-from hotset.kernels.quantise import quantise
+from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight
+from hotset.kernels.quantise import QuantisedTokens
 from hotset.memory.device_pool import KvShape
 from hotset.models.formats.weight_format import ProductType
 
@@ -53,8 +53,9 @@ def fp8_operands(size: int, device: torch.device) -> dict[str, Any]:
     weight = Fp8Weight.empty((size, size), device)
     weight.codes.copy_(torch.randn(size, size, device=device))
     weight.scales.fill_(1.0)
-    x = torch.randn(size, size, dtype=torch.bfloat16, device=device)
-    operands: dict[str, Any] = kernels_of("linear", "triton_fp8").library_arguments(quantise(x), weight)
+    codes = torch.randn(size, size, device=device).to(weight.codes.dtype)
+    x = QuantisedTokens(codes, torch.ones(size // SCALE_BLOCK, size, device=device).t())
+    operands: dict[str, Any] = kernels_of("linear", "triton_fp8").library_arguments(x, weight)
     return operands
 
 

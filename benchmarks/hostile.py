@@ -54,7 +54,6 @@ MAX_TOOL_PARTS = 30  # tools are also in the prompt, and what long prompts cost 
 STREAM_TOKENS = 100
 KV_TOKENS = 32_768  # the prompts of "harmless" have some 75,000
 SENDERS = ProcessPoolExecutor(1, get_context("spawn"))  # starts its process with the first work
-JSON_HEADERS = {"content-type": "application/json"}
 Json = dict[str, Any]
 Rng = random.Random
 
@@ -315,12 +314,12 @@ async def ask_for_health(client: httpx.AsyncClient, noticed: Noticed, ended: asy
 
 def attack(url: str, bodies: Sequence[str], at_once: int) -> Answers:
     """Sends all bodies, `at_once` at a time."""
-    answers, waiting = Answers(), iter(bodies)
+    answers, waiting, headers = Answers(), iter(bodies), {"content-type": "application/json"}
 
     async def sender(client: httpx.AsyncClient) -> None:
         for body in waiting:
             began = time.monotonic()
-            response = await client.post("/v1/chat/completions", content=body, headers=JSON_HEADERS, timeout=300)
+            response = await client.post("/v1/chat/completions", content=body, headers=headers, timeout=300)
             answers.statuses[response.status_code] += 1
             answers.slowest = max(answers.slowest, time.monotonic() - began)
             if response.status_code >= 500:

@@ -36,6 +36,7 @@ from hotset.schedule.handoffs import DeviceEvent
 log = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.0005  # interval between polls of events
+MAX_WAIT_S = 3600.0  # a deadline can be centuries away, which the system cannot wait for
 
 _Write = tuple[int, int, int]  # local address, address at the peer, number of bytes
 
@@ -199,7 +200,7 @@ class Hub:
             while not self._stopped:
                 self.advance(time.monotonic())
                 due = self.next_due()
-                until_due = None if due is None else max(0.0, due - time.monotonic())
+                until_due = None if due is None else min(max(0.0, due - time.monotonic()), MAX_WAIT_S)
                 self.lock.wait(EVENT_POLL_S if self._waiting else until_due)
 
     def _schedule(self, at: float, action: Callable[[], object], job: _Job | None = None) -> None:

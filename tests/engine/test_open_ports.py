@@ -69,7 +69,7 @@ def test_defect_21_a_rank_uses_loopback_even_if_the_environment_names_another_in
     DistributedWorld(rank, torch.device("cpu"))
     try:
         assert {listener.address.host for listener in set(listeners()) - before} == {"127.0.0.1"}
-        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+        assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     finally:
         torch.distributed.destroy_process_group()
 
