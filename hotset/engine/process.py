@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
+from hotset.base.host_memory import return_free_memory
 from hotset.base.listeners import check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
@@ -352,8 +353,8 @@ def _next_command(
     engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]", progress: Progress
 ) -> EngineCommand | None:
     """Returns the next command, or None if there is none and the engine has work. If all open requests wait for peers,
-    first waits up to PEER_POLL_SECONDS for a command. If the engine is idle, waits until a command comes, and audits
-    the engine if none has come for AUDIT_AFTER_IDLE_S seconds."""
+    first waits up to PEER_POLL_SECONDS for a command. If the engine is idle, waits until a command comes. If none has
+    come for AUDIT_AFTER_IDLE_S seconds, audits the engine, and returns memory to the system."""
     if not engine.idle:
         if not inbox.empty() or not engine.waiting_for_peers:
             return None if inbox.empty() else inbox.get()
@@ -364,6 +365,7 @@ def _next_command(
         return inbox.get(timeout=AUDIT_AFTER_IDLE_S)
     except queue.Empty:
         engine.audit()
+        return_free_memory()
         with progress.waiting():
             return inbox.get()
 

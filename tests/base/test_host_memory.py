@@ -1,12 +1,13 @@
 """Free host memory respects the limits of control groups, in fake trees of /proc and /sys."""
 
+import resource
 from pathlib import Path
 
 import pytest
 from fake_files import write_files
 
-from hotset.base.host_memory import HostMemory, host_memory
-from hotset.base.units import GIB
+from hotset.base.host_memory import HostMemory, host_memory, return_free_memory
+from hotset.base.units import GIB, MIB
 
 UNLIMITED = 9223372036854771712  # what cgroups v1 writes if there is no limit
 
@@ -102,3 +103,16 @@ def test_without_proc_half_of_the_physical_memory_counts_as_free(tmp_path: Path)
 def test_the_memory_of_this_machine_can_be_measured() -> None:
     memory = host_memory()
     assert 0 < memory.free < memory.total
+
+
+def test_freed_memory_below_memory_in_use_goes_back_to_the_system() -> None:
+    """Blocks of 64 KiB come from the heap of the C library, which grows at its end only."""
+    blocks = [b"x" * (64 << 10) for _ in range(3200)]
+    resident = resident_bytes()
+    del blocks[:-1]
+    return_free_memory()
+    assert resident_bytes() < resident - 150 * MIB and len(blocks) == 1
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
