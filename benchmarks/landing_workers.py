@@ -19,21 +19,12 @@ from hotset.base.paged_span import PagedSpan
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import MIB, ceil_div
 from hotset.engine.workers.executor import HostShard
+from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.agent import HandoffAgent, open_channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.deliveries import Sources
 from hotset.fleet.handoff.layout import whole_rows
 from hotset.fleet.handoff.links import Endpoints
-from hotset.fleet.handoff.messages import (
-    Fetch,
-    FetchFailed,
-    HandoffRequest,
-    Hello,
-    Landed,
-    ModelIdentity,
-    StartPrefill,
-    Store,
-)
 from hotset.fleet.handoff.packing import EngineCopies, StagingMemory
 from hotset.fleet.handoff.prefill_agent import PrefillAgent
 from hotset.fleet.handoff.receiver import Receiver
@@ -206,14 +197,14 @@ class AgentWorker:
     def start_agent(
         self,
         machine: Sender | Receiver,
-        store: Store,
-        model: ModelIdentity,
+        store: msg.Store,
+        model: msg.ModelIdentity,
         device: torch.device,
         probes: dict[str, Any] | None = None,
     ) -> None:
         channel = open_channel(f"{HOST}:0")
         stores, described = {"host": store}, self.transfer.describe()
-        self.hello = Hello(channel.address, model, stores, self._engine, described, probes=probes or {})
+        self.hello = msg.Hello(channel.address, model, stores, self._engine, described, probes=probes or {})
         sends = isinstance(machine, Sender)
         transfer = self.transfer if sends else Endpoints(lambda: self.transfer)
         role: Any = PrefillAgent if sends else DecodeAgent
@@ -221,11 +212,11 @@ class AgentWorker:
         self.agent: HandoffAgent = role(machine, self.hello, channel, transfer, wake=self.has_events.set, copies=copies)
         self.agent.start()
 
-    def announce_prompts(self, chunk: int, pages_of: Callable[[StartPrefill], tuple[int, ...]]) -> None:
+    def announce_prompts(self, chunk: int, pages_of: Callable[[msg.StartPrefill], tuple[int, ...]]) -> None:
         """Answers requests in a thread: announces all chunks of a prompt at once, as if they had been computed before
         the request arrived."""
 
-        def announce(request: StartPrefill) -> None:
+        def announce(request: msg.StartPrefill) -> None:
             tokens = len(request.prompt)
             for first in range(0, tokens, chunk):
                 last = min(first + chunk, tokens)
@@ -237,7 +228,7 @@ class AgentWorker:
                 self.has_events.wait()
                 self.has_events.clear()
                 for event in self.agent.take_events():
-                    if isinstance(event, StartPrefill):
+                    if isinstance(event, msg.StartPrefill):
                         announce(event)
 
         threading.Thread(target=serve, daemon=True).start()
@@ -251,14 +242,14 @@ class AgentWorker:
             self._num_requests += 1
             key = HandoffKey(f"{name} {self._num_requests}", 0)
             prompt = PromptSpec((7,) * tokens, SamplingParams())
-            self.agent.put(Fetch(peer, HandoffRequest(key, prompt, "host", pages, key_pages)))
+            self.agent.put(msg.Fetch(peer, msg.HandoffRequest(key, prompt, "host", pages, key_pages)))
         pending = requests
         while pending:
             assert self.has_events.wait(self._timeout_s), f"a context did not land within {self._timeout_s:g} s"
             self.has_events.clear()
             for event in self.agent.take_events():
-                assert not isinstance(event, FetchFailed), event
-                pending -= isinstance(event, Landed)
+                assert not isinstance(event, msg.FetchFailed), event
+                pending -= isinstance(event, msg.Landed)
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -285,12 +276,12 @@ class Worker(AgentWorker):
         self.store = store = self._open_source() if prefill else self._open_target()
         assert self.shape.key is not None
         row, key = self.shape.row.description, self.shape.key.description
-        model = ModelIdentity("synthetic", case.layers, row, key, self.shape.groups, "")
+        model = msg.ModelIdentity("synthetic", case.layers, row, key, self.shape.groups, "")
         receiver_staging = ReceiverStaging({"host": store}) if store.staging else None
         machine = Sender(Sources(store)) if prefill else Receiver(staging=receiver_staging)
         self.start_agent(machine, store, model, GPU, {store.memory: self.probe.memory_range})
 
-    def _open_source(self) -> Store:
+    def _open_source(self) -> msg.Store:
         """Allocates and registers the memory of contexts, in the layout of a host store."""
         if self.case.source == "host":
             return self._open_host(None)["host"]
@@ -305,9 +296,9 @@ class Worker(AgentWorker):
             spans.append(PagedSpan(bases, PAGE_ROWS * row.stride_bytes, PAGE_ROWS, row.stride_bytes))
             self.tensors.append(tensor)
         staging = (self.staging.ranges[kind],)
-        return Store(whole_rows(spans[0]), spans[1], memory=kind.value, staging=staging)
+        return msg.Store(whole_rows(spans[0]), spans[1], memory=kind.value, staging=staging)
 
-    def _open_target(self) -> Store:
+    def _open_target(self) -> msg.Store:
         case = self.case
         geometry = self.shape.geometry(PAGE_ROWS)
         if case.target == "device":
@@ -320,7 +311,7 @@ class Worker(AgentWorker):
         stores = self._open_host(self.pool)
         return stores[landing_store_name(0, on_device=False, keys_on_host=self.pool is None)]
 
-    def _open_host(self, pool: DevicePool | None) -> dict[str, Store]:
+    def _open_host(self, pool: DevicePool | None) -> dict[str, msg.Store]:
         self.host = HostStore(self.shape, self.case.pages + SPARE_PAGES, PAGE_ROWS, GPU)
         self.tensors = [tensor for tensor in (self.host.rows, self.host.keys) if tensor is not None]
         shards = [HostShard(0, 0, self.shape, 1, self.host)]
@@ -354,7 +345,7 @@ class PrefillWorker(Worker):
         pages = self.case.pages
         self.announce_prompts(case.chunk, lambda request: page_order(pages, request.key.request_id.split()[0], seed=1))
 
-    def raw_write(self, hello: Hello, address: int, nbytes: int) -> float:
+    def raw_write(self, hello: msg.Hello, address: int, nbytes: int) -> float:
         """Writes `nbytes` bytes to the peer's memory at `address`, in writes of the maximum size. Returns the seconds.
 
         The first call also connects to the peer; connecting is not timed.
