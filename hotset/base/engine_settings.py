@@ -223,7 +223,6 @@ class EngineSettings:
         "auto",
         "How workers on GPUs exchange data within a step. 'auto': symmetric memory where GPUs can address each other, "
         "NCCL elsewhere; 'nccl': only NCCL, also between workers that share a GPU, as between nodes.",
-        choices=("auto", "nccl"),
     )
     role: Literal["both", "prefill", "decode"] = setting(
         "both",

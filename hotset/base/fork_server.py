@@ -268,6 +268,7 @@ def _kill(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
 def main(control_fd: int) -> None:
     """Runs in the server process until the other end of the control socket is closed."""
     control = socket.socket(fileno=control_fd)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a library that aborts on a hostile text writes no file
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, _all_cores_but_one())
     prepared: Prepared = {}

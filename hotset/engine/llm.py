@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -102,7 +102,13 @@ class LLM:
         """Yields the deltas of one prompt's choices as they arrive. The request is checked at once, but submitted only
         when the first delta is requested. Closing the iterator aborts the request."""
         choices = self._accept(prompt, params or SamplingParams(), tiers)
-        return (delta for _, delta in self._deltas(choices))
+
+        def deltas() -> Generator[Delta, None, None]:
+            with closing(self._deltas(choices)) as numbered:
+                for _, delta in numbered:
+                    yield delta
+
+        return deltas()
 
     def stream_chat(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import EngineStopped
 from hotset.engine.workers import distributed
-from hotset.engine.workers.distributed import make_world
+from hotset.engine.workers.distributed import DistributedCollectives, make_world
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.symmetric import AbortFlag, SymmetricCollectives
 from hotset.kernels.collectives import reference
@@ -174,3 +174,13 @@ def test_symmetric_memory_needs_peer_access_in_both_directions(
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in peers),
     ):
         assert distributed._obstacle_to_symmetric_memory(members, torch.device("cuda:0"), "node") == obstacle
+
+
+def test_a_single_token_of_all_ranks_is_gathered_with_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an odd number of experts for each token, ids do not begin at a multiple of their size in the message."""
+    ranks = DistributedCollectives(mock.Mock(), 0, 2, CPU)
+    ranks.tokens_per_rank = [1, 0]
+    monkeypatch.setattr(ranks, "_all_gather", lambda x: torch.stack([x, torch.zeros_like(x)]))
+    tensors = torch.randn(1, 10), torch.tensor([[5, 1 << 40, 7]]), torch.randn(1, 3)
+    for result, tensor in zip(ranks.all_gather_tokens(*tensors), tensors, strict=True):
+        assert result.dtype == tensor.dtype and torch.equal(result, tensor)

@@ -287,7 +287,7 @@ class DistributedCollectives:
         parts = self._all_gather(packed)
         gathered = torch.cat([part[:count] for part, count in zip(parts, self.tokens_per_rank, strict=True)])
         return [
-            part.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:])
+            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype).view(-1, *tensor.shape[1:])
             for tensor, part in zip(tensors, gathered.split(widths, dim=1), strict=True)
         ]
 

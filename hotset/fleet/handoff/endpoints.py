@@ -311,7 +311,7 @@ def open_endpoint(
     for store in stores.values():
         if store.staging:
             check_staging(config.staging_mib * MIB, store)
-    probes = TransferMemory(PROBE_BYTES, memory_devices(pool, host=True))
+    probes = TransferMemory(PROBE_BYTES, memory_devices(pool, host=True), zeroed=True)
     known_probes = _worker_probes(workers) | probes.ranges
     registered = [*regions([shard.store for shard in hosts], pool), *probes.regions, *staging.regions]
 

@@ -31,9 +31,12 @@ class StagingMemory:
     divides it into buffers. The caller registers `region` and keeps this object until the transfer engine is closed."""
 
     def __init__(self, nbytes: int, device: torch.device = CPU, memory: MemoryKind = MemoryKind.HOST) -> None:
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.memory_range = MemoryRange(self._bytes.data_ptr(), nbytes)
         self.region = Region(self.memory_range.address, nbytes, memory, device.index or 0)
+
+    def zero(self) -> None:
+        self._bytes.zero_()
 
     def beside(self, store: Store) -> Store:
         """Returns a store, all of whose shards are in this memory's process, with this staging memory."""

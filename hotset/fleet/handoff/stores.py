@@ -51,9 +51,12 @@ class TransferMemory:
     """Memory of one process beside its stores: staging memory, or probes, which measure routes. It must live as long as
     it is registered."""
 
-    def __init__(self, nbytes: int, devices: Mapping[MemoryKind, torch.device]) -> None:
-        """Allocates `nbytes` bytes of each kind of memory, on these devices."""
+    def __init__(self, nbytes: int, devices: Mapping[MemoryKind, torch.device], *, zeroed: bool = False) -> None:
+        """Allocates `nbytes` bytes of each kind of memory, on these devices. Unless `zeroed`, memory of the host is
+        taken from the system when it is first written."""
         self._memories = {kind: StagingMemory(nbytes, device, kind) for kind, device in devices.items() if nbytes}
+        for memory in self._memories.values() if zeroed else ():
+            memory.zero()
 
     @property
     def ranges(self) -> dict[MemoryKind, MemoryRange]:

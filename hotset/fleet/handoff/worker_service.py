@@ -46,7 +46,7 @@ class TransferService:
         on_this_machine = rank.node == THIS_MACHINE
         devices = memory_devices(served_pool, host=False)
         gpu = devices.get(MemoryKind.DEVICE)  # the engine's process has the probe in host memory
-        probes = TransferMemory(PROBE_BYTES, {} if gpu is None else {MemoryKind.DEVICE: gpu})
+        probes = TransferMemory(PROBE_BYTES, {} if gpu is None else {MemoryKind.DEVICE: gpu}, zeroed=True)
         staging = TransferMemory(self.staging_bytes if on_this_machine else 0, devices)
         registered = [*regions([] if host is None else [host], served_pool), *probes.regions, *staging.regions]
         known = [] if on_this_machine else [listener.address for listener in listeners()]  # Ray's

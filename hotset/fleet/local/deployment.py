@@ -233,8 +233,11 @@ def _health(url: str) -> dict[str, Any] | None:
     try:
         with DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             health = json.load(response)
-    except urllib.error.HTTPError:
+    except urllib.error.HTTPError as error:
+        error.close()
         return {}
-    except (OSError, ValueError, HTTPException):
+    except ValueError:  # no JSON, but an answer
+        return {}
+    except (OSError, HTTPException):
         return None
     return health if isinstance(health, dict) else {}
