@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAIN_SECONDS = 20
 MAX_TOOL_PARTS = 30  # tools are also in the prompt, and what long prompts cost other streams is not measured here
 STREAM_TOKENS = 100
-KV_TOKENS = 32_768  # the prompts of "harmless" have some 75,000
+KV_TOKENS = 12_288  # the prompts of "harmless" have some 75,000
 SENDERS = ProcessPoolExecutor(1, get_context("spawn"))  # starts its process with the first work
 Json = dict[str, Any]
 Rng = random.Random
@@ -406,7 +406,7 @@ def main() -> None:
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without hostile requests")
     parser.add_argument("--settle", type=float, default=40.0, help="seconds until the memory must have returned")
     args = parser.parse_args(own)
-    kv = ["--device-kv-tokens", str(KV_TOKENS // 2), "--host-kv-tokens", str(KV_TOKENS)]
+    kv = ["--max-model-len", "5120", "--device-kv-tokens", str(KV_TOKENS // 2), "--host-kv-tokens", str(KV_TOKENS)]
     server = Server(args.model, [*kv, *flags])
     try:
         bodies = list(hostile_requests(args.seed, args.count))
