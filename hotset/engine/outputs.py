@@ -1,5 +1,6 @@
 """The output of an engine: deltas of answers as they arrive, finished requests, and statistics."""
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,8 @@ class _LazyEntries(Sequence[Entry]):
         positions = range(len(self))[index]
         return self._entry(positions) if isinstance(positions, int) else [self._entry(each) for each in positions]
 
-    def _entry(self, position: int) -> Entry:
-        raise NotImplementedError
+    @abstractmethod
+    def _entry(self, position: int) -> Entry: ...
 
 
 class AnswerLogprobs(_LazyEntries[TokenLogprobs]):

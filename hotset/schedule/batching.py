@@ -24,9 +24,8 @@ class Batching:
         announcements: Announcements,
         stages: int,
     ) -> None:
-        """With several pipeline `stages`, the first stage can compute a sampled token only after the last stage has
-        sampled it. Decoding requests are therefore divided among `stages` plans in flight. With `speculation`, a step
-        also verifies drafted tokens of decoding requests."""
+        """Decoding requests are divided among `stages` plans in flight, because the last stage of a pipeline samples
+        the token that the first computes next. With `speculation`, a step also verifies their drafted tokens."""
         self._ledger, self._queues = state.ledger, state.queues
         self._next_plan, self._counters = state.next_plan, state.counters
         self._preemptor, self._steady, self._speculation = preemptor, steady, speculation

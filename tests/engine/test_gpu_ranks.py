@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -325,14 +326,11 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @on_gpu
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(("model", "tiers"), [*product(["dsa"], TIERS), ("gqa", "off"), ("gqa", "auto")])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("model", RANDOM_MODELS)
 def test_ranks_on_one_gpu_give_the_logits_of_one_process(
     model: str, split: str, tiers: str, random_models: dict[str, str], checksums: Path
 ) -> None:
-    if model == "gqa" and tiers == "always":
-        pytest.skip("requests of a GQA model are never tiered")
     device = {key: value for key, value in on_one_gpu(SPLITS[split]).items() if key not in SPLITS[split]}
     check_random_model(model, SPLITS[split], tiers, random_models[model], device)
     if "data_parallel_size" not in SPLITS[split]:

@@ -177,7 +177,7 @@ def test_symmetric_memory_needs_peer_access_in_both_directions(
 
 
 def test_a_single_token_of_all_ranks_is_gathered_with_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an odd number of experts for each token, ids do not begin at a multiple of their size in the message."""
+    """The message has 76 bytes, which is no multiple of the 8 bytes of an id of an expert."""
     ranks = DistributedCollectives(mock.Mock(), 0, 2, CPU)
     ranks.tokens_per_rank = [1, 0]
     monkeypatch.setattr(ranks, "_all_gather", lambda x: torch.stack([x, torch.zeros_like(x)]))
