@@ -81,7 +81,7 @@ class Engine:
         for index in sorted(range(len(loads)), key=loads.__getitem__):
             if costs and loads[index] >= min(costs.values()):
                 break
-            costs[index] = loads[index] + self.schedulers[index].tokens_unknown(request)
+            costs[index] = loads[index] + self.schedulers[index].uncached_tokens(request)
         return self.schedulers[min(costs, key=lambda index: (costs[index], index))]
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:

@@ -19,7 +19,7 @@ from hotset.tiers.residence import PageUse, Residence
 def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode, rows: int = 0) -> tuple[Residence, ...]:
     """Returns the residences in which a waiting or parked request may be admitted, the best first.
 
-    Its first `rows` rows are on the host. If at most one is left to compute, it need not be streamed.
+    Its first `rows` rows are on the host. If at most one row is left to compute, the request need not be streamed.
     """
     if not ledger.tiers or request.options.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
         return (Residence.RESIDENT,)
@@ -50,8 +50,8 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """What was found for a request in the queue. It is valid until the ledger's version changes or the request leaves
-    the queue."""
+    """The cached prefix and the page counts found for a request in the queue. They are valid until the ledger's version
+    changes or the request leaves the queue."""
 
     request: Request
     version: int
@@ -131,8 +131,8 @@ class Admission:
         return False
 
     def _look_up(self, request: Request) -> _Lookup:
-        """Finds the cached pages from which a request in the queue can start. For the first request that does not fit,
-        every plan asks for them. They are remembered, because finding a long prefix takes up to a millisecond."""
+        """Finds the cached pages from which a request in the queue can start. Every plan looks up the first request
+        that does not fit. The result is kept, because finding a long prefix takes up to a millisecond."""
         last, version = self._last_lookup, self._ledger.version
         if last is None or last.request is not request or last.version != version:
             self._last_lookup = last = _Lookup(request, version, self._prefixes.find(request))
@@ -155,14 +155,14 @@ class Admission:
         return self._needs_peer(request, self._prefixes.find(request))
 
     def _needs_peer(self, request: Request, prefix: Sequence[CachedPage]) -> bool:
-        """Returns True if a prefill worker must compute the prompt. It need not if `prefix` leaves a short rest."""
+        """Returns True if a prefill worker must compute the prompt. It need not if `prefix` lacks only a few tokens."""
         if self._needs_seat(request):
             return False
         unknown = len(request.tokens) - len(prefix) * self._ledger.geometry.page_rows
         return not prefix or unknown > self._extend_locally
 
     def audit(self) -> None:
-        """Proves that what was found for a request in the queue is what would be found now."""
+        """Proves that the last lookup, if it is still valid, finds the same pages as a new lookup."""
         last = self._last_lookup
         if last is None or last.version != self._ledger.version or last.request not in self._queues.waiting:
             return

@@ -1,4 +1,4 @@
-"""Fills the next plan with tokens of running requests: one of each that decodes, drafts, and chunks of prompts."""
+"""Fills the next plan with tokens of running requests: a token of each decoding request, drafts, chunks of prompts."""
 
 from collections.abc import Sequence
 
@@ -25,15 +25,15 @@ class Batching:
         stages: int,
     ) -> None:
         """Decoding requests are divided among `stages` plans in flight, because the last stage of a pipeline samples
-        the token that the first computes next. With `speculation`, a step also verifies their drafted tokens."""
+        the token that the first stage computes next. With `speculation`, a step also verifies their drafted tokens."""
         self._ledger, self._queues = state.ledger, state.queues
         self._next_plan, self._counters = state.next_plan, state.counters
         self._preemptor, self._steady, self._speculation = preemptor, steady, speculation
         self._announcements, self._stages = announcements, stages
 
     def schedule_decodes(self) -> tuple[list[Request], range]:
-        """Adds one token of each decoding request to the plan, and drafts. Returns requests with several tokens left to
-        compute, and the segments of steady requests."""
+        """Adds one token and the drafts of each decoding request to the plan. Returns the requests with several tokens
+        left to compute, and the segments of steady requests."""
         prefills: list[Request] = []
         running, seats, number = self._queues.running, self._next_plan.seats, self._next_plan.number
         pending, max_decodes = self._preemptor.pending, ceil_div(len(running), self._stages)
@@ -76,12 +76,12 @@ class Batching:
         return count
 
     def _needs_newest(self, request: Request) -> bool:
-        """Returns whether the newest token of a request must be sampled before its next one is scheduled."""
+        """Returns whether the newest token of a request must be sampled before the request is scheduled again."""
         return self._stages > 1 or (self._speculation is not None and self._speculation.needs_newest(request))
 
     def _grow(self, request: Request) -> bool:
-        """Grants pages for one more token of a request. If pages are short, requests are preempted. By then, the older
-        steady requests are part of the plan."""
+        """Grants pages for one more token of a request. If pages are short, the older steady requests are added to the
+        plan first, and then requests are preempted."""
         commands = self._ledger.grow(request.holding, request.num_scheduled + 1)
         if commands is not None:
             self._next_plan.commands += commands
@@ -99,8 +99,8 @@ class Batching:
         return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)
 
     def _schedule(self, request: Request, count: int, drafts: Sequence[int] = ()) -> None:
-        """Adds the next `count` tokens of a request, which has pages for them, to the plan. `drafts` are the last of
-        them."""
+        """Adds the next `count` tokens of a request to the plan. The request has pages for them, and the last of these
+        tokens are its `drafts`."""
         next_plan, seat = self._next_plan, request.seat
         assert seat is not None
         next_plan.seats.append(seat)

@@ -1,4 +1,4 @@
-"""What a scheduler and the handoff endpoint of its engine tell each other about prompts that one engine computes for
+"""Messages between a scheduler and the handoff endpoint of its engine, about prompts that one engine computes for
 another.
 
 A decode worker reserves pages (`Reservation`) and may give them up (`CancelFetch`). A prefill worker announces what it
@@ -31,7 +31,7 @@ HandoffId = tuple[str, HandoffKey]  # identifies a handoff at its sender: the re
 
 @dataclass(frozen=True, slots=True)
 class ContextPages:
-    """All pages of a context in one store, from its first."""
+    """All pages of a context in one store, in order."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]
@@ -39,17 +39,19 @@ class ContextPages:
 
 @dataclass(frozen=True, slots=True)
 class RowsComputed:
-    """Announces rows and index keys [first, last) of a prompt. They are in the host store, and in `device_pages` of the
-    device pool if these are given, when the plan that carries the announcement has been executed, and `after` has
-    happened. All earlier rows are there by then too, because the events of a request are recorded on one stream. Rows
-    stay in the device pool until the request is dropped."""
+    """Announces rows and index keys [first, last) of a prompt.
+
+    They are in the host store once the plan that carries the announcement has been executed and the event `after` has
+    happened. If `device_pages` are given, they are also in these pages of the device pool, until the request is
+    dropped. Rows before `first` are there by then too, because the events of a request are recorded on one stream.
+    """
 
     peer: str
     key: HandoffKey
     first: int
     last: int
     pages: tuple[int, ...]  # all host pages of the request so far, from its first; rows do not move to other pages
-    after: DeviceEvent | None = None  # set when the plan is submitted; None: the rows are there then
+    after: DeviceEvent | None = None  # set when the plan is submitted; None if the rows are there then
     device_pages: ContextPages | None = None  # None if the rows do not stay in the device pool
 
 
@@ -81,9 +83,9 @@ class Reservation:
     """Requests a prompt from the prefill worker at `prefill_at`, which writes the KV into the reserved pages.
 
     Rows [0, first) are in the prefix cache, and only the others are written. `row_pages` are the pages of rows from
-    `first` on: device pages if `on_device`, otherwise host pages. `key_pages` are the device pages from the one with
-    index key `first` on, or the same host pages if `keys_on_host`. Pages in the prefix cache are in neither, so no peer
-    can write to them.
+    `first` on: device pages if `on_device`, otherwise host pages. `key_pages` are the device pages of index keys, from
+    the page with key `first` on. If `keys_on_host`, `key_pages` are the host pages in `row_pages`. No peer gets a page
+    of the prefix cache, so none can write to it.
     """
 
     key: HandoffKey

@@ -93,8 +93,10 @@ class Plan:
 
     @property
     def sampled_tokens(self) -> Sequence[int] | None:
-        """The index, among the step's tokens, of the last token of each sampled segment, and of the drafts before it.
-        None if these are all tokens of the step."""
+        """The indices of the step's tokens whose logits are sampled, or None if all of them are.
+
+        These are the last token of each sampled segment, or the segment's drafts and the token before them.
+        """
         if len(self.sampled) == self.num_tokens:
             return None
         ends = list(accumulate(self.counts))
@@ -106,26 +108,26 @@ class Plan:
         return indices
 
     @property
-    def most_counts(self) -> Sequence[int]:
-        """Returns how many tokens each segment can extend beyond its entry in `starts`, if all drafts are right."""
+    def max_counts(self) -> Sequence[int]:
+        """The number of tokens from `starts[i]` to the end of segment i, if all unverified drafts are accepted."""
         if not self.unverified:
             return self.counts
         return [count + drafts for count, drafts in zip(self.counts, self.unverified, strict=True)]
 
     @property
     def followed(self) -> Sequence[int]:
-        """For each entry of `sampled`: the draft whose logits yield the token, or NO_DRAFT if a final token's do."""
+        """For each entry of `sampled`: the draft whose logits yield the token, or NO_DRAFT if no draft's do."""
         if not self.drafts:
             return (NO_DRAFT,) * len(self.sampled)
         segments = dict.fromkeys(self.sampled)
         return [token for segment in segments for token in (NO_DRAFT, *self.drafts.get(segment, ()))]
 
     def kept(self, result: "StepResult") -> Sequence[int]:
-        """Returns the indices of the sampled tokens that continue their requests. Those of unsampled segments do not.
+        """Returns the indices of the sampled tokens that continue their requests. Unsampled segments have none.
 
-        A draft is accepted if it equals the token that was sampled in its place. The tokens that follow accepted
-        drafts are kept, and so is the one that follows the final token of a segment. If the worker has found which
-        drafts are right, its result says how many.
+        A draft is accepted if it and all drafts before it equal the tokens that were sampled in their places. The first
+        sampled token of a segment is kept, and so is the token that follows each accepted draft. If the worker itself
+        has accepted drafts, the result has their number.
         """
         token_ids = result.token_ids
         if not self.drafts:
@@ -133,7 +135,7 @@ class Plan:
                 return range(len(token_ids))
             return [index for index, segment in enumerate(self.sampled) if segment not in result.unsampled]
         kept: list[int] = []
-        first = 0  # of the next segment's tokens
+        first = 0  # index of the segment's first sampled token
         for segment in dict.fromkeys(self.sampled):
             drafts = self.drafts.get(segment, ())
             wrong = (place for place, draft in enumerate(drafts) if draft != token_ids[first + place])
@@ -168,7 +170,7 @@ class PlanBuilder:
         """Adds the log-probabilities that follow from the newest `count` scheduled tokens of a request.
 
         The request will be the next segment. The logits of a token give the log-probability of the token after it. Each
-        is requested once: if a request is computed again, those of its first tokens are known already.
+        log-probability is requested once: if a request is recomputed, those of its first tokens are known already.
         """
         known, alternatives = request.num_prompt_logprobs, request.prompt.params.prompt_logprobs
         first = max(known, request.num_scheduled - count) + 1
@@ -217,7 +219,7 @@ class StepResult:
     accepted: Mapping[int, int] = field(default_factory=dict)  # by segment: drafts that were right, if the worker knows
     # By segment: tokens that may follow its newest one, for later plans to verify
     next_drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # Segments of which nothing was sampled, because the masks of their structures were not there in time
+    # Segments for which no token was sampled, because the masks of their structures were late
     unsampled: frozenset[int] = frozenset()
 
 
@@ -228,10 +230,10 @@ class TokenOutputs:
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     alternatives: dict[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, if requested
-    # The next log-probabilities of a request's prompt, from its second token on. Those of its last token come before
+    # Request id and the next log-probabilities of its prompt, from the second prompt token on. All of them come before
     # the first token of the answer.
     prompt_logprobs: list[tuple[str, LogprobColumns]] = field(default_factory=list)
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # of requests admitted with a prefix from the cache
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # by request id, once: tokens found in the prefix cache
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # messages for requests that ended as 'lost' or 'no_room'
 

@@ -29,9 +29,9 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
     """Chooses the request that frees a page for the next token of `needy`. The victim can be `needy` itself.
 
     If device pages are short, the request whose demotion frees the most pages is demoted. If no demotion frees any, the
-    youngest running request that was parked fewer than MAX_PARKS times is parked (if there is none, the youngest). If
-    host pages are short, or there is no host store, the youngest running or parked request releases all its pages and
-    is recomputed.
+    youngest running request that was parked fewer than MAX_PARKS times is parked. If all were parked that often, the
+    youngest of them is. If host pages are short, or there is no host store, the youngest running or parked request
+    releases all its pages and is recomputed.
     """
     need = ledger.pages_needed(needy.holding, needy.holding.residence, needy.num_scheduled + 1)
     short_of_device = need.device > ledger.device.free
@@ -47,7 +47,7 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
 def demotions_for(ledger: Ledger, need: PageCounts, spare: PageCounts, running: Iterable[Request]) -> list[Request]:
     """Chooses requests to demote, those that free the most first, until `need` fits with `spare` pages left.
 
-    Returns an empty list if all demotions together would not suffice. They free no host pages.
+    Returns an empty list if all demotions together would not suffice. Demotions free no host pages.
     """
     if not ledger.tiers or not ledger.fits(PageCounts(0, need.host), PageCounts(0, spare.host)):
         return []
@@ -85,7 +85,7 @@ def headroom(running: Iterable[Request]) -> PageCounts:
 
 
 def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, int]:
-    """Returns how many pages demotion would free, for every request where that is at least one."""
+    """Returns how many pages demotion would free, for every request of which it would free any."""
     return {
         request: freed
         for request in running

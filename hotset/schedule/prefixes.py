@@ -38,9 +38,9 @@ class Prefixes:
         """Returns True if a running request computes the next unknown page of the prefix of a waiting one, or if that
         page lands for another request.
 
-        That page will be in the cache soon. If the other request is preempted, fails or ends before, the waiting one is
-        admitted without it. While requests run, a plan hashes few tokens. A request whose pages are not all hashed
-        then waits for the next plan.
+        That page will be in the cache soon. If the other request is preempted, fails or ends first, the waiting one is
+        admitted without the page. While requests run, a plan hashes few tokens. A request whose pages are not all
+        hashed then waits for the next plan.
         """
         other = request.waits_for
         if other is not None and len(other.holding.cached) == request.waits_for_page and self._will_publish(other):
@@ -49,7 +49,7 @@ class Prefixes:
             return False
         if not self._hash(self._hasher, request, self._pages_to_hash if self._queues.running else None):
             return True
-        request.waits_for = self._find_other(request)
+        request.waits_for = self._find_publisher(request)
         request.waits_for_page = 0 if request.waits_for is None else len(request.waits_for.holding.cached)
         return request.waits_for is not None
 
@@ -60,7 +60,7 @@ class Prefixes:
         self._hash(self._hasher, request)
         return self._ledger.find_prefix(request.page_hashes[: self._reusable_pages(request)])
 
-    def tokens_known(self, request: Request, others: Iterable[Request]) -> int:
+    def cached_tokens(self, request: Request, others: Iterable[Request]) -> int:
         """Returns how many tokens of a new request need not be computed: their rows are in the cache, or will be when
         the other requests have been computed."""
         if self._hasher is None:
@@ -96,8 +96,8 @@ class Prefixes:
         return cached_tokens
 
     def publish(self, request: Request, computed: int) -> None:
-        """Makes the full pages of a request available to others, of which rows [0, computed) have been computed. Rows
-        beyond its known tokens were computed after its last token, before its end was known."""
+        """Makes the full pages of a request available to others. Its rows [0, computed) have been computed. Rows beyond
+        its known tokens are not published: they were computed before it was known that the answer had ended."""
         assert self._hasher is not None, "without a hasher, `publish_at` is never reached"
         first, pages = len(request.holding.cached), min(computed, len(request.tokens)) // self._page_rows
         request.publish_at = self._next_publication(request, pages)
@@ -111,15 +111,15 @@ class Prefixes:
 
     def publish_rest(self, request: Request) -> None:
         """Publishes the remaining full pages of a request that is about to lose its pages. No plan in flight uses it,
-        so all scheduled rows have been computed. Those of a landing may not be on the host yet."""
+        so all scheduled rows have been computed. Rows of a landing may not have arrived yet."""
         if self._hasher is not None and request.holding.residence not in (Residence.ABSENT, Residence.LANDING):
             self.publish(request, request.num_scheduled)
 
     def _next_publication(self, request: Request, published: int) -> int:
         """Returns how many rows must be computed before pages are published again.
 
-        Others may wait for the pages of a prompt, so each is published at once. Pages of an answer are published in
-        groups, which costs less, and when the request loses its pages.
+        Others may wait for the pages of a prompt, so each page is published at once. Pages of an answer are published
+        in groups, which costs less, and the rest when the request loses its pages.
         """
         known = len(request.tokens) // self._page_rows
         return (published + (1 if published < known else PAGES_OF_ANSWER)) * self._page_rows
@@ -131,7 +131,7 @@ class Prefixes:
             return 0
         return (len(request.tokens) - 1) // self._page_rows
 
-    def _find_other(self, request: Request) -> Request | None:
+    def _find_publisher(self, request: Request) -> Request | None:
         """Returns another request whose next page to publish is a page that `request` can use."""
         reusable = min(self._reusable_pages(request), len(request.page_hashes))
         for other in (*self._queues.prefilling(), *self._landing):
@@ -153,8 +153,8 @@ class Prefixes:
         return 2 * common >= unknown
 
     def _hash(self, hasher: PageHasher, request: Request, max_pages: int | None = None) -> bool:
-        """Computes the missing hashes of full pages of a request, at most `max_pages`. The choices of one prompt, which
-        come one after the other, share those of the prompt.
+        """Computes the missing hashes of full pages of a request, at most `max_pages`. The choices of one prompt arrive
+        one after the other, and share the hashes of the prompt.
 
         Returns True if all hashes of the request are known now.
         """

@@ -1,4 +1,4 @@
-"""The waiting queue and the running batch with its seats, and what else the parts of a scheduler share."""
+"""The waiting queue, the running batch and its seats, and the state that all parts of a scheduler share."""
 
 from bisect import insort
 from collections import deque
@@ -69,8 +69,8 @@ class Queues:
         return [request.holding.residence for request in self.running].count(residence)
 
     def audit(self, requests: Iterable[Request]) -> None:
-        """Proves that every seat is free or has exactly one of all requests, and that its residence needs a seat. A
-        prompt that is being handed over needs none. Only running requests have pending changes."""
+        """Proves that every seat is free or has exactly one owner, that exactly the requests whose residence needs a
+        seat have one, and that only running requests have pending changes. Prompts in phase HANDOFF need no seat."""
         assert set(self.pending) <= set(self.running), "a request that does not run has a pending change"
         seats = list(self.free_seats)
         for request in requests:

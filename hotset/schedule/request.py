@@ -41,7 +41,7 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(slots=True)
 class PlanNumbers:
-    """Plans are numbered in order. Those in [oldest, next) are in flight, and all steady requests are part of them."""
+    """The plans of a scheduler that are in flight have the numbers [oldest, next)."""
 
     oldest: int = 0
     next: int = 0
@@ -75,17 +75,17 @@ class Request:
     waits_for_page: int = 0
     publish_at: int = NEVER  # once this many rows are computed, another full page can enter the prefix cache
     parks: int = 0
-    # What the request counts without the plans since it is steady (`num_scheduled`, `num_unsampled`, `in_flight`)
+    # `num_scheduled`, `num_unsampled` and `in_flight`, without the plans in which the request is steady
     settled_scheduled: int = 0
     settled_unsampled: int = 0
     settled_in_flight: int = 0
     steady_since: int = NEVER  # number of the first plan that schedules it together with all steady requests
-    plan_numbers: PlanNumbers = field(default_factory=PlanNumbers)  # of its scheduler
-    drafts_in_flight: int = 0  # that plans in flight verify
-    # Plans before this one have no tokens for the request any more: the mask of an earlier token was late
+    plan_numbers: PlanNumbers = field(default_factory=PlanNumbers)  # shared with its scheduler
+    drafts_in_flight: int = 0  # drafts that plans in flight verify
+    # Tokens that plans before this number sample are discarded, because the mask of an earlier token was late
     void_before: int = 0
-    num_drafted: int = 0  # the newest plan drafts at most so many tokens, which the worker keeps for the next plan
-    # Prompt tokens, from the second on, whose log-probabilities are known, or plans in flight compute them
+    num_drafted: int = 0  # the newest plan drafts at most this many tokens, which the worker keeps for the next plan
+    # Number of prompt tokens, from the second on, whose log-probabilities are known or computed by plans in flight
     num_prompt_logprobs: int = 0
     finish_reason: FinishReason | None = None  # None until it has ended
 
@@ -126,7 +126,7 @@ class Request:
         return self.plan_numbers.next - max(self.plan_numbers.oldest, self.steady_since)
 
     def settle(self) -> None:
-        """Ends that the request is steady, if it is."""
+        """Makes a steady request an ordinary one, whose counts no longer follow from plan numbers."""
         in_flight = self._steady_in_flight
         self.settled_scheduled = self.num_scheduled
         self.settled_unsampled += in_flight

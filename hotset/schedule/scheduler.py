@@ -4,10 +4,10 @@
 flight; they commit in order. A request loses its seat or pages, or changes its residence, only while no plan in flight
 uses the request.
 
-`queues` holds the waiting and running requests. `admission` decides which request is admitted and where, `prefixes`
-from which cached pages it starts, and `preemption` which request is preempted. `batching` fills the plan with tokens of
-running requests, and `steady` schedules requests together to which nothing else happens. `landings` keeps the messages
-to prefill and decode workers.
+`queues` holds the waiting and running requests. `admission` decides which request is admitted and in which residence.
+`prefixes` finds the cached pages from which a request starts. `preemption` decides which request is preempted.
+`batching` fills the plan with tokens of running requests. `steady` schedules together the requests that only gain one
+token per plan. `landings` keeps the messages to prefill and decode workers.
 """
 
 from collections import deque
@@ -101,8 +101,8 @@ class Scheduler:
 
     @property
     def load(self) -> int:
-        """The work that a new request would wait for, in tokens. A request goes to the replica where this and its
-        `tokens_unknown` together are least.
+        """The work that a new request would wait for, in tokens. A request goes to the replica with the lowest sum of
+        `load` and the request's `uncached_tokens`.
 
         Tokens to compute count fully. Tokens in contexts of open requests, which decode steps only read, count
         1 / CONTEXT_TOKENS_PER_COST.
@@ -110,10 +110,10 @@ class Scheduler:
         context_tokens = sum(len(request.tokens) for request in self._requests.values())
         return self.queues.tokens_to_prefill + context_tokens // CONTEXT_TOKENS_PER_COST
 
-    def tokens_unknown(self, request: Request) -> int:
-        """Returns how many tokens of a new request must be computed for it, at least one. The rows of the others are in
-        the prefix cache, or open requests will publish them."""
-        return len(request.tokens) - self._prefixes.tokens_known(request, self._requests.values())
+    def uncached_tokens(self, request: Request) -> int:
+        """Returns how many tokens of a new request must be computed for it, at least one. The rows of its other tokens
+        are in the prefix cache, or open requests will publish them."""
+        return len(request.tokens) - self._prefixes.cached_tokens(request, self._requests.values())
 
     def tiered_seats(self) -> dict[int, int]:
         """Returns the number of rows of every seat that is tiered in the workers' memory, for audits. Seats for which
@@ -192,8 +192,11 @@ class Scheduler:
         return True
 
     def fail_waiting(self, prefill_at: str, reason: str) -> None:
-        """Ends the requests whose prompts a lost prefill worker would compute and that still wait for pages. With
-        pages, each would wait until the worker times out again. Those that can start from the cache wait on."""
+        """Ends the requests that still wait for pages and whose prompts a lost prefill worker would compute.
+
+        If they got pages, each would wait for another timeout of the worker. Requests that can start from the prefix
+        cache stay in the queue.
+        """
         waiting = [request for request in self.queues.waiting if request.phase is Phase.WAITING]
         affected = [request for request in waiting if request.prefill_at == prefill_at]
         for request in filter(self._admission.needs_peer, affected):
@@ -318,11 +321,11 @@ class Scheduler:
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _make_room_for_first(self) -> None:
-        """Makes room for the first request in the queue that does not wait for a prefix. It does not fit although no
-        request runs.
+        """Makes room for the first request in the queue that does not wait for a prefix. The caller has found that no
+        request runs, and that this request does not fit all the same.
 
-        The youngest other parked request releases its pages and will be recomputed. If there is none, every request is
-        in the queue and pages are in quarantine, then the quarantine is the reason, and the first request ends.
+        The youngest other parked request releases its pages and will be recomputed. If no other request is parked, all
+        requests are in the queue and pages are in quarantine, the first request lacks these pages, and ends.
         """
         ready = [request for request in self.queues.waiting if not self._prefixes.must_wait(request)]
         if not ready:
@@ -337,11 +340,10 @@ class Scheduler:
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
 
     def _schedule_again(self, request: Request, plan: Plan) -> None:
-        """Takes back what is scheduled of a request from its newest token on, because a mask of its structure was late.
+        """Unschedules the newest token of a request and all tokens after it, because a mask of its structure was late.
 
-        Its logits are computed again, in the next plan. Plans in flight that contain later tokens are void for it. The
-        rows of a tiered request may not be computed again by a step that begins before an earlier one did, so the
-        request is parked.
+        The next plan computes the logits of the newest token again. Results of plans in flight are ignored for this
+        request. A tiered request is parked, because steps of a hot buffer must not begin before an earlier step did.
         """
         if request.phase in (Phase.ENDING, Phase.FINISHED) or plan.number < request.void_before:
             return
@@ -357,7 +359,7 @@ class Scheduler:
     def _commit_token(
         self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None
     ) -> None:
-        """Records a token that was sampled for a request, or the `failure` that leaves it without meaning."""
+        """Records a token that was sampled for a request. If there is a `failure`, the token has no meaning."""
         if request.for_peer:
             self._hand_off(request, token, alternatives, failure)
         elif failure is not None:
@@ -381,7 +383,7 @@ class Scheduler:
 
     def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None) -> None:
         """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent. If
-        they are read from the device, the prompt is not parked.
+        the peer reads the rows from the device, the prompt is not parked.
 
         `failure` says why no first token could be sampled. The peer gets this reason instead of a token.
         """

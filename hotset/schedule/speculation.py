@@ -1,4 +1,4 @@
-"""The interface through which the scheduler meets drafts. `hotset/engine/drafts` implements it."""
+"""The interface between the scheduler and speculative decoding. `hotset/engine/drafts` implements it."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -11,21 +11,21 @@ from hotset.schedule.statistics import RankStats
 class Speculation(Protocol):
     """Decides which drafts of decoding requests plans verify."""
 
-    num_drafts: int  # of each request in the next plan, at most
+    num_drafts: int  # the next plan drafts at most this many tokens of each request
 
     def begin_plan(self, running: int) -> None:
         """Prepares for a plan in which at most `running` requests decode, and chooses `num_drafts`."""
 
     def needs_newest(self, request: Request) -> bool:
-        """Returns whether the newest token of a request must be known before it is planned."""
+        """Returns whether the newest token of a request must be known before the request is scheduled again."""
 
     def draft(self, request: Request, next_plan: PlanBuilder) -> Sequence[int]:
         """Returns drafts of the tokens after the newest one of a decoding request, and grants the pages of their rows.
-        It has a page for the row of its newest token, which is known if `needs_newest`."""
+        The request has a page for the row of its newest token. If `needs_newest`, this token is known."""
 
     def draft_limit(self, request: Request, *, samples: bool) -> int:
-        """Returns the first position for which the MTP layer must write no row: 0 if it should draft nothing. The
-        request was added to the plan, which samples a token of it if `samples`."""
+        """Returns the first position whose row the MTP layer must not write, or 0 if the layer should draft nothing.
+        The request is part of the plan. `samples` says whether the plan samples a token of it."""
 
     def reject(
         self,
@@ -36,10 +36,10 @@ class Speculation(Protocol):
         counters: RankStats,
     ) -> None:
         """Takes back the rows of a plan's rejected drafts. `requests` are those of its segments, and `kept` are the
-        indices of the sampled tokens that are kept. Nothing was sampled of the segments `unsampled`."""
+        indices of the sampled tokens that are kept. No token was sampled for the segments `unsampled`."""
 
     def receive(self, request: Request, drafts: Sequence[int]) -> None:
-        """Takes what a step drafted for the tokens after the newest one of a request."""
+        """Stores the drafts that a step made of the tokens after the newest one of a request."""
 
     def forget(self, request: Request) -> None:
         """Drops what is known about a request that is being released."""

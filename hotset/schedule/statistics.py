@@ -1,4 +1,4 @@
-"""The statistics of an engine. Each is declared once: `/metrics`, the sum over ranks and the table of ranks follow."""
+"""The statistics of an engine. `/metrics`, sums over ranks and the table of ranks follow from their declarations."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,8 +13,8 @@ from hotset.schedule.request import FinishReason
 class RankStats:
     """The state of one data parallel rank, and totals since its start.
 
-    The scheduler counts in an object of this class, each event once, where it happens. `Scheduler.stats` adds what
-    only the queues and the ledger know, and `Engine.stats` the copies, which workers count for all ranks together.
+    The parts of a scheduler count events in one object of this class. `Scheduler.stats` adds what only the queues and
+    the ledger know. `Engine.stats` adds the copies, which workers count for all ranks together.
     """
 
     running: int = gauge("hotset_requests_running", "Requests that are being prefilled or decoded.", of_ranks=True)
@@ -126,7 +126,7 @@ class RankStats:
 
     @classmethod
     def total(cls, parts: "Iterable[RankStats]") -> Self:
-        """Returns the sums of all statistics. A count of 0 stays a count."""
+        """Returns the sums of all statistics. Labels whose count is 0 are kept."""
         total = cls()
         for part in parts:
             for name in STATISTICS:
@@ -145,7 +145,7 @@ class RankStats:
 
 
 STATISTICS: Mapping[str, Mapping[str, Any]] = {declared.name: declared.metadata for declared in fields(RankStats)}
-# What follows from other statistics: properties of RankStats.
+# Gauges that are computed from other statistics. Their keys are properties of RankStats.
 DERIVED_GAUGES = {
     "kv_usage": Metric(
         "gauge",

@@ -1,8 +1,9 @@
-"""Decoding requests to which, for a number of plans, nothing happens but one more token in each.
+"""Schedules together the decoding requests that only gain one token in each of the next plans.
 
-Their pages suffice, none of these is published, and the answer does not end. A plan schedules and commits all such
-*steady* requests together, in a fraction of the time that each takes alone. How far they are is derived from plan
-numbers. A request that is preempted or ends, or that needs a page, is settled first, and scheduled alone.
+Such a request is *steady*: its pages suffice, no page is published, and the answer does not end. Scheduling and
+committing all steady requests together takes a fraction of the time that they would take one by one. Their progress is
+derived from plan numbers. A request that is preempted or ends, or that needs a page, is settled first, and scheduled
+alone.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,10 @@ class SteadyDecodes:
     def __init__(self, numbers: PlanNumbers) -> None:
         self._numbers = numbers
         self._requests: list[Request] = []  # some may have been settled since the last plan
-        self._due: list[tuple[int, int, Request]] = []  # a heap: plan that is not steady any more, arrival, request
+        self._due: list[tuple[int, int, Request]] = []  # a heap: first plan with an event, arrival, request
 
     def settle_due(self, number: int) -> None:
-        """Settles the requests to which plan `number` does more than compute a token."""
+        """Settles the requests that plan `number` must schedule alone."""
         while self._due and self._due[0][0] <= number:
             heappop(self._due)[2].settle()
 
@@ -48,7 +49,7 @@ class SteadyDecodes:
         return segments
 
     def join(self, request: Request) -> None:
-        """Makes a request of the plan that was scheduled last steady, if it decodes and nothing will happen to it."""
+        """Makes a request of the plan that was scheduled last steady, if it decodes and its next plan has no event."""
         if request.phase is Phase.DECODE and not request.needs_prompt_logits:
             plans = plans_without_event(request)
             if plans > 0:
@@ -60,9 +61,8 @@ class SteadyDecodes:
     def commit(
         plan: Plan, requests: Sequence[Request], segments: range, result: StepResult, outputs: TokenOutputs
     ) -> list[int]:
-        """Records the tokens of requests that are steady since this plan or an earlier one. Returns the segments of the
-        others, and of those that end with this plan. `segments` are those of requests that were steady when the plan
-        was made."""
+        """Records the tokens of requests that are still steady. Returns the segments of requests that are no longer
+        steady or end with this plan. `segments` are those that were steady when the plan was made."""
         not_steady = []
         columns = slice(segments.start, segments.stop)
         rows = zip(segments, requests[columns], result.token_ids[columns], strict=True)

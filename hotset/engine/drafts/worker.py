@@ -78,7 +78,7 @@ class WorkerDrafts:
         else:
             assert hidden is not None, "the step kept no hidden states"
             output = self._mtp.write_rows(view(), hidden)
-        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.most_counts)
+        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.max_counts)
         if segments is None or sampled_ids is None:
             return None
         drafts, has_tiered = plan.num_drafts > 0 and any(plan.draft_limits), Residence.TIERED in plan.residences
