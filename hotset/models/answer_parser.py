@@ -1,7 +1,7 @@
 """Divides the text of an answer into reasoning and content while the text arrives.
 
-A parser takes pieces of text and returns typed parts. The way in which the text is cut into pieces changes nothing: the
-parts of each channel always add up to the same text.
+A parser takes pieces of text and returns typed parts. However the text is cut into pieces, the parts of each channel
+add up to the same text.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class AnswerParser(Protocol):
     """Parses the text of one choice."""
 
     def push(self, text: str) -> list[TextPart]:
-        """Returns the parts that `text` completes. Holds back an end of the text that may be half of a marker."""
+        """Returns the parts that `text` completes. Holds back the end of the text while it may begin a marker."""
         ...
 
     def finish(self) -> list[TextPart]:

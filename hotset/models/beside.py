@@ -1,4 +1,4 @@
-"""Kernels of a captured step that run beside others, on a stream of their own. All other steps run in order.
+"""Runs kernels of a captured step beside others, on a second stream. In steps that are not captured, they run in order.
 
 One request leaves most of a GPU idle: a layer is a chain of small kernels. In a CUDA graph, kernels that do not need
 each other's results need not wait for each other.
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beside(Generic[T]):
-    """Work that may still be running, or was launched in order."""
+    """The result of work that may still be running on the second stream."""
 
     _result: T
-    _done: torch.cuda.Event | None = None  # None: launched in order
+    _done: torch.cuda.Event | None = None  # None if the work was launched on the caller's stream
 
     def join(self) -> T:
         """Returns the result. What the caller launches from now on runs after the work.
@@ -31,11 +31,11 @@ class Beside(Generic[T]):
 
 
 def beside(work: Callable[[], T], device: torch.device) -> Beside[T]:
-    """Launches the kernels of `work`. In a captured step, they run after all that the caller has launched so far, and
-    beside what it launches until it joins them. Later work runs after earlier work.
+    """Launches the kernels of `work`. In a captured step, they run after all kernels that the caller has launched so
+    far, and beside those that it launches before it calls `join`. Several works run one after the other.
 
-    The memory of the result is reused only by later work, which waits for all that the caller launched before it. So it
-    is not overwritten while the caller's kernels still read it, if the caller stays on its stream.
+    Only later work reuses the memory of the result, and later work waits for all kernels that the caller launched
+    before it. So the result is not overwritten while the caller's kernels read it, if the caller stays on its stream.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return Beside(work())

@@ -170,7 +170,7 @@ class ChatFormat:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """Returns a tool call whose `arguments` are an object. Arguments that are not the JSON text of one are kept."""
+    """Returns a tool call whose `arguments` are parsed to an object. Arguments that are not JSON objects are kept."""
     try:
         function = call["function"]
         arguments = json.loads(function["arguments"] or "{}")

@@ -76,5 +76,5 @@ SINGLE_RANK: Final[Collectives] = _SingleRank()
 
 
 def planning_collectives(rank: int, size: int) -> Collectives:
-    """Returns collectives for one rank's decoder that is built to plan its memory, and that computes nothing."""
+    """Returns collectives for a decoder that is built only to plan one rank's memory, and computes nothing."""
     return _SingleRank(rank, size)

@@ -27,8 +27,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MAX_SHOWN
 class ConfigFields:
     """Typed access to the fields of one JSON object. A null counts as absent, as in the `transformers` library.
 
-    Every method that returns a typed value raises `CheckpointError`, with a message of one line, if the value has the
-    wrong type, or if the field is absent, there is no default, and the result cannot be None.
+    Methods that return a typed value raise `CheckpointError`, with a message of one line, if the value has the wrong
+    type. They also raise it if the field is absent and has no default, unless they return None for an absent field.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -77,7 +77,7 @@ class ConfigFields:
             if default is None:
                 self.missing(name)
             return default
-        # NaN is not at most MAX_NUMBER either.
+        # `not abs(value) <= MAX_NUMBER` also refuses NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
             self.refuse(name, f"a number from {-MAX_NUMBER:g} to {MAX_NUMBER:g}")
         if above is not None and value <= max(above, 1 / MAX_NUMBER):
@@ -85,14 +85,14 @@ class ConfigFields:
         return float(value)
 
     def even_count(self, name: str, default: int | None = None) -> int:
-        """Returns a number of values that rope rotates, in pairs."""
+        """Returns a number of values that rope rotates. The number must be even, because rope rotates pairs."""
         value = self.count(name, default)
         if value % 2:
             self.refuse(name, "an even number (rotary embedding rotates pairs of values)")
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """Returns a number from 0, or None if the field is absent."""
+        """Returns a number of at least 0, or None if the field is absent."""
         if name not in self:
             return None
         value = self.number(name, above=None)

@@ -52,7 +52,7 @@ class Decoder:
         check_data_parallel(spec, split.dp_size)
         self.spec = spec
         self.hidden = spec.hidden
-        self.on_layer: Callable[[], None] = lambda: None  # called after each layer and LM head; a long step advances
+        self.on_layer: Callable[[], None] = lambda: None  # called after each layer and the LM head: a sign of life
         # For debugging: called with each layer's number in the whole model and the residual stream after it.
         self.on_residual: Callable[[int, Tensor], None] | None = None
         self._storage, self._split, self._collectives = storage, split, collectives
@@ -76,7 +76,7 @@ class Decoder:
             pack_linears(self)
 
     def drop_mtp(self) -> None:
-        """Releases the MTP layer, and the embedding if only that layer used it. Does nothing if there is no layer."""
+        """Releases the MTP layer, and the embedding if only that layer used it. Does nothing without an MTP layer."""
         self.spec, self._mtp = replace(self.spec, mtp=None), None
         self._embedding = self._embedding if self.first else None
 
@@ -113,17 +113,16 @@ class Decoder:
         return logits
 
     def mtp_input(self, x: Tensor) -> Tensor:
-        """Returns the hidden states that the first iteration of the MTP layer gets, of the residual stream `x` after
-        the last layer: they are normed."""
+        """Norms the residual stream `x` after the last layer. The first iteration of the MTP layer gets the result."""
         assert self._head is not None, "only the last stage holds the last norm"
         return self._head.norm(x)
 
     def run_mtp(
         self, token_ids: Tensor, hidden: Tensor, view: View, selected: Tensor | None = None
     ) -> MtpOutput:  # token_ids [tokens] int64, hidden [tokens, hidden]
-        """Computes one iteration of the MTP layer. The token at position p of a context comes with `hidden` of
-        position p, and its token id is that of position p + 1. `selected` are the positions that the first iteration
-        selected for these requests; None in the first iteration."""
+        """Computes one iteration of the MTP layer. An entry with position p has the hidden state of position p and the
+        token id of position p + 1. `selected` are the positions that the first iteration selected for these requests;
+        None in the first iteration."""
         assert self._mtp is not None, "the model has no MTP layer"
         return self._mtp(self.embed(token_ids), hidden, self._rope.at(view.segments.positions), view, selected)
 
@@ -143,7 +142,7 @@ class Decoder:
 
 
 def worker_kv_shape(spec: ModelSpec, dtype: torch.dtype, storage: KvStorage, split: Split = WHOLE_MODEL) -> KvShape:
-    """Returns the shape of one worker's KV, by default of the whole model. The MTP layer is the last layer of it."""
+    """Returns the shape of one worker's KV. The MTP layer, if any, is the last layer of the last stage."""
     stage = split.layer_range(spec.layers)
     if spec.mtp is not None and stage.stop == spec.layers:
         stage, spec = range(stage.start, spec.layers + 1), spec.with_mtp_layer

@@ -67,13 +67,13 @@ class MoeSpec:
 
     @staticmethod
     def read(fields: ConfigFields, layers: int, *, groups: int, topk_group: int) -> "MoeSpec | None":
-        """Reads config.json, with the numbers that absent fields mean. Returns None if no layer has experts."""
+        """Reads config.json. The numbers are the defaults of absent fields. Returns None if no layer has experts."""
         sparse = _moe_layers(fields, layers)
         if not sparse:
             return None
         fields.choice("scoring_func", "sigmoid", ("sigmoid",))
         fields.choice("topk_method", "noaux_tc", ("noaux_tc",))
-        names = ("num_local_experts", "num_experts", "n_routed_experts")  # the first one that is present counts
+        names = ("num_local_experts", "num_experts", "n_routed_experts")  # the first one that is present is read
         name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
         experts = fields.count(name, 256, high=MAX_PARTS)
         groups = fields.count("n_group", groups)

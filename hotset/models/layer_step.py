@@ -13,7 +13,7 @@ class Residual(NamedTuple):
     """The residual stream between two layers: the sum of x and delta, which the next norm computes."""
 
     x: Tensor  # [tokens, hidden]
-    delta: Tensor | None = None  # the same; None before the first layer
+    delta: Tensor | None = None  # [tokens, hidden]; None before the first layer
 
     @property
     def total(self) -> Tensor:

@@ -47,8 +47,8 @@ def empty_weight(
 ) -> Weight:
     """Returns memory for a weight [..., out, in], for the tensors `names` or a part of them.
 
-    It is in the format that all of them have, else in the model's dtype: an operation needs one format for its
-    weights. A block of scales begins at each of the `boundaries` between outputs.
+    An operation needs one format for its weights: that of the tensors if all of them have the same, else the model's
+    dtype. A block of scales begins at each of the `boundaries` between outputs.
     """
     first, *others = names
     format = weights.format_of(first)
@@ -177,7 +177,7 @@ class Moe:
             self._shared = Mlp(replace(loader, collectives=SINGLE_RANK), tensors.shared)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
-        # Shared experts need nothing of the routing, so both can run at the same time.
+        # Shared experts do not depend on the routing, so both can run at the same time.
         shared = None if self._shared is None else beside(partial(self._shared, x), x.device)
         if self._data_parallel:
             out = self.routed(x, seats)
@@ -192,8 +192,8 @@ class Moe:
         If any rank has tokens in a step, every rank must call this, because its experts compute all ranks' tokens.
         """
         routes = self._routes(x, seats)
-        of_all_ranks = self._collectives.all_gather_tokens(x, routes.expert_ids, routes.weights)
-        return self._collectives.reduce_scatter(self._local_experts(*of_all_ranks))
+        gathered = self._collectives.all_gather_tokens(x, routes.expert_ids, routes.weights)
+        return self._collectives.reduce_scatter(self._local_experts(*gathered))
 
     def idle(self, no_tokens: Tensor) -> None:
         """Data parallel: runs this rank's experts for the tokens of other ranks."""

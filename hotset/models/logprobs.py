@@ -88,8 +88,8 @@ def prompt_logprobs(
     """
     rows = max(1, SLICE_BYTES // (4 * vocab))
     slices = [
-        token_logprobs(finite_logits(logits_of(some)), its_ids, alternatives)
-        for some, its_ids in zip(indices.split(rows), token_ids.split(rows), strict=True)
+        token_logprobs(finite_logits(logits_of(some_indices)), some_ids, alternatives)
+        for some_indices, some_ids in zip(indices.split(rows), token_ids.split(rows), strict=True)
     ]
     return LogprobTensors(
         logprobs=torch.cat([part.logprobs for part in slices]),

@@ -24,7 +24,7 @@ class MtpOutput:
 
     carried: Tensor  # [tokens, hidden]: the hidden states for the next iteration
     normed: Tensor  # [tokens, hidden]: the hidden states for the LM head
-    selected: Tensor  # [tokens, topk] int64, EMPTY-padded: the positions to which attention was given
+    selected: Tensor  # [tokens, topk] int64, EMPTY-padded: the positions that were attended to
 
 
 class MtpLayer:
@@ -52,7 +52,7 @@ class MtpLayer:
         view: View,
         selected: Tensor | None,
     ) -> MtpOutput:
-        """Computes one iteration. `selected` are the positions of the first one; None in the first one."""
+        """Computes one iteration. `selected` are the positions that the first iteration selected; None in the first."""
         x = self._projection(torch.cat((self._token_norm(embedded), self._hidden_norm(hidden)), dim=1))
         selects = selected is None or not self._mtp.shares_selection
         (x, delta), selected = self._layer(Residual(x), StepInputs(rotation, view, selects), selected)

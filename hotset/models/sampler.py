@@ -40,21 +40,21 @@ class TokenMasks:
 class DrawnDrafts:
     """Drafts that `Sampler.draft` has drawn, and that are verified now."""
 
-    index: Tensor  # [m] int64: the index in the batch of the logits that verify each
-    token_ids: Tensor  # [m] int64; EMPTY: there is none
-    logits: Tensor  # [m, vocab]: those from which it was drawn
+    index: Tensor  # [m] int64: the index in the batch of the logits that verify each draft
+    token_ids: Tensor  # [m] int64; EMPTY: there is no draft
+    logits: Tensor  # [m, vocab]: the logits from which each draft was drawn
 
 
 class BatchDrafts(Protocol):
-    """The drafts of a batch, as far as only the device knows them."""
+    """The drafts of a batch that only the device knows."""
 
     def followed_drafts(self) -> Tensor:
-        """Returns the argument `followed` of `Sampler.sample`, [n] int64. EMPTY: there is no draft, or none that the
-        logits follow, so what follows it is wrong."""
+        """Returns the argument `followed` of `Sampler.sample` as a tensor [n] int64. EMPTY: the logits follow no draft,
+        or the draft is missing, so everything after it is wrong."""
 
     def drawn_drafts(self) -> DrawnDrafts | None:
-        """Returns drafts to verify by rejection sampling: each is accepted, as the token in its place, as often as
-        possible without changing the distribution of tokens."""
+        """Returns drafts to verify by rejection sampling, which accepts as many as it can without changing the
+        distribution of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,9 @@ class Sampler:
 
         If `followed[i]` is not EMPTY, `logits[i]` follow this draft, which follows `logits[i - 1]` of the same request.
         Penalties then apply as if the draft had been sampled, but only tokens before the first wrong draft are counted.
-        With `drafts`, the device knows them, and `followed` only says where some are.
+        With `drafts`, the drafts are on the device, and `followed` only says which logits may follow one.
 
-        Tokens with an index in `uncounted` will be dropped, and are not counted.
+        Sampled tokens whose index is in `uncounted` will be dropped, so they are not counted.
         """
         batch = self._batch_of(seats)
         followed_drafts = None
@@ -226,7 +226,7 @@ class Sampler:
         return draw(logits, *self._draw_arguments(seats), positions + DRAWS_DRAFT)
 
     def _verified(self, x: Tensor, token_ids: Tensor, batch: _Batch, positions: Tensor, drawn: DrawnDrafts) -> Tensor:
-        """Returns the tokens in the places of the drafts. Greedy requests, and those without a draft, keep theirs."""
+        """Returns the tokens in the places of the drafts. Greedy requests, and places without a draft, keep theirs."""
         rules, keys = self._draw_arguments(batch.index[drawn.index])
         verified = accept_or_replace(
             x[drawn.index],
@@ -301,7 +301,7 @@ class _Drafts:
     def __init__(self, followed: Sequence[int], drafts: Tensor | None, device: torch.device) -> None:
         self._followed = list_to_device(followed, torch.int64, device) if drafts is None else drafts  # [n]
         firsts = accumulate((index if token == EMPTY else 0 for index, token in enumerate(followed)), max)
-        self._first = list_to_device(list(firsts), torch.int64, device)  # [n]: where the same request begins
+        self._first = list_to_device(list(firsts), torch.int64, device)  # [n]: the request's first index
 
     def counts(self, vocab: int) -> Tensor:
         """Returns [n, vocab] int32: how often each token is among the drafts that logits follow."""

@@ -34,7 +34,7 @@ class RopeSpec:
 class MtpSpec:
     """How the layer for multi-token prediction (MTP), which follows the last layer, drafts several tokens."""
 
-    carries_normed: bool  # the next iteration gets the hidden state after the last norm (GLM), else before (DeepSeek)
+    carries_normed: bool  # the next iteration gets the hidden state after the last norm (GLM), not before it (DeepSeek)
     shares_selection: bool  # later iterations attend to the positions that the first one selected
 
 
@@ -84,7 +84,7 @@ AS_COMPUTED = KvStorage()
 
 
 def dtype_name(name: str | None, spec: ModelSpec, device_type: str) -> str:
-    """Returns `name`. The default is the checkpoint's dtype on a GPU (bfloat16 for float16), and float32 on a CPU."""
+    """Returns `name`, or by default float32 on a CPU, and on a GPU the checkpoint's dtype (bfloat16 for float16)."""
     if name is None:
         of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
         return "float32" if device_type == "cpu" else of_checkpoint

@@ -16,14 +16,14 @@ class WeightTensor:
 
     name: str  # in the checkpoint; "*" stands for the numbers of experts
     shape: tuple[int, ...]  # of the whole tensor: [outputs, inputs], or [values]
-    product: str | None = None  # what its matrix product is called; None: it is no matrix
+    product: str | None = None  # the name of its matrix product; None if it is no matrix
     tensor_slice: TensorSlice | None = None  # None: every rank holds the whole tensor
     # "matrix": in the format that the checkpoint has for it; "plain": in the model's dtype; "fp32": in the accumulation
     # dtype
     storage: Storage = "matrix"
     bias: bool = False  # whether there is a bias of the outputs too
-    copies: int = 1  # how many such tensors, one for each of its experts, a rank holds
-    tokens: float = 1.0  # for each token of a rank, how many tokens each copy is multiplied with
+    copies: int = 1  # how many such tensors a rank holds: one for each of its experts
+    tokens: float = 1.0  # tokens that each copy is multiplied with, for each token of a rank
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ MAX_TOKEN_ID = (1 << 32) - 1  # the library uses 32-bit unsigned integers
 # A longer text is first encoded in slices of this length, to count its tokens: the library needs some 100 bytes for
 # each token of a text, so a text that is far too long must not be encoded as a whole.
 SLICE_CHARACTERS = 1 << 17
-# A slice may have so many tokens more than the same characters have in the whole text, because its ends divide words.
+# A slice may have up to this many tokens more than its characters have in the whole text: its ends divide words.
 SLICE_TOLERANCE = 64
 
 

@@ -20,8 +20,8 @@ MEMORY_BYTES = 2 << 30
 MEMORY_PER_FILE_BYTE = 32
 
 REPEATED = ("a", "A", "0", " ", "\n", "\t", ".", "_", "'", "é", "中", "Ġ", "▁")
-SHORT, LONG = 60, 3_000  # repetitions: exponential and cubic patterns exceed a limit
-MAX_WORDS = 40  # of the patterns
+SHORT, LONG = 60, 3_000  # repetitions with which exponential and cubic patterns exceed a limit
+MAX_WORDS = 40  # words of the patterns that are repeated
 MAX_REASON_CHARACTERS = 300
 
 

@@ -1,4 +1,4 @@
-"""Plans what one worker loads, before anything is read: its decoder is built from tensors without memory."""
+"""Plans what one worker loads before it reads anything: its decoder is built from tensors without memory."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from hotset.models.split import Split
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What one worker's weights take, and the shape of its KV."""
+    """The memory that one worker's weights take, and the shape of its KV."""
 
     device_bytes: int  # on the worker's device
     read_bytes: int  # of the files

@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4
 
 
 class Storages(DummySource):
-    """A source of made-up fp8 tensors that collects all of them, to write a checkpoint."""
+    """A source of random fp8 tensors that collects all of them, to write a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__(CPU, 0, FP8_CHECKPOINT)

@@ -1,1 +1,1 @@
-"""The kinds of attention: for each, a module of facts, `*_spec`, which needs no torch, and one that computes."""
+"""The kinds of attention. Each has a module of facts, `*_spec`, which needs no torch, and a module that computes it."""

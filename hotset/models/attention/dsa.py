@@ -43,8 +43,8 @@ class Indexer:
         self.head_weights = Fp32Linear(loader.load_fp32(tensors.head_weights), spec.heads**-0.5)
 
     def begin_head_weights(self, x: Tensor, computed: Tensor | None) -> Beside[Tensor]:
-        """Begins to compute the weights of the heads, [tokens, heads], from the input of the layer, unless they have
-        been computed with its other projections."""
+        """Starts to compute the head weights [tokens, heads] from the layer's input, unless they are already in
+        `computed`."""
         return beside(partial(self.head_weights, x), x.device) if computed is None else Beside(computed)
 
     def __call__(
@@ -103,7 +103,7 @@ class DsaAttention:
         self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [local heads, rank, v]
         self._out = loader.row_parallel(tensors.out)
         self._scale = (spec.nope_dim + spec.rope_dim) ** -0.5 * softmax_gain(model.rope)
-        # On a GPU, with so many heads, converting fp8 rows for every token again takes a third of attention's time.
+        # On a GPU with this many heads, decoding an fp8 row for every token that reads it takes a third of the time.
         self._decodes_contexts = loader.weights.device.type == "cuda" and self._heads >= MIN_HEADS_TO_DECODE
 
     def __call__(self, x: Tensor, step: StepInputs, previous: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class DsaAttention:
         up = self._up.of_normed(q_down, self._q_norm.weight, self._q_norm.eps)
         q_up, *index_query = up.split(self._up_sizes, dim=1)
 
-        def append_and_project() -> Tensor:  # what selection does not need
+        def append_and_project() -> Tensor:  # attention needs this, but selection does not
             new = view.new_rows(self._layer)
             mla_append(kv_down, self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids)
             return rope_query(q_up.unflatten(1, (self._heads, -1)), self._key_up, rotation)

@@ -43,7 +43,7 @@ class IndexSpec:
 
     @staticmethod
     def read(fields: ConfigFields, full_layers: tuple[int, ...], *, heads: int, interleaved_rope: bool) -> "IndexSpec":
-        """Reads config.json. `heads` is what an absent field means; the field of `interleaved_rope` must agree."""
+        """Reads config.json. `heads` is a default; the field of `interleaved_rope`, if present, must agree."""
         if fields.flag("indexer_rope_interleave", interleaved_rope) != interleaved_rope:
             fields.refuse("indexer_rope_interleave", str(interleaved_rope).lower())
         head_dim = fields.count("index_head_dim", 128)
@@ -83,7 +83,7 @@ class MlaSpec(AttentionSpec):
 
     @staticmethod
     def read(fields: ConfigFields, index: IndexSpec, *, q_lora_rank: int, nope_dim: int, v_dim: int) -> "MlaSpec":
-        """Reads config.json. The numbers are what absent fields mean."""
+        """Reads config.json. The numbers are the defaults of absent fields."""
         if fields.is_null("q_lora_rank"):
             fields.refuse("q_lora_rank", "a whole number (a low-rank query projection)")
         if not fields.flag("rope_interleave", True):
@@ -145,7 +145,7 @@ class MlaSpec(AttentionSpec):
             q_up=WeightTensor(f"{prefix}.q_b_proj.weight", (self.heads * head_dim, q_rank), product, q_rows),
             kv_down=WeightTensor(kv_name, kv_shape, product, bias=self.bias),
             kv_norm=vector(f"{prefix}.kv_a_layernorm.weight", rank),
-            # Each head's part is multiplied on its own, with queries and attended rows: it is never in fp8.
+            # Never in fp8: the part of each head is multiplied separately, with queries and with attended rows.
             kv_up=WeightTensor(kv_up_name, kv_up_shape, "absorbed kv_b", kv_rows, storage="plain"),
             out=WeightTensor(f"{prefix}.o_proj.weight", out_shape, product, columns, bias=self.bias),
         )

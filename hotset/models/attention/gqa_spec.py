@@ -31,8 +31,8 @@ class GqaSpec(AttentionSpec):
 
     @staticmethod
     def read(fields: ConfigFields, *, head_dim: int | None, kv_heads: int | None, qk_norm: bool) -> "GqaSpec":
-        """Reads config.json. `head_dim` and `kv_heads` are what absent fields mean. None: hidden_size /
-        num_attention_heads, and num_attention_heads."""
+        """Reads config.json. `head_dim` and `kv_heads` are the defaults of absent fields. If they are None, the
+        defaults are hidden_size / num_attention_heads and num_attention_heads."""
         heads = fields.count("num_attention_heads", high=MAX_PARTS)
         read_kv_heads = fields.count("num_key_value_heads", kv_heads or heads)
         if fields.is_null("num_key_value_heads"):

@@ -1,4 +1,4 @@
-"""The table of the kinds of attention: which layers compute each of them, and which KV these store."""
+"""The table of the kinds of attention: the layer that computes each kind, and the shape of its KV."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from hotset.models.tensors import WeightTensor
 
 
 class AttentionSpec(ABC):
-    """The attention of a model. Its values are frozen dataclasses. The defaults are those of full attention."""
+    """The attention of a model. Subclasses are frozen dataclasses. The defaults are those of full attention."""
 
     heads: int
 

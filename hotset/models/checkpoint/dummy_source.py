@@ -30,14 +30,14 @@ class DummySource:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         if isinstance(format := self.format_of(name), QuantisedFormat):
-            return format.codec().make_up(shape, DUMMY_STD, generator)
+            return format.codec().random(shape, DUMMY_STD, generator)
         return torch.randn(shape, generator=generator, dtype=torch.float32, device=self._device).mul_(DUMMY_STD)
 
     def stored_bytes(self, name: str) -> int:
         return 0
 
     def title(self, name: str) -> str:
-        return f"made-up tensor {name}"
+        return f"random tensor {name}"
 
     def finish(self) -> None:
         """Does nothing: there is no file whose tensors must all be used."""

@@ -25,7 +25,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
-MAX_SHARDS = 10_000  # by the names of shards without an index
+MAX_SHARDS = 10_000  # limit of the count in the names of shards without an index
 MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
 MAX_HEADER_BYTES = 16 * MIB  # of a safetensors file: 120,000 tensors; its reader needs seconds and 20 times the memory
 
@@ -105,13 +105,13 @@ def header_bytes(path: Path) -> int:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """Returns the names in the header of a safetensors file, or none if it is damaged, which loading reports."""
+    """Returns the names in the header of a safetensors file, or none if it is damaged: loading will report that."""
     return frozenset(_header(path))
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """Returns the dtype of the first tensor by name, in the first file, that is stored in a dtype of `STORED_DTYPES`.
-    transformers computes in it if config.json names none. Returns None if there is no such tensor, or no file."""
+    """Returns the dtype in which transformers computes if config.json names none, or None if there is no such tensor:
+    the dtype of the first tensor by name, in the first file, that is stored in a dtype of `STORED_DTYPES`."""
     paths = weight_files(directory)
     first = directory / SINGLE if directory / SINGLE in paths else next(iter(paths), None)
     tensors = [] if first is None else [tensor for _, tensor in sorted(_header(first).items())]
@@ -120,7 +120,7 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Returns the header of a safetensors file, or an empty one if it is damaged, which loading reports."""
+    """Returns the header of a safetensors file, or an empty one if it is damaged: loading will report that."""
     with suppress(ValueError, RecursionError, CheckpointError), path.open("rb") as file:
         header = json.loads(file.read(8 + header_bytes(path))[8:])
         return header if isinstance(header, dict) else {}

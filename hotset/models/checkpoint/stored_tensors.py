@@ -1,4 +1,4 @@
-"""Stored tensors: what reads them, how they are copied to their place piece by piece, and how they are checked."""
+"""Stored tensors: the interface that reads them, and functions that copy them piece by piece and check them."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ from hotset.models.tensors import layer_of
 LOGGER = logging.getLogger("hotset.models")
 Progress = Callable[[int], None]  # is called with the number of bytes that were read so far
 
-PIECE_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
+PIECE_BYTES = 1 << 20  # of a piece, which is copied and then checked; it fits into the cache of a core
 
 
 class TensorSource(Protocol):
@@ -32,8 +32,8 @@ class TensorSource(Protocol):
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """Returns the whole tensor as it is stored, if possible as a view of the mapped file.
 
-        Raises `CheckpointError`, with file and tensor name, if it is missing, damaged or not of shape `shape`, if its
-        type is unknown, or if the scales of a quantised matrix are. Does not check all values.
+        Raises `CheckpointError`, with file and tensor name, if the tensor or its scales are missing or damaged, or if
+        shape or type are wrong. Does not check all values.
         """
         ...
 
@@ -45,7 +45,7 @@ class TensorSource(Protocol):
         ...
 
     def title(self, name: str) -> str:
-        """Returns the file and the name of the tensor, as error messages begin."""
+        """Returns the file and the name of the tensor, with which error messages begin."""
         ...
 
     def finish(self) -> None:
@@ -75,7 +75,7 @@ def copy_finite(title: str, target: Tensor, stored: Tensor) -> None:
 
 
 def check_finite(title: str, values: Tensor, piece_sums: list[Tensor]) -> None:
-    """Raises `CheckpointError` if `values` contain NaN or infinity. `piece_sums` are sums that add up to theirs.
+    """Raises `CheckpointError` if `values` contain NaN or infinity. `piece_sums` add up to the sum of the values.
 
     A sum that contains NaN or infinity is not finite. A sum of finite values can overflow too, so the values decide.
     """

@@ -1,4 +1,4 @@
-"""How decoders load weights by name: in the format in which a source of tensors stores them, and only their slices."""
+"""Loads weights by name for decoders: in the format in which they are stored, and only the slice of one rank."""
 
 import math
 from typing import Literal
@@ -21,8 +21,8 @@ META = torch.device("meta")
 class WeightSource:
     """Provides weights by the names of Hugging Face checkpoints, in one dtype and on one device.
 
-    `read_bytes` is the number of bytes that were read, which `progress` gets; of a slice, only its own bytes count. On
-    the meta device, weights have no memory, and nothing is read.
+    `read_bytes` is the number of bytes that were read, and is reported to `progress`. A slice counts only its own
+    bytes. On the meta device, weights have no memory, and nothing is read.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class WeightSource:
     ) -> Weight:
         """Returns the matrix `name` in the format `format_of(name)`. A plain `out` receives the expanded values.
 
-        A slice along the outputs may begin anywhere. Raises what `load` raises, `CheckpointError` for codes or scales
-        that cannot be, and `ConfigError` for a slice that divides a block of inputs.
+        A slice along the outputs may begin anywhere. Raises the errors of `load`, `CheckpointError` for codes or scales
+        that are not valid, and `ConfigError` for a slice that divides a block of inputs.
         """
         format = self.format_of(name)
         if isinstance(out, Tensor) or not isinstance(format, QuantisedFormat):
-            assert not isinstance(out, QuantisedWeight), f"{name} is plain, but its place is not"
+            assert not isinstance(out, QuantisedWeight), f"{name} is plain, but its target is not"
             return self.load(name, shape, out=out, tensor_slice=tensor_slice)
         stored = self._read(name, shape)
         if out is None:
@@ -92,7 +92,7 @@ class WeightSource:
         return WeightSource(self.tensor_source, self.dtype, META, self.formats)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Weight | None:
-        """Returns the whole stored tensor, before memory is taken for it; None if its place has no memory."""
+        """Returns the whole stored tensor, or None on the meta device."""
         return None if self.device == META else self.tensor_source.read(name, shape)
 
     def _fill(
@@ -116,7 +116,7 @@ class WeightSource:
     def _copy(self, target: Weight, name: str, stored: Weight, tensor_slice: TensorSlice | None) -> None:
         format, title = self.tensor_source.format_of(name), self.tensor_source.title(name)
         if not isinstance(format, QuantisedFormat):
-            assert isinstance(target, Tensor) and isinstance(stored, Tensor), f"{name} is plain, but its place is not"
+            assert isinstance(target, Tensor) and isinstance(stored, Tensor), f"{name} is plain, but its target is not"
             copy_finite(title, target, sliced(stored, tensor_slice))
         elif isinstance(target, Tensor):
             format.codec().expand(title, target, stored, tensor_slice)

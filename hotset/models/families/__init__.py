@@ -23,7 +23,7 @@ def read_spec(
 
     Unless `with_mtp`, the spec says that there is no MTP layer, so that none is loaded.
     Error messages start with `source`, the path of the file that `config` comes from, or with generation_config.json.
-    Without a dtype, the model's is float32; `find_model` replaces it by that of the weights.
+    If `config` has no dtype, the spec says float32, and `find_model` replaces it by the dtype of the weights.
     Raises `CheckpointError`, with a message of one line, for fields that are missing, have the wrong type, or request a
     feature that Hotset does not implement.
     """

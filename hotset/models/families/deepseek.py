@@ -30,7 +30,7 @@ def _read_glm5(fields: ConfigFields, generation: ConfigFields) -> ModelSpec:
 def _read(
     fields: ConfigFields, generation: ConfigFields, architecture: str, attention: MlaSpec, context: int, norm_eps: float
 ) -> ModelSpec:
-    """Reads what both models have alike, without experts and MTP layer."""
+    """Reads the fields that mean the same in both models. Leaves out experts and MTP layer."""
     if fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "false")
     fields.layer_choices("layer_types", read_layers(fields), INDEXED_ATTENTION)

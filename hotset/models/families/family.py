@@ -40,8 +40,8 @@ def read_decoder(
     norm_eps: float,
     eos_ids: tuple[int, ...],
 ) -> ModelSpec:
-    """Returns a model whose layers have this attention and dense MLPs. The last three arguments are what absent fields
-    mean."""
+    """Returns a model whose layers have this attention and dense MLPs. The last three arguments are the defaults of
+    absent fields."""
     context = fields.count("max_position_embeddings", context)
     fields.choice("hidden_act", "silu", ("silu",))
     return ModelSpec(

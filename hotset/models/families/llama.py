@@ -27,7 +27,8 @@ def _read_qwen3(fields: ConfigFields, generation: ConfigFields) -> ModelSpec:
 def _refuse_windows(fields: ConfigFields, *, has_window: bool) -> None:
     """Raises `CheckpointError` if any layer uses a sliding window, which is not implemented.
 
-    `has_window` says whether the architecture has the field sliding_window: null is none, but absent is 4096.
+    `has_window` says whether the architecture has the field sliding_window. If so, null means no window, but an absent
+    field means a window of 4096.
     """
     layers = read_layers(fields)
     if "layer_types" in fields:

@@ -1,4 +1,4 @@
-"""The formats of weights: a module of facts per format, which needs no torch, and one that reads its stored tensors."""
+"""The formats of weights. Each has a module of facts, which needs no torch, and a module that reads stored tensors."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from hotset.models.config_fields import ConfigFields
 from hotset.models.formats.fp8_blocks import FP8_BLOCKS, read_fp8
 from hotset.models.formats.weight_format import PLAIN_WEIGHTS, QuantisedFormat, WeightFormats
 
-# Reads a section `quantization_config`, by its `quant_method`.
+# The readers of `quantization_config`, by its `quant_method`.
 QUANTISATION_READERS: dict[str, Callable[[ConfigFields], WeightFormats]] = {"fp8": read_fp8}
 # The formats that stored tensors show by themselves, even if config.json does not mention them.
 SELF_DESCRIBING: tuple[QuantisedFormat, ...] = (FP8_BLOCKS,)

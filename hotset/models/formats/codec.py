@@ -1,4 +1,4 @@
-"""How the stored tensors of a matrix become what kernels multiply with: one codec per format of weights."""
+"""A codec turns the stored tensors of a matrix into a weight for the kernels. Each format of weights has one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -18,11 +18,11 @@ class MatrixCodec(Protocol):
     ) -> QuantisedWeight:
         """Returns the whole matrix as views of its stored tensors. `title` returns the title of each.
 
-        Raises `CheckpointError` if one is missing, or if shapes, types or scales cannot be.
+        Raises `CheckpointError` if a tensor is missing, or if shapes, types or scales are not valid.
         """
         ...
 
-    def make_up(self, shape: tuple[int, ...], std: float, generator: torch.Generator) -> QuantisedWeight:
+    def random(self, shape: tuple[int, ...], std: float, generator: torch.Generator) -> QuantisedWeight:
         """Returns a random matrix, with about this standard deviation, on the device of `generator`."""
         ...
 

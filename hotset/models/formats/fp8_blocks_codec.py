@@ -16,7 +16,7 @@ from hotset.models.checkpoint.stored_tensors import check_finite, check_shape, p
 from hotset.models.formats.weight_format import WeightFormat
 from hotset.models.split import TensorSlice
 
-MAGNITUDE_BITS, NAN_MAGNITUDE = 0x7F, 0x7F  # of a code: a sign, then the magnitude, whose largest value is NaN
+MAGNITUDE_BITS, NAN_MAGNITUDE = 0x7F, 0x7F  # a code is a sign and a magnitude; the largest magnitude is NaN
 FINITE_CODES = 254  # the codes of e4m3 that are not NaN
 CODES_RMS = 100.06  # the root mean square of all finite codes
 
@@ -40,7 +40,7 @@ class Fp8BlocksCodec:
             raise CheckpointError(f"{title(name)} is fp8, but {scale_name} is missing; download the model again")
         return Fp8Weight(codes, _checked_scales(title(scale_name), stored[scale_name], _scale_shape(shape)))
 
-    def make_up(self, shape: tuple[int, ...], std: float, generator: torch.Generator) -> Fp8Weight:
+    def random(self, shape: tuple[int, ...], std: float, generator: torch.Generator) -> Fp8Weight:
         """Draws every finite code with the same probability, and scales that differ by a factor of up to 3."""
         device = generator.device
         codes = torch.randint(FINITE_CODES, shape, generator=generator, dtype=torch.uint8, device=device)
@@ -52,13 +52,13 @@ class Fp8BlocksCodec:
         return Fp8Weight.empty(shape, device, common_block_rows(*boundaries))
 
     def copy(self, title: str, target: Fp8Weight, stored: Fp8Weight, tensor_slice: TensorSlice | None) -> None:
-        """Copies the slice. One that begins inside a block of outputs keeps the scales of all blocks that it touches,
-        so it has a scale for fewer outputs each."""
+        """Copies the slice. If it begins inside a block of outputs, it keeps the scale of each block that it touches,
+        and its own blocks have fewer outputs."""
         first_output, first_input = _first_entries(tensor_slice)
         block_rows = common_block_rows(first_output)
         if block_rows % target.block_rows != 0:
             raise InternalError(
-                f"{title}: the slice needs a scale per {block_rows} outputs, and its place has one per "
+                f"{title}: the slice needs a scale per {block_rows} outputs, but its target has one per "
                 f"{target.block_rows}"
             )
         outputs, inputs = target.shape
@@ -90,7 +90,7 @@ class Fp8BlocksCodec:
 
 
 def _checked_scales(title: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns the scales in float32. Raises `CheckpointError` if shape or type are wrong, or a scale cannot be."""
+    """Returns the scales in float32. Raises `CheckpointError` if their shape, type or values are not valid."""
     if tuple(stored.shape) != shape:
         raise CheckpointError(
             f"{title} has shape {list(stored.shape)}, but blocks of {SCALE_BLOCK} x {SCALE_BLOCK} require {list(shape)}"

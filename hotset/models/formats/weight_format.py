@@ -17,15 +17,15 @@ ProductType = Literal["fp8", "bf16", "fp32"]  # what the tensor cores multiply
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format in which checkpoints store matrices [outputs, inputs]: this one is plain, in the model's dtype."""
+    """A format in which checkpoints store matrices [outputs, inputs]. The base class is plain: the model's dtype."""
 
     name: ClassVar[str] = "plain"  # in messages
-    product_type: ClassVar[ProductType] = "bf16"  # of products with a weight in this format
+    product_type: ClassVar[ProductType] = "bf16"  # the type of products with such a weight
     input_block: ClassVar[int] = 1  # a slice of the inputs must begin and end at multiples of this
 
     @property
     def blocks(self) -> str:
-        """How messages describe what a slice of the inputs must not divide."""
+        """The blocks that a slice of the inputs must not divide, for messages."""
         return f"{self.name} blocks of {self.input_block}"
 
     def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
@@ -41,7 +41,7 @@ PLAIN = WeightFormat()
 
 
 class QuantisedFormat(WeightFormat, ABC):
-    """A format of few bits. Its values are frozen dataclasses."""
+    """A format of few bits. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def is_stored(self, name: str, stored_type: Callable[[str], str | None]) -> bool:
@@ -53,7 +53,7 @@ class QuantisedFormat(WeightFormat, ABC):
 
     @abstractmethod
     def codec(self) -> "MatrixCodec":
-        """Returns what reads the format. Imports torch."""
+        """Returns the codec of this format. Imports torch."""
 
     def check_input_slice(self, title: str, inputs: int, tensor_slice: TensorSlice | None) -> None:
         """Raises `ConfigError` if a slice of a weight divides the inputs inside a block.
@@ -81,13 +81,13 @@ class FormatRule:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """The formats of a checkpoint's matrices by name, as its configuration or its publisher says.
+    """The formats of a checkpoint's matrices by name, as its configuration or its publisher describes them.
 
-    Loading asks the files themselves for the format of a stored matrix. Where no files are read, the rules count: in
-    plans, and for made-up weights.
+    Loading takes the format of a stored matrix from the files. The rules apply where no files are read: in plans, and
+    for random weights.
     """
 
-    rules: tuple[FormatRule, ...] = ()  # the first one that matches counts; a name that none matches is plain
+    rules: tuple[FormatRule, ...] = ()  # the first rule that matches a name applies; other names are plain
     expanded: bool = False  # whether loading expands all weights to the model's dtype
 
     @property
