@@ -4,4 +4,4 @@ Ops depend on tensors, row layouts and segments, never on requests, configuratio
 """
 
 EMPTY = -1  # in index tensors: no position, row, page, seat or expert
-MAX_POSITIONS = 8_192  # that a GPU looks up and swaps in for one query: their lists are in shared memory
+MAX_POSITIONS = 8_192  # positions of one query that a GPU can look up and swap in: their lists are in shared memory

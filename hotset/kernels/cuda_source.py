@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotset.base.errors import InternalError, MissingDependency
 
-# Held while a kernel is compiled: cuda-core's first import fails in a thread that begins while another is at it.
+# Held while a kernel is compiled: cuda-core's first import fails in a thread if another thread is importing it.
 _compiling = threading.Lock()
 DEFAULT_MAX_SHARED_BYTES = 48 << 10  # of shared memory per block; a launch that needs more raises its limit
 
@@ -28,8 +28,8 @@ class LaunchShape:
     blocks: int
     threads: int  # per block
     shared_bytes: int = 0  # dynamic, per block
-    # Programmatic dependent launch: the kernel may start before the previous one on the stream has ended. It must wait
-    # itself (griddepcontrol.wait), in every block, as hotset/kernels/early_launch says.
+    # Programmatic dependent launch: the kernel may start before the previous one on the stream has ended. Every block
+    # must then wait itself (griddepcontrol.wait), as hotset/kernels/early_launch explains.
     dependent_launch: bool = False
 
 

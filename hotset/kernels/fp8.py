@@ -36,7 +36,7 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_to_fp8(values: Tensor) -> Tensor:
-    """Returns what is left of the values [..., width] after they were quantised: code * scale, in float32."""
+    """Returns the values [..., width] as fp8 represents them: code * scale, in float32."""
     codes, scales = quantise(values)
     return codes.float() * scales.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : values.shape[-1]]
 
@@ -45,9 +45,9 @@ def round_to_fp8(values: Tensor) -> Tensor:
 class Fp8Weight(QuantisedWeight):
     """A weight [out, in], or one per expert [experts, out, in], in fp8. Views of it share its memory.
 
-    `block_rows` outputs by SCALE_BLOCK inputs share one scale. Checkpoints have SCALE_BLOCK for both. A slice that does
-    not begin at a block, and weights that are merged at such a place, repeat the scales of their blocks for fewer
-    outputs each: `block_rows` then is a smaller divisor of SCALE_BLOCK.
+    `block_rows` outputs by SCALE_BLOCK inputs share one scale. In checkpoints, `block_rows` is SCALE_BLOCK. If a slice
+    begins inside a block, or weights are merged there, blocks are divided into smaller ones that repeat the scale:
+    `block_rows` then is a smaller divisor of SCALE_BLOCK.
     """
 
     codes: Tensor  # [..., out, in] float8_e4m3fn

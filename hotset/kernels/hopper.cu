@@ -16,8 +16,8 @@ constexpr unsigned ALL = ~0u;  // lanes of a warp
 #ifdef __CUDACC__
 __device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// Prepares a barrier that completes a round after `arrivals` arrivals, or with 1, after each copy. One thread prepares it;
-// the others must wait for that.
+// Prepares a barrier that completes a round after `arrivals` arrivals. With 1, each copy completes a round. One thread
+// prepares the barrier; the others must wait for that.
 __device__ __forceinline__ void prepare_barrier(u64 *barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
                      shared_address(barrier)),
@@ -27,8 +27,8 @@ __device__ __forceinline__ void prepare_barrier(u64 *barrier, u32 arrivals) {
 __device__ __forceinline__ void arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Waits for a round of a barrier: 0 for its first, 1 for the second, 0 for the third, and so on. Does not wait for the
-// round before the first, which is 1.
+// Waits for a round of a barrier: 0 for its first, 1 for the second, 0 for the third, and so on. Before the first round, a
+// wait for 1 ends at once.
 __device__ __forceinline__ void wait_for_round(u64 *barrier, u32 round) {
     asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
                  "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
@@ -46,7 +46,7 @@ __device__ __forceinline__ void arrive_and_wait(int threads) { asm volatile("bar
 // once the block has passed a barrier, and those of others that it has waited for.
 __device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Begins a batch of products: must stand between the last write of a register that they read and their first.
+// Begins a batch of products. Must stand after the last write of the registers that they use, and before the first product.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most `left` batches of products are in flight.

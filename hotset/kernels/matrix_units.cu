@@ -95,7 +95,7 @@ __device__ __forceinline__ float level_of(float unit) {
     return static_cast<float>(static_cast<int>(__float_as_uint(unit) >> 23) - 127);
 }
 
-// Writes consecutive values; as bfloat16 to u16.
+// Writes consecutive values. An array of u16 gets bfloat16 values.
 __device__ __forceinline__ void store(float *to, float a, float b) { *reinterpret_cast<float2 *>(to) = float2{a, b}; }
 __device__ __forceinline__ void store(float *to, float a, float b, float c, float d) {
     *reinterpret_cast<float4 *>(to) = float4{a, b, c, d};

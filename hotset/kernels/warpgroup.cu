@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_columns(float (&scores)[32], u64 a, u64
 
 // sums [64, 256] += a [64, 16] b [16, 256], in float16 or bfloat16, with columns [16 * step, 16 * step + 16) of `a` and
 // the same rows of four blocks of the matrix described by `b`. Columns of `a` are in registers: words 0 and 2 are columns
-// 2 * (lane % 4) and 8 + 2 * (lane % 4) of the thread's first row, words 1 and 3 the same of the other.
+// 2 * (lane % 4) and 8 + 2 * (lane % 4) of the thread's first row, words 1 and 3 the same columns of its other row.
 template <bool half>
 __device__ __forceinline__ void multiply_rows(float (&sums)[128], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int step) {
     const u64 offset = (step * 2048) >> 4;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[64], u32 a0, u32 a1,
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b + offset));
 }
 
-// Arrives at a barrier whose round then ends after `bytes` bytes have been copied, too.
+// Arrives at a barrier. Its round ends only after `bytes` bytes have been copied, too.
 __device__ __forceinline__ void arrive_and_expect(u64 *barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -175,8 +175,8 @@ __device__ __forceinline__ void store_matrices(void *at, u32 a, u32 b, u32 c, u3
                  "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
-// Begins to copy from shared to global memory: multiples of 16 bytes, at multiples of 16 bytes. What is copied must be
-// published, as for tensor cores.
+// Begins to copy from shared to global memory: multiples of 16 bytes, at multiples of 16 bytes. The bytes must
+// have been published, as for tensor cores.
 __device__ __forceinline__ void begin_store(void *to, const void *from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
                  "r"(bytes)

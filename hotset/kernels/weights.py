@@ -1,4 +1,4 @@
-"""What all weights in formats of few bits have in common."""
+"""The base class of weights in formats of few bits."""
 
 from abc import ABC, abstractmethod
 from dataclasses import fields, replace

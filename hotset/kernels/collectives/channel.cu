@@ -11,9 +11,9 @@
 //    the own buffer have reached it (acquire).
 // 3. Read the slots of the other ranks.
 //
-// A slot is written again two rounds later. By then every rank has published the round in between, which it does only
-// after it has read the slots of this one. The sequence number is the rank's flag in its own buffer, so it continues in
-// the next launch, also if a graph is replayed.
+// A slot is written again two rounds later. By then every rank has published the round in between, and each rank has
+// read all slots of a round before it publishes the next one. The sequence number is the rank's flag in its own buffer,
+// so it continues in the next launch, also if a graph is replayed.
 #pragma once
 
 typedef long long i64;

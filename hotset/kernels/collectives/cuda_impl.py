@@ -4,9 +4,9 @@ Every function must be called by all ranks with the same sizes, in the same orde
 current stream, and a graph can capture it. If `abort` is set, kernels end without waiting, and results are undefined.
 
 A block waits until the same block of all other ranks has run. On a GPU that several ranks share, all these blocks must
-be resident at the same time, and the others must still have room to compute what the waiting ones wait for. All ranks
-of a GPU together therefore use at most `BLOCKS_PER_GPU` blocks. Each occupies at most one multiprocessor, of which an
-H200 has 132. The processes must run at the same time, which takes the multi-process service (MPS).
+be resident at the same time, and other kernels must still have room to compute the data that these blocks wait for. All
+ranks of a GPU together therefore use at most `BLOCKS_PER_GPU` blocks. Each occupies at most one multiprocessor, of
+which an H200 has 132. The processes must run at the same time, which requires the multi-process service (MPS).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ MAX_RANKS = 16
 BLOCKS_PER_GPU = 32
 THREADS = 512
 ROUND_BYTES = 2 << 20  # of one rank's data in one round of an exchange; larger messages take several rounds
-SEND_BYTES = 512 << 10  # the same between two stages
+SEND_BYTES = 512 << 10  # of data in one round of `send` and `receive`
 BYTES_PER_BLOCK = 8 << 10  # a smaller message uses fewer blocks: each thread copies 16 bytes at a time
 # One shot reads `size` times the message on every rank, two shots read it twice but wait once more. Together the ranks
 # read size * (size - 2) * bytes more with one shot. Up to this number of bytes, that takes less time than the wait.
@@ -49,7 +49,7 @@ class Staging:
     buffers: Tensor  # [size] int64: the address of each rank's buffer, in this rank's address space
     rank: int
     abort: Tensor  # [1] int32, readable by host and device
-    blocks: int = BLOCKS_PER_GPU  # at most so many in a launch; the same on all ranks
+    blocks: int = BLOCKS_PER_GPU  # at most this many in a launch; the same on all ranks
     slot_bytes: int = ROUND_BYTES // BLOCKS_PER_GPU  # per block; a multiple of 16 * size
     threads: int = THREADS
     bytes_per_block: int = BYTES_PER_BLOCK

@@ -1,4 +1,4 @@
-"""decode_rows: the values of stored rows, for ops that read each row many times."""
+"""decode_rows: decodes stored rows, for ops that read each row many times."""
 
 import torch
 from torch import Tensor

@@ -58,9 +58,9 @@ def accept_or_replace(
     *,
     truncated: bool,  # see `kept_weights`
 ) -> Tensor:  # [n] int64
-    """Returns the tokens: drafts that are accepted, and replacements of the others. They have the distribution of the
-    model's logits, and are drafts as often as this allows. The token of a draft that is EMPTY has no meaning. If all
-    logits of a request are -inf, its token is 0.
+    """Returns the drafts that are accepted, and replacements of the others. The tokens have the distribution of the
+    model's logits, and as many drafts are accepted as this allows. The token of a draft that is EMPTY has no meaning.
+    If all logits of a request are -inf, its token is 0.
 
     Like the tokens of `draw`, they depend neither on the batch nor on the device. On a GPU, float32 logits use a
     kernel.

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) accept_or_replace(
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const i64 row = blockIdx.x, draft = drafts[row * draft_stride];
     if (threadIdx.x == 0) token_ids[row] = draft;
-    if (draft < 0) return;  // there is none
+    if (draft < 0) return;  // there is no draft
     const Rules rules = {temperature[row * temperature_stride], static_cast<u64>(top_k[row * top_k_stride]),
                          top_p[row * top_p_stride], static_cast<u64>(min_weight[row * min_weight_stride])};
     const u64 key = keys[row * key_stride], position = positions[row * position_stride];
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) accept_or_replace(
     const double q_of_draft = static_cast<double>(q.share_of(static_cast<unsigned>(draft)));
     if (__dmul_rn(uniform_of(key, position + ACCEPTS), q_of_draft) < p_of_draft) return;
 
-    // What p has more than q, first by ranges of ids, then by id within the range in which the drawn unit is.
+    // Sums what p has more than q: first over each range of ids, then up to each id of the range with the drawn unit.
     const auto more_of_p = [&](float logit, unsigned id) {
         const u64 of_p = p.share_of(logit, id), of_q = of_p ? q.share_of(id) : 0;
         return of_p > of_q ? of_p - of_q : 0;

@@ -117,7 +117,7 @@ def kept_weights(x: Tensor, rules: DrawRules, *, truncated: bool) -> Tensor:
 def _choose(
     shortlist: _Shortlist, rules: DrawRules, uniform: Tensor, vocab: int, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns tokens [n] and whether each is right for sure, [n] bool.
+    """Returns tokens [n] and whether each is surely the right one, [n] bool.
 
     `total` [n, 1] is the weight of all tokens of a request; None means that the shortlist holds every token that can be
     drawn. top_k, top_p and min_p each keep a prefix of the sorted tokens, so together they keep the shortest of these
@@ -145,8 +145,8 @@ def _choose(
 
 
 def draw(x: Tensor, rules: DrawRules, uniform: Tensor) -> Tensor:
-    """On a CUDA device, this function sorts all logits: to test whether a draw from the shortlist is sure, the host
-    would have to wait for the device."""
+    """Draws from shortlists where that is sure. On a CUDA device, sorts all logits instead: to test whether a draw is
+    sure, the host would have to wait for the device."""
     vocab = x.shape[-1]
     if vocab <= SHORTLIST_TOKENS or x.is_cuda:
         return _choose(leading(x, vocab), rules, uniform, vocab, None)[0]

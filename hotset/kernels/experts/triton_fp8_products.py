@@ -35,7 +35,8 @@ def _scaled_product(
 def _read_outputs(first: tl.tensor, outputs: tl.constexpr, tile_out: tl.constexpr) -> tl.tensor:
     """Returns the outputs from `first` on, as int64 [tile_out]. Beyond the last output, the last one is repeated.
 
-    With a multiple of two tiles, no tile extends beyond the last output. The addresses then need fewer registers.
+    If the outputs are a multiple of two tiles, no tile extends beyond the last output. The addresses then need fewer
+    registers.
     """
     output = first + tl.arange(0, tile_out).to(tl.int64)
     if outputs % (2 * tile_out) != 0:

@@ -260,7 +260,7 @@ def _count_pairs_kernel(
     bins: tl.constexpr,
     chunk: tl.constexpr,
 ) -> None:
-    """Counts the pairs of each expert in one chunk, and in the bin after the last expert those without an expert."""
+    """Counts the pairs of each expert in one chunk. The bin after the last expert counts pairs without an expert."""
     wait_for_previous_launch()
     pair = tl.program_id(0) * chunk + tl.arange(0, chunk)
     counts = tl.histogram(_expert_of(expert_ids, pair, num_pairs, first_expert, experts), bins)

@@ -15,12 +15,12 @@ from hotset.kernels.index_topk.scores import CONTEXT_MULTIPLE, Scores
 
 SOURCE = Path(__file__).with_name("select.cu")
 # Blocks that share a query, and the number of queries up to which this is faster than fewer blocks. A block fills a
-# multiprocessor, and a cluster has to fit in one of the parts of the GPU, which have 16 or 18 of them.
+# multiprocessor, and a cluster has to fit in one part of the GPU, which has 16 or 18 multiprocessors.
 CLUSTERS = {8: 8, 4: 24, 3: 40, 2: 64, 1: 1 << 30}
-SHORT, MAX_SHORT_CLUSTER = 64 << 10, 4  # if no context is longer than this, clusters are smaller
+SHORT, MAX_SHORT_CLUSTER = 64 << 10, 4  # if no context is longer than SHORT, clusters have at most this many blocks
 WORD_BITS = 32  # a thread has a bit for each of its scores
-MAX_WORDS = 8  # of these bits
-WARP_SCORES = 128  # that a warp reads at a time
+MAX_WORDS = 8  # words of such bits per thread
+WARP_SCORES = 128  # scores that a warp reads at a time
 MAX_HELD_BYTES = 192 << 10  # of scores in shared memory; the rest of a block's 227 KiB is for lists and bins
 
 

@@ -36,9 +36,10 @@ __device__ __forceinline__ void begin_copy(void *to, const void *from, u32 bytes
 }
 // sums [64, 32] = (first ? 0 : sums) + keys [64, 32] heads [32, 32], in e4m3, by the four warps of a warpgroup. Warp w has
 // the rows 16 * w + lane / 4 + {0, 8} of `keys`: words 0 and 2 are its columns 4 * (lane % 4) and 16 + 4 * (lane % 4) of
-// the first row, words 1 and 3 the same of the other. `sums` has column 8 * n + 2 * (lane % 4) + {0, 1} of the first row
-// in elements 4 * n + {0, 1}, and of the other in 4 * n + {2, 3}. `heads`: 32 rows of 128 bytes, of which the product
-// reads the columns [32 * part, 32 * part + 32). The 16 bytes at column 16 * c of row r are at 16 * (c ^ r % 8).
+// the first row, words 1 and 3 the same columns of the other row. `sums` has column 8 * n + 2 * (lane % 4) + {0, 1} of
+// the first row in elements 4 * n + {0, 1}, and of the other row in 4 * n + {2, 3}. `heads`: 32 rows of 128 bytes, of
+// which the product reads the columns [32 * part, 32 * part + 32). The 16 bytes at column 16 * c of row r are at
+// 16 * (c ^ r % 8).
 __device__ __forceinline__ void multiply(float (&sums)[16], u32 a0, u32 a1, u32 a2, u32 a3, const u8 *heads, int part,
                                          bool first) {
     const u64 swizzle_128 = 1ull << 62, eight_rows = static_cast<u64>(1024 >> 4) << 32, unused = 1ull << 16;

@@ -9,7 +9,7 @@
 //   SHARED_BYTES  as set by the launch
 //
 // The kernel is limited by memory bandwidth. A tile is 64 consecutive keys, copied to shared memory as they are stored: 128
-// codes and a scale each. The tiles of all queries are numbered through, and every block scores an equal share of them:
+// codes and a scale each. The tiles of all queries are numbered consecutively, and every block scores an equal share of them:
 // parts of one query or of several. One thread copies the tiles of a share without a pause; the warpgroups score them in
 // turn. One block runs on every multiprocessor.
 //
@@ -20,7 +20,7 @@
 // A tile of a share is in stage `tile % STAGES`, and a stage belongs to one warpgroup. This matters: a wait for a barrier
 // distinguishes only odd and even rounds, so that a warp must wait for every round of a barrier, in order. Copies end in any
 // order. If stages moved between warpgroups, one that is ahead could wait for the second tile of a stage before the first
-// has arrived, and would not be held up.
+// has arrived, and that wait would end at once.
 //
 // A warpgroup holds the codes of a tile in registers, as the left operand of its products. The heads of the query are
 // in shared memory, as the right operand; all warpgroups quantise them together.
@@ -101,17 +101,17 @@ struct Queries {
     }
 };
 
-// The tiles [tile, last) of a query of `tiles` tiles, which begin at tile `before` of the launch.
+// The tiles [tile, last) of a query. The query has `tiles` tiles, and `before` tiles of the launch precede them.
 struct Part {
     Query query;
     u32 tile, last, tiles, before;
     __device__ __forceinline__ bool empty() const { return tile == last; }
 };
 
-// The tiles [at, end) of the launch, of which a block is to score those of `query` and of later queries.
+// The tiles [at, end) of the launch, which a block still has to score. They belong to `query` and to later queries.
 struct Share {
     u32 at, end, before;
-    Query query;  // read already: to read it again would delay the first copy
+    Query query;  // already read, because reading it again would delay the first copy
     __device__ __forceinline__ Part first(const Queries &queries) { return at == end ? Part{} : take(queries); }
     // Takes the tiles of the next query. Returns an empty part if none are left.
     __device__ __forceinline__ Part next(const Queries &queries) {
@@ -177,14 +177,15 @@ __device__ __forceinline__ const u8 *address_of(u32 block, i64 page, const Pagin
     return paging.blocks + part_of(block, paging) % PARTS * paging.part_stride + page * paging.page_stride;
 }
 
-// Returns the bytes that are copied for a tile, given its number in its block. If the rows end within 16 bytes, so does the
-// block: both are padded.
+// Returns the bytes that are copied for a tile, given its number in its block. The size is rounded up to 16 bytes, and so is
+// the size of a block in memory.
 __device__ __forceinline__ u32 tile_bytes(u32 in_block) {
     return (min(static_cast<u32>(TILE), BLOCK_ROWS - in_block * TILE) * KEY_BYTES + 15) / 16 * 16;
 }
 
-// Prefetches the first tiles of this block's share into the L2 cache. Earlier launches may still run. So what this reads may be
-// anything, and decides nothing else. It is not kept in the L1 cache, where later reads would find it.
+// Prefetches the first tiles of this block's share into the L2 cache. Earlier launches may still run, so
+// the seats and pages that this reads may be wrong. They are used for nothing else, and are not kept in the L1 cache, where
+// later reads would find them.
 __device__ __forceinline__ void prefetch_first_tiles(const Queries &queries, const Paging &paging, const Table &table) {
     const u32 lane = threadIdx.x % 32;
     if (queries.count > MAX_PREFETCH_QUERIES) return;

@@ -240,8 +240,8 @@ __device__ __forceinline__ void list(Shared &shared, unsigned key, unsigned posi
     if (place < CANDIDATES) shared.keys[place] = key, shared.positions[place] = position;
 }
 
-// Finds the smallest interval of keys, with more than CANDIDATES scores only if all are equal, that has the k-th score, and
-// which scores are above it and in it. If fewer than k scores can be selected, all are above it.
+// Narrows an interval of keys around the k-th score until it has at most CANDIDATES scores, or only equal ones. Sets the bits
+// of the scores above it and of those in it. If fewer than k scores can be selected, all of them are above it.
 __device__ __forceinline__ void narrow(Shared &shared, const Scores &scores, unsigned k, Bits &better, Bits &inside) {
     unsigned lowest = 1, highest = ~0u, before = 0;  // key 0 cannot be selected
 #pragma unroll 1

@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """Computes the product of a format. Without arithmetic of its own, it is that of the dequantised weight."""
+    """Multiplies x by a quantised weight. A format without arithmetic of its own uses the dequantised weight."""
     if isinstance(weight, Fp8Weight):
         return fp8_linear(x, weight, bias)
     return linear(x, weight.dequantised(x.dtype), bias)

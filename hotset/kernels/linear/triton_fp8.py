@@ -43,7 +43,7 @@ class Tile:
     outputs: int
     warps: int
     stages: int
-    max_programs: int  # sums are divided as long as this many programs suffice
+    max_programs: int  # the groups of a tile are divided among more programs as long as a launch has at most this many
     fused: bool  # every program quantises the activations itself; otherwise, a launch before it does
     # The kernel starts before the previous one has ended, and reads its first codes into the L2 meanwhile.
     starts_early: bool = False

@@ -1,7 +1,7 @@
 // paged_attention of prompts on a Hopper GPU: bfloat16, heads of 128 values.
 //
 // Compile-time constants:
-//   PAGE_ROWS     of a page
+//   PAGE_ROWS     rows of a page
 //   BOX_ROWS      rows of one copy: divides PAGE_ROWS and KEYS, and is a multiple of 8
 //   SHARED_BYTES  as set by the launch
 //
@@ -142,14 +142,14 @@ __device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, c
     }
 }
 
-// What the weights of the thread's two rows refer to: `most` is near the largest score so far, and `mass` the sum of
+// The running totals of the thread's two rows: `most` is near the largest score so far, and `mass` is the sum of
 // 2**(score - most) over the keys of this thread.
 struct Totals {
     float most[2] = {LOWEST, LOWEST}, mass[2] = {0, 0};
 };
 
-// Replaces the products of a tile by weights. Sets `shrinks` to what the earlier sums must be multiplied by. That is 1 as
-// long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
+// Replaces the products of a tile by weights. Sets `shrinks` to the factors by which earlier sums must be multiplied. They
+// are 1 as long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
 __device__ __forceinline__ void weigh(float (&scores)[64], float scale, Totals &totals, float (&shrinks)[2]) {
     float now[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
@@ -276,7 +276,7 @@ __device__ __forceinline__ void attend_all(Shared &shared, const Inputs &in, flo
                                            int first, int end) {
     Consumer consumer = {shared, scale};
     const int lane = threadIdx.x % 32;
-    const int token = first + threadIdx.x / 32 * 16 + lane / 4;  // the first of this thread's two
+    const int token = first + threadIdx.x / 32 * 16 + lane / 4;  // the first of this thread's two tokens
     while (first < end) {
         const Segment segment = find_segment(in, first, end);
         int last_seen[2];
@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
     const int all_heads = static_cast<int>(heads), head = blockIdx.x % all_heads;
     // The last tokens of a prompt have the longest contexts, so their blocks begin first.
     const int first = (gridDim.x / all_heads - 1 - blockIdx.x / all_heads) * TOKENS, end = min(first + TOKENS, in.queries);
-    // An exchange, so that the compiler sees that the threads of a warp agree.
+    // The shuffle shows the compiler that all threads of a warp have the same value.
     const int warp = __shfl_sync(ALL, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < CONSUMERS / 32) load_query(shared, q + head * head_stride, query_stride, first, end);
     if (threadIdx.x == CONSUMERS) {

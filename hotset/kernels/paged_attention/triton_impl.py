@@ -175,7 +175,7 @@ def page_of(
 ) -> tl.tensor:
     """Returns the page of each row of a tile, or a single page if all rows of a tile share it.
 
-    They do if a page holds a whole number of tiles, because splits begin at multiples of the tile.
+    All rows share a page if a page holds a whole number of tiles, because splits begin at multiples of the tile.
     """
     if page_rows % block_rows == 0:
         return tl.load(pages + start // page_rows, mask=start < end, other=0)

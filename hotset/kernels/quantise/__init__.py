@@ -12,7 +12,7 @@ TOKEN_ALIGN = 4  # tokens are padded to a multiple of this, as torch's scaled pr
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTokens:
-    """The codes and scales that `fp8.quantise` returns. The padding after those of the last token is not written."""
+    """The codes and scales that `fp8.quantise` returns. The padding after the last token is not written."""
 
     codes: Tensor  # [padded, width] float8_e4m3fn
     scales: Tensor  # [padded, groups] float32; those of one group are adjacent, as torch's scaled products require

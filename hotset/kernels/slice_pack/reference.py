@@ -50,7 +50,7 @@ class SlicedRows:
 
     span: PagedSpan  # its addresses are of this process
     slices: RowSlices
-    before: int = 0  # bytes of one position of the context that are packed before these
+    before: int = 0  # packed bytes of one position that precede those of this block
 
 
 def copy(
@@ -120,7 +120,7 @@ def _runs(span: PagedSpan, layer: int, pages: Sequence[int], first: int, last: i
     Returns (first row, counted from `first`; number of rows; part of the page; byte offset from its base) of each.
     """
     runs: list[tuple[int, int, int, int]] = []
-    end = None  # part, and offset, where the rows before end
+    end = None  # part and offset at which the previous run ends
     for number in range(first // span.part_rows, ceil_div(last, span.part_rows)):
         page, part = divmod(number * span.step + span.first_part(layer), len(span.bases[0]))
         begins = max(first, number * span.part_rows)

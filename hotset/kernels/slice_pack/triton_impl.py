@@ -80,7 +80,7 @@ class _Launch:
     """Blocks whose spans differ only in their addresses."""
 
     blocks: tuple[SlicedRows, ...]
-    alignment: int  # of all accesses in bytes, if the packed piece has it, too
+    alignment: int  # of all accesses, in bytes, if the packed piece has this alignment too
 
     @property
     def span(self) -> PagedSpan:
@@ -112,7 +112,7 @@ class _Table:
 
     numbers: Tensor  # int64
     num_units: int
-    num_pieces: int  # of each unit; units with fewer have empty ones
+    num_pieces: int  # of each unit; units with fewer pieces are padded with empty ones
     width: int  # bytes of an access
     word: int  # bytes of a word, of which an access has one or more
     block_rows: int

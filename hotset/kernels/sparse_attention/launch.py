@@ -22,7 +22,7 @@ class SplitCosts:
     64 heads, the warpgroup kernel takes about 0.032 us for a key in bf16, and 0.038 us in fp8.
     """
 
-    program: float  # start-up of a program, for one head; a program with n heads has 1/n of it
+    program: float  # start-up of a program with one head; a program with n heads has 1/n of this
     sums: float  # storing the sums of one head and reading them in the merge
     split: float  # merging one more split
     merge: float  # the remaining cost of the merge
@@ -96,8 +96,8 @@ HOPPER = {
     (True, 32): LaunchConfig("cuda", 32, 32, warps=4, programs_per_sm=2),
     (True, 64): WARPGROUP,
 }
-# By fp8 rows: up to so many blocks of 16 heads, these are faster than blocks of 32 and 64. They begin sooner, and the
-# GPU still has room for several splits of every block.
+# By fp8 rows: up to this many blocks of 16 heads are faster than blocks of 32 and 64. They begin sooner, and the GPU
+# still has room for several splits of every block.
 MAX_SMALL_BLOCKS = {False: 8, True: 16}
 
 

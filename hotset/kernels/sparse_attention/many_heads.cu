@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
     if (splits > 1) let_next_launch_start();  // the merge
     const Sizes sizes = {static_cast<int>(k), static_cast<int>(all_heads), static_cast<int>(splits),
                          static_cast<int>(split_keys)};
-    // An exchange, so that the compiler sees that the threads of a warp agree.
+    // The shuffle shows the compiler that all threads of a warp have the same value.
     const int role = __shfl_sync(ALL, static_cast<int>(threadIdx.x) / WARPGROUP, 0);
     if (role < 2) {
         const Place place = place_of(sizes);

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr float MAX_LEAD = 8;
+constexpr float MAX_LEAD = 8;  // weights do not exceed 2**MAX_LEAD
 
 typedef float Sums[128];  // [64 heads, 256 latents], as `multiply_rows` holds them
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ void shrink_sums(Sums &sums, float first, float secon
     for (int n = 0; n < 128; ++n) sums[n] *= n % 4 < 2 ? first : second;
 }
 
-// What the weights of the thread's two heads refer to: `most` is near the largest score + log2(unit) so far, and `mass` the
-// sum of 2**(score - most) over the keys of this thread.
+// The running totals of the thread's two heads: `most` is near the largest score + log2(unit) so far, and `mass` is the sum
+// of 2**(score - most) over the keys of this thread.
 struct Totals {
     float most[2], mass[2];
 };
@@ -85,8 +85,8 @@ __device__ __forceinline__ float4 key_scales_of(const KeyScale (&key_scales)[KEY
     return *reinterpret_cast<const float4 *>(&key_scales[8 * n + 2 * (lane % 4)]);
 }
 
-// Replaces the scores of a tile by weights, multiplied by the units of their keys. Sets `shrinks` to what the earlier sums
-// must be multiplied by. That is 1 as long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
+// Replaces the scores of a tile by weights, multiplied by the units of their keys. Sets `shrinks` to the factors
+// by which earlier sums must be multiplied. They are 1 as long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
 __device__ __forceinline__ void weigh(float (&scores)[32], const KeyScale (&key_scales)[KEYS], int lane,
                                       const float (&factors)[2], Totals &totals, float (&shrinks)[2]) {
     float units[16], now[2] = {LOWEST, LOWEST};

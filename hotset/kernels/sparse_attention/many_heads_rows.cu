@@ -211,7 +211,7 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
                 const int offset = block * BLOCK + row * 8 * 128;
                 const uint4 &codes = loaded.codes[row][block];
                 store_codes(blocks + offset + even, blocks + offset + odd, codes, ratios[row][block / 2]);
-                // One block later than possible, which saves registers.
+                // Loading one block later than possible saves registers.
                 if (block > 0) load_codes(loaded, row, block - 1, next[row], there[row]);
             }
         }
@@ -246,7 +246,8 @@ __device__ __forceinline__ void begin_blocks(u8 (&blocks)[BLOCKS][BLOCK], int ke
     }
 }
 
-// Waits until all but the `left` latest halves that this thread copies have arrived, then passes on the one before those.
+// Waits until all but the `left` latest halves that this thread copies have arrived. Then passes the half before these on to
+// the consumers.
 template <int left> __device__ __forceinline__ void pass_on(u64 *filled, int lane) {
     wait_for_copies<left>();
     arrive_as_warp(filled, lane);

@@ -12,7 +12,7 @@
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
 //   CLUSTER         blocks per query, neighbours in the grid: the first one plans, the others copy
 //   LISTS_AT_ONCE   how many queries copy rows at the same time; 0: no limit
-//   TURN_ROWS       more queries do so if they have fewer missing rows than this together
+//   TURN_ROWS       more queries copy at the same time if together they have fewer missing rows than this
 //
 // Cost of a plan. It starts with a chain of dependent reads (seat -> pages of its maps -> slot_of), each an L2 miss, so
 // all independent reads are issued at the same time. If rows are missing, barriers and instructions dominate, so misses

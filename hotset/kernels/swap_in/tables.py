@@ -43,7 +43,7 @@ class RowCopies:
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
-    """The device rows that attention will read, and the copies that each layer of the index group needs before."""
+    """The device rows that attention will read, and the copies that each layer of the index group needs first."""
 
     rows: Tensor  # [batch, k] int64: the device row of each position after the copies; EMPTY-padded
     copies: RowCopies  # lists of k entries: every missing row once, in the order of first occurrence in `positions`
