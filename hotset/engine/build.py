@@ -54,10 +54,10 @@ def build_engine(
 ) -> Engine:
     """Loads the model and allocates its pools. Raises StartupError with a one-line message if that fails.
 
-    `show` is called again and again with the progress of the part that is under way.
+    `show` is called repeatedly with the progress of the current task.
     `wake` is called from another thread when the handoff agent has an event or has ended, or when a worker process has
     ended. The caller should then call `step`. `advance` is called during a step: after each layer or, with several
-    workers, again and again while the step waits for workers that advance.
+    workers, repeatedly while the step waits for workers that still advance.
     """
     devices = place_workers(config)
     device = torch.device(devices[0].name)
@@ -73,7 +73,7 @@ def build_engine(
                 LOGGER.info(
                     "drafts do not pay on this machine: starting again without the MTP layer (as with --speculate 0)"
                 )
-                del started  # and the memory that it holds
+                del started  # frees the KV memory
                 chosen = replace(config, speculate=0)
                 workers.drop_mtp(chosen)
                 started, costs = _start_and_measure(workers, chosen, device, show)
@@ -93,7 +93,7 @@ def _model_workers(
     wake: Callable[[], None],
     advance: Callable[[], None],
 ) -> ModelWorkers:
-    """Starts the workers, which have planned nothing yet. `wake` is called when a worker process has ended."""
+    """Starts the workers. They load nothing yet. `wake` is called when a worker process has ended."""
     files, device = check_model(config), torch.device(devices[0].name)
     spec = files.spec
     if config.workers == 1:
@@ -106,8 +106,9 @@ def _model_workers(
 def _start_and_measure(
     workers: ModelWorkers, config: EngineConfig, device: torch.device, show: ShowProgress
 ) -> tuple[Started, StepCosts | None]:
-    """Loads what is not loaded yet, allocates the KV memory, and runs all that happens only once, so that no request
-    pays for it, or runs out of memory. Returns the costs of drafts with it, if they are measured."""
+    """Loads the weights unless they are loaded, allocates the KV memory and runs the warm-up steps, so that no request
+    waits for one-time work or runs out of memory. Also returns the costs of drafts, or None if they are not measured.
+    """
     started = workers.start(config)
     try:
         return started, _warm_up(started, config, device, show)
@@ -123,7 +124,7 @@ def _warm_up(started: Started, config: EngineConfig, device: torch.device, show:
     if device.type != "cuda":
         run_first_steps(executor, budget, replicas)
         return None
-    # Captures return all memory that torch has cached. If the largest steps run last, requests find theirs cached.
+    # Capturing a graph empties torch's memory cache. The largest steps run afterwards and fill it again for requests.
     executor.warm_up(show_counts(show, "Capturing decode steps"))
     run_largest_steps(executor, config, budget, replicas, show_counts(show, "Computing the largest steps"))
     if config.max_drafts == 0:
@@ -157,8 +158,8 @@ def assemble(
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `connections` is called if the engine is connected with others. `costs` are the measured
-    ones of drafts, if there are any.
+    with different values. `connections` is called if the configuration connects the engine with others. `costs` are
+    the measured costs of drafts, or None.
     """
     card = replace(card, page_hasher=_page_hasher(config, card, budget))
     schedulers = [_scheduler(config, card, budget, costs) for _ in range(config.data_parallel_size)]
@@ -202,15 +203,15 @@ def model_card(
 
 
 def unmeasured_landing_policy(config: EngineConfig, device: torch.device) -> LandingPolicy:
-    """Returns where KV from prefill workers lands whose routes are not measured yet. GPU memory is avoided until its
-    route is known to be fast. With pipeline stages, KV lands on the host: the stages divide pages of index keys
-    differently."""
+    """Returns the landing policy for prefill workers whose routes are not measured yet. It avoids GPU memory until the
+    route to it is known to be fast. With pipeline stages, KV lands on the host, because the stages divide pages of
+    index keys differently."""
     on_device, on_gpu = config.pipeline_parallel_size == 1, device.type == "cuda"
     return LandingPolicy(on_device, keys_on_host=on_gpu or not on_device, prefer_host=on_gpu)
 
 
 def _bus_bytes_per_second(config: EngineConfig, device: torch.device) -> float | None:
-    """Returns what the links of all GPUs of this engine can carry, if they are like that of its first GPU."""
+    """Returns the bandwidth of the host links of all GPUs of this engine. Assumes that all are like the first one."""
     link = gpu_link_bytes_per_second(device.index or 0) if device.type == "cuda" else None
     return None if link is None else link * (config.workers // config.ranks_per_gpu)
 

@@ -40,8 +40,9 @@ def build_runner(
 ) -> Runner:
     """Allocates KV memory for a loaded model, or for a part of it, and returns the runner that owns it.
 
-    `progress(done, total)` counts bytes of the host store. It is not called if there is none. The memory of the host
-    store is new unless there is a `store`. A worker that never `samples` follows no structures.
+    `progress(done, total)` counts bytes of the host store; without one, it is not called. The host store uses the
+    memory of `store`, or new memory if that is None. `samples` is False if the worker never samples tokens: it then
+    follows no structures.
     """
     pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
     host = None

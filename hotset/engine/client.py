@@ -75,7 +75,7 @@ class EngineClient:
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
         self.newest_stats: ReceivedStats | None = None
-        # They are called on the event loop: with each report of the engine's state, and when the client is closed.
+        # Called on the event loop: observers with each report of the engine's state, `on_closing` when `close` begins.
         self.state_observers: list[Callable[[StateReport], None]] = []
         self.on_closing: Callable[[], None] = lambda: None
         self._stopping = False
@@ -124,7 +124,7 @@ class EngineClient:
 
     @property
     def seconds_without_progress(self) -> float:
-        """How long the engine has shown no sign of life, or has not advanced in a step. Small while it is idle."""
+        """The time for which the engine has shown no sign of life or has not advanced in a step. Small while idle."""
         return self._watch.seconds_without_progress
 
     @property
@@ -236,8 +236,8 @@ class EngineClient:
     def listen(self) -> None:
         """Starts, on the first call, the thread that reads reports and passes them to the running event loop.
 
-        `generate` and `stats` call it. Call it soon if neither will be called: the engine reports its state again and
-        again, and blocks when the pipe is full.
+        `generate` and `stats` call it. If neither is called soon, the caller must call it: the engine reports its state
+        repeatedly, and blocks when the pipe is full.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()

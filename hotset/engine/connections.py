@@ -19,7 +19,7 @@ from hotset.tiers.ledger import Ledger
 
 
 class Connections(Protocol):
-    """What an engine needs of `hotset/fleet`. Each method is called only if the configuration asks for it."""
+    """The interface of `hotset/fleet` to an engine. Each method is called only if the configuration asks for it."""
 
     def cluster_launcher(self, config: EngineConfig, devices: Sequence[WorkerDevice]) -> Launcher:
         """Returns the launcher of workers on other nodes that `config.executor` names."""

@@ -23,18 +23,18 @@ from hotset.kernels.device_copies import list_to_device, to_device
 from hotset.models.sampler import TokenMasks
 from hotset.schedule.plan import NO_DRAFT, AssignSeat, Plan
 
-STEP_SECONDS = 0.010  # that a step waits for masks, while other requests wait for the step
-LATE_SECONDS = 0.002  # the same for answers with a late mask, and for the next masks of such an answer
-LATE_MASKS = 16  # so many, until all are in time
-ALONE_SECONDS = 0.1  # the same if all requests of the step wait for masks
-MAX_KEPT = 8  # answers that are followed although they have no seat
+STEP_SECONDS = 0.010  # a step waits this long for masks if it also has requests without structures
+LATE_SECONDS = 0.002  # a step waits this long for an answer that recently had a late mask
+LATE_MASKS = 16  # an answer recently had a late mask until this many masks in a row were in time
+ALONE_SECONDS = 0.1  # a step waits this long if all its requests wait for masks
+MAX_KEPT = 8  # requests without a seat whose answers are still followed
 
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """Tokens that a step samples for one seat: the one with this index, and those that follow accepted drafts."""
+    """The tokens that a step samples for one seat: the token at `index`, and one more after each accepted draft."""
 
-    token_id: Callable[[int], int]  # returns a token of the step when it is known
+    token_id: Callable[[int], int]  # waits for a sampled token of the step, and returns it
     index: int
     drafts: Sequence[int]
 
@@ -52,21 +52,21 @@ class _Constrained:
     """A request whose answer has a structure."""
 
     answer: FollowedAnswer
-    position: int  # of the next token whose mask is not asked for yet, or that is not sampled
+    position: int  # of the token after those that were sent to `answer`
     newest: _Sampled | None = None  # the sampled tokens that were not sent yet
-    drafts: Sequence[int] | None = None  # after the next token; None: its mask is not asked for
-    distrust: int = 0  # a mask was late: steps wait for the next so many masks for a shorter time
+    drafts: Sequence[int] | None = None  # the drafts of the last request for masks at `position`; None without one
+    short_waits: int = 0  # steps wait only LATE_SECONDS for this many further masks
     failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """The sampled tokens of one seat: the one with this index, and one more for each of the drafts."""
+class SampledRun:
+    """The tokens that a plan samples for one seat: the token at `index`, and one more for each draft."""
 
     segment: int
     seat: int
     index: int  # among the sampled tokens of the plan
-    position: int  # of the first of the tokens in its context
+    position: int  # of the first of these tokens in the context
     drafts: Sequence[int]
 
     @property
@@ -81,7 +81,7 @@ class SeatMasks:
 
     masks: TokenMasks | None = None
     failures: Mapping[int, str] = field(default_factory=dict)  # by index among the sampled tokens
-    late: Sequence[Run] = ()
+    late: Sequence[SampledRun] = ()
 
 
 UNCONSTRAINED = SeatMasks()
@@ -91,7 +91,7 @@ class Constraints:
     """The structures of running requests, by seat. Only one thread may use it."""
 
     def __init__(self, processes: StructureProcesses | None, device: torch.device) -> None:
-        """`processes` is None in workers that do not sample. Owns it."""
+        """Takes ownership of `processes`, which is None in workers that do not sample."""
         self._processes, self._device = processes, device
         self._seats: dict[int, _Constrained] = {}
         self._requests: OrderedDict[str, _Constrained] = OrderedDict()  # also those without a seat
@@ -106,7 +106,8 @@ class Constraints:
             self._processes.close()
 
     def assign(self, command: AssignSeat) -> None:
-        """Gives a seat the structure of a request, if it has one. A request that was parked is followed on."""
+        """Gives a seat the structure of a request, if it has one. If the answer of a request that was parked is still
+        followed, it continues."""
         self._seats.pop(command.seat, None)
         structure = command.prompt.params.structure
         if structure is None or self._processes is None:
@@ -126,7 +127,7 @@ class Constraints:
         if len(self._requests) > len(self._seats) + MAX_KEPT:
             self._forget_oldest()
 
-    def runs(self, plan: Plan) -> list[Run]:
+    def runs(self, plan: Plan) -> list[SampledRun]:
         """Returns the runs of a plan that sample tokens with structures."""
         if not self._seats:
             return []
@@ -135,12 +136,12 @@ class Constraints:
             drafts, seat = tuple(plan.drafts.get(segment, ())), plan.seats[segment]
             if seat in self._seats:
                 position = plan.starts[segment] + plan.counts[segment] - len(drafts)
-                runs.append(Run(segment, seat, index, position, drafts))
+                runs.append(SampledRun(segment, seat, index, position, drafts))
             index += 1 + len(drafts)
         return runs
 
-    def request(self, runs: Sequence[Run]) -> None:
-        """Asks for the masks of these runs. Waits for the newest tokens of their seats, but not for masks."""
+    def request(self, runs: Sequence[SampledRun]) -> None:
+        """Requests the masks of these runs. Waits for the newest tokens of their seats, but not for the masks."""
         for run in runs:
             constrained = self._seats[run.seat]
             tokens = list(constrained.newest or ())
@@ -150,25 +151,25 @@ class Constraints:
             if tokens or (not is_void and constrained.drafts != run.drafts):
                 self._ask(constrained, tokens, () if is_void else run.drafts)
 
-    def masks(self, runs: Sequence[Run], *, alone: bool) -> SeatMasks:
-        """Returns the masks of these runs, which were asked for. `alone`: nothing else is sampled in this step."""
+    def masks(self, runs: Sequence[SampledRun], *, alone: bool) -> SeatMasks:
+        """Waits for the requested masks of these runs. `alone` is True if the step computes nothing else."""
         if not runs:
             return UNCONSTRAINED
         began = time.monotonic()
         failures: dict[int, str] = {}
-        late: list[Run] = []
-        found: list[tuple[Run, Masks]] = []
+        late: list[SampledRun] = []
+        found: list[tuple[SampledRun, Masks]] = []
         for run in runs:
             constrained = self._seats[run.seat]
             if constrained.failure is not None:
                 failures[run.index] = constrained.failure
             elif run.position != constrained.position:
                 late.append(run)  # the mask of an earlier token was late, so the logits have no meaning
-            elif (masks := constrained.answer.masks(began + _patience(constrained, alone) - time.monotonic())) is None:
-                constrained.distrust = LATE_MASKS
+            elif (masks := constrained.answer.masks(began + _max_wait(constrained, alone) - time.monotonic())) is None:
+                constrained.short_waits = LATE_MASKS
                 late.append(run)
             else:
-                constrained.distrust = max(0, constrained.distrust - 1)
+                constrained.short_waits = max(0, constrained.short_waits - 1)
                 found.append((run, masks))
         bits = torch.full((sum(len(run.indices) for run, _ in found), self._words), -1, dtype=torch.int32)
         row = 0
@@ -184,9 +185,9 @@ class Constraints:
         requests = list_to_device([index for run, _ in found for index in run.indices], torch.int64, self._device)
         return SeatMasks(TokenMasks(requests, to_device(bits, self._device)), failures, late)
 
-    def record(self, runs: Sequence[Run], late: Sequence[Run], token_id: Callable[[int], int]) -> None:
-        """Records that a step samples the tokens of these runs, except the late ones. `token_id(index)` waits for
-        one of them, but not for later steps."""
+    def record(self, runs: Sequence[SampledRun], late: Sequence[SampledRun], token_id: Callable[[int], int]) -> None:
+        """Records that a step samples the tokens of these runs, except the late ones. `token_id(index)` waits for the
+        sampled token at `index`, but not for later steps."""
         for run in runs:
             if run not in late:
                 constrained = self._seats[run.seat]
@@ -209,8 +210,8 @@ class Constraints:
         self._requests.pop(oldest).answer.close()
 
 
-def _patience(constrained: _Constrained, alone: bool) -> float:
-    """Returns for how many seconds a step waits for the masks of an answer."""
+def _max_wait(constrained: _Constrained, alone: bool) -> float:
+    """Returns how many seconds a step waits at most for the masks of an answer."""
     if alone:
         return ALONE_SECONDS
-    return LATE_SECONDS if constrained.distrust else STEP_SECONDS
+    return LATE_SECONDS if constrained.short_waits else STEP_SECONDS

@@ -63,18 +63,18 @@ class Engine:
         return sum(scheduler.open_requests for scheduler in self.schedulers)
 
     def add(self, choice: Choice) -> None:
-        """Queues a choice at the replica whose requests have the fewest tokens, unless another has cached, or will
-        compute for other requests, so long a prefix of it that this saves more than the difference."""
+        """Queues a choice at the replica with the least work: the tokens of its requests, plus the tokens of the choice
+        that are neither in its prefix cache nor about to be computed there for another request."""
         request, scheduler = choice.to_request(), self.schedulers[0]
         if len(self.schedulers) > 1:
             scheduler = self._find_cheapest(request)
         scheduler.add(request)
 
     def _find_cheapest(self, request: Request) -> Scheduler:
-        """Returns the scheduler at which a request costs least, the first of several.
+        """Returns the scheduler at which a request costs least, and the first one if several cost the same.
 
-        A request costs at least one token more than the load of the scheduler. So those whose load is too high are not
-        asked for the prefix that they have, which takes longer.
+        The cost is the scheduler's load plus the tokens that it must compute for the request, at least one. Counting
+        these takes long, so schedulers whose load alone is too high are skipped.
         """
         loads = [scheduler.load for scheduler in self.schedulers]
         costs: dict[int, int] = {}

@@ -92,8 +92,8 @@ def batch_sizes(limit: int) -> tuple[int, ...]:
 
 
 def graph_sizes(max_decoded: int) -> tuple[int, ...]:
-    """Returns all sizes that an engine captures whose decoding requests have at most so many tokens in a step, drafts
-    included: those of batches, and of short prompts."""
+    """Returns all graph sizes that an engine captures: those of batches, and those of short prompts. `max_decoded` is
+    the most tokens, drafts included, that decoding requests have in a step."""
     return *batch_sizes(max_decoded), *(size for size in PROMPT_SIZES if size > max_decoded)
 
 
@@ -105,8 +105,8 @@ def captures_graphs(config: EngineConfig, model: RunnerModel) -> bool:
 def choose_graph(step: Sequence[Plan | None], max_decoded: int) -> StepGraph | None:
     """Returns the graph that all replicas replay in a step with these plans, or None if none of them can use a graph.
 
-    It is large enough for each replica. `max_decoded` is that of `graph_sizes`. A replica without a plan, or whose plan
-    has only commands, replays the graph with padding only.
+    The graph is large enough for each replica. For `max_decoded` see `graph_sizes`. A replica without a plan, or whose
+    plan has only commands, replays the graph with padding only.
     """
     plans = [plan for plan in step if plan is not None and plan.seats]
     sizes = graph_sizes(max_decoded)
@@ -118,12 +118,15 @@ def choose_graph(step: Sequence[Plan | None], max_decoded: int) -> StepGraph | N
 
 
 def _suits_graphs(plan: Plan) -> bool:
-    """Returns whether graphs can compute this plan, and faster than without them."""
+    """Returns whether a graph can compute this plan, and is faster than single launches of its kernels."""
     if plan.prompt_ranges or Residence.STREAMED in plan.residences:
         return False
-    segments = enumerate(zip(plan.starts, plan.counts, strict=True))
-    of_prompts = (columns for segment, columns in segments if columns[1] > 1 and segment not in plan.drafts)
-    return sum(count * (start + count) for start, count in of_prompts) <= MAX_PROMPT_KEYS
+    prompt_keys = sum(
+        count * (start + count)
+        for segment, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True))
+        if count > 1 and segment not in plan.drafts
+    )
+    return prompt_keys <= MAX_PROMPT_KEYS
 
 
 def columns_of_tokens(
@@ -138,11 +141,11 @@ def columns_of_tokens(
 
 
 class StepInput(NamedTuple):
-    """Where a graph reads the tokens of a step. Each is [tokens] int64, on the device."""
+    """The tensors from which a graph reads the tokens of a step. Each is [tokens] int64, on the device."""
 
     seat_of: Tensor  # EMPTY for padding
     positions: Tensor
-    stamps: Tensor | None  # see `Batch.stamps`; None if steps have no drafts, so that they begin where the plan says
+    stamps: Tensor | None  # see `Batch.stamps`; None if steps have no drafts and begin at the positions of the plan
 
 
 class Replayable(Protocol):
@@ -176,7 +179,8 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_decoded)
         self._seat_drafts, columns = seat_drafts, 2 if seat_drafts is None else 5
         self._input = torch.empty(columns * self._sizes[-1], dtype=torch.int64, device=tokens.device)
-        self._positions = torch.zeros(self._sizes[-1], dtype=torch.int64, device=tokens.device)  # if there are drafts
+        # Used only if there are drafts: the positions at which the tokens of a step really are.
+        self._positions = torch.zeros(self._sizes[-1], dtype=torch.int64, device=tokens.device)
         self._captured: dict[StepGraph, Replayable] = {}
         self._memory_pool = torch.cuda.graph_pool_handle() if tokens.is_cuda else None
         # [largest size, vocab], written by each replay. The first capture makes it, unless a later pipeline stage
@@ -237,7 +241,7 @@ class DecodeGraphs:
         return SampledLogits(self._logits[:tokens], positions[:tokens], seat_of[:tokens], hidden=hidden)
 
     def _fill(self, size: int, columns: Sequence[Sequence[int]]) -> StepInput:
-        """Copies the input of a step to the device. Returns where a graph of `size` tokens reads it."""
+        """Copies the input of a step to the device. Returns the tensors from which a graph of `size` tokens reads."""
         padding = size - len(columns[0])
         numbers = [*columns[0], *[EMPTY] * padding]
         for column in columns[1:]:
@@ -250,7 +254,7 @@ class DecodeGraphs:
         return StepInput(self._input[:size], self._positions[:size], self._input[2 * size : 3 * size])
 
     def fill_padding(self, size: int) -> StepInput:
-        """Makes all `size` tokens padding. Returns where a graph reads them."""
+        """Makes all `size` tokens padding. Returns the tensors from which a graph reads them."""
         if self._seat_drafts is None:
             return self._fill(size, [()] * 2)
         self._positions[:size].zero_()

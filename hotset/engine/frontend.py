@@ -53,7 +53,7 @@ def load_frontend(config: EngineConfig) -> Frontend:
 
 
 def structure_processes(config: EngineConfig, vocab: int) -> StructureProcesses:
-    """Returns the processes of an engine that follow answers. They start, and read the tokenizer, when needed."""
+    """Returns the processes that follow an engine's answers. They start and read the tokenizer when first needed."""
     return StructureProcesses(lambda: read_tokenizer_json(find_model(config.model), config.tokenizer), vocab)
 
 

@@ -82,7 +82,7 @@ class InputProcessor:
                 f"in the prompt, {answer_tokens} for the answer); shorten the prompt or lower max_tokens",
                 param="prompt",
             )
-        # The ids are checked after the number of them, which can be in the millions.
+        # The length is checked before the ids, because a prompt can have millions of them.
         self._check_ids("prompt", prompt)
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -174,7 +174,7 @@ class InputProcessor:
 
 
 def check_token_ids(param: str, token_ids: Collection[int], vocab: int) -> None:
-    """Raises RequestError, with the first such id, if an id is outside the vocabulary."""
+    """Raises RequestError if an id is outside the vocabulary. The error names the first such id."""
     if not all_in_vocabulary(token_ids, vocab):
         invalid = next(token for token in token_ids if not 0 <= token < vocab)
         raise RequestError(

@@ -35,7 +35,7 @@ class LLM:
     def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
         """Loads the model. Raises `StartupError` with a one-line message if that fails.
 
-        If `progress`, shows a bar if standard error is a terminal, and else logs a line every ten seconds.
+        If `progress` is True, shows a bar on a terminal, and logs a line every ten seconds elsewhere.
         """
         known_names = [*(setting.name for setting in fields(EngineConfig)), "progress"]
         check_setting_names("LLM", settings, known_names)
@@ -193,7 +193,7 @@ class LLM:
             self._inbox.setdefault(request_id, []).append(delta)
 
     def _deltas(self, choices: Sequence[Choice]) -> Generator[tuple[str, Delta], None, None]:
-        """Submits choices, and yields their deltas with their request ids. Aborts those that are open when it ends."""
+        """Submits choices, and yields their deltas with their request ids. Closing it aborts choices that are open."""
         open_ids = {choice.request_id for choice in choices}
         self._outputs.add(choices)
         for choice in choices:

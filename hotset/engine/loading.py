@@ -69,8 +69,8 @@ def why_no_gpu(index: int) -> str | None:
 def use_device(device: torch.device) -> None:
     """Makes a GPU the current one of this thread, and creates its CUDA context. Does nothing for a CPU.
 
-    It must come before all other uses of CUDA: what names no device (streams, events, pinned memory, launches of
-    kernels) uses the current GPU, and would create a context on GPU 0 otherwise.
+    This must be the first use of CUDA. Calls that name no device (streams, events, pinned memory, launches of kernels)
+    use the current GPU, and would otherwise create a context on GPU 0.
     """
     if device.type != "cuda" or device.index is None:
         return
@@ -93,7 +93,7 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
 
 
 def release_unused(device: torch.device) -> None:
-    """Frees the device memory of all objects that nothing uses any more."""
+    """Frees the device memory of all unreachable objects."""
     gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
@@ -184,8 +184,8 @@ class ModelLoader:
     def free_for_kv(self, measured_steps: int | None = None) -> int:
         """Returns how many bytes of the device KV may take. Called after `load`, it measures what the weights took.
 
-        `measured_steps` replaces the estimate of what steps need. Unlike the estimate, it leaves out what
-        libraries and loaded kernels take, so all memory that was taken since the start is subtracted.
+        `measured_steps` replaces the estimated memory of steps. Unlike the estimate, it leaves out libraries and loaded
+        kernels, so all memory that was taken since the start is subtracted.
         """
         on_gpu, steps = self._device.type == "cuda", self.plan.steps if measured_steps is None else measured_steps
         if on_gpu:

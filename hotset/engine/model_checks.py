@@ -93,8 +93,8 @@ def weights_do_not_fit(
 
 
 def sizes_that_fit(config: EngineConfig, spec: ModelSpec, free: int) -> list[str]:
-    """Returns flags with the smallest numbers of GPUs, above the configured one, whose weights take at most `free`
-    bytes each."""
+    """Returns the flags that divide the weights over more GPUs: for each kind of parallelism, the smallest number of
+    GPUs above the configured one at which the weights take at most `free` bytes of each GPU."""
     dtype_bytes = DTYPE_BYTES[dtype_name(config.dtype, spec, "cuda")]
     ways: list[tuple[str, Callable[[ModelSpec, int], None], Callable[[int], Split]]] = [
         ("--tensor-parallel-size", check_tensor_parallel, lambda size: Split(tp_size=size)),

@@ -1,4 +1,4 @@
-"""The workers of one engine: they load the weights once, and can allocate KV memory for them more than once."""
+"""The workers of one engine. They load the weights once, and can allocate KV memory more than once."""
 
 import logging
 from collections.abc import Callable

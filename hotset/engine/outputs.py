@@ -155,7 +155,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: PromptLogprobs | None = None  # None unless requested
-    num_cached_tokens: int = 0  # of the first choice; the other choices also reuse what that one computed
+    num_cached_tokens: int = 0  # of the first choice; the other choices also reuse the prompt that it computed
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class Messages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The bytes of the lists of writes that ended well, and the seconds during which at least one was in flight."""
+    """The bytes of all successful lists of writes, and the seconds during which at least one list was in flight."""
 
     nbytes: int
     seconds: float
@@ -40,12 +40,12 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The measured speed of writes from one kind of memory of a prefill worker to one of a decode worker."""
+    """The measured speed of writes from one kind of memory at a prefill worker to one kind at a decode worker."""
 
     source: str  # 'host' or 'device'
-    target: str
+    target: str  # 'host' or 'device'
     gb_per_s: float  # of one large write
-    seconds_per_write: float  # what a small write costs beside its bytes
+    seconds_per_write: float  # the fixed cost of a write, in addition to its bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@ counters stand still. Also the time limits of hung engines and of stopping an en
 it must not import torch.
 
 There are two signs. A *beat* comes from a thread of its own every BEAT_SECONDS, so a process without beats is stopped.
-The main loop *advances* with every command, step and layer, so a process with beats that does not advance hangs. How
-long a layer takes by right depends on model and machine. The process therefore also reports the longest time between
-two advances in its last RECENT_STEPS steps.
+The main loop *advances* with every command, step and layer, so a process with beats that does not advance hangs. The
+usual time of a layer depends on model and machine. The process therefore also reports the longest time between two
+advances in its last RECENT_STEPS steps.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Any
 
 BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.25  # interval between two looks at the counters
-MAX_POLL_SECONDS = 1.0  # a watcher that was away for longer counts only this long
+MAX_POLL_SECONDS = 1.0  # a watcher that was itself paused for longer counts only this much of the pause
 RECENT_STEPS = 100
 FIRST_STEP_SECONDS = 600.0  # additional time for the first step, which compiles kernels
 STALL_MARGIN_SECONDS = 5.0  # time between the limits for a process without beats and for one that does not advance
@@ -91,7 +91,8 @@ class Progress:
             self._counters[STEPS] = steps
 
     def set_counters(self, counters: Sequence[int]) -> None:
-        """Sets the counters to those that a process on another node has sent. Its first beat has none."""
+        """Sets the counters to those that a process on another node has sent. The first message of such a process has
+        no counters."""
         self._counters[: len(counters)] = counters
 
     @property
@@ -153,8 +154,8 @@ class StallTimer:
 def stall_limit(step_timeout: float, steps: int, expected_seconds: float) -> float:
     """Returns how long a step may go on without finishing a layer.
 
-    `steps` steps have ended before. In the newest of them, a layer took up to `expected_seconds`. The limit is longer
-    than that for beats, so that a worker that is stopped is named, and not the workers that wait for it.
+    `steps` is the number of steps that have ended. In the newest of them, a layer took up to `expected_seconds`. The
+    limit for beats is shorter. A stopped worker is therefore reported before the workers that wait for it.
     """
     return step_timeout + STALL_MARGIN_SECONDS + expected_seconds + (0.0 if steps else FIRST_STEP_SECONDS)
 

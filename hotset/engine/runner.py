@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.sampling import Alternatives
-from hotset.engine.constraints import Constraints, Run, SeatMasks
+from hotset.engine.constraints import Constraints, SampledRun, SeatMasks
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits, StepGraph
 from hotset.engine.drafts.mtp import DraftedTokens, MtpModel
 from hotset.engine.drafts.segments import SampledSegments
@@ -68,8 +68,8 @@ class SubmittedStep:
         return int(self._token_ids[index])
 
     def result(self) -> StepResult:
-        """Returns the result of this step. Waits for its sampled tokens, if any, but not for later steps, unless
-        log-probabilities of sampled tokens were requested: their copy waits for everything submitted so far."""
+        """Returns the result of this step. Waits for its sampled tokens, if any, but not for later steps. If
+        log-probabilities of sampled tokens were requested, their copy waits for everything submitted so far."""
         prompt_columns = () if self._prompts is None else self._prompts.columns()
         if self._sampled is None:
             return StepResult(self.number, (), prompt_logprobs=prompt_columns)
@@ -160,8 +160,8 @@ class Runner:
         """`context` is the maximum context length. If `graphs`, decode steps can be replayed as CUDA graphs.
 
         Of several ranks, rank 0 samples, and the others receive its tokens. `structures` follows the answers that have
-        a structure; a worker that does not sample needs none. `drafts` says what the model's MTP layer drafts, if
-        it does, and how many tokens decoding requests have in a step.
+        a structure; it is None in a worker that does not sample. `drafts` says whether and how the MTP layer drafts,
+        and how many tokens decoding requests have in a step.
         """
         self._model = model
         self.memory = memory
@@ -215,11 +215,12 @@ class Runner:
 
     @torch.inference_mode()
     def write_sampled(self, tokens: Sequence[SampledToken]) -> None:
-        """Stores tokens that the last pipeline stage sampled, with one upload. No seat may have two of one position."""
+        """Stores tokens that the last pipeline stage sampled, with one upload. No two may have the same seat and
+        position."""
         self._write_tokens([(token.seat, token.position, token.token_id) for token in tokens])
 
     def _write_tokens(self, columns: Sequence[tuple[int, int, int]]) -> None:
-        """Stores tokens, each with its seat and its position before its id."""
+        """Stores tokens, given as (seat, position, token id)."""
         if columns:
             seats, positions, token_ids = list_to_device(columns, torch.int64, self._device).unbind(1)
             self._tokens[seats, positions] = token_ids.to(torch.int32)
@@ -228,7 +229,7 @@ class Runner:
     def submit(self, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
         """Executes a plan. On a GPU it may return before the step has finished; on a CPU it computes the step.
 
-        If `graph` is not None, the step is computed by replaying it.
+        If `graph` is not None, it is replayed to compute the step.
         """
         flushed = False
         for command in plan.commands:
@@ -260,7 +261,7 @@ class Runner:
         return step
 
     def _sampled_step(
-        self, plan: Plan, sampled_logits: SampledLogits, segments: SampledSegments | None, runs: Sequence[Run]
+        self, plan: Plan, sampled_logits: SampledLogits, segments: SampledSegments | None, runs: Sequence[SampledRun]
     ) -> SubmittedStep:
         """Samples from the logits of a step, and stores the tokens."""
         computed = sampled_logits.prompt_logprobs
@@ -320,7 +321,7 @@ class Runner:
         return replace(sampled, token_ids=self._collectives.broadcast(sampled.token_ids))
 
     def _view(self, plan: Plan, segments: SampledSegments | None) -> ResidentView:
-        """Returns the view of a step without a graph. If only the device knows where it begins, this waits for it."""
+        """Returns the view of a step without a graph. Waits for the device if only it knows where segments begin."""
         if segments is None or not plan.unverified:
             return self.memory.view(plan.seats, plan.starts, plan.counts)
         return self.memory.view(plan.seats, segments.starts(), plan.counts, stamps=plan.starts)
@@ -343,7 +344,7 @@ class Runner:
         return SampledLogits(logits, positions, seat_of, prompts, hidden)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, seat_of: Tensor) -> LogprobTensors:
-        """Computes the log-probabilities of the plan's prompt ranges. The tensors are of all tokens of the step."""
+        """Computes the log-probabilities of the plan's prompt ranges. The tensors cover all tokens of the step."""
         ends = list(accumulate(plan.counts))
         on_host: list[int] = []
         for prompt_range in plan.prompt_ranges:

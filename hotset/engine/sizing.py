@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """The sizes of the KV memory: those of the configuration, or sizes derived from the free memory."""
+    """The sizes of the KV memory, as configured or derived from the free memory."""
 
     geometry: Geometry
     device_pages: int
@@ -109,7 +109,7 @@ def shared_budget(
 ) -> KvBudget:
     """Chooses pool sizes that fit every worker on every node, and the longest context that fits these pools.
 
-    `host_free`, used only with GPUs, is the free host memory. Default: what the workers measured on their nodes.
+    `host_free`, used only with GPUs, is the free host memory. By default, the workers have measured it on their nodes.
     Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
     hold a context of two tokens.
     """
@@ -119,7 +119,7 @@ def shared_budget(
     by_node: dict[str, list[WorkerMemory]] = {}
     for worker in workers:
         by_node.setdefault(worker.node, []).append(worker)
-    nodes = [_Node(config, geometry, context, device, those, host_free) for those in by_node.values()]
+    nodes = [_Node(config, geometry, context, device, on_node, host_free) for on_node in by_node.values()]
     device_pages, flag = min(node.device_pages() for node in nodes)
     host_pages, host_flag = min(node.host_pages(device_pages) for node in nodes)
     longest = _largest_count(geometry.resident_pages, device_pages, context)

@@ -1,4 +1,4 @@
-"""What an engine will need, before anything is read: the log states it, and what cannot work is refused."""
+"""Plans the memory of an engine before any weights are read. Logs the plan, and refuses what does not fit."""
 
 import logging
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ LOGGER = logging.getLogger("hotset.engine")
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What one worker will load, and the memory of its device before that."""
+    """The weights that one worker will load, and the memory of its device before it loads them."""
 
     weights: WeightPlan
     memory: DeviceMemory
     usable: int  # bytes of the free memory that weights and KV may take
     steps: int  # bytes that are kept for steps, as estimated
-    gpu: int = 0  # number of its GPU; without a meaning on a CPU
+    gpu: int = 0  # number of its GPU; meaningless on a CPU
     ranks_on_gpu: int = 1  # number of workers that divide the memory of this GPU
     node: str = ""  # name of the worker's node
     host_free: int | None = None  # free bytes of the node's host memory; None: that of this machine
@@ -80,7 +80,7 @@ def check_start(
 def planned_memories(
     plans: Sequence[WorkerPlan], owns_store: Sequence[bool], device: torch.device
 ) -> list[WorkerMemory]:
-    """Returns the memory that each worker has for KV when its weights are loaded."""
+    """Returns the memory that each worker will have for KV after it has loaded its weights."""
     return [
         WorkerMemory(
             plan.weights.kv_shape, plan.usable - _weight_bytes(plan, plans, device), owned, plan.node, plan.host_free

@@ -9,12 +9,12 @@ from hotset.models.split import Split
 
 LIBRARY_BYTES = GIB  # loaded kernels, workspaces of the matrix libraries, and the nodes of CUDA graphs
 RESIDUAL_COPIES = 6  # tensors of [tokens, hidden] that exist at once in a layer
-LOGIT_COPIES = 16  # float32 tensors of [seats, vocab] that exist at once while a step samples by sorting
-GRAPH_LOGIT_COPIES = 12  # float32 tensors of [seats, vocab] with as many entries as the logits of all captured graphs
+LOGIT_COPIES = 16  # float32 tensors of [max_verified, vocab] that exist at once while a step samples by sorting
+GRAPH_LOGIT_COPIES = 12  # float32 tensors of [max_verified, vocab] as large together as the logits of all graphs
 
 
 def step_bytes(spec: ModelSpec, split: Split, config: EngineConfig, context: int, dtype_bytes: int) -> int:
-    """Estimates the most memory that a step of one worker takes, and the tables of all seats.
+    """Estimates the peak memory of a step of one worker, including the tables of all seats.
 
     `context` is the maximum context length.
     """

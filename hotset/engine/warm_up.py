@@ -1,9 +1,9 @@
-"""The steps that an engine runs before its first request, so that no request pays for what happens only once, and so
-that the memory of the largest step is known before the KV cache takes the rest.
+"""The steps that an engine runs before its first request, so that no request waits for one-time work, and so that the
+memory of the largest step is known before the KV cache takes the rest.
 
-A context of any length needs only a few pages here: its page table names the same pages again and again. What such a
-step computes has no meaning, but it takes the same memory and the same kernels as a real one. Plans have limits of
-drafts, so that the MTP layer computes its rows of their tokens if it is loaded.
+A context of any length needs only a few pages here, because its page table repeats the same pages. The results of such
+a step have no meaning, but it takes the same memory and the same kernels as a real one. Plans have draft limits, so
+that a loaded MTP layer computes its rows too.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ COSTLY_PARAMS = SamplingParams(
     logprobs=20,
     seed=0,
 )
-# The residence of no request here. With it, no graph computes a short prompt, so that its own kernels are compiled.
+# No request here is streamed. Plans claim it, so that no graph computes short prompts, and their kernels are compiled.
 WITHOUT_GRAPH = frozenset({Residence.STREAMED})
 ALTERNATIVES = 20  # of each token of a prompt whose log-probabilities are requested
 
@@ -44,12 +44,12 @@ ALTERNATIVES = 20  # of each token of a prompt whose log-probabilities are reque
 def run_first_steps(executor: Executor, budget: KvBudget, replicas: int) -> None:
     """Computes a prompt and decodes one token on every replica. No request may have been added yet.
 
-    The pages are those of no request, and nothing is mirrored, because no page is filled. The seat is not released:
+    The pages belong to no request, and nothing is mirrored, because no page is filled. The seat is not released:
     assigning a seat clears its state.
     """
     tokens = min(PROMPT_TOKENS, budget.geometry.page_rows - 2, budget.max_model_len - 1)
     if tokens < 1 or budget.geometry.resident_pages(tokens + 1) > budget.device_pages:
-        return  # the pages are tiny, which only tests use
+        return  # only tests use pages so small
     commands = admit(SEAT, budget, tokens, tokens + 1, PARAMS)
     prefill = Plan(0, commands, seats=(SEAT,), starts=(0,), counts=(tokens,), sampled=(0,))
     decode = Plan(1, [], seats=(SEAT,), starts=(tokens,), counts=(1,), sampled=(0,))
@@ -104,7 +104,7 @@ def _largest_steps(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
 
 
 def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
-    """Yields a step in which requests with drafts sample as many tokens as in any step, if there are drafts."""
+    """Yields the step in which requests with drafts sample the most tokens. Yields nothing without drafts."""
     if config.max_drafts == 0:
         return
     verified = DraftSettings.of(config).max_verified
@@ -118,9 +118,9 @@ def _verifications(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
 def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     """Yields chunks of all orders of magnitude, at the beginning and at the end of the longest context.
 
-    Our kernels differ by the number of tokens: by its order of magnitude, and by whether 16 divides it. Libraries
-    choose among many more kernels, also by smaller divisors, and take milliseconds to load each at its first use. So
-    many other numbers of tokens run too, each once.
+    Our kernels depend on the order of magnitude of the number of tokens, and on whether 16 divides it. Libraries choose
+    among many more kernels, also by smaller divisors, and take milliseconds to load each at its first use. Many other
+    numbers of tokens therefore run too, once each.
     """
     length = budget.max_model_len - 1
     largest = min(length, config.max_num_batched_tokens)
@@ -175,7 +175,7 @@ def _plan(
 def admit(
     seat: int, budget: KvBudget, prompt_tokens: int, tokens: int, params: SamplingParams
 ) -> list[AssignSeat | Command]:
-    """Returns the commands that give a seat a prompt and pages for `tokens` tokens: those of the pool, in turn."""
+    """Returns the commands that give a seat a prompt and pages for `tokens` tokens. The pages may repeat."""
     geometry = budget.geometry
     wanted = {
         PageUse.ROWS: (geometry.row_pages(tokens), budget.device_pages),

@@ -1,6 +1,6 @@
 """Connects an engine with others: opens its handoff endpoint and its KV events, and launches workers on other nodes.
 
-`hotset/engine/connections.py` loads this module. What needs an optional package is imported where it is used.
+`hotset/engine/connections.py` loads this module. Modules that need an optional package are imported inside functions.
 """
 
 import logging

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-DEAD_STATES = ("Z", "X")  # of a thread that runs no more code: zombie, dead
-STOPPED_STATE = "T"  # of a process that a signal has stopped
+DEAD_STATES = ("Z", "X")  # states of a thread that runs no more code: zombie, dead
+STOPPED_STATE = "T"  # state of a process that a signal has stopped
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Identifies a process. Others on the same machine, in the same namespace, can observe whether it has ended."""
+    """Identifies a process. Other processes of the same machine and pid namespace can observe whether it has ended."""
 
     boot_id: str  # random number that the kernel chose when the machine started
     pid_namespace: str
     pid: int
-    start_time: int  # in clock ticks since the machine started; a later process with the same pid has another one
+    start_time: int  # in clock ticks since the machine started; distinguishes it from later processes with this pid
 
 
 def this_process() -> ProcessIdentity | None:
@@ -56,19 +56,19 @@ def has_ended(process: ProcessIdentity) -> bool:
         tasks = list((PROC / str(process.pid) / "task").iterdir())
         return bool(tasks) and all(_stat_fields(task)[0] in DEAD_STATES for task in tasks)
     except (OSError, ValueError, IndexError):
-        return False  # it ended while this function read about it, or it cannot be read: the next call decides
+        return False  # the process ended during these reads, or they are not allowed: the next call decides
 
 
 def find_stopped(pid: int) -> int | None:
-    """Returns the id of a process that a signal has stopped: `pid`, or a process that it or its descendants started."""
-    with suppress(OSError, IndexError):  # it has ended
+    """Returns the id of a process that a signal has stopped: `pid` or one of its descendants. None if none is."""
+    with suppress(OSError, IndexError):  # the process has ended
         if _stat_fields(PROC / str(pid))[0] == STOPPED_STATE:
             return pid
     return next((found for child in _children(pid) if (found := find_stopped(child)) is not None), None)
 
 
 def _children(pid: int) -> list[int]:
-    """Returns the children of a process, none if it has ended."""
+    """Returns the children of a process. Returns an empty list if the process has ended."""
     children = list[int]()
     with suppress(OSError):
         for task in (PROC / str(pid) / "task").iterdir():
@@ -82,6 +82,6 @@ def _start_time(pid: int) -> int:
 
 
 def _stat_fields(folder: Path) -> list[str]:
-    """Returns the fields of a `stat` file, from the state on. The name before them, in parentheses, may contain spaces
-    and parentheses."""
+    """Returns the fields of a `stat` file from the state on. The field before the state is the name in parentheses,
+    which may itself contain spaces and parentheses."""
     return (folder / "stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,8 @@
-"""How many drafts pay: chosen from the measured time of steps and the measured acceptance of drafts.
+"""Chooses the number of drafts from the measured times of steps and the measured acceptance of drafts.
 
 A step that verifies n drafts of each request takes longer than one without, and adds 1 to n + 1 tokens. The number of
-drafts with the most tokens per second is chosen. It shrinks as batches grow, to none: large batches use the arithmetic
-that few tokens leave idle.
+drafts with the most tokens per second is chosen. Larger batches get fewer drafts, or none: they already use the
+arithmetic units that small batches leave idle.
 """
 
 from bisect import bisect_right
@@ -16,26 +16,26 @@ from math import inf
 LIKELY = 0.75
 PRIOR_STEPS = 32  # the weight of this assumption, in steps of one request
 REMEMBERED_STEPS = 2048  # steps of one request, after which older ones count half
-MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second
-MAX_LOSS = 0.98  # computing the layer's rows may lower tokens per second to so much where nothing is drafted
-# After so many plans, tokens are drafted as if as many drafts were right as is likely, until some are verified, but in
-# no more than PROBE_PLANS plans. Usually two suffice: one drafts, and one verifies.
+MIN_GAIN = 1.03  # drafts must promise at least this many times the tokens per second without them
+MAX_LOSS = 0.98  # where nothing is drafted, computing the MTP layer's rows may lower tokens per second to this share
+# After every PROBE_EVERY plans, drafts are chosen as if LIKELY were their acceptance, until some are verified or
+# PROBE_PLANS plans have passed. Usually two plans suffice: one drafts, and one verifies.
 PROBE_EVERY, PROBE_PLANS = 512, 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The measured seconds of steps in which some requests decode. Columns have an entry per number of requests."""
+    """The measured seconds of decode steps. Each sequence has one entry per number of decoding requests."""
 
     requests: Sequence[int]  # ascending
     plain: Sequence[float]  # steps without drafts, which compute nothing for later drafts
-    # [numbers of requests][drafts]: steps that verify so many drafts of each request, and draft as many for the next
-    # step. Without drafts, they write the rows of the MTP layer. Fewer entries: a step has no room for more drafts.
+    # [numbers of requests][drafts]: steps that verify this many drafts of each request, and draft as many for the next
+    # step. Entry 0 verifies none, but writes the rows of the MTP layer. A row ends where a step has no room for more.
     drafting: Sequence[Sequence[float]]
 
     def seconds(self, requests: int, drafts: int) -> float:
-        """Returns how long a step takes: interpolated between measured numbers of requests, in proportion to them
-        above the largest. It is infinite if a measured neighbour has no room for so many drafts."""
+        """Returns how long a step takes. Between measured numbers of requests it interpolates, and above the largest it
+        grows in proportion. Returns infinity if a neighbouring measured step has no room for so many drafts."""
         column = [times[drafts] if drafts < len(times) else inf for times in self.drafting]
         after = bisect_right(self.requests, requests)
         if after == 0:
@@ -58,8 +58,8 @@ class StepCosts:
         return best
 
     def pays(self, max_drafts: int) -> bool:
-        """Returns whether some number of requests gains from drafts, and none loses more than 2% because of what is
-        computed for them, if as many drafts are right as is likely."""
+        """Returns whether drafts are worth their cost if LIKELY is their acceptance: some number of requests gains, and
+        no number of requests loses more than 2% because the MTP layer's rows are computed."""
         shares, gains = likely_shares(max_drafts), []
         for requests, plain in zip(self.requests, self.plain, strict=True):
             drafts = self.best_drafts(requests, shares)
@@ -84,7 +84,7 @@ class DraftChoice:
         self._plans = self._probes = 0
 
     def choose(self, requests: int) -> int:
-        """Returns how many drafts of each request the next plan verifies, if at most so many requests decode."""
+        """Returns how many drafts of each request the next plan verifies, if at most `requests` requests decode."""
         if self.costs is None:
             return len(self._likely)
         self._plans += 1
@@ -97,8 +97,8 @@ class DraftChoice:
         return self.costs.best_drafts(requests, shares)
 
     def record(self, verified: int, accepted: int) -> None:
-        """Records that a step verified so many drafts of one request, at least one, and that the first `accepted` were
-        right."""
+        """Records that a step verified `verified` drafts of one request, at least one, and accepted the first
+        `accepted` of them."""
         self._probes = 0
         for place in range(verified):
             self._verified[place] += 1

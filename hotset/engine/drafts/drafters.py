@@ -17,7 +17,7 @@ class Drafter(Protocol):
         for one request, its tokens only grow."""
 
     def receive(self, request_id: str, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Takes what a step drafted for the tokens after `tokens`, the prompt and the answer so far."""
+        """Receives the tokens that a step drafted to follow `tokens`, the prompt and the answer so far."""
 
     def forget(self, request_id: str) -> None:
         """Drops all state of a request. Unknown ids are ignored."""
@@ -43,8 +43,8 @@ class MtpDrafter:
 class LookupDrafter:
     """Prompt look-up: drafts the tokens that followed the newest tokens where they occurred before.
 
-    Of the last `MAX_MATCHES` occurrences of the newest `NGRAM` tokens, it takes the one where most tokens before them
-    are equal too, and among several the newest.
+    It compares the last `MAX_MATCHES` earlier occurrences of the newest `NGRAM` tokens, and continues the one with the
+    most equal tokens before it. Among several, the newest wins.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class LookupDrafter:
         return () if end is None else _continued(tokens, end, count)
 
     def receive(self, request_id: str, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Does nothing: steps draft nothing."""
+        """Does nothing, because steps draft nothing."""
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
 
 
 class _NgramIndex:
-    """Where each n-gram of one context ends: at the position of the token after it."""
+    """The ends of all n-grams of one context. The end of an n-gram is the position of the token after it."""
 
     def __init__(self) -> None:
         self._newest: dict[tuple[int, ...], int] = {}  # n-gram -> its newest end among those indexed

@@ -17,7 +17,7 @@ from hotset.tiers.residence import Residence
 LOGGER = logging.getLogger(__name__)
 MAX_CONTEXT = 4096  # tokens of each request
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REPEATS = 5  # steps in a row without drafts; steps with drafts, of which the median counts
+REPEATS = 5  # steps per measurement
 
 
 def measure_draft_costs(
@@ -29,15 +29,14 @@ def measure_draft_costs(
 ) -> StepCosts:
     """Measures decode steps of several numbers of requests with 0 to `config.max_drafts` drafts each.
 
-    Their pages are those of the warm-up, so no request may have been added yet. Several plans are in flight, unless
-    plans contain drafts that depend on the result of the one before. `progress(done, total)` counts numbers of
-    requests.
+    The steps overwrite the KV memory, so no request may have been added yet. Several plans are in flight, unless the
+    drafts of a plan depend on the result of the plan before. `progress(done, total)` counts numbers of requests.
     """
     seats = config.max_num_seqs
     settings = DraftSettings.of(config)
     numbers = sorted({number for number in REQUESTS if number < seats} | {min(seats, REQUESTS[-1])})
     room = 2 * config.max_drafts + 1
-    draft, measure = (DRAFTED, _in_a_row) if settings.kept_in_worker else (0, _alone)
+    draft, measure = (DRAFTED, _overlapped_seconds) if settings.kept_in_worker else (0, _sequential_seconds)
     context = max(1, min(MAX_CONTEXT, budget.max_model_len - room) // config.page_rows * config.page_rows)
     commands = [
         command for seat in range(numbers[-1]) for command in admit(seat, budget, context, context + room, PARAMS)
@@ -48,8 +47,8 @@ def measure_draft_costs(
     for done, number in enumerate(numbers):
         progress(done, len(numbers))
         drafts = range(1, 1 + min(config.max_drafts, settings.max_verified // number - 1))
-        plain.append(_in_a_row(executor, _step(number, context, [], limit=None), replicas))
-        without = _in_a_row(executor, _step(number, context, [], limit=context + room), replicas)
+        plain.append(_overlapped_seconds(executor, _step(number, context, [], limit=None), replicas))
+        without = _overlapped_seconds(executor, _step(number, context, [], limit=context + room), replicas)
         steps = [_step(number, context, [draft] * count, limit=context + room) for count in drafts]
         drafting.append([without, *(measure(executor, step, replicas) for step in steps)])
     progress(len(numbers), len(numbers))
@@ -65,8 +64,8 @@ def _log(costs: StepCosts, max_drafts: int) -> None:
 
 
 def _step(requests: int, start: int, drafts: Sequence[int], limit: int | None) -> Plan:
-    """Returns a step that verifies these drafts of each request, and drafts as many below position `limit`. None: the
-    MTP layer computes nothing."""
+    """Returns a step that verifies these drafts of each request, and drafts as many below position `limit`. If `limit`
+    is None, the MTP layer computes nothing."""
     seats = range(requests)
     return Plan(
         number=0,
@@ -82,16 +81,16 @@ def _step(requests: int, start: int, drafts: Sequence[int], limit: int | None) -
     )
 
 
-def _in_a_row(executor: Executor, plan: Plan, replicas: int) -> float:
-    """Returns the mean time of steps of which several are in flight."""
+def _overlapped_seconds(executor: Executor, plan: Plan, replicas: int) -> float:
+    """Returns the mean time of steps while several are in flight."""
     executor.submit([plan] * replicas).results()
     start = time.perf_counter()
     run_plans(executor, [plan] * REPEATS, replicas)
     return (time.perf_counter() - start) / REPEATS
 
 
-def _alone(executor: Executor, plan: Plan, replicas: int) -> float:
-    """Returns the median time of steps, each of which is submitted when the one before has ended."""
+def _sequential_seconds(executor: Executor, plan: Plan, replicas: int) -> float:
+    """Returns the median time of steps that are submitted one after the other has ended."""
     executor.submit([plan] * replicas).results()
     times: list[float] = []
     for _ in range(REPEATS):

@@ -1,7 +1,7 @@
 """Drafts tokens with the model's MTP layer, at the end of each step. docs/mtp.md describes the layer.
 
-Which drafts of the step were right is found on the device, so nothing here waits for it where graphs are replayed
-(`mtp_graphs.py`).
+The device finds which drafts of the step were right. Where graphs are replayed (`mtp_graphs.py`), the host therefore
+never waits for the device here.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,15 +36,14 @@ DrawDrafts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Iteration(NamedTuple):
-    """An iteration of the layer after the first one: one token for each of some chains."""
+    """An iteration of the layer after the first one. It drafts one more token for each of some chains."""
 
-    chains: Tensor | slice  # their indices
+    chains: Tensor | slice  # the indices of these chains
     view: View
 
 
 class DraftedTokens:
-    """The result of a step with drafts, on its way from the device to the host: how many drafts it accepted, and what
-    it drafted."""
+    """A copy to the host of the result of a step with drafts: how many drafts it accepted, and its new drafts."""
 
     def __init__(self, segments: Sequence[int], verified: Collection[int], columns: Tensor) -> None:
         """`columns` [segments, 1 + drafts]: how many drafts were right, and new ones, EMPTY-padded. Only the segments
@@ -57,7 +56,7 @@ class DraftedTokens:
         return {segment: accepted for segment, (accepted, *_) in self._rows() if segment in self._verified}
 
     def next_drafts(self) -> Mapping[int, Sequence[int]]:
-        """Returns the new drafts by segment. Waits as `accepted` does."""
+        """Returns the new drafts by segment. Waits for this step, but not for later ones."""
         drafts = {segment: [token for token in row if token != EMPTY] for segment, (_, *row) in self._rows()}
         return {segment: tokens for segment, tokens in drafts.items() if tokens}
 
@@ -69,17 +68,17 @@ class DraftedTokens:
 class MtpDrafts:
     """Keeps the rows of the MTP layer complete, and drafts tokens for the next step.
 
-    After each step, the layer computes all its tokens again, each together with the token that follows it. This writes
-    the layer's rows, and drafts one token. Every further token needs one more iteration, at the next position after the
-    newest token. The rows that these iterations write are provisional: the next step begins at the same position and
-    writes them again. They are in the tail and in the slots of the step that they follow, whatever it accepted.
+    After each step, the layer computes all tokens of the step again, each together with the token that follows it. This
+    writes the layer's rows, and drafts one token. Every further token needs one more iteration, at the next position
+    after the newest token. The rows that these iterations write are provisional: the next step begins at the same
+    position and writes them again. However many drafts the step has accepted, these rows are in its tail and its slots.
     """
 
     def __init__(
         self, model: MtpModel, memory: KvMemory, tokens: Tensor, max_drafts: int, draw: DrawDrafts | None = None
     ) -> None:
-        """`tokens` [seats, context + 1] int32 holds the token ids of every seat. Drafts are drawn by `draw`, and their
-        logits kept; if it is None, drafts are the most probable tokens."""
+        """`tokens` [seats, context + 1] int32 holds the token ids of every seat. If `draw` is None, drafts are the most
+        probable tokens. Otherwise `draw` draws them, and their logits are kept."""
         self._model, self._memory, self._tokens, self.max_drafts = model, memory, tokens, max_drafts
         self._draw = draw
         self.seat_drafts = SeatDrafts(tokens.shape[0], max_drafts, tokens.device)
@@ -93,7 +92,7 @@ class MtpDrafts:
     def draft(self, table: SegmentTable, sampled_ids: Tensor, output: MtpOutput | None) -> Tensor:
         """Finds which drafts of a step are right, and drafts tokens after the newest one of each segment. Returns
         [segments, 1 + drafts] int64: the number of right drafts, and the new ones, EMPTY-padded. `output` is what
-        `write_rows` returned for the tokens that were followed by `sampled_ids`; None: nothing is drafted."""
+        `write_rows` returned for the tokens that `sampled_ids` follow. If it is None, nothing is drafted."""
         accepted = table.accepted(sampled_ids)
         chains = table.commit(accepted)
         if output is None:
@@ -103,7 +102,7 @@ class MtpDrafts:
         return torch.cat((accepted[:, None], tokens), dim=1)
 
     def _draft(self, chains: Chains, output: MtpOutput) -> Tensor:
-        """Returns drafts [chains, num_drafts], EMPTY-padded. This waits for the device."""
+        """Returns drafts [chains, num_drafts], EMPTY-padded. Waits for the device."""
         columns = torch.stack((chains.seats, chains.positions, chains.stamps, chains.counts), dim=1).tolist()
 
         def iteration(number: int) -> Iteration | None:
@@ -118,15 +117,15 @@ class MtpDrafts:
         return self.iterate(rows_of(output, chains.newest), chains, iteration)
 
     def release_slots(self, chains: Chains) -> None:
-        """Lets the iterations after the first one evict the rows of the layer that the step has read."""
+        """Allows the iterations after the first one to evict the layer's rows that the step has read."""
         if self._memory.hot_buffers is not None:
             self._memory.hot_buffers.release_used(self._memory.pool.shape.groups - 1, chains.seats, chains.stamps)
 
     def iterate(self, first: MtpOutput, chains: Chains, iteration: Callable[[int], Iteration | None]) -> Tensor:
         """Computes the iterations after the first one, and returns drafts [chains, num_drafts] int64, EMPTY-padded.
 
-        `first` is the output of the first iteration for the newest token of each chain, which is overwritten.
-        `iteration(number)` is called for 1, 2 and so on, and returns None if no chain has so many drafts.
+        `first` is the output of the first iteration for the newest token of each chain. It is overwritten.
+        `iteration(number)` is called for 1, 2 and so on, and returns None if no chain has that many drafts.
         """
         counts, num_drafts, first_drafted = chains.counts, chains.num_drafts, chains.positions + 2
         tokens = torch.full((num_drafts, counts.shape[0]), EMPTY, dtype=torch.int64, device=counts.device)

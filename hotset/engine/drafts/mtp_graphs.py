@@ -1,8 +1,9 @@
 """Captures what the MTP layer computes after a step as CUDA graphs.
 
 There are two kinds. One writes the layer's rows of a step's tokens, and is captured for each graph of decode steps. The
-other makes drafts: it finds which of the step were right, contains all iterations after the first one, and is captured
-for each number of chains and of drafts. A chain that needs fewer drafts than others is padding in the later iterations.
+other makes drafts: it finds which drafts of the step were right, contains all iterations after the first one, and is
+captured for each number of chains and of drafts. A chain that needs fewer drafts than others is padding in the later
+iterations.
 """
 
 from bisect import bisect_left
@@ -46,8 +47,8 @@ class MtpGraphs:
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Captures all graphs when those of decode steps exist, and replays each once. Does nothing if a later pipeline
-        stage has the layer. `progress(done, total)` counts graphs."""
+        """Captures all graphs and replays each once. The graphs of decode steps must exist. Does nothing if a later
+        pipeline stage has the layer. `progress(done, total)` counts graphs."""
         if self._steps.hidden is None:
             return
         steps = self._steps.all_graphs

@@ -1,8 +1,8 @@
-"""What a step with drafts knows only on the device: where requests begin, which drafts they verify, and how many of
-these are right.
+"""The part of a step with drafts that only the device knows: where requests begin, which drafts they verify, and how
+many of these are right.
 
-A plan can be submitted before the results of earlier ones are known. Its host-side columns then have bounds, and
-`SeatDrafts` has the rest.
+A plan can be submitted before the results of earlier plans are known. The plan then has only the earliest positions at
+which its segments can begin. `SeatDrafts` has the true ones, on the device.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ COLUMNS = 6  # of a row of `SampledSegments.rows` before its drafts
 
 
 class SeatDrafts:
-    """Device tensors with a row for each seat: where its next step begins, and the drafts that follow its newest token.
-    The last row belongs to padding, whose seat is EMPTY."""
+    """Device tensors with a row for each seat: the position at which its next step begins, and the drafts that follow
+    its newest token. The last row belongs to padding, whose seat is EMPTY."""
 
     def __init__(self, seats: int, max_drafts: int, device: torch.device) -> None:
         self.next_starts = torch.zeros(seats + 1, dtype=torch.int64, device=device)
@@ -34,12 +34,12 @@ class SeatDrafts:
         return self.tokens.shape[1]
 
     def starts(self, seats: Tensor, stamps: Tensor, unverified: Tensor) -> Tensor:
-        """Returns where steps of these seats begin: at `stamps`, unless earlier steps verify drafts of theirs."""
+        """Returns where steps of these seats begin: at `stamps`, unless earlier plans have `unverified` drafts."""
         return torch.where(unverified > 0, self.next_starts[seats], stamps)
 
     def draft_ids(self, seats: Tensor, place: Tensor) -> Tensor:
-        """Returns the drafts of these seats in these places, int32. Place 1 is the first; without one, it has no
-        meaning."""
+        """Returns the drafts of these seats in these places, int32. Place 1 is the first draft. For place 0, which is
+        no draft, the result has no meaning."""
         return self.tokens[seats, (place - 1).clamp_min(0)].clamp_min(0).to(torch.int32)
 
     def kept_logits(self, like: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ class Chains:
     """The tokens to draft after a step: for each of its sampled segments, a chain of up to `num_drafts`. Tensors have
     an entry for each, int64, on the device."""
 
-    num_drafts: int  # the most of `counts`
+    num_drafts: int  # no entry of `counts` is larger
     seats: Tensor
     stamps: Tensor  # of the step
-    newest: Tensor  # the index, among the step's sampled tokens, of the one that follows the last token that is kept
-    positions: Tensor  # the position of the last token that is kept
+    newest: Tensor  # the index, among the step's sampled tokens, of the token after the last accepted draft
+    positions: Tensor  # the position of the last accepted draft, or of the token before all drafts
     counts: Tensor  # number of tokens to draft
 
 
@@ -86,20 +86,20 @@ class SampledSegments:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the plan verifies some."""
+        """Whether the plan verifies drafts."""
         return bool(self._plan.drafts)
 
     @cached_property
     def on_device(self) -> "SegmentTable":
-        """The table of these segments. It depends on what earlier steps wrote to `SeatDrafts`, and must therefore be
-        made before later ones."""
+        """The table of these segments. It reads what earlier steps wrote to `SeatDrafts`, so it must be made before
+        later steps are submitted."""
         numbers = [number for row in self.rows for number in row]
         table = list_to_device(numbers, torch.int64, self._seat_drafts.tokens.device)
         return SegmentTable(table.view(len(self.rows), -1), self._seat_drafts, self._plan.num_drafts)
 
     def write_drafts(self, tokens: Tensor) -> None:
-        """Stores drafts that only the device knows in the places of the tokens that they guess. Rejected ones are
-        overwritten by the tokens sampled in their places, or by later drafts, before they are read again. `tokens`
+        """Stores drafts that only the device knows at the positions of the tokens that they guess. Rejected drafts are
+        overwritten by the tokens sampled there, or by later drafts, before they are read again. `tokens` is
         [seats, context + 1] int32."""
         if self.has_drafts:
             table, (row, place, _) = self.on_device, self._places
@@ -143,7 +143,7 @@ class SampledSegments:
 
 
 class SegmentTable:
-    """The sampled segments of a step on the device. Tensors have an entry for each, int64. A graph can compute it."""
+    """The sampled segments of a step on the device. Tensors have an entry for each, int64. A graph can contain this."""
 
     def __init__(self, table: Tensor, seat_drafts: SeatDrafts, num_drafts: int) -> None:
         """`table` has the rows of `SampledSegments`, or padding of seat EMPTY. Up to `num_drafts` tokens of each can be
@@ -153,7 +153,7 @@ class SegmentTable:
             1
         )
         self.starts = seat_drafts.starts(self.seats, self.stamps, unverified)
-        # [segments, max_drafts]: the drafts to verify. EMPTY: the plan has none in this place, or none was drafted
+        # [segments, max_drafts]: the drafts to verify. EMPTY if the plan has none in this place, or none was drafted.
         drafts = table[:, COLUMNS:]
         self.verified = torch.where(drafts == DRAFTED, seat_drafts.tokens[self.seats], drafts)
 
@@ -177,8 +177,9 @@ class SegmentTable:
 
 
 def draft_columns_of_tokens(plan: Plan) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Returns, of every token of a plan: the first position at which its segment can begin; whether it can also begin
-    later; and its place among the drafts that only the worker knows. Place 1 is the first; 0: it is none of them."""
+    """Returns three columns with an entry for every token of a plan: the first position at which its segment can begin;
+    whether the segment can also begin later; and the token's place among the drafts that only the worker knows. Place 1
+    is the first draft, and 0 means that the token is none of them."""
     segments = range(len(plan.seats))
     stamps = [plan.starts[segment] for segment in segments for _ in range(plan.counts[segment])]
     later = [int(drafts > 0) for drafts, count in zip(plan.unverified, plan.counts, strict=False) for _ in range(count)]

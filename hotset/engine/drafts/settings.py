@@ -1,4 +1,4 @@
-"""How an engine drafts tokens: how many, by which means, and where. This is decided here, once, for all other parts."""
+"""Decides how an engine drafts tokens: how many, by which means, and where. All other parts follow this decision."""
 
 from dataclasses import dataclass, replace
 
@@ -18,12 +18,12 @@ class DraftSettings:
 
     max_drafts: int = 0  # of each request in a step; 0: nothing is drafted
     by_mtp: bool = False  # workers have the MTP layer, which drafts at the end of each step; else they are looked up
-    # The worker that drafts also computes the first layer. It keeps its drafts, so that the next plan need not wait for
-    # them, and several plans in flight can verify drafts of a request.
+    # True if the worker that drafts also computes the first layer. It then keeps its drafts: the next plan need not
+    # wait for them, and several plans in flight can verify drafts of a request.
     kept_in_worker: bool = False
     drawn: bool = False  # drafts are drawn, and verified by rejection sampling; else they are the most probable tokens
-    # Tokens, drafts included, that decoding requests can have in a plan if fewer than so many decode: all drafts of all
-    # seats, up to MAX_VERIFIED tokens.
+    # The most tokens, drafts included, that decoding requests have in a plan: at least one for each seat, and at most
+    # all drafts of all seats, up to MAX_VERIFIED tokens.
     max_verified: int = 0
 
     @classmethod
@@ -42,8 +42,8 @@ def with_default_drafts(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
     """Returns the configuration with the default number of drafts, if it has none: DEFAULT_DRAFTS on a GPU that
     captures decode steps, for a model with an MTP layer; fewer if hot buffers cannot serve as many; else 0.
 
-    `build_engine` takes the drafts back if they do not pay. Workers that hand KV over to each other must agree, because
-    the rows of the MTP layer travel with the others.
+    `build_engine` sets the number to 0 if drafts do not pay. Workers that hand KV over to each other must agree on
+    whether they draft, because the handoff includes the rows of the MTP layer.
     """
     if config.speculate is not None:
         return config

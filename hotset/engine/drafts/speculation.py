@@ -1,4 +1,4 @@
-"""How many drafts of each decoding request a plan verifies, and what becomes of them."""
+"""Decides how many drafts of each decoding request a plan verifies, and takes rejected drafts back."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,9 +17,8 @@ from hotset.tiers.residence import Residence
 class Speculation:
     """Implements `schedule.speculation.Speculation`: decides how many drafts of each decoding request a plan verifies.
 
-    Drafts use only what is left over: pages that are free, and tokens of a step that no other request needs. So no
-    request is preempted for drafts, and with more requests there are fewer drafts. Where the time of steps was
-    measured, `choice` drafts no more than pays.
+    Drafts use only free pages, and the tokens of a step that no request needs. No request is therefore preempted for
+    drafts, and more requests get fewer drafts. If the time of steps was measured, `choice` drafts no more than pays.
 
     If the worker keeps its drafts, a request can be in several plans in flight. Its `num_scheduled` then counts all
     drafts as accepted, until a commit takes the rejected ones back.
@@ -32,7 +31,7 @@ class Speculation:
         costs: StepCosts | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`costs` are the measured ones, if there are any. `drafter` replaces that of the settings."""
+        """`costs` are the measured costs, or None. `drafter` replaces the drafter that the settings name."""
         if settings.max_drafts > ledger.geometry.max_drafts:
             raise InternalError(
                 f"{settings.max_drafts} drafts are more than the {ledger.geometry.max_drafts} of the KV memory"
@@ -48,7 +47,7 @@ class Speculation:
         self.num_drafts = self.choice.choose(running) if self._room > 0 else 0
 
     def needs_newest(self, request: Request) -> bool:
-        # It must be known to draft tokens after it, or because its position is not known.
+        # The host drafts after the newest token, or does not know its position while drafts are in flight.
         if self._is_kept_in_worker(request):
             return False
         return self.num_drafts > 0 or request.drafts_in_flight > 0

@@ -1,4 +1,4 @@
-"""Drafting in a worker: the MTP layer runs at the end of each step, with CUDA graphs or without."""
+"""Drafts tokens in a worker: runs the MTP layer at the end of each step, with CUDA graphs or without."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from hotset.tiers.residence import Residence
 
 
 class WorkerDrafts:
-    """Does what a plan asks of the MTP layer. All work is queued on the current stream."""
+    """Runs the MTP layer for the steps of plans. All work is queued on the current stream."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WorkerDrafts:
         return self._mtp.seat_drafts
 
     def use_graphs(self, steps: DecodeGraphs, seats: int) -> None:
-        """Lets graphs draft after steps that the graphs `steps` compute. `capture_all` captures them."""
+        """Makes graphs draft after steps that the graphs `steps` compute. `capture_all` captures the new graphs."""
         self._graphs = MtpGraphs(self._mtp, steps, self._memory, seats)
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
@@ -70,8 +70,8 @@ class WorkerDrafts:
     ) -> DraftedTokens | None:
         """Writes the rows of the MTP layer, mirrors the pages that are full with them, and drafts tokens.
 
-        `graph` has computed the step. If it is None, `view` returns the view that did. `hidden` is what the model
-        returned, and `sampled_ids` what was sampled from it.
+        `graph` is the graph that has computed the step. If it is None, `view` returns the view that the step used.
+        `hidden` is what the model returned, and `sampled_ids` are the tokens that were sampled from it.
         """
         if graph is not None and self._graphs is not None:
             output = self._graphs.write_rows(graph)
@@ -97,7 +97,7 @@ class WorkerDrafts:
 
 
 def planned_drafts(plan: Plan) -> list[tuple[int, int, int]]:
-    """Returns seat, position and token of each draft that a plan contains, and that the worker need not have made."""
+    """Returns seat, position and token of each draft of a plan, except drafts that only the worker knows."""
     columns: list[tuple[int, int, int]] = []
     for segment, drafts in plan.drafts.items():
         if DRAFTED not in drafts:

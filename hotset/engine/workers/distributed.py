@@ -54,7 +54,7 @@ class Stage:
     """Implements `RunnerModel` for one stage of a pipeline.
 
     `previous_worker` and `next_worker` are the numbers of the workers with the adjacent stages. The first stage has no
-    previous worker (None), the last stage no next one.
+    previous worker (None), and the last stage has no next worker.
     """
 
     def __init__(self, decoder: Decoder, world: World, previous_worker: int | None, next_worker: int | None) -> None:
@@ -105,9 +105,9 @@ def make_world(
     collectives: CollectivesChoice = "auto",
     listener: socket.socket | None = None,
 ) -> World:
-    """Connects this worker to the others, and logs how. Blocks until all of them have called it.
+    """Connects this worker to the others, and logs how. Blocks until all workers have called this function.
 
-    If the rendezvous is an address, worker 0 passes the socket that listens there.
+    If the rendezvous is an address, worker 0 passes `listener`, the socket that listens there.
 
     | workers | collectives | between stages |
     |---|---|---|
@@ -215,7 +215,7 @@ def _network_settings(rank: WorkerRank) -> dict[str, str]:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # unused here, and its set-up fails or hangs on some machines
     }
     if rank.ranks_on_gpu > 1:
-        # NCCL refuses two ranks on one GPU of one host. To each rank, the others are on other hosts, behind sockets.
+        # NCCL refuses two ranks on one GPU of one host. These settings make each rank look like a host of its own.
         settings |= {"NCCL_HOSTID": f"rank{rank.number}", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
         settings |= {"NCCL_MAX_CTAS": "2"}  # kernels that wait for each other must all have a place on the GPU
     return settings
@@ -238,7 +238,7 @@ def _open_store(rank: WorkerRank, listener: socket.socket | None) -> Any:
 
 
 def _obstacle_to_symmetric_memory(group: dist.ProcessGroup, device: torch.device, node: str) -> str | None:
-    """Returns why the ranks of a group cannot use symmetric memory, or None if they can. All ranks get the same.
+    """Returns why the ranks of a group cannot use symmetric memory, or None if they can. All ranks get the same answer.
 
     `node` is the node of this rank.
     """
@@ -278,7 +278,7 @@ class DistributedCollectives:
         return reference.all_gather_columns(self._all_gather(x))
 
     def all_gather_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Gathers the bytes of all tensors in one message, because each message has its latency."""
+        """Gathers the bytes of all tensors in one message, because each message adds latency."""
         own, largest = self.tokens_per_rank[self.rank], max(self.tokens_per_rank)
         widths = [tensor.element_size() * tensor.shape[1:].numel() for tensor in tensors]  # bytes of a token
         packed = tensors[0].new_zeros(largest, sum(widths), dtype=torch.uint8)
@@ -292,7 +292,7 @@ class DistributedCollectives:
         ]
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sends each rank only its own tokens. The sum is in the order of the ranks, also on GPUs."""
+        """Sends each rank only its own tokens. Adds in the order of the ranks, also on GPUs."""
         own = self.tokens_per_rank[self.rank]
         parts = x.new_empty(self.size * own, *x.shape[1:])
         dist.all_to_all_single(parts, x.contiguous(), [own] * self.size, list(self.tokens_per_rank), group=self._group)

@@ -46,7 +46,7 @@ class ServingWorker(Generic[Description]):
     """A worker process that runs a service, with what the service has described, and the connection to it."""
 
     replica: int
-    first_layer: int  # these as in HostShard
+    first_layer: int  # as in HostShard, like the next two
     kv_heads: int
     shape: KvShape
     described: Description
@@ -72,7 +72,7 @@ class Executor(Protocol):
         """
 
     def hosts(self) -> Sequence[HostShard]:
-        """Returns the host stores that this process has mapped. It has not mapped those of other nodes."""
+        """Returns the host stores that this process has mapped: all except those of other nodes."""
 
     @property
     def pool(self) -> DevicePool | None:

@@ -36,8 +36,8 @@ class WorkerGroup:
         problem: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Starts all workers. `wake` is called from another thread when one has died or hangs. `advance` is called
-        again and again while `receive` waits. `oldest_step` returns the number of the oldest step in flight. `problem`
-        is called again and again; if it returns a reason, the workers are ended as if one had died."""
+        repeatedly while `receive` waits. `oldest_step` returns the number of the oldest step in flight. `problem` is
+        called repeatedly; if it returns a reason, the workers are ended as if one had died."""
         self.workers: list[WorkerHandle] = []
         self.serving = False  # workers have started and are not being closed, so they must show signs of life
         self._step_timeout, self._wake, self._advance = config.step_timeout, wake, advance
@@ -73,9 +73,9 @@ class WorkerGroup:
         """Waits for the next report of one of the workers `numbers`, and returns the worker with the report.
 
         Raises EngineStopped if any worker dies or hangs meanwhile, or if none of these workers reports or advances for
-        `timeout` seconds; the message names `task`. If the report is `WorkerFailed`, raises its error, or that of the
-        worker that has caused it. In all these cases all workers are aborted, because they may wait for the one that
-        has failed.
+        `timeout` seconds; the message names `task`. If the report is `WorkerFailed`, raises its error, or the error of
+        the worker that caused the failure. In all these cases all workers are aborted, because they may wait for the
+        failed worker.
         """
         by_pipe = {worker.pipe.fileno(): worker for worker in self.workers if worker.rank.number in numbers}
         by_sentinel = {worker.process.sentinel: worker for worker in self.workers}
@@ -108,7 +108,8 @@ class WorkerGroup:
     def close(self, seconds: float) -> None:
         """Stops all workers. Kills those that have not ended after `seconds`. Idempotent.
 
-        Those that are still busy shortly before are aborted: a worker that is killed cannot end its GPU work.
+        Workers that are still busy ABORT_SECONDS earlier are aborted first, because a killed worker cannot end its GPU
+        work in order.
         """
         self.serving = False
         self._closing.set()
@@ -150,7 +151,7 @@ class WorkerGroup:
 
     def _failed(self, worker: WorkerHandle) -> StartupError | EngineStopped:
         """Aborts all workers after `worker` was found to have failed or ended, and returns the error to raise."""
-        error = self._error(worker)  # first: an aborted worker would hide one that is just dying
+        error = self._error(worker)  # before the abort, which would hide which worker died by itself
         self.abort()
         return error
 

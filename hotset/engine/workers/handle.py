@@ -1,4 +1,4 @@
-"""What the controller knows about one worker process, and how it commands and ends it."""
+"""The controller's handle of one worker process: its state, and the methods to command it and to end it."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ POST_SECONDS = 0.5  # time for another thread to finish the command that it is s
 
 
 class WorkerProcess(Protocol):
-    """A worker process, as far as the controller uses it. A child process of `multiprocessing` is one."""
+    """The interface of a worker process to the controller. A child process of `multiprocessing` implements it."""
 
     @property
     def pid(self) -> int | None: ...
@@ -31,7 +31,7 @@ class WorkerProcess(Protocol):
 
     @property
     def exitcode(self) -> int | None:
-        """None if the process runs, or if it is unknown how it has ended."""
+        """None if the process runs, or if its exit code is unknown."""
 
     def join(self, timeout: float | None = None) -> None: ...
 
@@ -79,8 +79,8 @@ class WorkerHandle:
             self.pipe.send(command)
 
     def post(self, command: msg.AbortSteps | msg.StopWorker) -> None:
-        """Sends a command to a worker that may be dead, stopped or hung. Any thread may call this, and it never blocks
-        for long: if the pipe is full or in use, the command is not sent, and the worker must be killed."""
+        """Sends a command to a worker that may be dead, stopped or hung. Any thread may call this. It never blocks for
+        long: if the pipe is full or in use, the command is not sent, and the worker must be killed."""
         if not self._sending.acquire(timeout=POST_SECONDS):
             return
         try:
@@ -94,14 +94,14 @@ class WorkerHandle:
 
     @property
     def running(self) -> bool:
-        """True unless the process has ended. Any thread may ask: the exit code stays to be read by `process.join`."""
+        """True unless the process has ended. Any thread may ask: this does not reap the process."""
         return not wait([self.process.sentinel], 0.0)
 
     def resume(self) -> None:
         """Continues the process if it is stopped, so that it can end its GPU work and exit by itself. Does nothing for
         a worker on another node: `kill` ends it, also if it is stopped."""
         if self.rank.node == msg.THIS_MACHINE and self.process.pid is not None and self.running:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
                 os.kill(self.process.pid, signal.SIGCONT)
 
     def abort(self) -> None:

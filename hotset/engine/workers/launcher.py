@@ -1,4 +1,4 @@
-"""Starts the worker processes of an engine, here as child processes on this machine."""
+"""The interface that starts the worker processes of an engine, and its implementation with child processes."""
 
 import multiprocessing
 import os
@@ -42,7 +42,7 @@ class Launcher(Protocol):
         """The addresses on which this process listens for its workers."""
 
     def problem(self) -> str | None:
-        """Returns why the engine must end although its workers live, or None. Called again and again."""
+        """Returns why the engine must end although its workers live, or None. Called repeatedly."""
 
     def close(self) -> None:
         """Releases everything after all workers have ended. Idempotent."""
@@ -94,7 +94,7 @@ class LocalLauncher:
             return ours, request(theirs)
 
     def problem(self) -> None:
-        """Returns None: child processes depend on nothing else."""
+        """Returns None, because child processes depend on nothing else."""
 
     def close(self) -> None:
         self._rendezvous.close()

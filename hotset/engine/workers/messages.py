@@ -55,8 +55,8 @@ class WorkerRank:
 
 @dataclass(frozen=True, slots=True)
 class InitWorker:
-    """Commands a worker to open the model's files and to plan its part. This is always the first command. The worker
-    reports its `WorkerPlan`. It has read no weights yet."""
+    """Commands a worker to open the model's files and to plan its part, without reading weights. This is always the
+    first command. The worker reports its `WorkerPlan`."""
 
     config: EngineConfig
     rank: WorkerRank
@@ -64,7 +64,8 @@ class InitWorker:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Commands a worker to load what it has planned, unless it is loaded. The worker reports its `WorkerMemory`."""
+    """Commands a worker to load the weights that it has planned, unless they are loaded. The worker reports its
+    `WorkerMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,8 @@ class CacheReady:
 
 @dataclass(frozen=True, slots=True)
 class DropMtp:
-    """Commands a worker to release its KV memory and its MTP layer. It then plans again, for this `config` without
-    drafts, and waits for `LoadWeights`, after which it reads nothing."""
+    """Commands a worker to release its KV memory and its MTP layer. The worker then plans again for this `config`,
+    which has no drafts, and waits for `LoadWeights`. It reads no weights again."""
 
     config: EngineConfig
 
@@ -125,13 +126,13 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
-    """Reports that the worker is warm."""
+    """Reports that the worker has finished `WarmUp`."""
 
     has_graphs: bool  # whether it can replay decode steps as graphs
 
 
 class ConnectionAddress(Protocol):
-    """Where the controller waits for a further connection of a worker on another node."""
+    """The address at which the controller waits for a further connection of a worker on another node."""
 
     def open(self) -> Messages:
         """Connects to the controller."""
@@ -142,11 +143,11 @@ class RunningService(Generic[Description]):
     """A service that a worker has started."""
 
     description: Description  # for the controller
-    memory: object  # what the worker must not release before its KV memory
+    memory: object  # the worker must keep this until it has released its KV memory
 
 
 class WorkerService(Protocol[Description]):
-    """What a worker process does for the controller beside its steps, in threads of its own. It can be pickled."""
+    """A service that a worker process runs for the controller beside its steps, in separate threads. Can be pickled."""
 
     def start(
         self, rank: WorkerRank, pool: DevicePool, host: HostStore | None, connection: Messages
@@ -160,7 +161,7 @@ class WorkerService(Protocol[Description]):
 
 @dataclass(frozen=True, slots=True)
 class StartService:
-    """Commands a worker to start a service, with its end of the service's connection."""
+    """Commands a worker to start a service, and passes it the worker's end of the service's connection."""
 
     service: WorkerService[Any]
     connection: Connection | ConnectionAddress
@@ -179,7 +180,7 @@ class ExecuteStep:
 
     number: int
     plan: Plan | None  # None if the worker's replica computes nothing in this step
-    graph: StepGraph | None  # the graph that all workers replay, also those without a plan; None: computed without one
+    graph: StepGraph | None  # the graph that all workers replay, even without a plan; None: the step uses no graph
     sampled: Sequence[SampledToken]  # for the first stage of a pipeline: tokens that the last stage sampled; else ()
     tokens_per_rank: Sequence[int]  # number of tokens, with padding, that each data parallel rank computes in this step
 
@@ -209,7 +210,7 @@ class AuditReport:
 class AbortSteps:
     """Commands a worker to end all waits for other workers and to exit: another worker has died or hangs.
 
-    The thread that reads commands obeys it at once, also while the main thread waits in a step."""
+    The thread that reads commands executes it at once, even while the main thread waits in a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,8 @@ class MultiprocessExecutor:
         """Starts all workers with `launcher`, and owns it. `load` then waits until they have loaded their weights.
 
         `kv_heads` is the number of KV heads of the whole model if rows consist of heads, else 1. `wake` is called from
-        another thread when a worker process has ended or hangs; `check` raises from then on. `advance` is called again
-        and again while this object waits for workers, because it notices itself if they do not advance.
+        another thread when a worker process has ended or hangs; `check` raises from then on. `advance` is called
+        repeatedly while this object waits for workers, because this object itself notices if they do not advance.
         """
         self._config, self._kv_heads, self._launcher = config, kv_heads, launcher
         self._stores: list[HostShard] = []  # the host stores on this machine
@@ -88,7 +88,7 @@ class MultiprocessExecutor:
         self._in_flight: deque[_SubmittedStep] = deque()
         self._steps_submitted = 0
         self.steps_finished = 0  # steps that every worker has reported
-        self._steps_before = 0  # those of them with another model: the first step after them compiles kernels again
+        self._steps_before = 0  # steps finished before `drop_mtp`: the first step after them compiles kernels again
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._has_graphs = False  # all workers have captured the graphs of decode steps
         try:
@@ -111,7 +111,7 @@ class MultiprocessExecutor:
         plans = self._wait_for_all(WorkerPlan, "start-up")
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.plan = plan
-        self._stores, self._shared, self._store_names = [], [], []  # workers have released those that they had before
+        self._stores, self._shared, self._store_names = [], [], []  # workers have released their earlier stores
         return plans
 
     @property
@@ -166,7 +166,7 @@ class MultiprocessExecutor:
 
         self._drain()
         self._send_to_all(msg.WarmUp())
-        # The same for all workers, which compute in the same dtype.
+        # All workers report the same, because they compute in the same dtype.
         self._has_graphs = all(warm.has_graphs for warm in self._wait_for_all(msg.WarmedUp, "warm-up", show))
 
     def check(self) -> None:
@@ -223,7 +223,7 @@ class MultiprocessExecutor:
             rank = worker.rank
 
             def request(end: Connection | msg.ConnectionAddress, worker: WorkerHandle = worker) -> msg.ServiceStarted:
-                # It imports what serves, and may allocate and register memory.
+                # The worker imports the modules of the service, and may allocate and register memory.
                 return self._request(worker, msg.StartService(service, end), msg.ServiceStarted, self._stall_limit(0))
 
             connection, started = self._launcher.connect(rank, request)
@@ -299,8 +299,8 @@ class MultiprocessExecutor:
         return shared.name(msg.THIS_MACHINE)
 
     def _writer(self, worker: WorkerHandle) -> tuple[int, int]:
-        """Returns the worker's index among the writers of its host store, and the number of these writers. They are the
-        ranks of its stage on its node, since each node has its own copy of the rows that all ranks have."""
+        """Returns the worker's index among the writers of its host store, and the number of these writers. The writers
+        are the ranks of its stage on its node, because each node has its own copy of the rows that all ranks have."""
         if store_writer(worker.rank.split, worker.shape)[1] == 1:
             return 0, 1
         rank = worker.rank
@@ -344,7 +344,7 @@ class MultiprocessExecutor:
         self, report_type: type[T], task: str, progress: Callable[[WorkerHandle, msg.TaskProgress], None] | None = None
     ) -> list[T]:
         """Waits until every worker has sent a report of this type, and returns the reports in the order of workers.
-        `progress` is called with what they report meanwhile."""
+        `progress` is called with every `TaskProgress` that arrives meanwhile."""
         reports: dict[int, T] = {}
         waiting = set(range(len(self.workers)))
         while waiting:
@@ -379,7 +379,7 @@ class MultiprocessExecutor:
 
 
 class _Sum:
-    """Adds up what all workers have done of a task."""
+    """Adds up the progress of all workers with a task."""
 
     def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
         self._total, self._progress = total, progress

@@ -1,5 +1,5 @@
-"""Memory that several processes of one node share. It has no name in the file system, so it is freed when no process
-uses it."""
+"""Memory that several processes of one node share. It has no name in the file system, so the system frees it when no
+process uses it."""
 
 import os
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from hotset.memory.mapping import map_descriptor, shared_descriptor
 class SharedName:
     """Names memory that another process of the same node can map while its creator keeps the descriptor open."""
 
-    node: str  # the node on which the memory is
-    path: str  # of the creator's descriptor
+    node: str  # the node that has the memory
+    path: str  # path of the creator's descriptor in /proc
     nbytes: int
 
 
@@ -27,7 +27,7 @@ class SharedMemory:
     def __init__(self, nbytes: int, descriptor: int | None = None, nodes: Sequence[int] = ()) -> None:
         """Creates new memory or, given a `descriptor`, maps the memory of another process and owns the descriptor.
 
-        New memory is in huge pages if the system has them, and on the NUMA nodes `nodes`, if there are any.
+        New memory uses huge pages if the system has them. It is placed on the NUMA nodes `nodes`, if there are any.
         """
         self.nbytes = nbytes
         self._descriptor = -1 if descriptor is None else descriptor

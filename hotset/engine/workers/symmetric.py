@@ -42,9 +42,9 @@ class AbortFlag:
 
 
 class SymmetricCollectives:
-    """Implements `Collectives` with our own kernels, which CUDA graphs can capture. Sums are in the order of the ranks.
+    """Implements `Collectives` with our own kernels, which CUDA graphs can capture. Adds in the order of the ranks.
 
-    Messages of more than `max_bytes` go to `large`, if there is one. Kernels wait for other ranks without a timeout;
+    Messages of more than `max_bytes` go to `large`, if that is given. Kernels wait for other ranks without a timeout;
     `abort` ends their waits.
     """
 
@@ -79,7 +79,7 @@ class SymmetricCollectives:
         return cuda_impl.all_gather_tokens(self._staging, [x.contiguous() for x in tensors], self.tokens_per_rank)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if (large := self._for_large(x.nbytes // self.size)) is not None:  # like a rank's part of `all_gather_tokens`
+        if (large := self._for_large(x.nbytes // self.size)) is not None:  # the message to one rank, on average
             return large.reduce_scatter(x)
         return cuda_impl.reduce_scatter(self._staging, x.contiguous(), self.tokens_per_rank)
 
@@ -96,7 +96,7 @@ class SymmetricCollectives:
         self._abort.check()
 
     def _for_large(self, nbytes: int) -> Collectives | None:
-        """Returns the collectives for a message of this size if they are not these. All ranks pass the same size."""
+        """Returns the other collectives if a message of this size must use them. All ranks pass the same size."""
         if self._large is None or nbytes <= self._max_bytes:
             return None
         self._large.tokens_per_rank = self.tokens_per_rank

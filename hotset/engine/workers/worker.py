@@ -40,7 +40,7 @@ from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import TrafficCopy
 
 LOGGER = logging.getLogger("hotset.engine")
-ABORTED, FAILED = 0, 1  # exit codes after `AbortSteps`, when this worker is not the cause, and after a reported failure
+ABORTED, FAILED = 0, 1  # exit codes: after `AbortSteps` because of another worker, and after a reported failure
 EXIT_SECONDS = 2.0  # time for the main thread to end its step after `AbortSteps`, or after the controller has died
 
 JoinWorld = Callable[[msg.WorkerRank, torch.device, CollectivesChoice], World]
@@ -126,9 +126,9 @@ def _failure(error: Exception) -> msg.WorkerFailed:
 
 
 class Inbox:
-    """The commands that the controller has sent. A thread reads them, also while a step blocks the main thread.
+    """The commands that the controller has sent. A thread reads them, even while a step blocks the main thread.
 
-    It reads on after `StopWorker`, because a step before that command may never end.
+    The thread also reads after `StopWorker`, because `AbortSteps` may follow if an earlier step never ends.
     """
 
     def __init__(self, pipe: Messages, on_abort: Callable[[], None]) -> None:
@@ -139,8 +139,8 @@ class Inbox:
         threading.Thread(target=self._read, name="hotset-commands", daemon=True).start()
 
     def get(self) -> msg.WorkerCommand:
-        """Waits for the next command, and returns it. Raises EngineStopped after `AbortSteps`, also if other commands
-        have come before."""
+        """Waits for the next command, and returns it. Raises EngineStopped after `AbortSteps`, even if earlier commands
+        are still in the inbox."""
         received = self._commands.get()
         if self.aborted:
             raise EngineStopped("the controller has aborted all steps")
@@ -153,7 +153,7 @@ class Inbox:
             flag.set()
 
     def _abort(self) -> None:
-        self.aborted = True  # before the flag is read: `set_on_abort` does it the other way round
+        self.aborted = True  # set before `_flag` is read; `set_on_abort` sets `_flag` before it reads `aborted`
         if self._flag is not None:
             self._flag.set()
         self._commands.put(msg.StopWorker())  # wakes the main thread
@@ -214,11 +214,11 @@ def _execute_commands(
     progress: Progress,
     cleanup: contextlib.ExitStack,
 ) -> msg.DropMtp | None:
-    """Allocates the KV memory, and executes commands until `StopWorker` or `DropMtp`. Returns the latter."""
+    """Allocates the KV memory, and executes commands. Returns None after `StopWorker`, or the `DropMtp` command."""
     cache = inbox.get()
     if isinstance(cache, msg.CreateStore):
         shared = SharedMemory(cache.nbytes, nodes=store_nodes(cache.gpus))
-        cleanup.callback(shared.close)  # not before, because other workers may not have mapped it yet
+        cleanup.callback(shared.close)  # not earlier, because other workers must map the memory first
         send(shared.name(init.rank.node))
         cache = inbox.get()
     if isinstance(cache, msg.StopWorker):
@@ -265,7 +265,7 @@ class _Submission:
     number: int
     submitted: SubmittedStep | None  # None if the worker's replica had no plan
     executed: torch.cuda.Event | None  # occurs when the step has been computed; None on a CPU
-    mirrored: torch.cuda.Event | None  # occurs when all its copies to the host are done; None: they are done
+    mirrored: torch.cuda.Event | None  # occurs when all its copies to the host are done; None if they are already
     traffic: TrafficCopy
 
 
@@ -321,7 +321,7 @@ class Worker:
                 self._runner.warm_up(lambda done, total: self._send(msg.TaskProgress(done, total)))
                 self._abort.check()
                 gc.collect()
-                gc.freeze()  # what exists now stays: no collection should look through it again
+                gc.freeze()  # these objects stay, so collections need not scan them
                 self._send(msg.WarmedUp(self._runner.has_graphs))
             case msg.StartService():
                 self._start_service(command)
@@ -337,7 +337,7 @@ class Worker:
 
     def _start_service(self, command: msg.StartService) -> None:
         connection = command.connection if isinstance(command.connection, Connection) else command.connection.open()
-        # The controller has mapped the host stores of its own node. On another node, the first worker describes it.
+        # The controller has mapped the host stores of its own node. On another node, the first writer describes one.
         described_elsewhere = self._rank.node == msg.THIS_MACHINE or self._writer > 0
         host = None if described_elsewhere else self._memory.host
         running = command.service.start(self._rank, self._memory.pool, host, connection)

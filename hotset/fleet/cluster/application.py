@@ -1,4 +1,4 @@
-"""What the command line does with an application: connects to Ray, checks the cluster, and talks to the controller."""
+"""The command line's side of an application: connects to Ray, checks the cluster, and calls the controller."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from hotset.fleet.ray.nodes import CONNECT_SECONDS, unreachable
 
 ANSWER_SECONDS = 60.0  # for a node or the controller
 POLL_SECONDS = 0.5
-LOCAL_OBJECT_STORE_BYTES = 100 << 20  # nothing of ours is in it; 75 MB is Ray's minimum
+LOCAL_OBJECT_STORE_BYTES = 100 << 20  # Hotset stores nothing there; Ray's minimum is 75 MB
 
 Status = dict[str, Any]
 
@@ -36,8 +36,8 @@ Status = dict[str, Any]
 def connected(address: str | None, name: str) -> Iterator[str]:
     """Connects to a running Ray cluster during the block, and yields the address of its head.
 
-    `address` is that of its head; the default is RAY_ADDRESS, or the cluster that runs on this machine. Raises
-    ConfigError if there is none.
+    `address` is the address of the head. Its default is RAY_ADDRESS, or else the cluster that runs on this machine.
+    Raises ConfigError if there is no cluster.
     """
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     if address.startswith("ray://"):
@@ -70,8 +70,8 @@ def connected(address: str | None, name: str) -> Iterator[str]:
 def local_cluster(name: str) -> Iterator[str]:
     """Starts a Ray cluster of one node on this machine, which ends with the block, and yields its address.
 
-    It listens on loopback only, for which `hotset.fleet.cluster.command` sets a variable before Ray is imported. Its
-    folder, with its logs, stays until the next such cluster starts.
+    The cluster listens on loopback only: `hotset.fleet.cluster.command` sets a variable for this before Ray is
+    imported. The folder with its logs stays until the next local cluster starts.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
@@ -104,7 +104,8 @@ def cluster_nodes() -> list[Node]:
 
 
 def check_local(spec: ClusterSpec) -> None:
-    """Raises ConfigError if the spec names an address or an interface beyond loopback, to which --local confines."""
+    """Raises ConfigError if the spec names an address or an interface that is not loopback, because --local allows
+    only loopback."""
     host = spec.routers.host
     settings = [spec.engine_settings(role) for role in ENGINE_ROLES]
     interface = settings[0].get("transfer_interface")  # the same for all engines
@@ -137,7 +138,7 @@ def check_cluster(spec: ClusterSpec) -> None:
 
 
 def check_versions(nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if a node has another version of Python or Hotset than this process."""
+    """Raises ConfigError if the version of Python or Hotset on a node differs from this process."""
     ray.cloudpickle.register_pickle_by_value(probe)
     try:
         results = {node.label: _on_node(probe.probe_node, node) for node in nodes}
@@ -193,7 +194,7 @@ def start_application(spec: ClusterSpec, api_key: str | None) -> None:
             f"the application {spec.name!r} is up already; `hotset cluster down --name {spec.name}` ends it, or give "
             "the spec another name"
         )
-    for actor in ray.util.list_named_actors():  # supervisors of an application whose controller is gone
+    for actor in ray.util.list_named_actors():  # supervisors that an application without a controller has left
         ray.kill(ray.get_actor(actor), no_restart=True)
     internal_kv._internal_kv_del(state_key(spec.name))
     environment = environment_defaults()
@@ -212,7 +213,8 @@ def _find_controller() -> Any:
 
 
 def call_controller(method: str, /, *arguments: Any, **keywords: Any) -> Any:
-    """Calls a method of the controller. Raises ConfigError if there is none, or if it does not answer."""
+    """Calls a method of the controller. Raises ConfigError if no application runs, and StartupError if the controller
+    does not answer."""
     controller = _find_controller()
     if controller is None:
         namespace = ray.get_runtime_context().namespace.removeprefix("hotset-")
@@ -256,7 +258,7 @@ def check_scale(spec: ClusterSpec, counts: Mapping[Role, int]) -> None:
 
 
 def find_node(text: str) -> Node:
-    """Returns the node with this address, or with an id that begins so. Raises ConfigError unless there is one."""
+    """Returns the node whose address is `text`, or whose id begins with it. Raises ConfigError unless there is one."""
     nodes = cluster_nodes()
     found = [node for node in nodes if node.address == text or (len(text) >= 4 and node.id.startswith(text))]
     if len(found) == 1:

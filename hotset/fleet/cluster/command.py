@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 # Ray reads this when it is imported. Without it, Ray replaces 127.0.0.1 by the address of an interface, listens there,
-# and does not find a cluster that listens on loopback. Commands that connect to other clusters do not depend on it.
+# and does not find a cluster that listens on loopback. It does not affect connections to other clusters.
 RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 app = typer.Typer(cls=CliGroup, no_args_is_help=True, rich_markup_mode="rich")
@@ -58,7 +58,7 @@ def cluster() -> None:
 def up(
     spec: Annotated[Path, typer.Argument(help="File that describes the application, in YAML.", metavar="SPEC.yaml")],
     local: Annotated[
-        bool, typer.Option("--local", help="Start a Ray cluster of this machine alone, which ends with this command.")
+        bool, typer.Option("--local", help="Start a Ray cluster on this machine only, which ends with this command.")
     ] = False,
     address: Address = None,
     api_key_file: ApiKeyFile = None,
@@ -133,7 +133,7 @@ def scale(
         wanted = _parse_counts(counts)
         check_scale(call("spec"), {**call("status")["counts"], **wanted})
         call("scale", wanted)
-    print_note("the controller brings this about; `hotset cluster status` shows how far it is")
+    print_note("the controller now starts or ends processes; `hotset cluster status` shows its progress")
 
 
 @app.command(
@@ -249,7 +249,7 @@ def _wait_until_complete(seconds: float, signals: _Signals | None) -> None:
 
 
 def _end(signals: _Signals) -> None:
-    """Ends the application of a local cluster. After a second signal, requests do not finish."""
+    """Ends the application of a local cluster. After a second signal, it does not wait for requests."""
     from hotset.fleet.cluster.application import call_controller, end_application
 
     print_note("stopping in order: routers, decode engines, prefill engines; press Ctrl-C again to stop at once")

@@ -1,7 +1,7 @@
-"""The controller: the Ray actor that holds the wanted state of an application and brings it about.
+"""The controller: the Ray actor that starts and ends processes until an application has its wanted state.
 
-It is a loop: ask the supervisors for reports, decide (`reconcile.py`, `scaling.py`), act. Its state is in the storage
-of the Ray head, so that a controller that Ray has restarted continues where the previous one stopped.
+It runs a loop: ask the supervisors for reports, decide (`reconcile.py`, `scaling.py`), act. Its state is in the storage
+of the Ray head, so that a restarted controller continues where the previous one stopped.
 """
 
 import logging
@@ -39,7 +39,7 @@ logger = logging.getLogger("hotset.fleet.cluster")
 CONTROLLER = "controller"  # the name of the actor
 LOOP_SECONDS = 0.5
 MAX_CALLS = 16  # commands that are answered at the same time
-SUSPECT_SECONDS = 60.0  # time to avoid a node whose supervisors do not answer; then Ray knows whether it is lost
+SUSPECT_SECONDS = 60.0  # a node whose supervisors do not answer is avoided this long; then Ray knows if it is lost
 
 
 def namespace_of(application: str) -> str:
@@ -53,7 +53,7 @@ def state_key(application: str) -> bytes:
 
 @dataclass
 class _State:
-    """What a restarted controller needs."""
+    """The stored state, which a restarted controller reads."""
 
     wanted: Wanted
     members: dict[str, Member] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class _Link:
     asked_at: float
     pending: Any = None
     newest: Report | None = None
-    workers: Mapping[str, list[str]] | None = None  # those that were sent to a router
+    workers: Mapping[str, list[str]] | None = None  # the workers that were last sent to it, if it is a router's
 
 
 class Controller:
-    """The actor. Its methods are called by the command line, in threads beside that of the loop."""
+    """The actor. The command line calls its methods, which run in other threads than the loop."""
 
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str], versions: Mapping[str, str | None]) -> None:
         self._spec = spec
@@ -117,7 +117,7 @@ class Controller:
         return self._spec
 
     def knows(self, name: str) -> bool:
-        """Returns whether a process belongs to the application, so that it should go on."""
+        """Returns whether a process still belongs to the application. Otherwise it should end."""
         with self._lock:
             member = self._state.members.get(name)
             return member is not None and member.phase not in ("failed", "gone")
@@ -130,7 +130,7 @@ class Controller:
             self._store()
 
     def drain(self, node: str, *, now: bool) -> None:
-        """Empties a node, and starts nothing there any more. If `now`, its processes do not wait for replacements."""
+        """Removes all processes from a node, and starts none there. If `now`, does not wait for replacements."""
         with self._lock:
             wanted = self._state.wanted
             hurried = wanted.hurried | {node} if now else wanted.hurried
@@ -179,10 +179,11 @@ class Controller:
             time.sleep(max(0.0, LOOP_SECONDS - (time.monotonic() - began)))
 
     def _collect_reports(self) -> dict[str, Report]:
-        """Asks every supervisor that owes no report, and returns the reports that have arrived, also those of losses.
+        """Requests a report from every supervisor without an open request. Returns the reports that have arrived, and
+        reports of supervisors that were lost.
 
-        A supervisor that has answered before, perhaps an earlier controller, and does not answer for `silent_seconds`
-        counts as lost. One that has never answered may still wait for its resources.
+        A supervisor is lost if it has answered before (perhaps to an earlier controller) and now does not answer for
+        `silent_seconds`. A supervisor that has never answered may still wait for its resources.
         """
         found: dict[str, Report] = {}
         links = dict(self._links)
@@ -261,13 +262,13 @@ class Controller:
             case Stop(name):
                 members[name] = replace(members[name], phase="stopping", since=now)
                 link = self._links[name]
-                if link.newest is None:  # it still waits for its resources
+                if link.newest is None:  # the supervisor still waits for its resources
                     members[name] = replace(members[name], phase="gone")
                 else:
                     link.actor.stop.remote(now=self._state.wanted.shutdown == "now")
             case Forget(name):
                 forgotten = self._links.pop(name, None)
-                if forgotten is not None:  # else it has no supervisor
+                if forgotten is not None:  # otherwise the supervisor is lost
                     ray.kill(forgotten.actor, no_restart=True)
                 del members[name]
 
@@ -316,7 +317,7 @@ class Controller:
             lost = Report(ended="its supervisor was lost")
             self._state.members[member.name] = observe(member, lost, time.time())
             return
-        actor.start.remote()  # the earlier controller may have ended before it could do so
+        actor.start.remote()  # the earlier controller may have ended before it called this
         self._links[member.name] = _Link(actor, time.monotonic())
 
     def _workers(self) -> dict[str, list[str]]:
@@ -357,7 +358,7 @@ class _RayMetrics:
         self._shown_phases: set[tuple[str, str]] = set()
 
     def set(self, members: list[Member], loads: Mapping[str, Load]) -> None:
-        """Sets the metrics. Those of engines and phases that no longer exist become 0."""
+        """Sets the metrics. Metrics of engines and phases that no longer exist become 0."""
         for member in members:
             if member.phase == "failed" and member.name not in self._known_failures:
                 self._known_failures.add(member.name)
@@ -373,7 +374,7 @@ class _RayMetrics:
 
 
 def _outside(nodes: Collection[str]) -> dict[str, str]:
-    """Returns the labels of all nodes but these."""
+    """Returns a label selector for all nodes except these."""
     return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else {}
 
 

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "hotset-ray-"  # short, because a path of a Unix socket has at most 107 characters, and Ray has some in there
+PREFIX = "hotset-ray-"  # short, because Ray creates Unix sockets there, whose paths have at most 107 characters
 
 
 def make_folder() -> Path:
@@ -17,16 +17,16 @@ def make_folder() -> Path:
     """
     parent = Path(tempfile.gettempdir())
     for unused in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is in use, or belongs to another user
+        with suppress(OSError):  # the folder is in use, or belongs to another user
             os.close(_lock(unused))
             shutil.rmtree(unused, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-    _lock(new)  # stays open as long as this process; only then does the folder get the name that others look for
+    _lock(new)  # held until this process ends; the folder gets a name that others look for only after it is locked
     return new.rename(parent / new.name.removeprefix("."))
 
 
 def _lock(folder: Path) -> int:
-    """Returns the descriptor of a folder that is now locked. Raises OSError if another process has locked it."""
+    """Locks a folder, and returns its open descriptor. Raises OSError if another process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Whether the processes of an application fit on the nodes of a cluster."""
+"""Checks whether the processes of an application fit on the nodes of a cluster."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""What `hotset cluster` asks every node before it starts anything.
+"""The check that `hotset cluster` runs on every node before it starts anything.
 
-Ray sends this function by value, so that it also runs on a node without Hotset. It must not import anything of Hotset.
+Ray sends this function by value, so that it also runs on a node without Hotset. The module must not import Hotset.
 """
 
 import platform
@@ -11,9 +11,9 @@ PROBE_SECONDS = 30.0
 
 
 def probe_node() -> dict[str, str | None]:
-    """Returns the versions of Python and Hotset of processes on this node. That of Hotset is None if there is none.
+    """Returns the versions of Python and Hotset on this node. The version of Hotset is None if it is not installed.
 
-    A process answers, because Ray's workers also find the packages of the program that uses Ray.
+    A new process finds the version of Hotset, because a Ray worker also imports packages of the program that uses Ray.
     """
     command = [sys.executable, "-m", "hotset", "--version"]
     try:

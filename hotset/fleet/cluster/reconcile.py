@@ -1,4 +1,4 @@
-"""What the controller does next: a pure function of the wanted state and of the observed processes.
+"""Decides the next actions of the controller: a pure function of the wanted state and of the observed processes.
 
 A process passes through these phases, and is forgotten at the end:
 
@@ -6,8 +6,8 @@ A process passes through these phases, and is forgotten at the end:
         |         |
         +---------+--> failed
 
-Routers send no further requests to a process that is leaving. It is stopped when all routers have confirmed that. A
-failed process stays in the list until its replacement may start.
+Routers send no further requests to a process that is leaving. The process is stopped when all routers have confirmed
+this. A failed process stays in the list until its replacement may start.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,9 +40,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The state that the controller brings about. `drained` are ids of nodes that must become empty.
+    """The state that the application should have. `drained` are ids of nodes that must become empty.
 
-    A process on a drained node leaves when its replacement is ready; on a node that is in `hurried` too, at once.
+    A process on a drained node leaves when its replacement is ready. If the node is also in `hurried`, it leaves at
+    once.
     """
 
     counts: Mapping[Role, int]
@@ -94,7 +95,7 @@ class Report:
     ended: str | None = None  # why the process has ended; None if it runs
     load: Load = field(default_factory=Load)
     routed: tuple[str, ...] = ()  # of a router: the workers to which it may send requests
-    up: tuple[str, ...] = ()  # of a router: those of them that have answered it
+    up: tuple[str, ...] = ()  # of a router: the workers in `routed` that have answered it
 
 
 def observe(member: Member, seen: Report, now: float) -> Member:
@@ -115,7 +116,7 @@ def observe(member: Member, seen: Report, now: float) -> Member:
 
 
 def backoff_seconds(failures: int, policy: Restart) -> float:
-    """Returns how long the replacement of a process waits, after `failures` earlier failures in a row."""
+    """Returns how long the replacement of a process must wait, after `failures` earlier failures in a row."""
     return min(policy.max_backoff_seconds, policy.backoff_seconds * 2.0 ** min(failures, 30))
 
 
@@ -151,7 +152,7 @@ def _reconcile_role(role: Role, wanted: Wanted, members: Sequence[Member], polic
             continue
         if member.phase == "starting" or member.node in wanted.hurried or num_ready >= count:
             actions.append(_end(member))
-    # Those that serve are removed last; among them, the newest first.
+    # Processes that serve are removed last. Of these, the newest is removed first.
     excess = len(kept) + len(failed) - count
     removal_order = [*failed, *_newest_first(kept, "starting"), *_newest_first(kept, "ready")]
     removed = removal_order[: max(0, excess)]

@@ -1,4 +1,4 @@
-"""How many engines of a role there should be for the load that they report."""
+"""Decides how many engines of a role there should be, from the load that they report."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ class Scaler:
         self._below_since: float | None = None
 
     def count(self, count: int, loads: Sequence[Load], now: float) -> int:
-        """Returns the number of engines that there should be. `count` are wanted so far; `loads` are of ready ones."""
+        """Returns the number of engines that there should be. `count` is the number wanted so far. `loads` are the
+        loads of the ready engines."""
         if not loads:
             self._above_since = self._below_since = None
             return count

@@ -18,7 +18,7 @@ Role = Literal["prefill", "decode", "router"]
 EngineRole = Literal["prefill", "decode"]
 ENGINE_ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
 MAX_PROCESSES = 256  # of one role
-# Settings that the cluster chooses for each process, with the place in the spec that replaces them.
+# Settings that the cluster chooses for each process, and what to write in the spec instead.
 CHOSEN_SETTINGS = {
     "model": "give it as `model` of the spec",
     "tensor_parallel_size": "give it as `split: {tensor: N}`",
@@ -56,7 +56,7 @@ class Split(SpecPart):
 
 
 class Resources(SpecPart):
-    """What one process takes of its node, in the units of Ray."""
+    """The resources of its node that one process takes, in the units of Ray."""
 
     cpus: float | None = Field(default=None, ge=0)  # default: one for each rank of an engine, and one for a router
     gpus: float | None = Field(default=None, ge=0)  # default: as many as the split needs
@@ -84,7 +84,8 @@ class Routers(SpecPart):
 
 
 class Target(SpecPart):
-    """How many engines of a role there are: as many as keep each of the given measures of one engine at its value."""
+    """The target of autoscaling for a role. Engines are added and removed so that each given measure stays at its
+    value per engine."""
 
     min: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     max: int = Field(ge=1, le=MAX_PROCESSES)
@@ -183,7 +184,7 @@ class ClusterSpec(SpecPart):
         Raises ConfigError if settings are invalid or contradict each other.
         """
         settings = _settings_of(EngineConfig, self.engine_settings(role))
-        if not chosen:  # the interface is one of the node, not of this machine
+        if not chosen:  # this machine may not have the interface, which belongs to the engine's node
             settings.pop("transfer_interface", None)
         return EngineConfig(**{**settings, "model": self.model, **chosen})
 
@@ -249,7 +250,7 @@ def _flags_of(spec: ClusterSpec) -> Iterator[tuple[str, Flags]]:
 
 
 def _check_flags(place: str, flags: Flags) -> None:
-    """Raises ConfigError if a flag does not exist, has a value of another type, or is not to be set here."""
+    """Raises ConfigError if a flag does not exist, has a value of the wrong type, or cannot be set here."""
     config_types: tuple[type, ...] = (RouterConfig,) if place == "routers.flags" else (EngineConfig, ServeConfig)
     known = {flag_name(declared.name): declared for config_type in config_types for declared in fields(config_type)}
     for name, value in flags.items():
@@ -318,7 +319,7 @@ def _reason(error: Any) -> str:
 
 
 def _advice(place: tuple[int | str, ...]) -> str:
-    """Returns what may be written instead of an unknown field."""
+    """Returns which fields may be written instead of an unknown field."""
     part: type[BaseModel] = ClusterSpec
     for name in place[:-1]:
         found = next(field.annotation for field in part.model_fields.values() if field.alias == name)
@@ -329,9 +330,9 @@ def _advice(place: tuple[int | str, ...]) -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
-    """Reads YAML, but refuses repeated keys, and reads only true and false as booleans, as YAML 1.2 does.
+    """Reads YAML, refuses repeated keys, and reads only true and false as booleans, like YAML 1.2.
 
-    PyYAML would keep the last of repeated keys, and read `tiers: off` as False.
+    PyYAML itself would keep the last of repeated keys, and read `tiers: off` as False.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own attribute)

@@ -1,8 +1,8 @@
 """A supervisor: the Ray actor that runs one engine or router as a child process on its node.
 
-It starts the process once, watches its answers, and reports. If the process ends, the controller starts another
-supervisor, perhaps on another node. If the supervisor dies, the operating system sends SIGTERM to the process, which
-finishes its requests and ends.
+It starts the process once, watches its answers, and reports its state. If the process ends, the controller starts
+another supervisor, perhaps on another node. If the supervisor dies, the operating system sends SIGTERM to the process,
+which finishes its requests and ends.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from hotset.fleet.processes import find_stopped
 
 POLL_SECONDS = 0.5  # interval between two looks at the process
 ANSWER_SECONDS = 2.0  # time for one answer of the process
-QUIET_SHARE = 0.75  # of silent_seconds, after which the controller is asked; it may answer in the rest of them
+QUIET_SHARE = 0.75  # share of silent_seconds after which a silent controller is asked; it has the rest to answer
 HEAD_POLL_SECONDS = 2.0
 KILL_SECONDS = 30.0  # time for a process to free its memory and exit after its drain
 WORKERS_FILE = "workers.json"
@@ -43,20 +43,20 @@ READY_LINE = re.compile(r" at (http://\S+)")
 
 
 def silence_key(application: str, epoch: str) -> bytes:
-    """Returns the key in the storage of the head that exists once a supervisor has noticed that a controller hangs."""
+    """Returns the key that a supervisor writes to the storage of the head when it finds that a controller hangs."""
     return f"hotset-{application}/silent/{epoch}".encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a supervisor runs. `secrets` are environment variables of the process."""
+    """The process that a supervisor runs. `secrets` are environment variables of the process."""
 
     application: str
     name: str
     role: Role
     spec: ClusterSpec
     secrets: Mapping[str, str]
-    workers: Mapping[str, Sequence[str]]  # of a router, at its start
+    workers: Mapping[str, Sequence[str]]  # the workers that a router has at its start
     controller: str  # the name of the controller, in the namespace of the supervisor
     versions: Mapping[str, str | None]  # of Hotset and Python where the application was started
 
@@ -78,13 +78,13 @@ class Supervisor:
         self._up: tuple[str, ...] = ()
         self._stop_now = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
-        self._epoch = ""  # of the controller that asked last
+        self._epoch = ""  # of the controller that last requested a report
         self._num_reports = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._folder: Path | None = None  # of a router's workers
 
     async def start(self) -> None:
-        """Starts the process, unless it was started before. A failure is in the report."""
+        """Starts the process, unless it was started before. `report` returns a failure."""
         if self._is_started:
             return
         self._is_started = True
@@ -187,12 +187,12 @@ class Supervisor:
             self._child.kill()
 
     async def _watch_answers(self) -> None:
-        """Kills a ready process that no longer answers, or one of whose descendants is stopped. Fetches the load of an
-        engine, and the workers of a router."""
+        """Fetches the load of an engine, or the workers of a router. Kills a ready process if it no longer answers, or
+        if the process or one of its descendants is stopped."""
         assert self._child is not None
         max_poll_seconds = 2 * (POLL_SECONDS + ANSWER_SECONDS)
         silence, stop = StallTimer(max_poll_seconds=max_poll_seconds), StallTimer(max_poll_seconds=max_poll_seconds)
-        answers, runs = 0, 0  # looks at which it has answered, and at which nothing was stopped
+        answers, runs = 0, 0  # the number of polls that the process answered, and of polls without a stopped process
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         key = self._launch.secrets.get("HOTSET_API_KEY")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -230,10 +230,10 @@ class Supervisor:
         return True
 
     async def _watch_controller(self) -> None:
-        """Asks the controller for a sign of life if it asks for no report any more.
+        """Asks the controller for a sign of life if it no longer requests reports.
 
-        A controller that does not answer is restarted. One that does not know this process has replaced it, for example
-        because Ray lost the node for a while: then the process ends.
+        If the controller does not answer, restarts it. If it does not know this process, it has replaced the process,
+        for example because Ray lost the node for a while. The process then ends.
         """
         silence = StallTimer(max_poll_seconds=2 * POLL_SECONDS)
         quiet_seconds = QUIET_SHARE * self._policy.silent_seconds
@@ -255,10 +255,10 @@ class Supervisor:
                     await self.stop(now=False)
                     await asyncio.gather(*([] if self._stopping is None else [self._stopping]))
                     os._exit(0)
-            self._num_reports += 1  # the silence counts again from now on
+            self._num_reports += 1  # restarts the measurement of silence
 
     async def _restart_controller(self) -> None:
-        """Lets Ray restart the controller. Of all supervisors that notice its silence, one does so."""
+        """Makes Ray restart the controller. If several supervisors call this, only one has an effect."""
         key = silence_key(self._launch.application, self._epoch)
         try:
             was_killed = await asyncio.to_thread(internal_kv._internal_kv_put, key, b"", overwrite=False)
@@ -270,7 +270,7 @@ class Supervisor:
             self._print(f"the controller does not answer, and cannot be restarted: {error}")
 
     async def _watch_head(self) -> None:
-        """Ends the process if the Ray head is lost, because nobody would restart, remove or route it any more."""
+        """Ends the process if the Ray head is lost, because nothing would restart, remove or route to it any more."""
         seconds = self._policy.head_seconds
         answered_at = time.monotonic()
         while self._ended is None:
@@ -300,7 +300,7 @@ def _flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _load_of(state: Mapping[str, Any]) -> Load:
-    """Returns the load in the state that an engine reports at /handoff."""
+    """Returns the load of an engine from the state that it reports at /handoff."""
     return Load(
         running=state["running"],
         waiting_requests=state["waiting"],

@@ -37,10 +37,10 @@ LOGGER = logging.getLogger("hotset.fleet.handoff")
 STOP_SECONDS = 5.0  # time for the thread to end after its drain, and then for copies in progress to end
 NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
 IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff is open
-TICK_SECONDS = 0.02  # timers of all handoffs are looked through at most this often
-SHORTEST_POLL = 0.2  # interval between polls of writes in flight after a message or a copy, as a share of the longest
+TICK_SECONDS = 0.02  # minimum interval between checks of the timers of all handoffs
+SHORTEST_POLL = 0.2  # after a message or a copy, writes in flight are polled after this share of the usual interval
 COPY_THREADS = 2  # threads that pack or unpack pieces
-SWITCH_SECONDS = 1e-4  # how long a thread that computes in Python can keep another one waiting; 5 ms by default
+SWITCH_SECONDS = 1e-4  # Python's switch interval: how long one thread can keep another waiting; its default is 5 ms
 
 HandoffCommand = msg.ReceiverCommand | msg.SenderCommand
 HandoffEvent = msg.ReceiverEvent | msg.SenderEvent
@@ -64,7 +64,7 @@ def open_channel(bind: str, *, secret: str | None = None, advertise: str | None 
 
 
 class PieceCopies(Protocol):
-    """Copies staged pieces. The methods block, and are called in threads of their own."""
+    """Copies staged pieces. The methods block, and are called in separate threads."""
 
     def pack(self, piece: msg.PackedPiece) -> None: ...
 
@@ -81,8 +81,8 @@ class AgentOptions(TypedDict):
 
 
 class HandoffAgent(ABC):
-    """Runs the handoffs of one worker. The public methods may be called from any thread. The agent's thread calls the
-    others, which the two roles implement.
+    """Runs the handoffs of one worker. The public methods may be called from any thread. Only the agent's thread calls
+    the private methods, which the two roles implement.
 
     The agent owns the channel and closes it. The caller owns the transfer engine and closes it after the agent. Until
     then, peers may write to the registered memory, and writes of this worker may read it.
@@ -95,7 +95,7 @@ class HandoffAgent(ABC):
         channel: "Channel",
         options: AgentOptions,
     ) -> None:
-        """`hello` introduces this worker to peers. A decode worker leaves out `description`: it differs from peer to
+        """`hello` introduces this worker to peers. A decode worker leaves out `description`, which differs for each
         peer and is added later."""
         if hello.control != channel.address:
             raise InternalError(f"hello has address {hello.control}, the channel {channel.address}")
@@ -115,9 +115,9 @@ class HandoffAgent(ABC):
         self._closing = self._drained = self._ended = False
         self._failure: BaseException | None = None
         self._next_check = 0.0  # time of the next check of peers
-        self._next_tick = 0.0  # when timers are looked through next; messages and results of threads can change them
-        self._next_poll = float("inf")  # when writes in flight are polled next
-        # The interval until then. It doubles while nothing else happens, because writes of GPU memory end soon.
+        self._next_tick = 0.0  # time of the next check of timers; messages and results of threads can change it
+        self._next_poll = float("inf")  # time of the next poll of writes in flight
+        # The interval between polls. It starts short, because writes of GPU memory end soon, and then doubles.
         self._poll_pause = self._timing.poll_every
         self._num_unexpected = 0  # messages that this role does not handle
         self._outcomes: dict[str, int] = {}
@@ -169,11 +169,11 @@ class HandoffAgent(ABC):
     @abstractmethod
     def _num_open(self) -> int: ...
 
-    # Only one of the two roles overrides what follows.
+    # Only one of the two roles overrides each of the following methods.
 
     @property
     def _throughput(self) -> Throughput | None:
-        """Returns None: a decode worker writes nothing."""
+        """The throughput of writes. It is None at a decode worker, which writes nothing."""
         return None
 
     def _poll(self, now: float) -> bool:
@@ -196,22 +196,22 @@ class HandoffAgent(ABC):
         return self._machine.next_deadline()
 
     def start(self) -> None:
-        """Starts the thread. From now on, threads of this process take turns more often, so that the work for handoffs
-        does not delay the steps of the engine."""
+        """Starts the thread. Also shortens the switch interval of Python's threads, so that the work for handoffs does
+        not delay the steps of the engine."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._thread.start()
 
     def put(self, command: HandoffCommand) -> None:
-        """Queues a command. Never blocks. During the drain, commands about open handoffs still work, and a Fetch fails
-        at once. Raises EngineStopped if the agent's thread has ended."""
+        """Queues a command. Never blocks. During the drain, commands for open handoffs are still executed, and a Fetch
+        fails at once. Raises EngineStopped if the agent's thread has ended."""
         self._check_thread()
         if self._ended:
             raise EngineStopped("the handoff agent is closed")
         self._enqueue(command)
 
     def take_events(self) -> list[HandoffEvent]:
-        """Returns the events since the last call, in order. Never blocks. Raises EngineStopped, with the cause, if the
-        agent's thread has died, because handoffs will not report their ends any more."""
+        """Returns the events since the last call, in order. Never blocks. If the agent's thread has died, raises
+        EngineStopped with the cause, because no handoff will report its end any more."""
         self._check_thread()
         return [self._events.popleft() for _ in range(len(self._events))]
 
@@ -253,9 +253,9 @@ class HandoffAgent(ABC):
 
         A decode worker cancels its open handoffs and waits until the peers have confirmed. A prefill worker finishes
         its open handoffs. After the drain, it ends the unfinished ones as failed, and notifies the peer of each when
-        its writes have ended. This takes at most `drain_seconds` or NOTIFY_SECONDS more, whichever is less. The pages
-        of a handoff that has not ended by then may still be written or read by the transfer engine. This agent does not
-        copy pieces any more, unless the error log says so. A second call can shorten the drain.
+        its writes have ended. This takes at most `drain_seconds` or NOTIFY_SECONDS more, whichever is less. If a
+        handoff has not ended by then, the transfer engine may still write or read its pages. This agent copies no more
+        pieces; the log has an error if a copy still runs. A second call can shorten the drain.
         """
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:
@@ -302,7 +302,7 @@ class HandoffAgent(ABC):
         future.add_done_callback(lambda ended: self._enqueue(CopyEnded(ended, on_copied)))
 
     def _handle_inbox(self, now: float) -> bool:
-        """Handles commands, and results of other threads. Returns whether there were any."""
+        """Handles commands, and results of other threads. Returns whether the inbox had any."""
         if self._inbox.empty():
             return False
         while not self._inbox.empty():

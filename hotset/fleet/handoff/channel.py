@@ -29,8 +29,8 @@ LOGGER = logging.getLogger("hotset.fleet.handoff")
 MAX_QUEUED = 1000  # messages queued to one peer
 MAX_PER_RECEIVE = 256  # messages per `receive`, so that many messages do not keep the caller from other work
 MAX_PEERS = 512  # limit of peers, each of which may have a socket
-# Limit of connections to the control port: a peer that connects again may have two for a moment. If there are few file
-# descriptors, half of the free ones is the limit.
+# Limit of connections to the control port. A peer that reconnects may have two for a moment. The limit is lower if half
+# of the free file descriptors are fewer.
 MAX_CONNECTIONS = 2 * MAX_PEERS
 MAX_OLD_INCARNATIONS = 4  # remembered for each peer
 MAX_WARNINGS = 256
@@ -55,7 +55,7 @@ class Channel:
 
     def __init__(self, bind: str, *, secret: str | None = None, advertise: str | None = None) -> None:
         """Listens at `bind` (`host:port`; port 0 chooses a free port). `advertise` is the address to which peers
-        connect, if it differs from `bind`; its port 0 stands for the port on which this process listens.
+        connect, if it differs from `bind`. If its port is 0, the port on which this process listens is used.
 
         Raises ConfigError if an address is invalid, or if other machines could connect and there is no secret. Raises
         StartupError if the address cannot be bound.
@@ -73,8 +73,8 @@ class Channel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._new_socket(zmq.ROUTER)
         # ZeroMQ stops reading from a connection with more unread messages than `rcvhwm`. If the peer then disconnects,
-        # a heartbeat of either side aborts this process (ZeroMQ 4.3.5). So there is no limit; `receive` takes
-        # messages from the queue about as fast as a connection brings them.
+        # a heartbeat of either side aborts this process (ZeroMQ 4.3.5). The limit is therefore off; `receive` takes
+        # messages from the queue about as fast as a connection delivers them.
         self._router.rcvhwm = 0
         self._router.handshake_ivl = HANDSHAKE_MS
         with contextlib.ExitStack() as undo:
@@ -231,8 +231,8 @@ class Channel:
     def _watch_connections(self) -> None:
         """Counts connections and failed handshakes, and closes all connections if there are too many.
 
-        ZeroMQ cannot limit connections, nor close a single one. Peers connect again at once; connections that were only
-        opened to exhaust file descriptors are gone.
+        ZeroMQ can neither limit connections nor close a single one. Peers connect again at once. Connections that were
+        only opened to exhaust file descriptors stay closed.
         """
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
@@ -254,8 +254,8 @@ class Channel:
             self._router.unbind(self._endpoint)  # this also closes the connections that were accepted there
             self._listening = False
         if not self._listening:
-            # A thread of ZeroMQ closes the old socket. Until it has done so, `bind` fails; the next call of this method
-            # tries again.
+            # A thread of ZeroMQ closes the old socket. `bind` fails until then, and the next call of this method tries
+            # again.
             with contextlib.suppress(zmq.ZMQError):
                 self._router.bind(self._endpoint)
                 self._listening = True
@@ -271,4 +271,4 @@ def _address_of(frame: zmq.Frame) -> str:
     try:
         return str(frame.get("Peer-Address")).removeprefix("::ffff:")
     except zmq.ZMQError:
-        return "an unknown address"  # the peer uses ZeroMQ's first protocol version, which has no such property
+        return "an unknown address"  # ZeroMQ's first protocol version does not have this property

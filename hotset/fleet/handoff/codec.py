@@ -1,4 +1,4 @@
-"""Messages as bytes: a mark, a signature if the workers share a secret, and a versioned envelope in MessagePack.
+"""Encodes messages as a mark, a signature if the workers share a secret, and a versioned envelope in MessagePack.
 
     "HS" | 0 | envelope                      without a shared secret
     "HS" | 1 | tag (32 bytes) | envelope     the tag is the keyed BLAKE2b hash of the envelope
@@ -6,7 +6,7 @@
 The envelope and `Refused` have the same fields in every version of the protocol, so a peer with another version can be
 refused with a reason. The tag proves that the sender has the secret; nothing is encrypted. A recorded message can be
 replayed. This does little harm: messages are idempotent, and most of them name the incarnation of their receiver (see
-`channel.py`), so a restarted receiver drops them. At worst, the handoffs with one peer fail, as if it had restarted.
+`channel.py`), so a restarted receiver drops them. At worst, the handoffs with one peer fail, like after its restart.
 """
 
 import hashlib

@@ -17,13 +17,13 @@ from hotset.schedule.handoffs import CancelFetch, HandoffKey
 if TYPE_CHECKING:
     from hotset.fleet.handoff.channel import Channel
 
-# If a peer is alive, the time for its open handoffs to end before it is cut off. New handoffs wait meanwhile.
+# The time for the open handoffs of a living peer to end before the peer is cut off. New handoffs wait meanwhile.
 HOLD_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class _Introduction:
-    """A Hello that is not answered yet. Fetches from this peer wait here, and their requests are not sent yet."""
+    """A Hello that is not answered yet. Fetches from this peer wait here until it is answered."""
 
     since: float  # time of the first Hello
     sent_at: float  # time of the newest Hello
@@ -33,8 +33,8 @@ class _Introduction:
 class DecodeAgent(HandoffAgent):
     """Connects engine, receiver and peers.
 
-    Each peer writes through a link of its own. When the peer is lost, its link is retired: it is closed as soon as that
-    cuts the peer off (see links.py), and then the peer's failed handoffs are quiesced.
+    Each peer writes through a link of its own. When the peer is lost, its link is retired. The link is closed as soon
+    as this cuts the peer off (see links.py). The peer's failed handoffs are then quiesced.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class DecodeAgent(HandoffAgent):
         super().__init__(receiver, hello, channel, options)
         self._receiver = receiver
         self._introductions: dict[str, _Introduction] = {}
-        # Peers that answered Hello with Welcome and were not lost since, with the number of the last Ping before that.
+        # Peers that have answered Hello with Welcome and were not lost since. The value is the number of the last Ping
+        # before the Welcome.
         self._introduced: dict[str, int] = {}
         self._links = Links(endpoints, hello, self._enqueue)
         self._fetches: dict[HandoffKey, msg.Fetch] = {}  # fetches passed to the receiver; some may have ended
-        # Handoffs of which pieces are being unpacked, with their number, and the events that wait for these copies.
+        # The number of pieces that are being unpacked, by handoff, and the events that wait for these copies.
         self._unpacking: dict[HandoffKey, int] = {}
         self._held_events: dict[HandoffKey, list[msg.ReceiverEvent]] = {}
         self._outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
@@ -90,8 +91,9 @@ class DecodeAgent(HandoffAgent):
         return True
 
     def _on_pong(self, peer: str, pong: msg.Pong, now: float) -> None:
-        """Handles a peer that has forgotten this worker, for example because this worker was silent for too long. Both
-        may be introduced again, so the handoffs can be retried. A Ping from before the introduction proves nothing."""
+        """Handles a peer that has forgotten this worker, for example because this worker was silent for too long. The
+        handoffs can be retried after another introduction. The answer to a Ping from before the introduction is
+        ignored."""
         if not pong.connected and pong.number > self._introduced.get(peer, pong.number):
             self._lose(peer, f"{peer} has forgotten this worker, and its handoffs", now, retry=True)
 
@@ -113,7 +115,7 @@ class DecodeAgent(HandoffAgent):
             self._receiver.cancel(key, now)
 
     def _end_drain(self, now: float) -> bool:
-        """Returns False: `close` has cancelled every handoff, and the agent does not wait any longer for answers."""
+        """Returns False, because `close` has cancelled every handoff, and the agent no longer waits for answers."""
         return False
 
     @property
@@ -196,8 +198,8 @@ class DecodeAgent(HandoffAgent):
             self._greet(peer, introduction, now)
 
     def _is_ready(self, peer: str, now: float) -> bool:
-        """Returns whether a handoff with this peer can begin without a new Hello. A peer that was silent may have been
-        restarted, and a link that is held will be retired."""
+        """Returns whether a handoff with this peer can begin without a new Hello. It cannot if the peer was silent,
+        because it may have been restarted, or if its link is held, because that will be retired."""
         link = self._links.get(peer)
         heard = self._liveness.heard_recently(peer, now) or bool(self._receiver.open_keys(peer))
         return peer in self._introduced and heard and link is not None and link.held_since is None
@@ -222,7 +224,7 @@ class DecodeAgent(HandoffAgent):
             self._end_introduction(link.peer, opened.error, retry=True)
 
     def _lose(self, peer: str, reason: str, now: float, *, retry: bool = False) -> None:
-        """Ends all handoffs with a peer, and retires its link. If an introduction is in progress, it gets a new one."""
+        """Ends all handoffs with a peer, and retires its link. An introduction in progress opens a new link."""
         self._introduced.pop(peer, None)
         self._receiver.peer_lost(peer, reason, now, retry=retry)
         self._links.retire(peer, self._receiver.unconfirmed_keys(peer))
@@ -231,7 +233,7 @@ class DecodeAgent(HandoffAgent):
 
     def _cut_off_unconfirmed(self, now: float) -> None:
         """Cuts off peers that are alive, but cannot confirm that they have stopped writing for a failed handoff. Their
-        other handoffs get HOLD_SECONDS to end. Does nothing for a peer that could write without its link."""
+        other handoffs get HOLD_SECONDS to end. Does nothing for a peer that can write without its link."""
         unconfirmed = self._receiver.unconfirmed_keys() - self._links.retired_keys
         for link in self._links.current:
             affected = bool(unconfirmed) and not unconfirmed.isdisjoint(self._receiver.unconfirmed_keys(link.peer))
@@ -258,7 +260,7 @@ class DecodeAgent(HandoffAgent):
         link, hello = self._links.get(peer), welcome.hello
         expected = link is not None and link.number == welcome.endpoint and link.held_since is None
         if link is None or not expected or peer not in self._introductions:
-            return  # nobody waits for it, or it answers the Hello of an earlier endpoint
+            return  # no introduction waits for this answer, or it answers the Hello of an earlier endpoint
         mismatch = check_peers(self._hello, hello)
         if mismatch is not None:
             self._end_introduction(peer, f"{peer} does not match: {mismatch}")

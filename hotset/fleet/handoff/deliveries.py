@@ -1,8 +1,8 @@
-"""How the rows of one handoff travel from the sender to the receiver's pages by direct writes, which read the sender's
-pages or packed rows. `staged_delivery.py` has the other way.
+"""Delivers the rows of one handoff to the receiver's pages by direct writes, which read the sender's pages or packed
+rows. `staged_delivery.py` delivers rows through the receiver's ring.
 
-All are a `Delivery`, which has no threads and no clock, like the sender, which owns it. The engine announces rows when
-their forward pass is submitted to the device.
+Each way is a `Delivery`. Like the sender, which owns it, a delivery has no threads and no clock. The engine announces
+rows when their forward pass is submitted to the device.
 """
 
 from abc import ABC, abstractmethod
@@ -22,13 +22,13 @@ MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwh
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The stores of a prefill worker. Pieces that are packed from either have the same layout."""
+    """The stores of a prefill worker. Pieces that are packed from either store have the same layout."""
 
     host: Store
     device: Store | None = None  # None if contexts are read from the host store only
 
     def locate(self, rows: RowsComputed) -> tuple[Store, ContextPages]:
-        """Returns where announced rows are read, with all pages of their context there."""
+        """Returns the store from which announced rows are read, and all pages of their context there."""
         if self.device is not None and rows.device_pages is not None:
             return self.device, rows.device_pages
         return self.host, ContextPages(rows.pages, rows.pages)
@@ -36,7 +36,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class RowWrites:
-    """A list of writes of rows [first, last), as a delivery plans it."""
+    """A planned list of writes of rows [first, last)."""
 
     first: int
     last: int
@@ -47,8 +47,8 @@ class RowWrites:
 
 
 class Delivery(ABC):
-    """How the rows of one handoff travel. The sender calls it in phase WRITING only. What is not abstract is for
-    deliveries that need no messages of their own."""
+    """Delivers the rows of one handoff. The sender calls it in phase WRITING only. The methods that are not abstract
+    suit deliveries without messages of their own."""
 
     @property
     @abstractmethod
@@ -58,7 +58,7 @@ class Delivery(ABC):
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """Returns whether all rows that were added are delivered, or in flight in lists that need no answer."""
+        """Returns whether all added rows are delivered, or in flight in lists that need no answer."""
 
     @property
     def has_pending_events(self) -> bool:
@@ -80,21 +80,23 @@ class Delivery(ABC):
 
     @abstractmethod
     def next_order(self, num_in_flight: int) -> int | None:
-        """Returns the place of the next list among those of all handoffs, or None if none can be submitted now."""
+        """Returns the priority of the next list among the lists of all handoffs (the lowest is submitted first), or
+        None if no list can be submitted now."""
 
     @abstractmethod
     def begin(self, number: int, buffers: SenderBuffers, now: float) -> RowWrites | None:
-        """Plans the next list, which gets this number. Returns None if there is no buffer for it."""
+        """Plans the next list, whose number is `number`. Returns None if no buffer is free for it."""
 
     @abstractmethod
     def on_written(self, written: RowWrites, in_flight: Sequence[RowWrites], now: float) -> Message | None:
-        """Records a list that has ended as DONE; `in_flight` are the others. Returns the message to send, if any."""
+        """Records a list that has ended as DONE. `in_flight` are the lists that have not ended. Returns the message to
+        send, if any."""
 
     @abstractmethod
     def audit(self, in_flight: Sequence[RowWrites]) -> None: ...
 
     def handle_message(self, message: Message, now: float) -> Sequence[Message] | None:
-        """Handles a message of the receiver. Returns the messages to send, or None if it changes nothing."""
+        """Handles a message of the receiver. Returns the messages to send, or None if the message changes nothing."""
         return None
 
     def retransmits(self, now: float) -> Sequence[Message]:
@@ -107,7 +109,7 @@ class Delivery(ABC):
 
 
 def merge_rows(waiting: RowsComputed | None, rows: RowsComputed) -> RowsComputed:
-    """Merges announced rows with those before them that still wait."""
+    """Merges announced rows with the rows before them that still wait."""
     if waiting is None:
         return rows
     moved = (rows.device_pages is None) != (waiting.device_pages is None)
@@ -161,7 +163,7 @@ class DirectDelivery(Delivery):
 
 
 class AnnouncedRows:
-    """The rows of a prompt from `first` on: which of them are announced, and which are computed."""
+    """Records which rows of a prompt, from `first` on, are announced, and which are computed."""
 
     def __init__(self, first: int) -> None:
         self.newest: RowsComputed | None = None  # the newest announcement, which has all pages of the context
@@ -172,7 +174,7 @@ class AnnouncedRows:
 
     @property
     def pending(self) -> bool:
-        """Returns whether a forward pass may still run, as far as is known."""
+        """Returns whether the forward pass of announced rows may still run."""
         return bool(self._events)
 
     def add(self, rows: RowsComputed) -> None:
@@ -180,13 +182,13 @@ class AnnouncedRows:
         self._events.append((rows.last, rows.after))
 
     def computed(self) -> int:
-        """Asks the events, and returns the end of the computed rows."""
+        """Queries the events, and returns the end of the computed rows."""
         while self._events and (self._events[0][1] is None or self._events[0][1].query()):
             self._computed = self._events.pop(0)[0]
         return self._computed
 
     def locate(self, sources: Sources) -> tuple[Store, ContextPages]:
-        """Returns where the rows are read, with all pages of their context there."""
+        """Returns the store from which the rows are read, and all pages of their context there."""
         if self.newest is None:
             raise InternalError("no rows are announced")
         return sources.locate(self.newest)
@@ -196,11 +198,11 @@ class AnnouncedRows:
 
 
 class PackedDelivery(DirectDelivery):
-    """Packs rows into a buffer, in the order of the receiver's pages, and writes them from there to these pages, so
-    that nothing is unpacked. Requires `can_pack_pages`."""
+    """Packs rows into a buffer in the order of the receiver's pages, and writes them from the buffer to these pages.
+    The receiver unpacks nothing. Requires `can_pack_pages`."""
 
     def __init__(self, sources: Sources, target: Store, pages: ContextPages, first: int, rows: int) -> None:
-        """Rows from `first` on are delivered, at most `rows` in a list, since that many fit into a buffer."""
+        """Delivers rows from `first` on. `rows` is the number that fits into a buffer, and the maximum of a list."""
         super().__init__(sources, target, pages)
         self._announced, self._rows = AnnouncedRows(first), rows
         self._submitted = self._landed = first

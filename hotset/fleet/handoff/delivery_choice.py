@@ -1,4 +1,4 @@
-"""The choice how a context is delivered: from which memory it is read, and whether by direct writes or staged."""
+"""Chooses how a context is delivered: from which memory it is read, and whether by direct writes or staged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from hotset.fleet.handoff.staging import can_pack_pages, packed_row_bytes, shoul
 
 @dataclass(frozen=True, slots=True)
 class DeliveryChoice:
-    """Where the context is read, and how it is delivered if direct writes from its pages would be slower: staged (the
-    offer), or packed for direct writes."""
+    """The store from which a context is read, and how it is delivered. By default, its pages are written directly. If
+    that would be slower, it is staged (`offer`), or its rows are packed for direct writes (`packed_rows`)."""
 
     source: Store
     offer: StagingOffer | None = None
-    packed_rows: int = 0  # if rows are packed for direct writes: the most rows of a list; else 0
+    packed_rows: int = 0  # the maximum rows of a list if rows are packed for direct writes, else 0
 
     def direct(self, sources: Sources, target: Store, request: msg.HandoffRequest) -> Delivery:
-        """Returns the delivery of a context that is not staged."""
+        """Returns the delivery by direct writes, for a context that is not staged."""
         pages = landing_pages(request, target)
         if self.packed_rows:
             return PackedDelivery(sources, target, pages, request.first, self.packed_rows)
@@ -40,7 +40,7 @@ def choose_delivery(
     buffer_bytes: int,
     max_direct_writes: int,
 ) -> DeliveryChoice:
-    """Chooses by the measured routes. `run_pages` is the expected length of runs of pages, by kind of memory."""
+    """Chooses by the measured routes. `run_pages` maps kinds of memory to the expected length of runs of pages."""
     source, route = sources.host, find_route(routes, sources.host.memory, target.memory)
     if (device := sources.device) is not None:
         from_device = find_route(routes, device.memory, target.memory)

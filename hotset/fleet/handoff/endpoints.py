@@ -2,7 +2,7 @@
 
 A decode worker reserves pages and requests KV from prefill workers. A prefill worker computes prompts for decode
 workers. It announces ranges of computed rows, each with an event that occurs when the rows are in the prefill worker's
-host store. Of the methods, only `close` waits for peers or the device.
+host store. Only the method `close` waits for peers or the device.
 """
 
 import itertools
@@ -70,8 +70,8 @@ LOGGER = logging.getLogger("hotset.engine")
 
 @dataclass(frozen=True, slots=True)
 class TransferResources:
-    """The transfer engine of an endpoint, and memory beside the stores that is registered with it. The endpoint keeps
-    all of them alive."""
+    """The transfer engine of an endpoint, and the memory that is registered with it in addition to the stores. The
+    endpoint keeps both alive."""
 
     transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
     memory: Sequence[TransferMemory]
@@ -133,7 +133,7 @@ class DecodeEndpoint(_Endpoint):
         super().__init__(agent, resources, executor)
         self._schedulers, self._landing = schedulers, landing
         self._pending: list[_PendingReservation] = []
-        self._prefix = secrets.token_hex(4)  # makes the request ids differ from those before a restart of this worker
+        self._prefix = secrets.token_hex(4)  # a restarted worker has another prefix, so its request ids are new
 
     def poll(self) -> None:
         for event in self._agent.take_events():
@@ -295,7 +295,7 @@ def open_endpoint(
     staging memory is too small.
     """
     is_prefill = config.role == "prefill"
-    # A prefill worker on a GPU can be read from its device pool. On a CPU, its host store is as fast.
+    # Contexts of a prefill worker on a GPU can be read from its device pool. On a CPU, its host store is as fast.
     with_pools = card.landing.on_device and (not is_prefill or card.landing.prefer_host)
     hosts, pool = executor.hosts(), executor.pool if with_pools else None
     settings = _transfer_settings(config)

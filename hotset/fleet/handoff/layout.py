@@ -1,7 +1,7 @@
-"""How rows are sharded on both sides, at which addresses they are, and which writes therefore transfer a context.
+"""Computes how rows are sharded on both sides, their addresses, and the writes that transfer a context.
 
-This file only computes addresses. `source` is the prefill worker's memory, `target` the decode worker's. In a span of
-index keys, *row* stands for an index key and *layer* for an index group.
+This file only computes addresses. `source` is the prefill worker's memory, and `target` is the decode worker's memory.
+In a span of index keys, *row* stands for an index key and *layer* for an index group.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Overlap:
 
 
 def whole_rows(span: PagedSpan) -> tuple[Shard, ...]:
-    """Returns the shards of rows that are not divided: a single shard."""
+    """Returns the single shard of rows that are not divided."""
     return (Shard(span, ((0, span.row_bytes),)),)
 
 
@@ -86,7 +86,7 @@ def store_overlaps(source: Store, target: Store) -> tuple[Overlap, ...]:
 @lru_cache(maxsize=1024)
 def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Overlap, ...]:
     """Does the same as `store_overlaps`, for shards given by their slices. The result is in the order of the targets.
-    If several sources hold the same bytes, the targets use different ones where possible, to spread the load."""
+    If several sources hold the same bytes, the targets use different sources where possible, to spread the load."""
     result = []
     for target_index, slices in enumerate(target):
         missing, offset = [], 0
@@ -137,9 +137,9 @@ def merged(ranges: Sequence[tuple[int, int, int]]) -> ByteRanges:
 
 
 def landing_pages(request: HandoffRequest, target: Store) -> ContextPages:
-    """Returns the pages in which a context lands, for a request that `refusal` accepts. A page that the request does
-    not list, because it holds only rows before `request.first`, is replaced by the first listed page. Even a wrong
-    range of rows therefore never leads to another page than those listed."""
+    """Returns the pages in which a context lands, for a request that `refusal` accepts. The request does not list
+    pages that hold only rows before `request.first`. The first listed page stands in their place, so even a wrong range
+    of rows is never written to a page that is not listed."""
 
     def from_first(span: PagedSpan | None, pages: tuple[int, ...]) -> tuple[int, ...]:
         return pages if span is None else pages[:1] * span.pages_before(request.first) + pages
@@ -184,7 +184,8 @@ def plan_writes(
 
 
 def _layers_alike(source: PagedSpan, target: PagedSpan, layers: LayerPairs) -> list[LayerPairs]:
-    """Groups the layers whose rows are in the same pages and parts on both sides. Their writes differ only in bases."""
+    """Groups the layers whose rows are in the same pages and parts on both sides. The writes of a group differ only in
+    bases."""
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for pair in layers:
         alike.setdefault((source.first_part(pair[0]), target.first_part(pair[1])), []).append(pair)
@@ -242,7 +243,7 @@ def plan_context_writes(
 def count_writes(
     source: Store, source_pages: ContextPages, target: Store, target_pages: ContextPages, first: int, last: int
 ) -> int:
-    """Returns how many writes `plan_context_writes` plans, without planning those of all layers."""
+    """Returns how many writes `plan_context_writes` plans. Plans only one layer of each group of alike layers."""
     count = 0
 
     def whole_row_writes(
@@ -345,7 +346,7 @@ def _shape(store: Store) -> str:
 
 
 def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
-    """Returns why addresses computed from this store would be wrong, or None if they are right."""
+    """Returns why addresses computed from this store would be wrong, or None if they would be right."""
     if (store.keys is None) != (model.key is None):
         has = "no" if store.keys is None else "a"
         return f"the model's index keys are {model.key!r}, but the store has {has} span for them"

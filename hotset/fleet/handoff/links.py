@@ -1,15 +1,15 @@
-"""Links of a decode worker: it has one endpoint for each prefill worker, so that it can cut off a single one.
+"""The links of a decode worker. It has one endpoint for each prefill worker, so that it can cut off a single one.
 
 A prefill worker that is lost may still write. When its endpoint is closed, the memory is no longer registered for it,
 and the threads and sockets that would receive its bytes are gone. This is enough for a peer on another machine, whose
 bytes can only arrive through the endpoint: over TCP, threads of the endpoint copy them from its sockets, and over RDMA,
 the network card refuses keys that are no longer registered.
 
-It is not enough for a peer on the same machine. UCX then writes with `process_vm_writev` (its transport `cma`), or maps
-the memory. Such a write needs nothing of the endpoint, so the peer's process must also have ended. Its end alone is not
-enough either: bytes that it sent through sockets or shared memory may be waiting for the threads of the endpoint. The
-endpoint is therefore closed after the process has ended. A process with another pid namespace cannot be observed, and
-UCX does not use `cma` with it: closing the endpoint is enough.
+Closing the endpoint is not enough for a peer on the same machine. UCX then writes with `process_vm_writev` (its
+transport `cma`), or maps the memory. Such a write does not use the endpoint, so the peer's process must also have
+ended. The end of the process alone is not enough either: bytes that it sent through sockets or shared memory may wait
+for the threads of the endpoint. The endpoint is therefore closed after the process has ended. A process in another pid
+namespace cannot be observed. UCX does not use `cma` with such a process, so closing the endpoint is enough.
 """
 
 import itertools
@@ -51,7 +51,7 @@ EndpointResult = EndpointOpened | EndpointClosed
 
 
 class Endpoints:
-    """Opens and closes endpoints in threads of their own, because both may block. The methods may be called from any
+    """Opens and closes endpoints in separate threads, because both may block. The methods may be called from any
     thread. The owner calls `close` at the end."""
 
     def __init__(self, open_endpoint: Callable[[], Transfer]) -> None:
@@ -71,8 +71,8 @@ class Endpoints:
             return len(self._open)
 
     def start_opening(self, number: int, report: Callable[[EndpointResult], None]) -> None:
-        """Opens an endpoint and calls it `number`. `report` is called now if the first endpoint is not in use, else in
-        another thread."""
+        """Opens an endpoint with this number. `report` is called before this returns if the first endpoint is unused,
+        and in another thread otherwise."""
         with self._lock:
             first, self._unused = self._unused, None
         if first is not None:
@@ -91,7 +91,7 @@ class Endpoints:
             remaining = [*self._open.values(), *([] if self._unused is None else [self._unused])]
             self._open.clear()
             self._unused = None
-        with ThreadPoolExecutor(max_workers=len(remaining) + 1) as threads:  # each may take seconds
+        with ThreadPoolExecutor(max_workers=len(remaining) + 1) as threads:  # closing an endpoint may take seconds
             list(threads.map(lambda endpoint: endpoint.close(), remaining))
 
     def _open_one(self, number: int, report: Callable[[EndpointResult], None]) -> None:
@@ -132,8 +132,8 @@ class Link:
     hello: Hello | None = None  # introduces this worker with this endpoint; None until the endpoint is open
     process: ProcessIdentity | None = None  # the peer's process; known after Welcome
     writers: tuple[ProcessIdentity, ...] = ()  # further processes of the peer that may write
-    held_since: float | None = None  # if set, the link will be retired, and no new handoff uses it since this time
-    # Set when the link is retired: failed handoffs to whose memory the peer may still write.
+    held_since: float | None = None  # since this time, no new handoff uses the link, which will be retired
+    # Set when the link is retired: failed handoffs whose memory the peer may still write.
     unconfirmed: set[HandoffKey] = field(default_factory=set)
     closing: bool = False
 
@@ -143,8 +143,8 @@ class Links:
     lost peer that returns gets a new link."""
 
     def __init__(self, endpoints: Endpoints, hello: Hello, report: Callable[[EndpointResult], None]) -> None:
-        """`hello` introduces this worker without an endpoint. `report` passes results of `endpoints`, from any thread,
-        to `on_opened` and `on_closed`."""
+        """`hello` introduces this worker, and lacks the endpoint. `endpoints` calls `report`, from any thread, with
+        results that the owner must pass to `on_opened` and `on_closed`."""
         self._endpoints, self._hello, self._report = endpoints, hello, report
         self._links: dict[str, Link] = {}  # by peer
         self._retired: dict[int, Link] = {}  # by number
@@ -169,8 +169,8 @@ class Links:
         self._endpoints.start_opening(link.number, self._report)
 
     def on_opened(self, opened: EndpointOpened) -> Link | None:
-        """Records that an endpoint is open or, if there is an error, removes its link. Returns the link, or None if it
-        was retired meanwhile."""
+        """Records that an endpoint is open, or removes its link if it could not be opened. Returns the link, or None if
+        it was retired meanwhile."""
         link = next((link for link in self._links.values() if link.number == opened.number), None)
         known = link or self._retired[opened.number]
         if opened.error is None:
@@ -204,13 +204,13 @@ class Links:
     def close_retired(self, unconfirmed: set[HandoffKey], now: float) -> None:
         """Begins to close the endpoints of retired links.
 
-        Waits if the peer's process could still write to a handoff in `unconfirmed` after that.
+        An endpoint stays open while the peer's process could, without it, write to a handoff in `unconfirmed`.
         """
         waiting = False
         for link in self._retired.values():
             link.unconfirmed &= unconfirmed
             if link.hello is None or link.closing:
-                continue  # it is being opened, or being closed
+                continue  # the endpoint is being opened or closed
             if link.unconfirmed and self.needs_end_of_process(link):
                 waiting = True
                 continue

@@ -57,7 +57,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The memory of one rank: its rows hold some slices of the whole model's row, or all of it. If the slices are
+    """The memory of one rank. Its rows hold some slices of the whole model's row, or the whole row. If the slices are
     shorter than `span.row_bytes`, the bytes at the end of each row are unused."""
 
     span: PagedSpan
@@ -77,17 +77,15 @@ class Store:
     """Memory from which contexts are read, or in which they land. Page n of a store consists of page n of every shard.
     If two shards hold the same bytes, a reader may use either of them, and a writer must write both.
 
-    Packed pieces pass through staging memory, of which every shard has some in its own process and of its own kind.
-    Copy n of the index keys uses that of shard n. All staging memories of a worker have the same size.
+    Packed pieces pass through staging memory. Every shard has its own, in its process and of its kind. Copy n of the
+    index keys uses the staging memory of shard n. All staging memories of a worker have the same size.
     """
 
     shards: tuple[Shard, ...]
     keys: PagedSpan | None  # index keys are never sharded
-    key_copies: tuple[PagedSpan, ...] = ()  # further copies of the index keys, which a writer must write, too
+    key_copies: tuple[PagedSpan, ...] = ()  # further copies of the index keys, which a writer must also write
     memory: str = "host"  # the kind of memory of the shards: 'host' or 'device'
-    staging: tuple[
-        MemoryRange, ...
-    ] = ()  # that of each shard; empty if contexts cannot be staged from or to this store
+    staging: tuple[MemoryRange, ...] = ()  # one for each shard; empty if contexts are not staged from or to this store
 
     @property
     def all_keys(self) -> tuple[PagedSpan, ...]:
@@ -101,7 +99,7 @@ class Hello:
 
     control: str  # control address of the introduced worker
     model: ModelIdentity
-    stores: Mapping[StoreName, Store]  # where contexts can land, or are read from: a prefill worker has 'host'
+    stores: Mapping[StoreName, Store]  # the stores in which contexts can land, or from which they are read
     transfer: str  # name of the transfer engine
     description: bytes  # result of Transfer.describe, for Transfer.connect at the peer
     process: ProcessIdentity | None = None  # None if the introduced process cannot be identified
@@ -121,7 +119,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answers Hello."""
+    """Answers Hello with a refusal."""
 
     reason: str  # contains the values of both sides if they do not match
 
@@ -134,7 +132,7 @@ class HandoffRequest:
     key: HandoffKey
     prompt: PromptSpec
     landing: StoreName  # the store in which the context lands
-    row_pages: tuple[int, ...]  # pages of the context, from the one that holds row `first` on
+    row_pages: tuple[int, ...]  # pages of the context, beginning with the page that holds row `first`
     key_pages: tuple[int, ...]  # the same for index keys
     first: int = 0  # rows and index keys [first, len(prompt)) are written; row `first` begins a page
 
@@ -195,7 +193,7 @@ class PieceUnpacked:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Reports how much has landed. It is also sent without new rows, as a sign of life."""
+    """Reports how many rows have landed. It is also sent without new rows, as a sign of life."""
 
     key: HandoffKey
     rows: int  # rows [0, rows) have landed
@@ -249,8 +247,8 @@ class Ping:
 class Pong:
     """Answers Ping."""
 
-    number: int  # that of the Ping
-    connected: bool = True  # False: a prefill worker has no Hello of this peer, or has forgotten it and its handoffs
+    number: int  # the number of the Ping
+    connected: bool = True  # False if a prefill worker has no Hello of this peer, or has forgotten the peer
 
 
 StagingMessage = LeaseRequest | LeaseGranted | PieceWritten | PieceUnpacked
@@ -338,9 +336,9 @@ class StartPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Sender to engine: the sender no longer needs the request's pages (only a hung write may still read them), and the
-    engine can end the request, which may still be running. This event is sent exactly once for every
-    `StartPrefill`, whether the handoff succeeds or fails."""
+    """Sender to engine: the sender no longer needs the request's pages, although a hung write may still read them. The
+    engine can end the request, which may still be running. This event is sent exactly once for every `StartPrefill`,
+    whether the handoff succeeds or fails."""
 
     peer: str
     key: HandoffKey
@@ -392,8 +390,8 @@ class SubmitWrites:
 
 @dataclass(frozen=True, slots=True)
 class UnpackPiece:
-    """Copy this piece into its pages, and then call `Receiver.on_unpacked`. Events about this handoff must wait until
-    then, because the engine may use its pages afterwards."""
+    """Copy this piece into its pages, and then call `Receiver.on_unpacked`. Events of this handoff must wait for the
+    copy, because they allow the engine to use the pages."""
 
     key: HandoffKey
     number: int

@@ -84,7 +84,7 @@ class OutgoingHandoff:
     end_reason: EndReason | None = None
     retry: bool = False  # for HandoffFailed
     failure: str = ""  # for HandoffFailed
-    # None again when the receiver has acknowledged it, when the handoff is cancelled, or when the peer is lost.
+    # Set to None again when the receiver has acknowledged it, the handoff is cancelled, or the peer is lost.
     final_message: msg.HandoffDone | msg.HandoffFailed | None = None
 
     @property
@@ -166,8 +166,8 @@ def refusal(request: msg.HandoffRequest, hello: Hello) -> str:
 
 @dataclass(slots=True)
 class Tombstone:
-    """What the sender remembers of a handoff that has ended. Writes that were in flight then are still observed, so
-    that the sender can confirm later that they have ended."""
+    """The sender's record of a handoff that has ended. Writes that were still in flight are observed, so that the
+    sender can later confirm that they have ended."""
 
     until: float  # time at which the tombstone expires
     process: ProcessIdentity | None  # of the peer that requested the handoff; None if unknown
@@ -181,8 +181,8 @@ class Tombstone:
 
 
 class Tombstones:
-    """Records of handoffs that have ended, or that were cancelled before they began, so that a late HandoffRequest does
-    not begin them again. Each tombstone is kept for `limit` seconds. If there are more than `max_count`, the oldest are
+    """Records of handoffs that have ended, or were cancelled before they began, so that a late HandoffRequest does not
+    begin them again. Each tombstone is kept for `limit` seconds. If there are more than `max_count`, the oldest are
     removed."""
 
     def __init__(self, limit: float, max_count: int) -> None:

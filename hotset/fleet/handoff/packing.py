@@ -1,7 +1,7 @@
 """Copies the bytes of staged contexts: the sender packs pages into a piece, the receiver unpacks a piece into pages.
 
 Memory is given by engine addresses. A process can copy only its own memory: `pack` and `unpack` copy the blocks of one
-process, and `EngineCopies` has all processes of an engine copy theirs at the same time.
+process, and `EngineCopies` makes all processes of an engine copy their blocks at the same time.
 """
 
 import threading
@@ -21,7 +21,7 @@ from hotset.kernels.slice_pack import RowSlices, SlicedRows, copy_slices
 from hotset.schedule.handoffs import ContextPages
 
 CPU = torch.device("cpu")
-# A GPU copies a piece in less time than Python needs to begin this, so a second thread would only be in the way.
+# Held during a GPU copy. Python takes longer to begin such a copy than the GPU to perform it, so threads only compete.
 GPU_COPY = threading.Lock()
 COPY_SECONDS = 60.0  # limit for the copy of a worker process
 
@@ -39,7 +39,7 @@ class StagingMemory:
         self._bytes.zero_()
 
     def beside(self, store: Store) -> Store:
-        """Returns a store, all of whose shards are in this memory's process, with this staging memory."""
+        """Returns the store with this staging memory. All its shards must be in the process of this memory."""
         return replace(store, staging=(self.memory_range,) * len(store.shards))
 
 
@@ -47,7 +47,7 @@ class EngineCopies:
     """Packs and unpacks pieces in all processes of an engine."""
 
     def __init__(self, device: torch.device, workers: Sequence[WorkerConnection]) -> None:
-        """Stores of this process that are in device memory are on `device`. `workers` are the other processes, in the
+        """`device` is the device of this process's stores in device memory. `workers` are the other processes, in the
         order of their numbers, beginning with process 1."""
         self._device, self._workers = device, workers
 
@@ -76,7 +76,7 @@ class EngineCopies:
 
 
 def pack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> None:
-    """Packs the blocks whose source shards are in this process, which has this number."""
+    """Packs the blocks whose source shards are in this process. `process` is its number."""
     with _copying(piece.source, device) as memory:
         for address, blocks, keys in _blocks_in(process, piece.source, piece.target, unpacked=False):
             packed = address + piece.offset
@@ -85,7 +85,7 @@ def pack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> No
 
 
 def unpack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> None:
-    """Unpacks the blocks whose target shards are in this process, which has this number."""
+    """Unpacks the blocks whose target shards are in this process. `process` is its number."""
     with _copying(piece.target, device) as memory:
         for address, blocks, keys in _blocks_in(process, piece.source, piece.target, unpacked=True):
             packed = address + piece.offset
@@ -98,8 +98,8 @@ Blocks = tuple[SlicedRows, ...]
 
 @lru_cache(maxsize=64)
 def _blocks_in(process: int, source: Store, target: Store, *, unpacked: bool) -> list[tuple[int, Blocks, Blocks]]:
-    """Returns, for each staging memory of this process: its address, and the blocks of rows and of index keys that are
-    packed there, or unpacked from there, with addresses of this process."""
+    """Returns, for each staging memory of this process, its address and the blocks of rows and of index keys that are
+    packed there or unpacked from there. All addresses are those of this process."""
     layout = piece_layout(source, target, 1)  # offsets in a piece of one row are those of one position
     store = target if unpacked else source
     rows: dict[int, list[SlicedRows]] = {}
@@ -124,7 +124,8 @@ def _local(span: PagedSpan) -> PagedSpan:
 
 @contextmanager
 def _copying(store: Store, device: torch.device) -> Iterator[torch.device]:
-    """Yields the device on which the store is. On a GPU, copies run on a stream of their own, and end here."""
+    """Yields the device of the store. On a GPU, copies in the block run on a separate stream. Waits for them at the
+    end."""
     if store.memory != MemoryKind.DEVICE.value or device.type != "cuda":
         yield CPU
         return
@@ -136,5 +137,5 @@ def _copying(store: Store, device: torch.device) -> Iterator[torch.device]:
 
 
 def _process(span: PagedSpan) -> int:
-    """Returns the number of the process whose memory this is. All layers of a store that is staged are in one."""
+    """Returns the number of the process whose memory this is. All layers of a staged store are in one process."""
     return process_and_address(span.bases[0][0])[0]

@@ -107,7 +107,7 @@ class PrefillAgent(HandoffAgent):
         self._on_peer_lost(peer, f"{peer} was restarted", now)
 
     def _on_peer_lost(self, peer: str, reason: str, now: float) -> None:
-        # Writes must not wait here until the peer's next endpoint has taken the name of this one.
+        # Waiting writes must be submitted now: the peer's next endpoint will have the same name as this one.
         self._run_actions()
         for entry in self._lists:
             entry.peer_lost |= entry.action.peer == peer
@@ -117,7 +117,7 @@ class PrefillAgent(HandoffAgent):
         self._transfer.forget(peer)
 
     def _begin_drain(self, now: float) -> None:
-        """Does nothing: open handoffs continue, and `_closing` is set."""
+        """Does nothing, because open handoffs continue. `_closing` makes this worker refuse new ones."""
 
     def _end_drain(self, now: float) -> bool:
         """Ends the open handoffs as failed. Returns True, because the peers must still be notified."""
@@ -175,7 +175,7 @@ class PrefillAgent(HandoffAgent):
                     self._emit(action)
 
     def _begin_writes(self, action: msg.SubmitWrites) -> None:
-        """Submits a list to the transfer engine: now or, if a piece must be packed first, when it is packed."""
+        """Submits a list to the transfer engine. If a piece must be packed first, submits the list afterwards."""
         entry = _ListInFlight(action)
         self._lists.append(entry)
         if action.pack is None:
@@ -188,7 +188,7 @@ class PrefillAgent(HandoffAgent):
         if not entry.peer_lost:
             self._submit(entry)
             return
-        # The peer's next endpoint may have taken its name, and this list must not be written there.
+        # The peer's next endpoint may already have the same name, and this list must not be written there.
         self._lists.remove(entry)
         self._report_end(entry, WriteState.FAILED_QUIESCED, self._clock())
 
@@ -204,9 +204,9 @@ class PrefillAgent(HandoffAgent):
         return self._transfer.throughput()
 
     def _on_hello(self, peer: str, hello: Hello, now: float) -> None:
-        """Answers now if the peer is refused or already connected. Otherwise begins to connect to the peer's memory
-        (unless it is being connected, or MAX_CONNECTING peers are), and answers afterwards. The peer retransmits Hello
-        until then."""
+        """Answers now if the peer is refused or already connected. Otherwise begins to connect to the peer's memory,
+        and answers when it is connected. Does nothing while this peer, or MAX_CONNECTING others, are being connected:
+        the peer retransmits Hello until it has an answer."""
         reason = check_peers(self._hello, hello)
         if reason is None and self._closing:
             reason = STOPPING
@@ -229,7 +229,7 @@ class PrefillAgent(HandoffAgent):
             Thread(target=self._connect, args=arguments, name=f"connect to {peer}", daemon=True).start()
 
     def _connect(self, peer: str, hello: Hello, number: int) -> None:
-        """Connects to a peer's memory. Runs in a thread of its own."""
+        """Connects to a peer's memory. Runs in a separate thread."""
         routes: tuple[Route, ...] = ()
         reason = None
         try:
@@ -251,7 +251,7 @@ class PrefillAgent(HandoffAgent):
             return
         del self._connecting[peer]
         if connecting.peer_gone:
-            self._transfer.forget(peer)  # a process at that address must send Hello again
+            self._transfer.forget(peer)  # the new process at that address must send Hello
         elif finished.error is not None:
             self._transfer.forget(peer)
             self._refuse(peer, finished.error)

@@ -40,9 +40,9 @@ RECEIVER_TRANSITIONS: dict[ReceiverPhase, frozenset[ReceiverPhase]] = {
     ReceiverPhase.CLOSED: frozenset(),
 }
 
-# The limit of LANDING restarts at every sign of life of the handoff. The limit of CANCELLING is longer than a sender's
-# DRAINING, the time for which the sender waits for its writes to end. FENCING and QUARANTINED retransmit Cancel, as a
-# sender that was only slow can still confirm. QUARANTINED lasts until it is certain that nothing more will be written.
+# The limit of LANDING restarts at every sign of life of the handoff. The limit of CANCELLING is longer than the limit
+# of a sender's DRAINING, in which the sender waits for its writes to end. FENCING and QUARANTINED retransmit Cancel,
+# because a sender that was only slow can still confirm. QUARANTINED lasts until nothing more can be written.
 RECEIVER_TIMEOUTS: dict[ReceiverPhase, PhaseTimeout] = {
     ReceiverPhase.REQUESTING: PhaseTimeout(10.0, retransmit_every=1.0),
     ReceiverPhase.LANDING: PhaseTimeout(15.0),
@@ -121,7 +121,7 @@ class Receiver:
             self._begin_cancel(handoff, False, "cancelled", now)
 
     def handle_message(self, peer: str, message: Message, now: float) -> None:
-        """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
+        """Handles a message from `peer`. Ignores messages that do not concern handoffs, and messages that the handoff's
         phase does not expect. Answers signs of life of an unknown handoff with Cancel."""
         match message:
             case msg.HandoffDone(key) | msg.HandoffFailed(key):
@@ -162,8 +162,8 @@ class Receiver:
                 self._send(handoff.peer, msg.PieceUnpacked(key, piece))
 
     def peer_lost(self, peer: str, reason: str, now: float, *, retry: bool = False) -> None:
-        """Handles a peer that died or restarted, or that has forgotten this worker. Writes that it began may still
-        arrive: handoffs in UNCONFIRMED_PHASES stay. `retry` tells whether another attempt may succeed."""
+        """Handles a peer that died or restarted, or that has forgotten this worker. Its writes may still arrive, so
+        handoffs in UNCONFIRMED_PHASES stay. `retry` tells whether another attempt may succeed."""
         self._hellos.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             if handoff.phase in OPEN_PHASES:
@@ -172,8 +172,8 @@ class Receiver:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
 
     def end_writers(self, keys: Iterable[HandoffKey], now: float) -> None:
-        """Ends those of these handoffs that are in UNCONFIRMED_PHASES. The caller ensures that no byte can be written
-        for them any more."""
+        """Ends these handoffs, except any that are not in UNCONFIRMED_PHASES. The caller ensures that no byte can be
+        written for them any more."""
         ended = self.unconfirmed_keys() & set(keys)
         for handoff in [handoff for key, handoff in self._handoffs.items() if key in ended]:
             self._on_end(handoff, True, False, "", now)
@@ -205,7 +205,7 @@ class Receiver:
         return actions
 
     def open_keys(self, peer: str) -> list[HandoffKey]:
-        """Returns the handoffs in OPEN_PHASES: for them, this peer must be alive."""
+        """Returns the peer's handoffs in OPEN_PHASES, for which the peer must be alive."""
         return [key for key, handoff in self._handoffs.items() if handoff.peer == peer and handoff.phase in OPEN_PHASES]
 
     def phases(self) -> dict[HandoffKey, ReceiverPhase]:
@@ -298,7 +298,7 @@ class Receiver:
             self._move(handoff, ReceiverPhase.CANCELLING, now)
 
     def _fail(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
-        """Reports the failure, or does so later if the sender may still write: `end_writers` or Cancelled may come."""
+        """Reports the failure. If the sender may still write, first waits in FENCING for `end_writers` or Cancelled."""
         if handoff.phase is not ReceiverPhase.CANCELLING:
             handoff.reason, handoff.retry = reason, retry
         if quiesced or handoff.staging is not None:
@@ -307,7 +307,7 @@ class Receiver:
             self._move(handoff, ReceiverPhase.FENCING, now)
 
     def _report_failure(self, handoff: _Handoff, quiesced: bool, now: float) -> None:
-        """Sends FetchFailed. Unless `quiesced`, the pages are quarantined from now on, or the leases if staged."""
+        """Sends FetchFailed. Unless `quiesced`, quarantines the pages, or the leases if the handoff is staged."""
         key = handoff.request.key
         if handoff.staging is not None and not quiesced:
             # Only this worker writes to the pages, so they are free. The sender's leases, if it has any, are not.

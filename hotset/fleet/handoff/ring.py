@@ -7,7 +7,7 @@ from hotset.base.errors import InternalError
 from hotset.base.units import ceil_div
 from hotset.schedule.handoffs import HandoffKey
 
-ALIGN = 256  # of leases in bytes, and so of packed pieces
+ALIGN = 256  # alignment of leases, and therefore of packed pieces, in bytes
 
 Owner = tuple[HandoffKey, int]  # a context, and the number of its piece
 
@@ -32,9 +32,9 @@ class Ring:
     granted meanwhile. Even a request for the whole ring is therefore granted, at the latest when every lease has ended
     and none is in quarantine. A request that does not fit waits; it does not raise.
 
-    Every call can be repeated, and a call with the number of an ended lease changes nothing. But an owner whose lease
-    has ended can request another, so a delayed duplicate of its first request would be granted again. The caller must
-    filter such duplicates.
+    Every call can be repeated, and a call with the number of an ended lease changes nothing. However, an owner whose
+    lease has ended can request another lease. A delayed duplicate of its first request would therefore be granted
+    again. The caller must filter such duplicates.
     """
 
     def __init__(self, nbytes: int, align: int = ALIGN) -> None:
@@ -69,7 +69,7 @@ class Ring:
         return len(self._queue)
 
     def fits(self, nbytes: int) -> bool:
-        """Returns True if a lease of `nbytes` bytes would fit if every lease outside quarantine ended."""
+        """Returns whether a lease of `nbytes` bytes would fit if only the leases in quarantine remained."""
         return nbytes > 0 and self._first_fit(self._gaps(self._in_quarantine()), nbytes) is not None
 
     def request(self, owner: Owner, nbytes: int) -> bool:
@@ -162,7 +162,7 @@ class Ring:
         """Returns where a lease of `nbytes` begins: after the newest lease if it fits there, else in the first gap."""
         gaps = self._gaps(self._leases.values())
         ahead = [(max(first, self._front), end) for first, end in gaps if end > self._front]
-        # `gaps` contains the gap around the front undivided. If it were divided, both halves might always be too small.
+        # The gap around the front is also in `gaps`, undivided: its two halves alone might always be too small.
         return self._first_fit((*ahead, *gaps), nbytes)
 
     def _gaps(self, leases: Iterable[Lease]) -> list[tuple[int, int]]:

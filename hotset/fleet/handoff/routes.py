@@ -1,9 +1,10 @@
-"""Routes: how fast each kind of memory of this worker reaches each kind of memory of a peer.
+"""Measures routes: how fast writes from each kind of memory of this worker reach each kind of memory of a peer.
 
-A transfer engine moves bytes by very different ways, and does not report which. Over UCX without RDMA, for example, GPU
-memory at one end alone moves ten times slower than host memory, and GPU memory at both ends a hundred times faster. The
-prefill worker therefore measures when it connects to a decode worker, by a few short writes from and to probe memory,
-which is used for nothing else. The decode worker receives the result, and chooses where contexts land.
+A transfer engine moves bytes in very different ways, and does not report which way it uses. Over UCX without RDMA, for
+example, writes with GPU memory at one end are ten times slower than between host memories, and writes with GPU memory
+at both ends are a hundred times faster. When a prefill worker connects to a decode worker, it therefore measures a few
+short writes from and to probe memory, which is used for nothing else. The decode worker receives the result, and
+chooses where contexts land.
 """
 
 import logging
@@ -25,11 +26,11 @@ ROUNDS = 3  # the best round counts; the first ones may still set up connections
 ROUTE_SECONDS = 1.0  # a route is not measured for longer than about this
 POLL_SECONDS = 0.0002
 
-# Memory of a GPU is worth writing to directly if its route has at least this share of the speed of the route to host
-# memory. Contexts in host memory are loaded to the GPU later, much faster than a network. Memory of a GPU is worth
-# reading, and keeping until then, if host memory has less than this share of its speed.
+# Contexts land in GPU memory if its route has at least this share of the speed of the route to host memory: loading
+# them from host memory to the GPU later is much faster than a network. Contexts are kept in GPU memory and read there
+# if the route from host memory has less than this share of the speed of the route from GPU memory.
 DEVICE_SHARE = 0.8
-# A write that costs more than this, beside its bytes, is avoided if an additional copy saves it.
+# A write whose fixed cost is above this is avoided if an additional copy saves it.
 EXPENSIVE_WRITE_SECONDS = 30e-6
 
 Probes = Mapping[str, MemoryRange]  # by the value of MemoryKind
@@ -38,10 +39,10 @@ Probes = Mapping[str, MemoryRange]  # by the value of MemoryKind
 def measure_routes(
     transfer: Transfer, peer: str, local: Probes, remote: Probes, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Route, ...]:
-    """Measures the route from every kind of `local` probe memory to every kind of the peer's. Routes that cannot write
-    are left out. This blocks for at most a few seconds. The peer must be connected.
+    """Measures the route from every kind of `local` probe memory to every kind of `remote` probe memory, the peer's.
+    Leaves out routes on which writes fail. Blocks for at most a few seconds. The peer must be connected.
 
-    Raises TransferError if there are probes on both sides, and no route between them.
+    Raises TransferError if both sides have probes, but no route between them works.
     """
     routes = []
     for source, from_memory in local.items():
@@ -100,7 +101,7 @@ def _measure(
 
 
 def _time(transfer: Transfer, peer: str, writes: Writes, until: float, clock: Callable[[], float]) -> float | None:
-    """Returns the seconds that a list of writes takes, or None if it fails or is not finished a while after `until`.
+    """Returns the seconds that a list of writes takes. Returns None if it fails, or ROUTE_SECONDS after `until`.
 
     An unfinished list may still write, but only to probe memory.
     """

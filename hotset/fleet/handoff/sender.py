@@ -1,7 +1,8 @@
-"""The state machine of the prefill worker: accepts requests, has prompts computed, plans writes, and reports each end.
+"""The state machine of the prefill worker: accepts requests, makes the engine compute prompts, plans writes, and
+reports the end of each handoff.
 
 It has no threads and no clock; callers pass the current time. Nothing is written before the receiver has sent
-StartWrites. A handoff that has written is kept until its last write has ended, or until a time limit has passed; in the
+StartWrites. A handoff that has written is kept until its last write has ended, or until a time limit has passed. In the
 latter case it is not quiesced, and the receiver is notified of this unless the peer is lost. The phases and their
 timeouts are in `outgoing.py`.
 """
@@ -86,7 +87,8 @@ class Sender:
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
         """Handles a peer that died, restarted or was silent. Its handoffs are kept until their writes in flight have
-        ended or count as hung. The tombstones stay: a peer that was only silent will ask whether writes have ended."""
+        ended or count as hung. Its tombstones stay, because a peer that was only silent will ask whether writes have
+        ended."""
         self.peers.pop(peer, None)
         self._routes.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
@@ -94,7 +96,7 @@ class Sender:
             self._begin_end(handoff, EndReason.PEER_LOST, False, reason, now)
 
     def handle_message(self, peer: str, message: Message, now: float) -> None:
-        """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
+        """Handles a message from `peer`. Ignores messages that do not concern handoffs, and messages that the handoff's
         phase does not expect."""
         match message:
             case msg.HandoffRequest():
@@ -198,8 +200,8 @@ class Sender:
         known = [handoff.request.key.attempt for handoff in attempts]
         known.append(self._tombstones.newest_attempt(peer, key.request_id))
         if handoff := self._handoffs.get((peer, key)):
-            # With PEER_LOST, the handoff is from before the peer was lost. The new request gets no answer until this
-            # handoff is closed.
+            # A handoff with PEER_LOST began before the peer was lost. The new request gets no answer until that handoff
+            # is closed.
             if handoff.end_reason is not EndReason.PEER_LOST:
                 self._transmit(handoff)
         elif tombstone := self._tombstones.get((peer, key)):
@@ -207,8 +209,8 @@ class Sender:
         elif max(known) > key.attempt:
             self._send(peer, msg.Cancelled(key, False))
         elif hello is None or (reason := refusal(request, hello)):
-            # This worker begins nothing now. But it has no record of the past, and cannot exclude that an earlier
-            # handoff with this key still writes. It therefore reports "not quiesced".
+            # This worker begins nothing now, but it has no record of the past. An earlier handoff with this key may
+            # still write, so this worker reports "not quiesced".
             why = "this worker has no Hello from you: send Hello first" if hello is None else reason
             self._send(peer, msg.HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
         else:
@@ -234,7 +236,7 @@ class Sender:
         if handoff := self._handoffs.get((peer, key)):
             self._cancel(handoff, now)
             return
-        # The HandoffRequest may arrive after this Cancel, and must not begin anything then.
+        # The HandoffRequest may arrive after this Cancel. The tombstone then prevents that it begins a handoff.
         hello = self.peers.get(peer)
         self._tombstones.add_unknown((peer, key), None if hello is None else hello.process, now)
         tombstone = self._tombstones.get((peer, key))
@@ -282,11 +284,11 @@ class Sender:
         for answer in answers:
             self._send(handoff.peer, answer)
         handoff.timer.extend(now)
-        self._submit([handoff], now)  # if a buffer is free, no piece of another handoff waits for one
+        self._submit([handoff], now)  # only this handoff: while a buffer is free, no other handoff waits for a buffer
         self._finish_if_idle(handoff, now)
 
     def _submit(self, handoffs: Iterable[OutgoingHandoff], now: float) -> None:
-        """Submits the lists of these handoffs that can be submitted, in their order, until the buffers are used up."""
+        """Submits the lists of these handoffs that are ready, lowest order first, until no buffer is free."""
         while ready := [
             (order, handoff, delivery)
             for handoff in handoffs
@@ -345,7 +347,7 @@ class Sender:
             handoff.timer.extend(now)
 
     def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
-        """If no write is in flight: ends a complete handoff, or reports an end that was waiting for writes."""
+        """Ends a complete handoff, or reports an end that waited for writes. Does nothing if a write is in flight."""
         if handoff.in_flight:
             return
         if handoff.phase in (SenderPhase.DRAINING, SenderPhase.WRITES_HUNG):
@@ -358,7 +360,7 @@ class Sender:
             self._move(handoff, SenderPhase.NOTIFYING, now)
 
     def _begin_end(self, handoff: OutgoingHandoff, end: EndReason, retry: bool, failure: str, now: float) -> None:
-        """Stops submitting. Reports the end now, or when the writes in flight have ended or count as hung."""
+        """Submits nothing more. Reports the end now, or when the writes in flight have ended or count as hung."""
         handoff.end_reason, handoff.retry, handoff.failure = end, retry, failure
         handoff.waiting = None
         if handoff.phase is SenderPhase.WRITING and handoff.in_flight:

@@ -1,9 +1,8 @@
-"""Staged deliveries: rows travel in pieces through leases of the receiver's ring. Pieces have phases and timeouts
-(PIECE_TIMEOUTS).
+"""Delivers rows in pieces through leases of the receiver's ring. Pieces have phases and timeouts (PIECE_TIMEOUTS).
 
 A lease is requested only after the last row of the piece was announced. The lease can arrive before the rows are
-computed, but the piece then waits only for a forward pass that is already submitted, and for a buffer. Every lease
-therefore ends, and every waiting piece gets a lease, unless too much of the ring is in quarantine.
+computed. The piece then waits only for a buffer and for a forward pass that is already submitted. Every lease therefore
+ends, and every waiting piece gets a lease, unless too much of the ring is in quarantine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,8 @@ from hotset.fleet.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 from hotset.schedule.handoffs import RowsComputed
 
 SMALLEST_PIECE_BYTES = 256 << 10  # a piece waits for rows until it is this large, or full
-# Maximum pieces of one context that are requested and not unpacked: as many as fit into a ring, and two more, whose
-# leases then do not wait for a message.
+# Maximum pieces of one context that are requested and not unpacked: as many as fit into a ring, and two more. When
+# space becomes free, the two further leases are granted without waiting for another request.
 WINDOW = RING_PIECES + 2
 
 
@@ -47,9 +46,9 @@ PIECE_TRANSITIONS: dict[PiecePhase, frozenset[PiecePhase]] = {
     PiecePhase.UNPACKED: frozenset(),
 }
 
-# REQUESTED and LEASED may last long, because pieces of other contexts may be ahead in the queue. With 32 contexts,
-# lease requests that are repeated twice a second are half of all messages; therefore the interval doubles. WRITING
-# never reaches its limit, because each list of writes has a shorter one (WRITE_LIMIT in sender.py).
+# REQUESTED and LEASED may last long, because pieces of other contexts may be ahead in the queue. The interval of
+# REQUESTED doubles: with 32 contexts, requests repeated twice a second would be half of all messages. WRITING never
+# reaches its limit, because each list of writes has a shorter limit (WRITE_LIMIT in sender.py).
 PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
     PiecePhase.REQUESTED: PhaseTimeout(120.0, retransmit_every=0.5, doubles_until=4.0),
     PiecePhase.LEASED: PhaseTimeout(120.0),
@@ -72,7 +71,7 @@ class StagingOffer:
 
 
 def make_offer(source: Store, target: Store, request: msg.HandoffRequest, buffer_bytes: int) -> StagingOffer | None:
-    """Returns how this context can be staged, or None if a store cannot, or if a side has too little memory."""
+    """Returns how this context can be staged, or None if a store does not allow it or a side has too little memory."""
     if not can_stage(source) or not can_stage(target):
         return None
     ring_bytes = target.staging[0].nbytes
@@ -162,8 +161,8 @@ class StagedDelivery(Delivery):
         return self._piece_written(piece)
 
     def handle_message(self, message: Message, now: float) -> Sequence[Message] | None:
-        """Records a lease, or a piece that the receiver has unpacked. Ignores a grant that the piece does not wait for,
-        or that leaves the ring."""
+        """Records a lease, or a piece that the receiver has unpacked. Ignores a lease that the piece does not wait for,
+        or that is not inside the ring."""
         piece = self._pieces.get(message.piece) if isinstance(message, msg.LeaseGranted | msg.PieceUnpacked) else None
         if piece is None:
             return None

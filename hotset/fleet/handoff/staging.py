@@ -4,9 +4,9 @@ This happens mostly if the two sides shard rows differently. A piece is rows [fi
 keys. A packed piece contains its blocks (see `Block`), each as [layer][row][bytes of the block], and then the index
 keys, as [group][row][key]. Both sides compute this layout from the two stores. `packing.py` copies the bytes.
 
-Every process and kind of memory that holds shards has staging memory of its own, and all have the same size. A piece is
-at the same offset in all of them, and each has only the blocks of its own shards. If the shards of both sides are in
-one memory each, a piece takes one write, otherwise one for each pair of memories that exchange blocks.
+Every process and kind of memory that holds shards has its own staging memory, and all have the same size. A piece is at
+the same offset in all of them, and each holds only the blocks of its own shards. If each side has all its shards in one
+memory, a piece takes one write. Otherwise it takes one for each pair of memories that exchange blocks.
 
 `ReceiverStaging` is the receiver's part. Its staging memory is a ring, in which space is leased: after `LeaseGranted`,
 the sender may write there until it sends `PieceWritten` or reports that it has stopped. Only the receiver writes to the
@@ -41,16 +41,16 @@ from hotset.fleet.handoff.routes import EXPENSIVE_WRITE_SECONDS
 from hotset.fleet.transfer.api import MemoryKind, Writes
 from hotset.schedule.handoffs import ContextPages, HandoffKey
 
-# A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
-# two additional copies of each byte. Up to MAX_DIRECT_WRITES writes are fast enough at any size.
+# A transfer engine has a fixed cost per write. Below SMALL_WRITE_BYTES, this cost exceeds the cost of copying each byte
+# twice more. Up to MAX_DIRECT_WRITES writes are fast enough at any size.
 SMALL_WRITE_BYTES = 16 << 10
 MAX_DIRECT_WRITES = 64
-# Bytes per second that are packed and unpacked. With the measured cost of a write, they replace SMALL_WRITE_BYTES if
-# memory of a GPU is involved, or if the cost is high.
+# Bytes per second that are packed and unpacked. If GPU memory is involved, or if the measured cost of a write is high,
+# the limit is computed from that cost and these speeds instead of SMALL_WRITE_BYTES.
 HOST_COPY_SPEED, DEVICE_COPY_SPEED = 2e9, 500e9
 
 SOURCE = "host"  # the store of a prefill worker; a piece from its device pool has the same layout
-RING_PIECES = 4  # number of pieces that fit into a ring, and of a sender's buffers
+RING_PIECES = 4  # number of pieces that fit into a ring, and number of a sender's buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _blocks(source: tuple[msg.RowSlices, ...], target: tuple[msg.RowSlices, ...]
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """Where the parts of a packed piece begin, in bytes from its beginning."""
+    """The offsets of the parts of a packed piece, in bytes from its beginning."""
 
     blocks: tuple[tuple[int, int, Block], ...]  # offset, length, block
     keys: int
@@ -117,9 +117,9 @@ def piece_writes(source: Store, target: Store, rows: int, source_offset: int, ta
 
 
 def can_pack_pages(source: Store, target: Store) -> bool:
-    """Returns whether rows can be packed in the order of the target's pages: each of its shards gets whole rows from
-    one source shard, and there are no index keys. Both sides must be host memory: between GPUs, writes of pages are
-    too small."""
+    """Returns whether rows can be packed in the order of the target's pages: each target shard gets whole rows from one
+    source shard, and the model has no index keys. Both sides must be host memory, because writes of pages are too
+    small between GPUs."""
     whole = all(
         target.shards[number].span.row_bytes == block.row_bytes
         for block in blocks(source, target)
@@ -174,9 +174,9 @@ def should_stage(
     route: Route | None = None,
     run_pages: int | None = None,
 ) -> bool:
-    """Returns whether direct writes of the context would be many and small. `route` is the measured one between the two
-    stores. The pages of the source are not known yet: they are expected in runs of `run_pages` consecutive pages or, if
-    that is None, in one run."""
+    """Returns whether direct writes of the context would be many and small. `route` is the measured route between the
+    two stores. The pages of the source are not known yet. They are expected in runs of `run_pages` consecutive pages
+    or, if that is None, in one run."""
     last, pages = len(request.prompt), landing_pages(request, target)
     spans = [source.shards[0].span, *([] if source.keys is None else [source.keys])]
     numbers = range(max(span.pages_for(last) for span in spans))
@@ -311,8 +311,8 @@ class ReceiverStaging:
         return messages
 
     def on_piece_written(self, written: msg.PieceWritten) -> msg.PackedPiece | None:
-        """Returns the piece to unpack; `on_unpacked` must follow. Returns None if the piece does not have this lease
-        (any more), or is being unpacked."""
+        """Returns the piece to unpack; `on_unpacked` must follow. Returns None if the piece does not (or no longer)
+        have this lease, or is already being unpacked."""
         context, owner = self._contexts[written.key], (written.key, written.piece)
         lease = self.ring.lease_of(owner)
         if written.piece in context.unpacking:
@@ -353,7 +353,7 @@ class ReceiverStaging:
         for piece in context.pieces:
             lease = self.ring.lease_of((key, piece))
             assert lease is not None
-            if piece in context.unpacking:  # it is written, so its sender does not write there any more
+            if piece in context.unpacking:  # the piece is in the ring, so its sender does not write there any more
                 self.ring.withdraw((key, piece))
                 continue
             self.ring.quarantine(lease.number)
@@ -368,13 +368,13 @@ class ReceiverStaging:
             self.ring.end_quarantine(number)
 
     def remove(self, key: HandoffKey) -> None:
-        """Forgets a context that has ended, and frees its leases. Those that are in quarantine stay there for good."""
+        """Forgets a context that has ended, and frees its leases. Leases in quarantine then stay there for good."""
         self.stop(key)
         for piece in self._contexts.pop(key).pieces:
             self.ring.withdraw((key, piece))
 
     def audit(self, keys: set[HandoffKey]) -> None:
-        """Asserts that exactly these contexts are staged, and that every lease and every waiting request is theirs."""
+        """Asserts that exactly these contexts are staged, and that they own every lease and every waiting request."""
         self.ring.audit()
         assert self._contexts.keys() == keys, f"contexts {self._contexts.keys()} are staged, not {keys}"
         owners = {(key, piece) for key, context in self._contexts.items() for piece in context.pieces}

@@ -48,12 +48,12 @@ TransferWorker = ServingWorker[WorkerMemory]
 
 
 class TransferMemory:
-    """Memory of one process beside its stores: staging memory, or probes, which measure routes. It must live as long as
-    it is registered."""
+    """Memory of one process that is not in its stores: staging memory, or probe memory for measuring routes. This
+    object must live as long as the memory is registered."""
 
     def __init__(self, nbytes: int, devices: Mapping[MemoryKind, torch.device], *, zeroed: bool = False) -> None:
-        """Allocates `nbytes` bytes of each kind of memory, on these devices. Unless `zeroed`, memory of the host is
-        taken from the system when it is first written."""
+        """Allocates `nbytes` bytes of each kind of memory, on these devices. Unless `zeroed`, the system provides host
+        memory only when it is first written."""
         self._memories = {kind: StagingMemory(nbytes, device, kind) for kind, device in devices.items() if nbytes}
         for memory in self._memories.values() if zeroed else ():
             memory.zero()
@@ -76,7 +76,7 @@ class StoreShard:
     kv_heads: int  # number of KV heads of the whole model if rows consist of heads, else 1
     row_bytes: int  # bytes of this shard's row that are used
     spans: Spans
-    staging: MemoryRange | None = None  # in the same process and of the same kind; None if there is none
+    staging: MemoryRange | None = None  # staging memory in the same process and of the same kind, if any
 
 
 def host_store_name(replica: int) -> StoreName:
@@ -153,8 +153,8 @@ def pool_spans(pool: DevicePool) -> Spans:
 def pool_shards(
     pool: DevicePool | None, workers: Sequence[TransferWorker], staging: TransferMemory | None = None
 ) -> list[StoreShard]:
-    """Describes all device pools: that of this process if it is given, and those that workers have described. `staging`
-    is that of this process."""
+    """Describes all device pools: the pool of this process if it is given, and the pools that workers have described.
+    `staging` is the staging memory of this process."""
     own = [] if pool is None else [StoreShard(0, 0, 1, pool.shape.row.row_bytes, pool_spans(pool))]
     return [*_staged(own, staging), *_worker_shards(workers, [worker.described.pool for worker in workers])]
 
@@ -162,8 +162,8 @@ def pool_shards(
 def host_shards(
     hosts: Sequence[HostShard], workers: Sequence[TransferWorker] = (), staging: TransferMemory | None = None
 ) -> list[StoreShard]:
-    """Describes all host stores: those that this process has mapped, and those that workers have described. `staging`
-    is that of this process."""
+    """Describes all host stores: the stores that this process has mapped, and the stores that workers have described.
+    `staging` is the staging memory of this process."""
     mapped = [
         StoreShard(host.replica, host.first_layer, host.kv_heads, host.shape.row.row_bytes, host_spans(host.store))
         for host in hosts
@@ -172,7 +172,7 @@ def host_shards(
 
 
 def _worker_shards(workers: Sequence[TransferWorker], described: Sequence[Spans | None]) -> list[StoreShard]:
-    """Returns the shards with engine addresses. Process 0 is this one; the workers follow."""
+    """Returns the shards with engine addresses. This process has number 0, and the workers have the next numbers."""
     shards = []
     for process, (worker, spans) in enumerate(zip(workers, described, strict=True), 1):
         if spans is None:
@@ -204,14 +204,14 @@ def memory_kind(pool: DevicePool) -> MemoryKind:
 
 
 def memory_devices(pool: DevicePool | None, *, host: bool) -> dict[MemoryKind, torch.device]:
-    """Returns the kinds of memory of the device pool, if there is one, and of host stores, if `host`."""
+    """Returns the device of each kind of memory: the device pool's, if there is one, and the host's if `host`."""
     devices = {MemoryKind.HOST: CPU} if host else {}
     return devices if pool is None else devices | {memory_kind(pool): pool.device}
 
 
 def landing_policy(routes: Sequence[Route], default: LandingPolicy) -> LandingPolicy:
-    """Chooses where contexts from a prefill worker land, by the measured routes. `default` applies to what the routes
-    do not tell, and to engines into whose device pool peers cannot write."""
+    """Chooses where contexts from a prefill worker land, by the measured routes. Returns `default` if no route to host
+    memory was measured, or if peers cannot write into this engine's device pool."""
 
     def fastest(target: MemoryKind) -> Route | None:
         """Returns the route that the prefill worker will choose."""
@@ -235,7 +235,7 @@ def _store(shards: Sequence[StoreShard]) -> Store:
     """Describes the host stores, or the device pools, of one replica: one for each rank and pipeline stage.
 
     The layers of all stages follow each other in one span per rank. The ranks hold different heads of each row or, if
-    rows have no heads, all hold the whole row. Index keys are in all of them.
+    rows have no heads, all hold the whole row. All ranks hold the index keys.
     """
     stages = sorted({shard.first_layer for shard in shards})
     by_stage = [[shard for shard in shards if shard.first_layer == stage] for stage in stages]

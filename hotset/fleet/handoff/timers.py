@@ -1,7 +1,7 @@
 """Timers of handoffs: deadlines and retransmits of phases, and liveness of peers. Callers pass the current time.
 
 The timeouts of the phases themselves are tables beside the phases: RECEIVER_TIMEOUTS in `receiver.py`, SENDER_TIMEOUTS
-in `outgoing.py`, PIECE_TIMEOUTS in `staged_delivery.py`. `PeerTiming` below is about peers, not about handoffs.
+in `outgoing.py`, PIECE_TIMEOUTS in `staged_delivery.py`. `PeerTiming` below applies to peers, not to handoffs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -89,8 +89,8 @@ class PeerTiming:
 
 
 class Liveness:
-    """Records when each peer last sent a message. Watched peers are pinged; one that sends nothing for `peer_timeout`
-    seconds is lost."""
+    """Records when each peer last sent a message. Watched peers are pinged. A watched peer that sends nothing for
+    `peer_timeout` seconds is lost."""
 
     def __init__(self, timing: PeerTiming) -> None:
         self._timing = timing

@@ -1,4 +1,4 @@
-"""What a worker process does for handoffs: it serves transfer endpoints for the memory that only it has mapped."""
+"""The service of a worker process for handoffs: it serves transfer endpoints for the memory that only it has mapped."""
 
 import threading
 from collections.abc import Callable
@@ -28,10 +28,10 @@ from hotset.memory.host_store import HostStore
 
 @dataclass(frozen=True, slots=True)
 class TransferService:
-    """Implements `WorkerService`: opens transfer endpoints in a worker process, as the engine's process directs it.
+    """Implements `WorkerService`: opens transfer endpoints in a worker process when the engine's process asks for them.
 
-    The endpoints register memory of the worker (its host store if it is given one, and its device pool if
-    `with_pool`), the probe memory and the staging memory.
+    The endpoints register the worker's host store (if `start` receives it), its device pool (if `with_pool`), its probe
+    memory and its staging memory.
     """
 
     settings: TransferSettings
@@ -49,7 +49,7 @@ class TransferService:
         probes = TransferMemory(PROBE_BYTES, {} if gpu is None else {MemoryKind.DEVICE: gpu}, zeroed=True)
         staging = TransferMemory(self.staging_bytes if on_this_machine else 0, devices)
         registered = [*regions([] if host is None else [host], served_pool), *probes.regions, *staging.regions]
-        known = [] if on_this_machine else [listener.address for listener in listeners()]  # Ray's
+        known = [] if on_this_machine else [listener.address for listener in listeners()]  # opened by Ray
 
         def open_endpoint() -> Transfer:
             opened = self.open_transfer(self.settings)

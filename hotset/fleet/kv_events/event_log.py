@@ -1,9 +1,9 @@
-"""The batches of one publisher: their numbers, and the newest of them for replay.
+"""Numbers the batches of one publisher, and keeps the newest ones for replay.
 
 Batches that are too old to be kept are folded into a summary: the blocks that they leave in the cache. A replay that
-begins before the oldest kept batch starts with the summary. It is sent as batches with the numbers just before the
-oldest kept one, and begins with `AllBlocksCleared`. A subscriber that knows nothing, or that has missed too much, thus
-gets the whole cache, and the sequence numbers of an answer never leave a gap behind its first batch.
+begins before the oldest kept batch starts with the summary. The summary is sent as batches with the numbers just before
+the oldest kept batch, and begins with `AllBlocksCleared`. A subscriber that knows nothing, or has missed too much, thus
+gets the whole cache. After the first batch of an answer, there is no gap in the sequence numbers.
 """
 
 import time
@@ -32,7 +32,7 @@ MAX_BLOCKS_PER_BATCH = 4096  # of a summary for which few numbers are left
 
 @dataclass(frozen=True, slots=True)
 class NumberedPayload:
-    """A batch as it is sent."""
+    """An encoded batch with its sequence number."""
 
     sequence: int
     payload: bytes
@@ -47,7 +47,7 @@ class _Block:
 
 
 class EventLog:
-    """Numbers the batches of one publisher. If `keep` is set, it also keeps what a replay needs."""
+    """Numbers the batches of one publisher. If `keep` is set, it also keeps the batches and the summary for replay."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class EventLog:
     def replay(self, start: int) -> Iterator[NumberedPayload]:
         """Returns the present batches from number `start` on. Later changes do not affect the returned iterator.
 
-        A `start` in the future comes from a subscriber of an earlier process. It gets everything. So does a subscriber
-        that lacks too few batches for a summary of this length.
+        A `start` in the future comes from a subscriber of an earlier process, which gets everything. A subscriber also
+        gets everything if it lacks fewer numbers than a summary of this length needs.
         """
         oldest = self._oldest
         too_few = start < oldest and len(self._summary) > (oldest - start) * MAX_BLOCKS_PER_BATCH
@@ -125,7 +125,7 @@ class EventLog:
 
 
 def stored(hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], salt: str | None) -> BlockStored:
-    """Returns the event for consecutive blocks. If a salt is part of the hash of the first, it is one of its keys."""
+    """Returns the event for consecutive blocks. If the hash of the first block includes a salt, it is an extra key."""
     keys = None if salt is None or parent is not None else [[salt], *[None] * (len(hashes) - 1)]
     return BlockStored(
         block_hashes=hashes,

@@ -1,7 +1,7 @@
 """Publishes the changes of a prefix cache as KV events.
 
 The engine's thread only collects changes. A thread of the publisher encodes and sends them, and answers requests for
-replay. It never waits for a subscriber: a subscriber that reads too slowly loses messages, and can ask for them again.
+replay. It never waits for a subscriber: a subscriber that reads too slowly loses messages, and can request them again.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from hotset.tiers.prefix_cache import CacheChange, PagesEvicted, PagesStored, ev
 LOGGER = logging.getLogger("hotset.fleet.kv_events")
 
 MAX_WAITING = 1 << 22  # total size of changes that wait for the publisher's thread, in units of `_size`
-MAX_BATCH = 1 << 17  # size of a batch, in units of `_size`: at most 1.2 MiB
+MAX_BATCH = 1 << 17  # size of a batch, in units of `_size`: at most 1.2 MB
 EVENT_SIZE = 32  # size of an event without its hashes and tokens, in units of `_size`
-MAX_QUEUED = 10_000  # batches that wait for one subscriber; further ones are lost for it
+MAX_QUEUED = 10_000  # batches that wait for one subscriber; it loses further ones
 MAX_QUEUED_ANSWERS = 100  # batches of a replay that are queued for one subscriber; the others are sent later
-REQUESTS_PER_TURN = 16  # so that many requests do not delay the events
+REQUESTS_PER_TURN = 16  # limit of requests per turn, so that many requests do not delay the events
 MAX_REPLAYS = 64  # at the same time; further requests are not answered, so subscribers repeat them
 ANSWERS_PER_TURN = 32
 STALLED_SECONDS = 30.0  # a replay that nobody reads ends after this time
-PACE_MS = 5  # interval of attempts to go on with replays
+PACE_MS = 5  # interval between attempts to continue replays
 HANDSHAKE_MS = 5000  # time for a new connection to complete ZeroMQ's handshake
-MAX_REQUEST_BYTES = 4096  # of a message from a subscriber; the longest subscribe to a topic
+MAX_REQUEST_BYTES = 4096  # limit of a message from a subscriber; the longest messages subscribe to a topic
 CLOSE_SECONDS = 1.0
 LINGER_MS = 200
 
@@ -80,8 +80,8 @@ class KvEventPublisher:
         )
         self._changes: list[CacheChange | AllBlocksCleared] = []  # of the present step
         self._steps: queue.SimpleQueue[list[CacheChange | AllBlocksCleared]] = queue.SimpleQueue()
-        # Sizes of the steps that were put into the queue, and of those that were taken out. Only the engine's thread
-        # writes the first, and only the publisher's thread the second.
+        # The total size that was put into the queue, which only the engine's thread writes, and the total size that was
+        # taken out, which only the publisher's thread writes.
         self._size_put = self._size_taken = 0
         self._replays: dict[bytes, _Replay] = {}
         self._closing = self._failed = False
@@ -97,7 +97,7 @@ class KvEventPublisher:
         self._changes.append(change)
 
     def flush(self) -> None:
-        """Passes the collected changes, those of one step, to the publisher's thread. Does not wait for it."""
+        """Passes the collected changes of a step to the publisher's thread. Does not wait for it."""
         if not self._changes or self._failed:
             self._changes.clear()
             return
@@ -109,7 +109,7 @@ class KvEventPublisher:
             self._changes = []
             self._wake()
         else:
-            # The thread does not keep up, so these changes are lost. Subscribers must not believe in evicted pages.
+            # The thread does not keep up, so these changes are lost. Subscribers must forget pages that were evicted.
             self._changes = [AllBlocksCleared()]
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ def _size(change: CacheChange | AllBlocksCleared) -> int:
 
 
 def _divided(change: CacheChange | AllBlocksCleared) -> Iterator[CacheChange | AllBlocksCleared]:
-    """Yields a change as it is, or in parts of a quarter of a batch if it takes more than half a batch."""
+    """Divides a change of more than half a batch into parts of a quarter of a batch. Yields others unchanged."""
     if _size(change) <= MAX_BATCH // 2 or isinstance(change, AllBlocksCleared):
         yield change
         return

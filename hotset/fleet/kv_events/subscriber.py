@@ -1,9 +1,9 @@
 """Follows the KV events of one publisher, and knows which blocks are in its cache.
 
-Messages can be lost: ZeroMQ drops them before a connection is complete, after it broke, and if a subscriber reads too
-slowly. Sequence numbers reveal this. The subscriber then asks the publisher's replay socket for the missing batches. It
-does the same if nothing has arrived for a while, because the newest batch may be lost. After a connection was lost, the
-publisher may be a new process, so the subscriber forgets everything and asks for all batches.
+Messages can be lost: ZeroMQ drops them before a connection is complete, after it has broken, and if a subscriber reads
+too slowly. Gaps in the sequence numbers show this. The subscriber then asks the publisher's replay socket for the
+missing batches. It does the same if nothing has arrived for a while, because the newest batch may be lost. After a
+connection was lost, the publisher may be a new process, so the subscriber forgets everything and asks for all batches.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from hotset.fleet.kv_events.wire import (
 LOGGER = logging.getLogger("hotset.fleet.kv_events")
 
 MAX_KNOWN_BLOCKS = 1 << 22  # of one publisher; a host store of 4 million pages of 1 MiB has 4 TiB
-CHECK_SECONDS = 5.0  # without a message; then the subscriber asks whether it has missed the newest batches
-RETRY_SECONDS = 2.0  # between a failed attempt to catch up and the next
-ANSWER_SECONDS = 2.0  # for each answer of the replay socket
-CONNECT_SECONDS = 10.0  # without a connection; then the log names the address
+CHECK_SECONDS = 5.0  # time without a message after which the subscriber asks for batches that it may have missed
+RETRY_SECONDS = 2.0  # time between a failed attempt to catch up and the next
+ANSWER_SECONDS = 2.0  # time limit for each answer of the replay socket
+CONNECT_SECONDS = 10.0  # time without a connection after which the log names the address
 MAX_QUEUED = 10_000  # messages that wait to be read; further ones are dropped, and replayed later
 MAX_PER_WAKE = 256  # messages per turn, so that many messages do not keep the event loop from other work
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
@@ -77,7 +77,7 @@ class KnownBlocks:
 
 
 class KvEventSubscriber:
-    """Follows one publisher while `run` runs, in its event loop. `blocks` are those that it knows of."""
+    """Follows one publisher while `run` runs, in its event loop. `blocks` are the known blocks of the publisher."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class KvEventSubscriber:
         check_seconds: float = CHECK_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """`address` and `replay` are the publisher's, like tcp://127.0.0.1:5557. `context` is borrowed.
+        """`address` and `replay` are the publisher's addresses, like tcp://127.0.0.1:5557. The caller owns `context`.
 
         Without a replay address, the subscriber forgets all blocks when a message is lost, and `synced` is True only
         after batch 0 or an `AllBlocksCleared`, until a message is lost.
         """
         self.blocks = KnownBlocks()
-        self.synced = False  # True if `blocks` is what the publisher had in its cache a moment ago
+        self.synced = False  # whether `blocks` equals the publisher's cache, except for messages on their way
         self.catch_ups = 0  # successful requests for missing batches
         self._context, self._address, self._replay, self._topic = context, address, replay, topic
         self._check_seconds, self._retry_seconds = check_seconds, retry_seconds
@@ -104,7 +104,7 @@ class KvEventSubscriber:
         self._warned = False
 
     async def run(self) -> None:
-        """Follows the publisher until the task is cancelled. The publisher may start later, end and come back.
+        """Follows the publisher until the task is cancelled. The publisher may start later, and may be restarted.
 
         Raises zmq.ZMQError if ZeroMQ refuses an address.
         """
@@ -128,7 +128,7 @@ class KvEventSubscriber:
         catch_up_at = not_before = 0.0
         unreachable_at = time.monotonic() + CONNECT_SECONDS
         while True:
-            # Without a connection, the monitor reports when there is one.
+            # Without a connection, `poll` ends when the monitor reports one.
             wake_at = catch_up_at if connected else None if self._warned else unreachable_at
             await poller.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()) * 1000)
             if not connected and time.monotonic() >= unreachable_at:
@@ -140,7 +140,7 @@ class KvEventSubscriber:
                 catch_up_at = 0.0
                 if not connected:
                     unreachable_at = time.monotonic() + CONNECT_SECONDS
-                    # The queue may contain messages of the lost connection, whose numbers fit to the next process.
+                    # The numbers of messages of the lost connection may continue those of the next process.
                     messages.clear()
                     while await _receive_all(live, MAX_PER_WAKE):
                         pass
@@ -198,13 +198,13 @@ class KvEventSubscriber:
         return complete
 
     async def _replay_from(self, address: str, start: int) -> bool:
-        """Requests and applies the batches from number `start` on. Returns False if the answer does not continue what
-        is known."""
+        """Requests and applies the batches from number `start` on. Returns False if batches are missing before the
+        answer."""
         with self._socket(zmq.DEALER) as dealer:
             dealer.connect(address)
             await dealer.send_multipart([b"", sequence_frame(start)])
             while True:
-                await asyncio.sleep(0)  # receiving a message that has arrived does not let other tasks run
+                await asyncio.sleep(0)  # other tasks may run; `recv_multipart` does not yield if a message is there
                 async with asyncio.timeout(ANSWER_SECONDS):
                     delimiter, *frames = await dealer.recv_multipart()
                 if delimiter:

@@ -21,8 +21,8 @@ Medium = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks that entered a cache. `parent_block_hash` is the block before them; None: they begin a
-    context."""
+    """Consecutive blocks that entered a cache. `parent_block_hash` is the hash of the block before them, or None if
+    they begin a context."""
 
     block_hashes: Sequence[int]
     parent_block_hash: int | None
@@ -73,14 +73,14 @@ def sequence_frame(number: int) -> bytes:
 
 
 class StoredHashes(msgspec.Struct, frozen=True, tag="BlockStored", gc=False):
-    """What a subscriber reads of `BlockStored`. It does not need the tokens, so they are not decoded."""
+    """The fields of `BlockStored` that a subscriber reads. It does not need the tokens, so they are not decoded."""
 
     block_hashes: list[int]
     medium: Medium | None = None
 
 
 class RemovedHashes(msgspec.Struct, frozen=True, tag="BlockRemoved", gc=False):
-    """What a subscriber reads of `BlockRemoved`."""
+    """The fields of `BlockRemoved` that a subscriber reads."""
 
     block_hashes: list[int]
     medium: Medium | None = None

@@ -30,8 +30,8 @@ from hotset.fleet.child_process import ChildProcess
 from hotset.fleet.local.shares import RoleEngine, place_engines
 from hotset.serve.http_server import STOP_SIGNALS
 
-# For a health check of a worker by the router. All processes share this machine, which can be busy, and the death of a
-# worker is noticed without the router.
+# Time limit of the router's health checks of workers. It is long because all processes share this machine, which can be
+# busy, and because the death of a worker is noticed without the router.
 WORKER_HEALTH_TIMEOUT_SECONDS = 10.0
 ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready before it starts
 EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
@@ -178,7 +178,7 @@ class _Deployment:
             await asyncio.gather(working, stopped, child_ended, return_exceptions=True)
 
     async def _first_end(self) -> str:
-        """Waits until one child has ended, and returns the text of `ended`. Includes children started meanwhile."""
+        """Waits until a child has ended, and returns the result of its `ended`. Includes children started meanwhile."""
         while True:
             for child in (child for group in self._children.values() for child in group):
                 if not child.running:
@@ -188,7 +188,7 @@ class _Deployment:
     async def _end(self) -> None:
         """Stops the router first, then the decode workers, then the prefill workers, so that requests can finish.
 
-        Without a signal, start-up or a child has failed: all children are stopped without a drain.
+        If no signal was received, start-up or a child has failed. All children are then stopped without a drain.
         """
         if self._stop.is_set():
             print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
@@ -229,7 +229,8 @@ def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[s
 
 
 def _health(url: str) -> dict[str, Any] | None:
-    """Returns what a server answers at /health: an empty dict for an error, None if it does not answer."""
+    """Returns the JSON answer of a server at /health. Returns an empty dict for any other answer, and None if the
+    server does not answer."""
     try:
         with DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             health = json.load(response)

@@ -1,5 +1,5 @@
-"""`hotset serve --disaggregate`: reads how many engines there are of each role and the settings of each, checks them,
-and starts them."""
+"""`hotset serve --disaggregate`: reads the number of engines of each role and their settings, checks the engines, and
+starts them."""
 
 import re
 import secrets
@@ -68,9 +68,9 @@ def role_engines(
 ) -> list[RoleEngine]:
     """Returns the engines, prefill engines first. All of them get the same handoff secret.
 
-    `values` are the flags that apply to every engine. `prefill_args` and `decode_args` are texts of flags
-    that override these: one text for all engines of the role, or one for each. Raises ConfigError for flags that are
-    unknown, that one engine cannot set, or that do not suit the engine's role.
+    `values` are the flags that apply to every engine. `prefill_args` and `decode_args` are texts with flags that
+    override `values`: one text for all engines of the role, or one for each engine. Raises ConfigError for flags that
+    are unknown, that one engine cannot set, or that do not suit the engine's role.
     """
     if values["role"] != "both":
         raise ConfigError("--disaggregate starts engines of both roles; leave --role out")
@@ -140,7 +140,7 @@ def check_engines(engines: Sequence[RoleEngine]) -> None:
 
 def _check_dtypes(engines: Sequence[RoleEngine], spec: ModelSpec) -> None:
     """Raises ConfigError if engines would compute in different dtypes, because rows of one dtype cannot land in rows of
-    another. Splits need no such check: rows of every split of the model can land in those of every other."""
+    another. Splits need no such check, because rows of any split of the model can land in any other split."""
     gpu_driver = has_gpu_driver()
 
     def dtype_of(config: EngineConfig) -> str:

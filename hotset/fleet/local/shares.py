@@ -1,4 +1,4 @@
-"""How the engines of `--disaggregate` divide the GPUs and the memory of this machine."""
+"""Divides the GPUs and the memory of this machine among the engines of `--disaggregate`."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ class RoleEngine:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory that could be allocated now. `host` is in bytes. `gpus` has one entry per usable GPU; none on a CPU."""
+    """Memory that could be allocated now. `host` is in bytes. `gpus` has one entry per usable GPU."""
 
     host: int
     gpus: tuple[DeviceMemory, ...] = ()
@@ -121,8 +121,8 @@ def _too_few_gpus(engines: Sequence[RoleEngine], left: int, named: int) -> str:
 def divide_memory(engines: Sequence[RoleEngine], free: FreeMemory) -> list[RoleEngine]:
     """Returns the engines with the sizes of their KV pools, unless their configurations set a size.
 
-    An engine that has its GPUs for itself measures the size of its device pool when it starts. Raises ConfigError if
-    engines do not fit on a GPU that they share.
+    The device pool of an engine that shares no GPU gets no size here: the engine measures it when it starts. Raises
+    ConfigError if engines do not fit on a GPU that they share.
     """
     ranks_on_gpu = _ranks_on_gpus(engines)
     unsized = [engine for engine in engines if not sizes_given(engine.config)]
@@ -140,7 +140,7 @@ def divide_memory(engines: Sequence[RoleEngine], free: FreeMemory) -> list[RoleE
             sized.append(_with_sizes(engine, device_gib, _gib(host)))
         else:  # all engines together take as much memory as one engine would
             share = 2 * cpu_pool_bytes(free.host) / len(engines)
-            device_gib = _gib(share * CPU_DEVICE_SHARE / config.workers)  # this size is that of one rank
+            device_gib = _gib(share * CPU_DEVICE_SHARE / config.workers)  # the flag sets the pool of one rank
             sized.append(_with_sizes(engine, device_gib, _gib(share * (1 - CPU_DEVICE_SHARE))))
     return sized
 
@@ -150,7 +150,7 @@ def _with_sizes(engine: RoleEngine, device_kv_gib: float | None, host_kv_gib: fl
 
 
 def _gpus_of(config: EngineConfig) -> tuple[int, ...]:
-    """Returns the numbers of the GPUs that an engine uses. None on a CPU."""
+    """Returns the numbers of the GPUs that an engine uses. Returns an empty tuple for a CPU."""
     if config.gpu_numbers is not None:
         return config.gpu_numbers
     return () if config.device in (None, "cpu") else (int(config.device.partition(":")[2] or 0),)
@@ -193,7 +193,7 @@ def measure_free_memory() -> FreeMemory:
 
 
 def _measure_gpus() -> tuple[DeviceMemory, ...]:
-    """Measures the GPUs in another process: this one runs as long as the engines, and must neither import torch nor
+    """Measures the GPUs in another process. This process runs as long as the engines, and must neither import torch nor
     keep a context on any GPU."""
     command = [sys.executable, "-m", "hotset", "info", "--json"]
     result = subprocess.run(command, capture_output=True, text=True)

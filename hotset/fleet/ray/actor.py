@@ -1,4 +1,4 @@
-"""What runs in the Ray actor of a worker: it connects to the controller and serves it like any other worker process."""
+"""The Ray actor of a worker: it connects to the controller, and serves it like any other worker process."""
 
 import multiprocessing
 import os
@@ -25,25 +25,25 @@ from hotset.fleet.ray.sockets import ControllerEndpoint, CurveKeys, WorkerSocket
 
 @dataclass(frozen=True, slots=True)
 class ActorFacts:
-    """What a worker's actor tells the controller about itself before it runs."""
+    """The facts that a worker's actor reports to the controller before it runs the worker."""
 
     pid: int
     node: str
     interface: str  # the interface with the address of the node
-    gpus: Sequence[str]  # ids of the GPUs that Ray has assigned to it
-    key: bytes  # its public key
-    rendezvous: str  # where it listens for the rendezvous; empty unless it was asked to
+    gpus: Sequence[str]  # ids of the GPUs that Ray has assigned to the actor
+    key: bytes  # the actor's public key
+    rendezvous: str  # the address at which the actor listens for the rendezvous; empty if it does not listen
 
 
 class WorkerActor:
-    """What the Ray actor of one worker does."""
+    """The implementation of the Ray actor of one worker."""
 
     def __init__(self) -> None:
         self._keys = CurveKeys.create()
         self._listener: socket.socket | None = None
 
     def describe(self, hosts_rendezvous: bool) -> ActorFacts:
-        """Returns what the controller needs to know. If `hosts_rendezvous`, listens for the other workers."""
+        """Returns the facts for the controller. If `hosts_rendezvous`, also listens for the other workers."""
         address = normalized_host(ray.util.get_node_ip_address())
         rendezvous = ""
         if hosts_rendezvous:
@@ -60,9 +60,9 @@ class WorkerActor:
         )
 
     def run(self, number: int, controller: ControllerEndpoint, gpus: Sequence[str]) -> None:
-        """Runs the worker until the controller stops it. `gpus` are those of all workers of this node."""
+        """Runs the worker until the controller stops it. `gpus` are the GPUs of all workers of this node."""
         if gpus:
-            # Ray shows a worker only its own GPU. Workers of one node must see each other's to exchange data directly.
+            # Ray shows a worker only its own GPU. To exchange data directly, workers must see all GPUs of their node.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         log_to_stderr()
         sockets = WorkerSockets(controller, number, self._keys)

@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 def worker_stub() -> Any:
-    """Returns the class of the actors. Ray sends it to other nodes as code, because it is defined in a function: it can
-    tell which versions are installed there before it imports Hotset."""
+    """Returns the class of the actors. Because it is defined in a function, Ray sends it to other nodes as code. It can
+    therefore report which versions are installed there before it imports Hotset."""
 
     class WorkerStub:
         def versions(self) -> dict[str, str | None]:
@@ -89,7 +89,7 @@ class RayLauncher:
         self._runs: list[Any] = []  # a reference per worker that is ready when its actor has ended
         self._sockets: ControllerSockets | None = None
         self._further: ControllerSockets | None = None  # for the connections of `connect`
-        self._of_ray: list[Address] = []  # where Ray makes this process listen
+        self._of_ray: list[Address] = []  # addresses at which this process listens for Ray
         self._head: nodes.HeadWatch | None = None
         self._problem: str | None = None
 
@@ -160,7 +160,7 @@ class RayLauncher:
             if sockets is not None:
                 sockets.close()
         if self._problem is not None:
-            # Without its head, Ray answers no call, also not that of its exit handler. It ends what is left itself.
+            # Without its head, Ray answers no call, not even that of its exit handler. It ends its processes itself.
             if self._owns_connection:
                 atexit.unregister(ray.shutdown)
             return
@@ -187,6 +187,6 @@ class RayLauncher:
 
 
 def _kill(actor: Any) -> None:
-    """Kills an actor. Ray ends also a process that is stopped, some seconds later."""
-    with contextlib.suppress(RayError, ValueError):  # it is dead already, or the cluster is lost
+    """Kills an actor. If its process is stopped, Ray ends it some seconds later."""
+    with contextlib.suppress(RayError, ValueError):  # the actor is already dead, or the cluster is lost
         ray.kill(actor)

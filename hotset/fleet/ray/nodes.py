@@ -1,4 +1,4 @@
-"""A Ray cluster as a place for workers: connects to it, chooses the nodes, and checks what is installed there."""
+"""Connects to a Ray cluster, chooses the nodes of workers, and checks which versions are installed there."""
 
 import importlib.metadata
 import logging
@@ -23,7 +23,7 @@ from hotset.base.address import Address
 from hotset.base.errors import ConfigError, StartupError
 
 CONNECT_SECONDS = 5.0
-WATCH_SECONDS, LOST_SECONDS = 1.0, 4.0  # interval between looks at the head, and time after which it is lost
+WATCH_SECONDS, LOST_SECONDS = 1.0, 4.0  # interval between checks of the head, and silence after which it is lost
 PLACEMENT_SECONDS = 10.0  # time for Ray to reserve resources that are free
 # The beginning of every connection to a gRPC server: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113, 3.4).
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -31,7 +31,8 @@ NODE_ID = "ray.io/node-id"  # the label of every node with its id
 
 
 def connect(address: str | None) -> bool:
-    """Connects this process to a Ray cluster, by default to that of this machine. Returns False if it was connected.
+    """Connects this process to a Ray cluster, by default to the cluster of this machine. Returns False if the process
+    was already connected.
 
     Raises StartupError, with what to do, if the cluster cannot be reached or used.
     """
@@ -80,7 +81,8 @@ def unreachable(address: Address, seconds: float) -> str | None:
 
 
 class HeadWatch:
-    """Watches the head of the cluster. Ray itself ends this process without a word a minute after the head is lost."""
+    """Watches the head of the cluster. Without this, Ray would end this process without a message, a minute after the
+    head is lost."""
 
     def __init__(self) -> None:
         address = Address.parse(ray.get_runtime_context().gcs_address)
@@ -90,7 +92,7 @@ class HeadWatch:
         self._next_look = 0.0
 
     def problem(self) -> str | None:
-        """Looks whether the head answers, at most once per WATCH_SECONDS. Returns what is wrong, or None."""
+        """Checks whether the head answers, at most once per WATCH_SECONDS. Returns what is wrong, or None."""
         now = time.monotonic()
         if now < self._next_look:
             return None
@@ -106,7 +108,7 @@ class HeadWatch:
 
 @contextmanager
 def _same_signal_handler() -> Iterator[None]:
-    """Keeps the handler of SIGTERM, which Ray replaces: the server decides when its engine ends."""
+    """Restores the handler of SIGTERM, which Ray replaces, because the server decides when its engine ends."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread():
@@ -132,7 +134,7 @@ def node_name(address: str, node_id: str) -> str:
 
 
 def nodes(resource: str) -> list[Node]:
-    """Returns the living nodes. The first one is that of this process."""
+    """Returns the living nodes. The first one is the node of this process."""
     here = ray.get_runtime_context().get_node_id()
     found = [
         Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
@@ -143,7 +145,7 @@ def nodes(resource: str) -> list[Node]:
 
 
 def possible_shares(workers: int, tp_size: int, capacities: Sequence[int]) -> list[int]:
-    """Returns how many workers each node can get, the largest number and thus the fewest nodes first.
+    """Returns the possible numbers of workers per node, the largest first, which needs the fewest nodes.
 
     All nodes get the same number, and the first node is always among them. The ranks of a stage are on one node, or
     fill several.
@@ -191,7 +193,8 @@ def in_bundle(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStr
 
 
 def check_versions(found: Mapping[str, str | None]) -> None:
-    """Raises StartupError if a node has other versions of Python, Hotset or torch than this one, or lacks a package.
+    """Raises StartupError if the versions of Python, Hotset or torch on a node differ from this node, or if a package
+    is missing there.
 
     `found` comes from `WorkerStub.versions`.
     """

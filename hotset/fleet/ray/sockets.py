@@ -1,13 +1,13 @@
 """The connection between the controller and workers on other nodes: commands and reports over ZeroMQ.
 
-The controller listens on two ports. Through one socket it sends commands (ROUTER); through the other, a thread receives
+The controller listens on two ports. Through one socket it sends commands (ROUTER). Through the other, a thread receives
 reports and signs of life (PULL). CURVE encrypts all messages. A worker connects only to the controller whose key it
-knows, and the controller accepts only workers whose keys it was given. Messages are pickled, so nobody else may send
-them.
+knows, and the controller accepts only workers whose keys it was given. Messages are pickled, so no other process may be
+able to send them.
 
-A lost connection is final: each side then takes the process at the other end for dead. ZeroMQ sends heartbeats on every
-connection, from threads that do not need Python's lock: a long step answers them, but a process that is stopped and a
-node that is cut off do not, and lose their connections.
+A lost connection is final: each side then treats the process at the other end as dead. ZeroMQ sends and answers
+heartbeats on every connection, from threads that do not need Python's lock. A process in a long step therefore keeps
+its connections. A process that is stopped, or a node that is cut off, loses them.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class ControllerEndpoint:
-    """What a worker must know to connect to its controller."""
+    """The addresses and the key with which a worker connects to its controller."""
 
     commands: str  # like tcp://10.0.0.1:40001
     reports: str
@@ -125,7 +125,7 @@ class ControllerSockets:
         keys = CurveKeys.create()
         self.host = host
         self._workers: dict[int, RemoteWorker] = {}
-        self._allowed: set[bytes] = set()  # public keys of workers, as ZeroMQ shows them: 32 bytes
+        self._allowed: set[bytes] = set()  # public keys of workers, as ZeroMQ reports them: 32 bytes
         self._number_of: dict[int, int] = {}  # descriptor of a connection -> number of the worker
         self._sending = threading.Lock()
         self._closed = False
@@ -159,12 +159,12 @@ class ControllerSockets:
         return [address for address in bound if address is not None]
 
     def allow(self, number: int, key: bytes, worker: RemoteWorker) -> None:
-        """Lets the worker with this public key connect."""
+        """Allows the worker with this public key to connect."""
         self._workers[number] = worker
         self._allowed.add(z85.decode(key))
 
     def wait_connected(self, number: int, seconds: float) -> bool:
-        """Waits until both connections of a worker exist. Returns False if they do not after `seconds`."""
+        """Waits until both connections of a worker exist. Returns False if one is missing after `seconds`."""
         deadline = time.monotonic() + seconds
         greeting = b""
         while greeting != _identity(number):
@@ -176,7 +176,7 @@ class ControllerSockets:
         return self._workers[number].connected.wait(max(0.0, deadline - time.monotonic()))
 
     def send(self, number: int, command: WorkerCommand) -> None:
-        """Sends a command to a worker. Never blocks for long. Raises OSError if it is not connected any more."""
+        """Sends a command to a worker. Never blocks for long. Raises OSError if the worker is no longer connected."""
         try:
             pickled = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
             with self._sending:
@@ -221,7 +221,7 @@ class ControllerSockets:
                     self._workers[number].end()
 
     def _authenticate(self) -> None:
-        """Answers ZeroMQ whether the key of a new connection is allowed."""
+        """Answers ZeroMQ's question whether the key of a new connection is allowed."""
         version, request, *_, key = self._zap.recv_multipart()
         status = (b"200", b"OK") if key in self._allowed else (b"400", b"this key is not allowed")
         self._zap.send_multipart([version, request, *status, b"", b""])
@@ -267,8 +267,8 @@ class WorkerSockets:
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        with contextlib.suppress(zmq.Again):  # the connection has ended already: `recv` notices it
-            self._commands.send(b"", zmq.NOBLOCK)  # the controller sends commands to those that have sent something
+        with contextlib.suppress(zmq.Again):  # the connection has already ended, which `recv` notices
+            self._commands.send(b"", zmq.NOBLOCK)  # the controller needs a message before it can send commands
         self.beat([])
 
     def recv(self) -> Any:
@@ -286,7 +286,7 @@ class WorkerSockets:
             self._send(BEAT, struct.pack(f"<{len(counters)}q", *counters))
 
     def close(self, exit_code: int = 0) -> None:
-        """Delivers what was sent, with the exit code of this process, within GOODBYE_MS. Idempotent."""
+        """Delivers the messages sent so far and the exit code of this process, within GOODBYE_MS. Idempotent."""
         with contextlib.suppress(BrokenPipeError):
             self._send(EXIT, EXIT_CODE.pack(exit_code))
         with self._sending:

@@ -26,10 +26,10 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 FAILURES_UNTIL_DOWN = 2  # consecutive failures
 MAX_STATE_BYTES = 1 << 16
 MAX_WORKERS = 256
-CACHED_WEIGHT = 4  # a cached token of a session outweighs so many tokens of overload, since a move takes memory, too
-BALANCED_TOKENS = 2048  # smaller differences of load are no reason to move a session: a step or two compute them
+CACHED_WEIGHT = 4  # a cached token of a session outweighs this many tokens of overload, since a move also takes memory
+BALANCED_TOKENS = 2048  # smaller differences of load do not move a session: one or two steps compute them
 REQUEST_TOKENS = 256  # the load of a request in flight, besides the tokens that must be computed or received for it
-FULL_CHARGE = 0.25  # a difference of so much of a host store is charged in full
+FULL_CHARGE = 0.25  # from this difference in the used share of host stores on, the charge has its maximum
 CACHE_IDS = itertools.count(1)
 NO_PROMPT = PromptPrefixes()
 
@@ -49,11 +49,11 @@ class RoutedWorker:
     last_error: str = "has not answered yet"
     requests: int = 0  # requests of this router that are in flight
     tokens: int = 0  # estimated prompt tokens of these requests
-    uncached_tokens: int = 0  # those of them that must be computed or received, because they were not cached
+    uncached_tokens: int = 0  # the part of `tokens` that must be computed or received, because it was not cached
     external_tokens: int = 0  # reported waiting tokens beyond `tokens`, at the newest successful health check
     last_chosen: int = 0  # number of the `choose` call that returned this worker most recently
-    cache_id: int = field(default_factory=CACHE_IDS.__next__)  # another one whenever the worker comes up
-    kv_events: KvEventsView | None = None  # None if it publishes none, or is down
+    cache_id: int = field(default_factory=CACHE_IDS.__next__)  # changes whenever the worker comes up
+    kv_events: KvEventsView | None = None  # None if the worker publishes no KV events, or is down
     health_check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -103,14 +103,14 @@ class RoutedWorker:
 
 @dataclass(frozen=True, slots=True)
 class ChosenWorker:
-    """A worker for one attempt, and an estimate of the tokens of the prompt that it has in its prefix cache."""
+    """A worker for one attempt, and an estimate of the prompt tokens that are in its prefix cache."""
 
     worker: RoutedWorker
     cached_tokens: int
 
 
 class Fleet:
-    """All workers of a router. One task per worker checks its health periodically. `session` is borrowed.
+    """All workers of a router. One task per worker checks its health periodically. The caller owns `session`.
 
     `allowed_hosts` are the hosts whose workers may join.
     """
@@ -191,12 +191,13 @@ class Fleet:
     def choose(self, role: Role, avoid: Collection[str], prompt: PromptPrefixes = NO_PROMPT) -> ChosenWorker:
         """Returns the live worker of `role` at which a prompt costs least.
 
-        A session that goes on stays at the worker that has most of it, unless that worker is overloaded. A new session
-        costs the load of the worker, the tokens that are not in its cache, and a charge for the use of its memory.
+        A session that continues stays at the worker that has most of it in its cache, unless that worker is overloaded.
+        The cost of a new session is the load of the worker, plus the tokens that are not in its cache, plus a charge
+        for the use of its memory.
 
         A tie goes to the lowest load, then to the least recently chosen worker. Workers in `avoid` are chosen only if
-        no other is alive, and degraded ones only if all others are in `avoid`. Raises NoWorkers if no worker of the
-        role is alive.
+        no other worker is alive, and degraded workers only if all others are in `avoid`. Raises NoWorkers if no worker
+        of the role is alive.
         """
         alive = self.up(role)
         if not alive:
@@ -245,7 +246,7 @@ class Fleet:
                 worker.external_tokens = max(0, state.waiting_tokens - worker.tokens)
             self._follow_events(worker)
             if worker.up and not was_up:
-                worker.cache_id = next(CACHE_IDS)  # its process may be another one, with an empty cache
+                worker.cache_id = next(CACHE_IDS)  # it may be a new process with an empty cache
                 logger.info("%s worker %s is up", worker.role, worker.url)
             elif not worker.up and (was_up or worker.last_error != previous_error):
                 logger.warning("%s worker %s is down: %s", worker.role, worker.url, worker.last_error)
@@ -260,7 +261,7 @@ class Fleet:
             self._events_context.destroy(linger=0)
 
     def _follow_events(self, worker: RoutedWorker) -> None:
-        """Begins to follow the KV events of a worker that is up and publishes some, and stops for any other worker."""
+        """Follows the KV events of a worker that is up and publishes them. Stops following any other worker."""
         is_followed = worker.up and self._workers.get(worker.url) is worker
         wanted = worker.state.kv_events if is_followed and worker.state is not None else []
         if worker.kv_events is not None and worker.kv_events.publishers != wanted:
@@ -314,11 +315,10 @@ class Fleet:
 
 
 def _memory_charges(workers: Sequence[RoutedWorker], limit: int) -> list[float]:
-    """Returns what each worker is charged for using a larger share of its host store than another, in tokens.
+    """Returns each worker's charge, in tokens, for using a larger share of its host store than the other workers.
 
-    Without a charge, sessions that share a system prompt would all stay at the worker that had it first, until their
-    requests overlap. `limit` is what the prompt costs at most elsewhere. If the size of a store is unknown, there is no
-    charge.
+    Without a charge, all sessions that share a system prompt would stay at the worker that had it first, until their
+    requests overlap. `limit` is the maximum charge. If the size of a store is unknown, all charges are 0.
     """
     shares = [share for worker in workers if (share := worker.stored_share) is not None]
     if len(shares) < len(workers):

@@ -1,4 +1,4 @@
-"""What the KV events of one worker tell a router about the worker's prefix caches."""
+"""The router's view of one worker's prefix caches, which follows the worker's KV events."""
 
 import asyncio
 import logging
@@ -11,15 +11,15 @@ from hotset.fleet.kv_events.subscriber import KvEventSubscriber
 from hotset.serve.responses import KvEventsPorts
 
 LOGGER = logging.getLogger("hotset.router")
-RESTART_SECONDS = 1.0  # between the failure of a subscriber and its next start
+RESTART_SECONDS = 1.0  # time between the failure of a subscriber and its next start
 
 
 class KvEventsView:
     """Follows the KV events of a worker, which has one publisher for each data parallel rank, until `close`."""
 
     def __init__(self, context: zmq.asyncio.Context, worker_url: str, publishers: Sequence[KvEventsPorts]) -> None:
-        """`context` is borrowed. The publishers are expected at the host of `worker_url`, whatever address they listen
-        on, so that a worker cannot make the router connect to another host."""
+        """The caller owns `context`. Connects only to the host of `worker_url`, whatever address the publishers report,
+        so that a worker cannot make the router connect to another host."""
         self.publishers = publishers
         host = urlsplit(worker_url).hostname or ""
         base = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"

@@ -1,4 +1,4 @@
-"""What the live page of a router shows: its workers, with the numbers that they report to health checks."""
+"""Publishes the data of a router's live page: its workers, with the numbers that they report to health checks."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ PUBLISH_SECONDS = 0.5
 
 
 class LiveFleet:
-    """Publishes the state of all workers while somebody watches."""
+    """Publishes the state of all workers while a client watches."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -59,7 +59,7 @@ class LiveFleet:
             "up": worker.up,
             "error": None if worker.up else worker.last_error,
             "requests": worker.requests,
-            # A worker that was started again counts from 0.
+            # A restarted worker counts from 0 again.
             "tokens": round(max(0, generated - generated_before) / seconds, 1),
             "prefill": round(max(0, prefilled - prefilled_before) / seconds, 1),
             "state": None if state is None else state.model_dump(exclude={"control", "kv_events"}),

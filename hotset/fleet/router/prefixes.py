@@ -1,8 +1,8 @@
-"""Which workers have the beginning of a prompt in their prefix caches, as far as the router knows.
+"""Estimates which workers have the beginning of a prompt in their prefix caches.
 
 The router has no tokenizer and does not parse bodies. It hashes the bytes of a body from the prompt's field on, up to a
-series of fixed lengths. Two requests whose prompts begin alike have the same first hashes, whatever follows. A mistake
-can only make the choice of a worker worse, never an answer wrong.
+series of fixed lengths. Two requests whose prompts begin alike have the same first hashes, whatever follows. A wrong
+estimate can make the choice of a worker worse, but no answer wrong.
 """
 
 import hashlib
@@ -21,17 +21,18 @@ BYTES_PER_TOKEN = 4  # a rough estimate from the size of a body
 MIN_STEP_BYTES = 512
 MAX_HASHED_BYTES = 1 << 30
 DIGEST_BYTES = 16
-MAX_PREFIXES = 1 << 17  # about 50 MB; a prompt of 128k tokens has 145 of them
+MAX_PREFIXES = 1 << 17  # takes about 50 MB; a prompt of 128k tokens has 145 prefixes
 MAX_HOLDERS = 8  # workers of each role that are remembered for one prefix
-SHARED_ENDS = 32  # a beginning that so many prompts exceed by less than one step belongs to many sessions
-CACHE_KEY_TOKENS = 1024  # the worth of a worker that served the same prompt_cache_key
+SHARED_ENDS = 32  # a prefix that is the longest one of this many prompts belongs to many sessions
+CACHE_KEY_TOKENS = 1024  # a worker that served the same prompt_cache_key counts as having this many tokens
 PROMPT_FIELDS = {
     "/v1/chat/completions": b'"messages"',
     "/v1/completions": b'"prompt"',
     "/v1/responses": b'"input"',
     "/v1/messages": b'"messages"',
 }
-# The field that names the session. In /v1/messages it is metadata.user_id, which Claude Code makes of user and session.
+# The field that names the session. In /v1/messages it is metadata.user_id, which contains user and session in requests
+# of Claude Code.
 SESSION_FIELDS = {"/v1/messages": b'"user_id"'}
 STRING_VALUE = re.compile(rb'\s*:\s*"((?:[^"\\]|\\.){1,1024})"', re.DOTALL)
 
@@ -49,10 +50,10 @@ HASHED_LENGTHS = tuple(_lengths())
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefixes:
-    """The hashes of the beginnings of one prompt. Hash number n is that of the first HASHED_LENGTHS[n] bytes."""
+    """The hashes of the beginnings of one prompt. Hash number n covers the first HASHED_LENGTHS[n] bytes."""
 
     hashes: tuple[bytes, ...] = ()
-    prompt_bytes: int = 0  # of the whole prompt, including the fields after it
+    prompt_bytes: int = 0  # size of the whole prompt, including the fields after it
     cache_key: bytes | None = None  # the hash of the client's prompt_cache_key
 
     @property
@@ -62,7 +63,7 @@ class PromptPrefixes:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """The hashes of the beginnings, shortest first, and then that of the prompt_cache_key, if any."""
+        """The hashes of the beginnings, shortest first, followed by the hash of the prompt_cache_key, if any."""
         return self.hashes if self.cache_key is None else (*self.hashes, self.cache_key)
 
     @classmethod
@@ -71,7 +72,7 @@ class PromptPrefixes:
         salt = _string_field(body, b'"cache_salt"') or b""
         key = _string_field(body, SESSION_FIELDS.get(path, b'"prompt_cache_key"'))
         cache_key = None if key is None else _hash(b"key", salt, key).digest()[:DIGEST_BYTES]
-        # Inside of strings, JSON escapes quotes. What is found here is therefore a name or a whole string.
+        # JSON escapes quotes inside strings. A match is therefore a field's name or a whole string.
         start = body.find(PROMPT_FIELDS[path]) if path in PROMPT_FIELDS else -1
         if start < 0:
             return cls(cache_key=cache_key)
@@ -95,7 +96,7 @@ class CacheHolder(Protocol):
 
     @property
     def cache_id(self) -> int:
-        """A number that no other cache had. A worker that restarts gets another number."""
+        """A number that no other cache has had. A worker that restarts gets another number."""
         ...
 
     def has_block(self, block_hash: int) -> bool | None:
@@ -107,14 +108,14 @@ class CacheHolder(Protocol):
 class _Prefix:
     """The beginning of a prompt, or a prompt_cache_key."""
 
-    # Cache ids of the workers to which it was sent, newest first, by role.
+    # Cache ids of the workers of each role to which it was sent, newest first.
     prefill: tuple[int, ...] = ()
     decode: tuple[int, ...] = ()
-    next_hash: bytes | None = None  # of the next longer prefix of the first prompt that had one
-    branches: bool = False  # whether other prompts had another next longer prefix
-    ends: int = 0  # how many prompts, sent to decode workers, had no longer prefix
-    block_hash: int | None = None  # of a page near its end, as KV events name it
-    block_end: int = 0  # the bytes of the prompt up to the end of that page, estimated
+    next_hash: bytes | None = None  # hash of the next longer prefix, in the first prompt that was longer
+    branches: bool = False  # whether prompts differ in their next longer prefix
+    ends: int = 0  # number of prompts, sent to decode workers, whose longest prefix this is
+    block_hash: int | None = None  # hash, in KV events, of a page near the end of the prefix
+    block_end: int = 0  # estimated bytes of the prompt up to the end of that page
 
     def holders(self, role: str) -> tuple[int, ...]:
         return self.prefill if role == "prefill" else self.decode
@@ -131,17 +132,17 @@ class _Prefix:
 class _KnownPage(NamedTuple):
     """A page near the end of a prefix."""
 
-    number: int  # of the prefix
+    number: int  # number of the prefix
     block_hash: int
-    end: int  # the bytes of the prompt up to its end, estimated
+    end: int  # estimated bytes of the prompt up to the end of the page
 
 
 class PrefixIndex:
-    """Remembers which prefixes were sent to which workers. Beyond a limit, it forgets the least recently used ones.
+    """Remembers which prefixes were sent to which workers. Above a limit, it forgets the least recently used prefixes.
 
     If KV events tell which pages a worker has, and the page of a prefix is known, the events decide. Otherwise a worker
-    is assumed to have what it has answered. A worker has the prompts of requests in flight in any case: their pages are
-    being computed, or in use.
+    is assumed to have the prompts that it has answered. It always counts as having the prompts of its requests in
+    flight, whose pages are being computed or in use.
     """
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
@@ -155,7 +156,7 @@ class PrefixIndex:
     def cached_tokens(self, prompt: PromptPrefixes, workers: Sequence[CacheHolder]) -> list[int]:
         """Returns an estimate of the tokens at the beginning of `prompt` that each worker has in its cache.
 
-        `workers` have one role. The time is proportional to the number of prefixes plus that of workers.
+        All `workers` have the same role. The time is proportional to the number of prefixes plus the number of workers.
         """
         known = [self._prefixes.get(key) for key in prompt.hashes]
         role = workers[0].role if workers else ""
@@ -179,8 +180,8 @@ class PrefixIndex:
     def continues_session(self, prompt: PromptPrefixes) -> bool:
         """Returns True if `prompt` seems to continue a known session.
 
-        This is assumed if its prompt_cache_key is known, or if its longest known beginning does not look like a system
-        prompt that several sessions share, after which prompts differ.
+        It seems so if its prompt_cache_key is known, or if its longest known beginning does not look like a system
+        prompt that several sessions share.
         """
         if prompt.cache_key is not None and prompt.cache_key in self._prefixes:
             return True
@@ -191,7 +192,7 @@ class PrefixIndex:
     @contextmanager
     def in_flight(self, prompt: PromptPrefixes, worker: CacheHolder) -> Iterator[None]:
         """Counts `prompt` as cached at `worker` until the block ends."""
-        cache_id = worker.cache_id  # it changes if the worker restarts meanwhile
+        cache_id = worker.cache_id  # read once, because it changes if the worker restarts meanwhile
         for key in prompt.keys:
             requests = self._in_flight.setdefault(key, {})
             requests[cache_id] = requests.get(cache_id, 0) + 1
@@ -208,7 +209,7 @@ class PrefixIndex:
 
     def record_sent(self, prompt: PromptPrefixes, worker: CacheHolder) -> None:
         """Records that `worker` has answered `prompt`, and therefore has its pages in its cache."""
-        # The longest prefixes are forgotten first. They are useless without the shorter ones, but not vice versa.
+        # Uses the shortest prefix last, so that it is forgotten last: longer prefixes are useless without it.
         for key in reversed(prompt.keys):
             self._used(key).add_holder(worker)
         for key, next_hash in pairwise(prompt.hashes):
@@ -228,7 +229,8 @@ class PrefixIndex:
                 prefix.block_hash, prefix.block_end = mark.block_hash, int(mark.share_of_prompt * prompt.prompt_bytes)
 
     def _served_key(self, key: bytes | None, workers: Sequence[CacheHolder]) -> list[int]:
-        """Returns the indices of the workers that serve a prompt_cache_key now, or else of the one that did so last."""
+        """Returns the indices of the workers that serve a prompt_cache_key now. If none does, returns the index of the
+        worker that served it last."""
         positions = {worker.cache_id: index for index, worker in enumerate(workers)}
         now = [positions[cache_id] for cache_id in self._in_flight.get(key or b"", ()) if cache_id in positions]
         if now or (served := self._prefixes.get(key or b"")) is None:
@@ -237,7 +239,7 @@ class PrefixIndex:
         return [positions[cache_id] for cache_id in last][:1]
 
     def _used(self, key: bytes) -> _Prefix:
-        """Returns a prefix, which becomes the one that was used last."""
+        """Returns a prefix, and marks it as the most recently used."""
         prefix = self._prefixes.setdefault(key, _Prefix())
         self._prefixes.move_to_end(key)
         while len(self._prefixes) > self._max_prefixes:
@@ -253,8 +255,9 @@ def _longest(holders_by_number: Iterable[tuple[int, Iterable[int]]]) -> dict[int
 def _proved_or_sent(worker: CacheHolder, pages: Sequence[_KnownPage], sent: int) -> int:
     """Returns how many bytes of a prompt `worker` has, if prefix number `sent` is the longest that was sent to it.
 
-    KV events prove what is before the end of a page. What follows, up to the first page that the worker does not have,
-    is there if it was sent there. A worker that has a page has all pages before it, so a binary search finds the last.
+    If KV events list a page, the worker has the prompt up to the end of that page. The bytes after it, up to the first
+    page that the worker does not have, count as cached if they were sent to the worker. A worker that has a page has
+    all pages before it, so a binary search finds the last one.
     """
     proved_bytes = 0
     if pages and worker.has_block(pages[0].block_hash) is not None:

@@ -1,4 +1,4 @@
-"""The path of a request through the router: choose workers, retry with others, and relay the response unchanged."""
+"""Routes requests: chooses workers, retries failed attempts with others, and relays the response unchanged."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ MAX_BUFFERED_BYTES = 1 << 20  # limit for an incomplete event; a longer event is
 
 
 class Relay:
-    """Answers requests by sending them to workers. Borrows fleet and session; their creator closes them."""
+    """Answers requests by sending them to workers. The caller owns fleet and session."""
 
     def __init__(
         self, fleet: Fleet, session: aiohttp.ClientSession, config: RouterConfig, metrics: RouterMetrics
@@ -138,9 +138,9 @@ class Relay:
     async def _try(
         self, request: UpstreamRequest, prompt: PromptPrefixes, decode: ChosenWorker, prefill: ChosenWorker | None
     ) -> Response | FailedAttempt:
-        """Makes one attempt. It counts as load of `decode` until the last byte, and of `prefill` until the first.
+        """Makes one attempt. It counts as load of `decode` until the last byte, and of `prefill` until the first byte.
 
-        A prefill worker computes only what it does not have in its cache, and nothing that the decode worker has.
+        The load of the prefill worker leaves out tokens that are in its own cache or in the decode worker's cache.
         """
         began = first_byte_at = time.monotonic()
         with ExitStack() as cleanup:
@@ -193,8 +193,8 @@ class Relay:
     def _headers(
         self, prompt: PromptPrefixes, decode: ChosenWorker, prefill: ChosenWorker | None
     ) -> list[tuple[str, str]]:
-        """Returns the router's own headers for a decode worker: the address of `prefill`, which the handoff secret
-        signs, and a request for the hashes of pages if they can be looked up in KV events."""
+        """Returns the router's own headers for a decode worker: the address of `prefill`, signed with the handoff
+        secret, and a request for the hashes of pages if they can be looked up in KV events."""
         headers = [] if prefill is None else prefill_headers(prefill.worker.control, self._config.handoff_secret)
         if prompt.hashes and decode.worker.kv_events is not None:
             headers.append((PAGE_MARKS_HEADER, "1"))
@@ -282,7 +282,7 @@ def _headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 async def _prefixes_of(request: UpstreamRequest) -> PromptPrefixes:
-    """Hashes the beginnings of a prompt. This is done in a thread if it takes more than about a millisecond."""
+    """Hashes the beginnings of a prompt. Uses a thread if this takes more than about a millisecond."""
     path = request.target.partition("?")[0].rstrip("/")
     if len(request.body) < THREAD_BYTES:
         return PromptPrefixes.of(path, request.body)

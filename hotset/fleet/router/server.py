@@ -40,7 +40,7 @@ def run(config: RouterConfig, listener: socket.socket) -> None:
 
 
 async def _serve(config: RouterConfig, listener: socket.socket) -> None:
-    # Health checks have a session of their own, because they must not wait until a request frees a connection.
+    # Health checks have a separate session, because they must not wait until a request frees a connection.
     async with _session(config.max_concurrency + SPARE_CONNECTIONS) as session, _session(0) as health_check_session:
         fleet = Fleet(health_check_session, config.poll_seconds, config.health_timeout_seconds, config.allow_workers)
         for url in config.prefill:

@@ -19,7 +19,7 @@ from hotset.serve.protocol import REQUEST_ID_HEADER
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 MAX_RESPONSE_BYTES = 256 << 20  # limit for a response that is not streamed
-MAX_ERROR_BYTES = 1 << 16  # a longer response is not one of a worker's own errors
+MAX_ERROR_BYTES = 1 << 16  # a longer response is no error of the worker itself
 # Hop-by-hop headers belong to one connection and are not forwarded (RFC 9110, 7.6.1).
 HOP_BY_HOP = {
     "connection",
@@ -104,7 +104,7 @@ async def attempt(
     extra_headers: Sequence[tuple[str, str]],
     track: Callable[[aiohttp.ClientResponse], None],
 ) -> FullResponse | StreamedResponse | FailedAttempt:
-    """Sends `request` to the decode worker at `url`, with further headers. Returns the full response, the beginning of
+    """Sends `request` to the decode worker at `url`, with `extra_headers`. Returns the full response, the beginning of
     a stream, or the reason for the failure.
 
     `track` is called with the open response when its status line and headers have arrived, so that a shutdown can close
@@ -161,7 +161,7 @@ def _checked_for_failure(response: FullResponse) -> FullResponse | FailedAttempt
         return response
     try:
         error = json.loads(response.body)["error"]
-        # On the paths of messages, errors have the shape of Anthropic.
+        # On the paths of /v1/messages, errors have Anthropic's format.
         code, message = error["details"]["error_code"] if "details" in error else error["code"], str(error["message"])
     except (ValueError, KeyError, TypeError):
         return response

@@ -1,7 +1,7 @@
-"""The workers of a router in a file, which is read again whenever it changes.
+"""Reads the workers of a router from a file, again whenever it changes.
 
-Whoever starts and stops workers, like `hotset cluster`, replaces the file. A router that is restarted finds the current
-workers in it.
+The program that starts and stops workers, for example `hotset cluster`, replaces the file. A restarted router finds the
+current workers in it.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def read_workers(path: Path) -> dict[str, Role]:
 
 
 def apply_workers(fleet: Fleet, wanted: dict[str, Role]) -> None:
-    """Adds and removes workers until the fleet has those of `wanted`. Requests of removed workers continue."""
+    """Adds and removes workers until the fleet has exactly `wanted`. Requests of removed workers continue."""
     known = {worker.url: worker.role for worker in fleet.workers}
     for url, role in known.items():
         if wanted.get(url) != role:
@@ -57,8 +57,8 @@ def apply_workers(fleet: Fleet, wanted: dict[str, Role]) -> None:
 
 
 async def follow_workers_file(path: Path, fleet: Fleet, poll_seconds: float) -> None:
-    """Applies each change of the file until it is cancelled. A file that cannot be used changes nothing."""
-    newest: tuple[int, int] | None = None  # the first look reads the file, which may have changed since the start
+    """Applies each change of the file until the task is cancelled. A file that cannot be used changes nothing."""
+    newest: tuple[int, int] | None = None  # None, so that the first poll reads the file, which may have changed
     while True:
         await asyncio.sleep(poll_seconds)
         version = _version(path)
@@ -72,7 +72,7 @@ async def follow_workers_file(path: Path, fleet: Fleet, poll_seconds: float) -> 
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Returns a value that changes when the file is written or replaced, None if there is no file."""
+    """Returns a value that changes when the file is written or replaced. Returns None if there is no file."""
     try:
         status = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
 """The interface of a transfer engine, which copies spans of registered memory into a peer's registered memory.
 
-Writes are one-sided: the transfer engine does not notify the peer. `handoff/` does, with messages over a separate
-control channel, and retransmits those that need an answer.
+Writes are one-sided: the transfer engine does not notify the peer. `handoff/` notifies it with messages over a separate
+control channel.
 
 After start-up (`register`, `describe`), only `connect` and `close` may block. Writes are submitted in lists. A list
 ends in one of three states, at its deadline at the latest. After DONE and FAILED_QUIESCED the target memory can be used
@@ -106,8 +106,8 @@ class Transfer(Protocol):
         may take seconds to find out), or if the name was forgotten or connected again in the meantime."""
 
     def forget(self, name: str) -> None:
-        """Forgets a peer. Lists to it that have not begun end as FAILED_QUIESCED; others may still write.
-        Ignores unknown names."""
+        """Forgets a peer. Lists to this peer that have not begun end as FAILED_QUIESCED; the other lists may still
+        write. Ignores unknown names."""
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         """Submits a list of writes, which begins when `after` has happened. The caller may reuse the array at once, but

@@ -20,12 +20,12 @@ DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """What every process of an engine needs to open its endpoint of a transfer engine."""
+    """The settings with which every process of an engine opens its endpoint of a transfer engine."""
 
-    name: str  # of BACKENDS
+    name: str  # a key of BACKENDS
     host: str = "127.0.0.1"  # the address at which peers reach this machine
     interface: str = LOOPBACK_INTERFACE  # the network interface to listen on; NIXL also takes RDMA devices
-    protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake; NIXL chooses its transports itself
+    protocol: Literal["tcp", "rdma"] = "tcp"  # only for Mooncake; NIXL chooses its transports itself
     lanes: int = LANES
     deadline_s: float = DEADLINE_S  # a list of writes fails if it has not ended this long after its submission
 

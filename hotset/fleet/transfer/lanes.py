@@ -1,4 +1,4 @@
-"""Lanes: threads between `submit`, which never blocks, and a backend, which may block.
+"""Implements `Transfer` with lanes: threads between `submit`, which never blocks, and a backend, which may block.
 
 Every peer belongs to one lane. If the backend hangs in a call for one peer, only the peers of the same lane are
 delayed. A lane does not wait for one list to end before it begins the next. Deadlines hold even while a lane hangs,
@@ -28,7 +28,7 @@ DISCONNECT_WAIT_S = 0.5  # time for an earlier connection to a peer to be releas
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The maximum sizes that a backend handles well."""
+    """The maximum sizes with which a backend works well."""
 
     writes: int  # writes per post
     nbytes: int  # bytes per post
@@ -127,7 +127,8 @@ class _Lane:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Returns the numbers of peers that are not forgotten and of lists. A new peer gets the lane of least load."""
+        """Returns the number of peers that are not forgotten, and the number of lists. A new peer gets the lane with
+        the least load."""
         return sum(not peer.forgotten for peer in self.peers), len(self._jobs)
 
     def add_peer(self, peer: _Peer) -> None:
@@ -154,7 +155,7 @@ class _Lane:
             return job.state
 
     def forget(self, peer: _Peer) -> None:
-        """Fails the peer's lists of which nothing was posted. Nothing more is posted of its other lists. A list that
+        """Fails the peer's lists of which nothing was posted, and posts nothing more of its other lists. A list that
         was posted only in part fails when its posts have ended."""
         with self._changed:
             peer.forgotten = True
@@ -171,7 +172,7 @@ class _Lane:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Waits for the thread to end. Returns whether it has ended; it has not if the backend still blocks it."""
+        """Waits for the thread to end. Returns False if the backend still blocks it."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -40,7 +40,7 @@ def load_module() -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """A Mooncake engine, and the instance (a process) to which it has connected at each address."""
+    """A Mooncake engine. `peers` maps each address to the instance (a process) to which the engine has connected."""
 
     native: Any
     peers: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """A peer as one engine reaches it. Equal remotes share one queue of writes in Mooncake."""
+    """A peer, and the engine that is connected to it. Equal remotes share one queue of writes in Mooncake."""
 
     engine: _Engine
     address: str
@@ -109,7 +109,7 @@ class MooncakeBackend:
         engine = self._engine_for(address, instance)
         if engine.native.send_probe(address) != 0:
             raise TransferError(f"mooncake cannot reach {address}")
-        # Fetches the peer's metadata now. Otherwise `post` would, under a lock that delays writes to all peers.
+        # Fetches the peer's metadata now. Otherwise `post` would do this, under a lock that delays writes to all peers.
         if len(regions) and not engine.native.get_first_buffer_address(address):
             raise TransferError(f"mooncake cannot fetch the memory metadata of {address}")
         engine.peers[address] = instance

@@ -22,8 +22,8 @@ from hotset.fleet.transfer.regions import Regions
 
 log = logging.getLogger(__name__)
 
-# Maximum sleep of NIXL's progress thread. It wakes earlier if UCX reports work. Not every transport of UCX does so, and
-# then a peer that writes may wait for this long. NIXL rounds up to milliseconds. With 0, its default, the thread spins.
+# Maximum sleep of NIXL's progress thread. The thread wakes earlier if UCX reports work. With transports of UCX that do
+# not, a peer that writes may wait this long. NIXL rounds up to milliseconds. With 0, its default, the thread spins.
 # An endpoint that writes makes progress by polling its writes, and the thread only competes for the same locks: staged
 # handoffs of 32 contexts run at 1.9 instead of 1.6 GB/s with the longer sleep (two Xeon cores, 2026-11-17).
 READER_DELAY_US, WRITER_DELAY_US = 2_000, 20_000
@@ -49,9 +49,9 @@ def load_bindings() -> Any:
 def choose_devices(interface: str) -> None:
     """Makes UCX use this interface only. Call it before UCX is loaded.
 
-    UCX opens a listening socket on every interface that it uses. NIXL's parameter `ucx_devices` does not close those on
-    other interfaces (NIXL 1.5.1). The variable stays set, because UCX may read it again. Raises ConfigError if the
-    environment, or an earlier endpoint of this process, has chosen another interface.
+    UCX opens a listening socket on every interface that it uses. NIXL's parameter `ucx_devices` does not prevent
+    sockets on other interfaces (NIXL 1.5.1). The variable stays set, because UCX may read it again. Raises ConfigError
+    if the environment, or an earlier endpoint of this process, has chosen another interface.
     """
     chosen = os.environ.setdefault(DEVICES_VARIABLE, interface)
     if chosen != interface:
@@ -62,8 +62,8 @@ def choose_devices(interface: str) -> None:
 
 
 class UcxLog:
-    """Finds out which transports UCX has chosen. UCX reports them only in its log, which this class directs to a
-    temporary file and reads.
+    """Finds out which transports UCX has chosen. UCX reports them only in its log. This class directs the log to a
+    temporary file and reads it.
 
     Create it before UCX is loaded, because UCX reads its settings from the environment once. If the environment already
     configures UCX's log, this class changes nothing, and the transports are not known.
@@ -80,7 +80,7 @@ class UcxLog:
             os.environ["UCX_LOG_FILE"], os.environ["UCX_LOG_LEVEL"] = path, "info"
 
     def loaded(self) -> None:
-        """Removes the file's name and the settings. Call it when UCX has opened the file."""
+        """Unlinks the file, and removes the settings. Call it when UCX has opened the file."""
         if self._file:
             os.unlink(self._path)
             del os.environ["UCX_LOG_FILE"], os.environ["UCX_LOG_LEVEL"]
@@ -124,7 +124,7 @@ class NixlBackend:
     limits = Limits(writes=4096, nbytes=32 << 20, write_nbytes=32 << 20, in_flight=1 << 16)
 
     def __init__(self, interface: str, lanes: int) -> None:
-        """An endpoint with one lane writes rarely, like that of a decode worker, which only receives."""
+        """`lanes` is 1 for an endpoint that writes rarely, like that of a decode worker, which only receives."""
         choose_devices(interface)
         self._nixl = load_bindings()
         self._log = UcxLog()

@@ -1,12 +1,13 @@
-"""The transfer endpoints of all processes of an engine, behind the interface of one.
+"""Combines the transfer endpoints of all processes of an engine into one `Transfer`.
 
-A process can register only its own memory. An engine with worker processes therefore has an endpoint in each of them,
-for the memory of its GPU, beside the one of its own process, which has mapped the host stores. `WorkerTransfers`
-directs them. A worker runs a `TransferServer`, and `RemoteTransfer` stands for its endpoint in the engine's process.
+A process can register only its own memory. An engine with worker processes therefore has one endpoint in each worker
+process, for the memory of the worker's GPU, and one in its own process, which has mapped the host stores.
+`WorkerTransfers` directs all of them. A worker runs a `TransferServer`, and `RemoteTransfer` represents its endpoint in
+the engine's process.
 
-Addresses that leave a process are *engine addresses*: the number of the process within its engine in the upper bits,
-and the address within this process in the lower ones. Process 0 is that of the engine itself, so the addresses of an
-engine without worker processes are ordinary ones. Writes are divided by the processes at both ends.
+Addresses that leave a process are *engine addresses*. Their upper bits are the number of the process within its engine,
+and their lower bits are the address within this process. The engine itself is process 0, so the addresses of an engine
+without worker processes are ordinary addresses. Writes are divided by the processes at both ends.
 """
 
 import base64
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 PROCESS_SHIFT = 52  # addresses of a process are smaller than 1 << PROCESS_SHIFT
 PROCESS_MASK = (1 << PROCESS_SHIFT) - 1  # the bits of an address within its process
-MAX_PROCESSES = 1 << (63 - PROCESS_SHIFT)  # of an engine; addresses are computed in int64
+MAX_PROCESSES = 1 << (63 - PROCESS_SHIFT)  # limit of the processes of an engine; addresses are computed in int64
 OPEN_S, CONNECT_S, CLOSE_S = 60.0, 60.0, 15.0  # limits for a worker's answer
 COPY_THREADS = 2  # of a worker
 POLL_S = 0.0005  # interval at which a worker checks its lists of writes
@@ -51,7 +52,7 @@ class WorkerTransfers:
     """Implements `Transfer` over one endpoint per process of this engine. Peers may have several processes, too."""
 
     def __init__(self, endpoints: Sequence[Transfer]) -> None:
-        """`endpoints[n]` is that of process n."""
+        """`endpoints[n]` is the endpoint of process n."""
         self.name = endpoints[0].name
         self._endpoints = tuple(endpoints)
         self._peers: dict[str, int] = {}  # the number of processes of each peer
@@ -129,7 +130,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    number: int  # that of the call
+    number: int  # number of the call
     result: Any
     throughput: Throughput | None = None  # of the endpoint, with the end of a list of writes
 
@@ -146,7 +147,7 @@ class WorkerConnection:
         threading.Thread(target=self._read, name="transfer replies", daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Begins a call. Its result is an exception if the worker raised one, or has ended."""
+        """Begins a call, and returns its future. The future raises an exception if the worker raised one or ended."""
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -270,7 +271,7 @@ class TransferServer:
         self, connection: Messages, open_endpoint: Callable[[], Transfer], copy: Callable[..., None] | None = None
     ) -> None:
         """`open_endpoint` opens an endpoint and registers the memory of this process with it. `copy` copies within this
-        memory, with the arguments of the engine's call."""
+        memory. It receives the arguments of the engine's call."""
         self._connection, self._open_endpoint, self._copy = connection, open_endpoint, copy
         self._numbers = itertools.count()
         self._sending = threading.Lock()
@@ -291,7 +292,7 @@ class TransferServer:
                     self._run(call)
                 elif call.method == "copy":
                     copies.submit(self._run, call)
-                else:  # it may block
+                else:  # the other calls may block
                     name = f"transfer {call.method}"
                     threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
         except (EOFError, OSError):
