@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_ERROR_CHARACTERS = 300
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of the delta of a chat chunk
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # in the `delta` of a chat chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class Failure:
 
 
 class StreamedAnswer:
-    """Reads the event stream of one request. Times are those that the caller passes to `feed`."""
+    """Reads the event stream of one request. The caller passes the current time to `feed`."""
 
     def __init__(self) -> None:
         self.chunk_times: list[float] = []  # one for each chunk that has text
         self.input_tokens: int | None = None
-        self.cached_tokens: int | None = None  # those of the input that the server had in its prefix cache
+        self.cached_tokens: int | None = None  # input tokens that were in the server's prefix cache
         self.failure: Failure | None = None
         self._completion_tokens: int | None = None
         self._finished = False  # a finish reason or the end marker has arrived
@@ -45,7 +45,7 @@ class StreamedAnswer:
                 self._fail(f"the server sent an event that is not a completion chunk: {_shortened(event)}")
 
     def end(self) -> None:
-        """Is called at the end of the stream. A stream without a finish reason and end marker has failed."""
+        """Ends the stream. The request failed if neither a finish reason nor the end marker arrived."""
         if not self._finished:
             self._fail(f"the stream ended early, after {len(self.chunk_times)} chunks with text")
 
@@ -67,8 +67,7 @@ class StreamedAnswer:
 
 
 class EventParser:
-    """Splits the bytes of a stream, as they arrive, into the data of its server-sent events. An event may be divided
-    between any two bytes."""
+    """Splits a stream into the data of its server-sent events. The bytes may arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = b""  # the beginning of a line whose end has not arrived

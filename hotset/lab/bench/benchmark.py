@@ -1,4 +1,4 @@
-"""Runs a benchmark: finds out about the server, warms it up, and measures each load."""
+"""Runs a benchmark: probes the server, warms it up, and measures each load."""
 
 import asyncio
 import datetime
@@ -40,8 +40,8 @@ class BenchReport:
         return [summarize(result, self.config.objectives) for result in self.results]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns settings, versions, figures, and all requests. Latencies are in milliseconds, the times of a
-        request in seconds since `began`, which is in seconds since 1970."""
+        """Returns settings, versions, figures, and all requests. Latencies are in milliseconds. The times of a request
+        are in seconds since `began`, a Unix time."""
         settings = asdict(self.config)
         del settings["api_key"]
         return {
@@ -89,9 +89,9 @@ def _record_json(record: RequestRecord) -> dict[str, Any]:
 class Benchmark:
     """One run over all loads. `on_update` gets the progress, and `on_result` each finished load.
 
-    `async with` asks the server what it accepts, and closes the connections at the end. It raises StartupError or
-    RequestError if the server cannot be measured. When `stop` is set, the run ends, and the report contains what was
-    measured until then.
+    Entering the context probes the server, and leaving it closes the connections. Raises StartupError or RequestError
+    if the server cannot be measured. When `stop` is set, the run ends, and the report contains what was measured until
+    then.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def bench(
     config = BenchConfig(**config_values(BenchConfig, values))
     check_output_file("--json", json_file)
     check_output_file("--plot", plot_file, PICTURE_SUFFIXES)
-    import asyncio  # would delay the answers of all other commands
+    import asyncio  # at the top of the file, it would slow down all other commands
 
     try:
         from hotset.lab.bench import plot, tables
@@ -120,7 +120,7 @@ def bench(
 
 
 async def _run(url: str, config: BenchConfig, console: "Console") -> "BenchReport":
-    """Runs the benchmark. Ctrl-C during a measurement ends it with what was measured, a second one ends the program."""
+    """Runs the benchmark. The first Ctrl-C ends it and keeps the results so far; the second one ends the program."""
     import asyncio
 
     from hotset.lab.bench.benchmark import Benchmark

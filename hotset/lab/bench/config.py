@@ -16,8 +16,8 @@ DEFAULT_NUM_REQUESTS = 32
 DEFAULT_CONCURRENCY = 4
 MAX_CONCURRENCY = 1 << 16
 OBJECTIVES = ("ttft", "tpot", "e2e")
-NEEDS = {"burstiness": "rate", "trace_speed": "trace", "scale_lengths": "trace"}
-REPLACES = {
+NEEDS = {"burstiness": "rate", "trace_speed": "trace", "scale_lengths": "trace"}  # the first has no effect without it
+REPLACES = {  # a source of requests -> the flags that have no effect with it
     "trace": ("input_tokens", "output_tokens", "prefix_tokens"),
     "dataset": ("input_tokens", "prefix_tokens", "prompt_format"),
 }
@@ -25,9 +25,9 @@ REPLACES = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """When requests are sent. At most one field is set; a trace has its own times, and sets none."""
+    """When requests are sent. At most one field is set. With the times of a trace, none is set."""
 
-    concurrency: int | None = None  # closed loop: so many requests are always running
+    concurrency: int | None = None  # closed loop: this many requests are always running
     rate: float | None = None  # open loop: requests per second, whether or not earlier ones have finished
 
     @property
@@ -107,7 +107,7 @@ class BenchConfig:
         "each block of 512 tokens; equal ids mean equal tokens). Its times apply unless --rate or --concurrency is "
         "given.",
     )
-    trace_speed: float = setting(1.0, "Factor by which the times of --trace pass faster.", positive=True)
+    trace_speed: float = setting(1.0, "Replay --trace this many times as fast.", positive=True)
     scale_lengths: float = setting(1.0, "Factor for the lengths of --trace, for example 0.1.", positive=True)
     dataset: str | None = setting(
         None,
@@ -148,11 +148,11 @@ class BenchConfig:
                 f"--prefix-tokens {self.prefix_tokens} must be less than the shortest prompt, which has "
                 f"{self.input_lengths.shortest} tokens (--input-tokens)"
             )
-        # These raise ConfigError for a text that cannot be parsed.
+        # These properties raise ConfigError for a text that cannot be parsed.
         _ = self.output_lengths, self.objectives, self.extra_fields
 
     def _check_effects(self) -> None:
-        """Raises ConfigError for a flag that has no effect together with, or without, another one."""
+        """Raises ConfigError for a flag that has no effect, because another flag is missing or replaces it."""
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         for name, needed in NEEDS.items():
             if name in given and needed not in given:
@@ -179,7 +179,7 @@ class BenchConfig:
 
     @property
     def max_requests(self) -> int | None:
-        """The number of requests of each load, or None without a limit."""
+        """The number of requests of each load, or None if there is no limit."""
         if self.num_requests is None and self.duration is None and self.trace is None:
             return DEFAULT_NUM_REQUESTS
         return self.num_requests

@@ -1,4 +1,4 @@
-"""Speculative decoding during a load, from the counters that Hotset has at /metrics."""
+"""Figures of speculative decoding during a load, from the counters in Hotset's /metrics."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Counters = Mapping[tuple[str, str], float]  # (name, value of its label, which m
 
 
 def read_counters(scrape: str) -> Counters:
-    """Returns the counters of drafts and swap-in in the text of /metrics. They are empty if it is not Hotset's."""
+    """Returns the counters of drafts and swap-in in the text of /metrics. Other servers than Hotset have none."""
     samples = (SAMPLE.fullmatch(line) for line in scrape.splitlines())
     found = [sample.groups("") for sample in samples if sample is not None]
     wanted = (VERIFIED, ACCEPTED, MISSES, GENERATED)
@@ -23,8 +23,8 @@ def read_counters(scrape: str) -> Counters:
 class DraftFigures:
     """Drafts that were verified and accepted during a load."""
 
-    verified: tuple[int, ...]  # by place in the drafts of a step
-    accepted: tuple[int, ...]  # by the same place
+    verified: tuple[int, ...]  # one count for each position among the drafts of a step
+    accepted: tuple[int, ...]  # the same
     rows_fetched_per_token: float  # rows copied from the host for each token of an answer; each index group counts
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: distributions of latencies, the course of time, and the curve of a sweep."""
+"""The picture of a benchmark: distributions of latencies, requests over time, and the curves of a sweep."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,7 +9,7 @@ from hotset.lab.bench.svg import LOG_DECADES, Bar, Line, Panel, Point, page
 BLUE, LIGHT, RED = "#1f5fa8", "#b9cfe8", "#c0392b"
 RAMP = ("#9cc3e6", "#5a9bd4", "#1f5fa8", "#123c6b", "#0a2138")  # loads from low to high
 CURVE_POINTS = 200
-TIME_BINS = range(10, 61)  # of the output rate over time: one per second within these limits
+MIN_TIME_BINS, MAX_TIME_BINS = 10, 60  # the output rate over time has one bin per second within these limits
 MAX_BARS = 400
 
 
@@ -69,7 +69,7 @@ def _kind(results: Sequence[LoadResult]) -> str:
 def _distribution(
     title: str, results: Sequence[LoadResult], values: Callable[[RequestRecord], Iterable[float | None]]
 ) -> Panel:
-    """Shows for each latency the share of requests, or of gaps between tokens, that took at most so long."""
+    """Draws a cumulative distribution: the share of requests, or of gaps between tokens, up to each latency."""
     lines: list[Line] = []
     extremes: list[float] = []
     for index, result in enumerate(results):
@@ -86,7 +86,7 @@ def _distribution(
         lines.append(Line(points, colour, name, labels=labels if len(results) == 1 else ()))
     x_max = max(extremes, default=0.0) * 1.1 or 1.0  # all gaps are 0 if each answer came in one piece
     x_min = max(min(extremes, default=0.0) * 0.9, x_max / 10**LOG_DECADES)
-    return Panel(title, "milliseconds", "% that took at most so long", tuple(lines), x_max=x_max, x_min=x_min)
+    return Panel(title, "milliseconds", "% that took at most this long", tuple(lines), x_max=x_max, x_min=x_min)
 
 
 def _time_panels(result: LoadResult, of_several: bool) -> list[Panel]:
@@ -110,7 +110,7 @@ def _time_panels(result: LoadResult, of_several: bool) -> list[Panel]:
 
 
 def _running(records: Sequence[RequestRecord]) -> list[Point]:
-    """Returns the corners of the number of requests that were running at each time."""
+    """Returns the corners of a step curve: the number of running requests over time."""
     changes = sorted([(record.sent, 1) for record in records] + [(record.ended, -1) for record in records])
     points: list[Point] = [(0.0, 0.0)]
     count = 0
@@ -122,7 +122,7 @@ def _running(records: Sequence[RequestRecord]) -> list[Point]:
 
 def _tokens_per_second(result: LoadResult) -> list[Point]:
     """Returns the output rate over time. The tokens of a request are divided evenly among its chunks."""
-    bins = min(max(int(result.seconds), TIME_BINS[0]), TIME_BINS[-1])
+    bins = min(max(int(result.seconds), MIN_TIME_BINS), MAX_TIME_BINS)
     width = result.seconds / bins
     counts = [0.0] * bins
     for record in result.completed:

@@ -10,7 +10,7 @@ from hotset.lab.bench.answer import Failure
 from hotset.lab.bench.config import Load
 from hotset.lab.bench.drafts import DraftFigures
 
-# The generator's own delays and CPU time distort the latencies above these limits.
+# Above these limits, the load generator itself distorts the latencies.
 MAX_DELAY_SECONDS = 0.02
 MAX_CPU_SHARE = 0.9
 
@@ -24,7 +24,7 @@ class RequestRecord:
     ended: float
     chunk_times: Sequence[float]  # when each piece of text arrived
     asked_output_tokens: int
-    input_tokens: int | None  # as the server counted; None if it did not
+    input_tokens: int | None  # counted by the server; None if it reported no count
     output_tokens: int
     failure: Failure | None = None
     cached_tokens: int | None = None  # input tokens from the server's prefix cache; None if it did not report them
@@ -57,7 +57,7 @@ class RequestRecord:
         return 0.0 if self.scheduled is None else self.sent - self.scheduled
 
     def meets(self, objectives: dict[str, float]) -> bool:
-        """Returns whether the request succeeded within all limits. A latency that it does not have meets any limit."""
+        """Returns whether the request succeeded within all limits. A latency that was not measured meets any limit."""
         measured = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
         within = ((measured[name] or 0.0) <= limit for name, limit in objectives.items())
         return self.failure is None and all(within)
@@ -100,7 +100,7 @@ class LoadResult:
     records: Sequence[RequestRecord]
     unfinished: int  # requests that an interrupt cancelled; they have no record
     generator: GeneratorHealth
-    drafts: DraftFigures | None = None  # None if nothing was drafted, or the server does not tell
+    drafts: DraftFigures | None = None  # None if nothing was drafted, or if the server does not report drafts
 
     @property
     def completed(self) -> list[RequestRecord]:
@@ -109,7 +109,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of a latency. The unit is that of the values."""
+    """Statistics of a latency, in the unit of its values."""
 
     count: int
     mean: float
@@ -180,7 +180,7 @@ class Summary:
 
 
 def summarize(result: LoadResult, objectives: dict[str, float]) -> Summary:
-    """Computes the figures. Latencies and token rates are those of completed requests."""
+    """Computes the figures. Latencies and token rates include only completed requests."""
     completed = result.completed
     seconds = max(result.seconds, 1e-9)
     failures = Counter(record.failure for record in result.records if record.failure is not None)

@@ -16,12 +16,12 @@ from hotset.lab.bench.workload import PlannedRequest
 TICK_SECONDS = 0.02  # the interval in which the generator checks whether its event loop is late
 TICKS_PER_UPDATE = 25
 PREPARED_REQUESTS = 1024  # bodies that are made before the clock starts
-PREPARED_BYTES = 64 << 20  # of these bodies together
+PREPARED_BYTES = 64 << 20  # the limit of their total size
 
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened so far, for a progress display."""
+    """The counts of a load so far, for a progress display."""
 
     load: Load
     total: int | None  # None if only time limits the requests
@@ -49,7 +49,7 @@ class Body:
 class LoadRun:
     """One measurement. `run` may be called once.
 
-    When `stop` is set, running requests are cancelled, and the result contains those that had ended.
+    When `stop` is set, running requests are cancelled, and the result contains only the requests that had ended.
     """
 
     target: Target
@@ -96,7 +96,7 @@ class LoadRun:
         return time.perf_counter() - self._began
 
     def _prepared(self, requests: Iterator[PlannedRequest]) -> Iterator[Body]:
-        """Makes the first bodies ahead, so that a burst is not delayed by their making."""
+        """Yields the bodies. The first ones are made before the clock starts, so that they do not delay a burst."""
         ready: list[Body] = []
         room = PREPARED_BYTES
         for request in islice(requests, PREPARED_REQUESTS):

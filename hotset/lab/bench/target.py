@@ -19,7 +19,7 @@ from hotset.lab.bench.workload import PlannedRequest, Prompt, PromptSource
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_SECONDS = 10.0
-REPLY_SECONDS = 30.0  # for a reply that takes no generation
+REPLY_SECONDS = 30.0  # for a reply that generates no tokens
 PROBE_UNITS = (32, 96)  # lengths of the two prompts from which tokens per word are computed
 TOKENS_PER_WORD = 1.3  # the usual ratio for English, for a server that reports no usage
 
@@ -72,8 +72,8 @@ class Target:
         return self._report
 
     async def probe(self) -> PromptSource:
-        """Asks the server for its model, and finds out with short requests which fields it accepts and how long
-        prompts become. Returns the source of random prompts."""
+        """Asks the server for its model. Short requests then show which fields it accepts and how it counts tokens.
+        Returns the source of random prompts."""
         listed = await self._get_json("/v1/models", lambda reply: reply["data"][0])
         limit = listed.get("max_model_len")
         _, version = await self._request("GET", "/version", None)
@@ -90,8 +90,8 @@ class Target:
         return await self._calibrated(source)
 
     async def counters(self) -> Counters:
-        """Returns the counters of drafts, if the server is a Hotset server and can be reached. They are up to half a
-        second old."""
+        """Returns the counters of drafts, which are up to half a second old. Returns none if the server is not a
+        Hotset server, or cannot be reached."""
         try:
             status, scrape = await self._request("GET", "/metrics", None)
         except StartupError:
@@ -107,7 +107,7 @@ class Target:
         return json.dumps(body | self._fields | self._prompt_field(request.prompt)).encode()
 
     async def send(self, payload: bytes, clock: Callable[[], float]) -> StreamedAnswer:
-        """Sends a request and reads its stream. A failure is part of the answer, and never raised."""
+        """Sends a request and reads its stream. A failure is stored in the answer, never raised."""
         answer = StreamedAnswer()
         assert self._session is not None
         try:
@@ -166,7 +166,7 @@ class Target:
     async def _probe_tokens(self, source: PromptSource, count: int) -> int | None:
         """Returns the server's count of a prompt's tokens. If the server refuses the request, it is repeated without
         the fields that the OpenAI API does not have."""
-        random = Random(os.urandom(8))  # the server must not know the prompt from an earlier run
+        random = Random(os.urandom(8))  # a prompt of an earlier run could be in a prefix cache
         request = PlannedRequest(source.prompt(source.draw(count, random)), output_tokens=1)
         answer = await self.send(self.payload(request), asyncio.get_running_loop().time)
         if answer.failure is not None and answer.failure.status in (400, 422) and self.report.exact_lengths:

@@ -17,7 +17,7 @@ Prompt = str | list[int] | list[Message]
 Entry = TypeVar("Entry")
 
 TRACE_BLOCK_TOKENS = 512
-FIRST_WORD = "the"  # of every text, because many tokenizers encode a word without a space before it differently
+FIRST_WORD = "the"  # begins every text, because many tokenizers encode a word differently without a space before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PromptSource:
         return isinstance(self.units[0], str)
 
     def num_units(self, tokens: float) -> int:
-        """Returns how many units have `tokens` tokens, at least one."""
+        """Returns how many units make up `tokens` tokens, at least one."""
         return max(1, round(tokens / self.tokens_per_unit))
 
     def num_prompt_units(self, tokens: float) -> int:

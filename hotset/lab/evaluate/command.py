@@ -65,7 +65,7 @@ def retrieval(
     ] = None,
     **values: Any,
 ) -> None:
-    """Ask for facts hidden in long texts, and count the answers that match (white space at the ends aside)."""
+    """Ask for facts hidden in long texts, and count the correct answers."""
     from hotset.lab.evaluate.retrieval import EvaluationPlan
 
     plan = EvaluationPlan(_task_names(tasks), _token_counts(lengths), questions, seed)

@@ -7,8 +7,8 @@
     copy     ` copy k k` -> the passage under that key
     sum      ` sum k k and k k;` -> ` k k three + k k five = eight`: arithmetic over two numbers
 
-This module does not depend on a model: it works on text and a function that counts tokens. Every word of a record or a
-question is one token of the demo model, which was trained with these words.
+This module does not depend on a model: it needs only a function that counts the tokens of a text. Every word of a
+record or a question is one token of the demo model, which was trained with these words.
 """
 
 import gzip

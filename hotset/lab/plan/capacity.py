@@ -1,4 +1,4 @@
-"""Sizes the KV memory of a model on a machine that need not be this one, with the arithmetic of an engine's start."""
+"""Sizes the KV memory of a model on any machine, with the arithmetic that an engine uses when it starts."""
 
 from dataclasses import dataclass, replace
 
@@ -60,7 +60,7 @@ class Capacity:
         return self.budget.max_model_len
 
     def tiered(self, requests: int, context: int) -> int:
-        """Returns how many of `requests` requests, which must fit, are tiered: no more than necessary."""
+        """Returns how many of `requests` requests must be tiered, so that all of them fit at once."""
         geometry, pages = self.budget.geometry, self.budget.device_pages
         resident_pages, tiered_pages = geometry.resident_pages(context), geometry.tiered_pages(context)
         missing = requests * resident_pages - pages
@@ -72,7 +72,7 @@ class Capacity:
 def plan_capacity(config: EngineConfig, files: ModelFiles, machine: Machine) -> Capacity:
     """Returns the memory of this configuration on `machine`. Reads no weights.
 
-    Raises ConfigError, with the numbers, if the weights or one request do not fit, or if the model cannot be split so.
+    Raises ConfigError if the weights or one request do not fit, or if the model cannot be split in this way.
     """
     splits = tuple(model_splits(config, files.spec))
     if machine.gpu is not None and len(splits) != machine.gpus:
@@ -112,7 +112,7 @@ def _worker_plan(
 
 
 def with_host_store(config: EngineConfig, files: ModelFiles, machine: Machine) -> EngineConfig:
-    """Returns the configuration with a host store that is as large as helps: at most 80 % of the free host memory.
+    """Returns the configuration with a host store for all requests, but of at most 80 % of the free host memory.
 
     A size that is already set stays. Without GPUs, the engine's default stays.
     """

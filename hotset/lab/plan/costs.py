@@ -29,14 +29,14 @@ class Coefficients:
     fp8_share: float = 0.60  # the same in fp8: 1195 of 1979 TFLOP/s
     fp32_tflops: float = 50.0  # routers and head weights, which are small
     # Fitted by benchmarks/fit_costs.py to 24 decode steps on an H200, within 8.3 % of each.
-    layer_us: float = 113.5  # what a layer takes beside its bytes: small kernels and the gaps between them
-    keys: float = 2.33  # scoring and top-k, over the time to read the index keys
-    attention: float = 5.59  # sparse attention, over the time of its products at the rate of a large one
-    swap_first: float = 1.25  # copies of missing rows in the layers that select, over the time of their bytes
+    layer_us: float = 113.5  # time of a layer in addition to reading its bytes: small kernels and the gaps between them
+    keys: float = 2.33  # scoring and top-k: factor on the time to read the index keys
+    attention: float = 5.59  # sparse attention: factor on the time of its products at the rate of large products
+    swap_first: float = 1.25  # copies of missing rows in layers that select: factor on the time of their bytes
     swap_shared: float = 0.77  # the same in layers that reuse a selection, whose copies overlap with other work
     # Qwen3-8B, 32 requests of 512 tokens: 7.6 ms per step, 4.0 ms of bytes, 36 layers.
     gqa_layer_us: float = 100.0
-    # A prompt of 32k: DeepSeek-V3.2 1.95 and GLM-5.2 2.08 times the time of its products (one_rank.py).
+    # Factor on the time of a prompt's products. At 32k tokens: 1.95 (DeepSeek-V3.2) and 2.08 (GLM-5.2; one_rank.py).
     prefill: float = 2.0
     # Not measured: we had no machine with several GPUs. A small all-reduce within one GPU takes 7 to 32 us.
     collective_us: float = 20.0
@@ -48,9 +48,9 @@ MISS_RATES = {1.0: 0.30, 2.0: 0.134, 4.0: 0.067}
 
 
 def miss_rate(slots_per_topk: float) -> float:
-    """Returns the expected share of selected rows that a hot buffer misses, between and beyond the published sizes.
+    """Returns the expected share of selected rows that a hot buffer misses.
 
-    Between two sizes, the logarithm of the rate is linear in the logarithm of the size.
+    Between and beyond the published sizes, the logarithm of the rate is linear in the logarithm of the size.
     """
     sizes = sorted(MISS_RATES)
     upper = next((index for index, size in enumerate(sizes) if size >= slots_per_topk), len(sizes) - 1)
@@ -79,27 +79,27 @@ class StepTime:
 
     @property
     def bus_share(self) -> float:
-        """The share of the bus's speed that swap-ins take."""
+        """The share of the bus's bandwidth that swap-ins use."""
         return self.bus_s / self.seconds
 
 
 class DecodeRates(NamedTuple):
     """How the time of a decode step depends on the mean length of its requests, and on how many of them are tiered."""
 
-    whole_s: float  # weights, small kernels and collectives
+    fixed_s: float  # weights, small kernels and collectives
     position_s: float  # for each token of the mean length
     selected_s: float  # for each token of the mean length that is selected
-    swapped_s: float  # the same, for each tiered request
-    topk: float  # the most that are selected
+    swapped_s: float  # for each selected token and tiered request
+    topk: float  # the most tokens that are selected
 
     def seconds(self, context: float, tiered: int) -> float:
-        """Returns what a step takes in addition to `whole_s`."""
+        """Returns the time of a step without `fixed_s`."""
         selected = min(context, self.topk)
         return self.position_s * context + (self.selected_s + self.swapped_s * tiered) * selected
 
 
 class RankCosts:
-    """The costs of one worker. Its requests are those of its replica; a pipeline stage computes its own layers."""
+    """The costs of one worker, which computes the requests of its replica in the layers of its pipeline stage."""
 
     def __init__(self, spec: ModelSpec, split: Split, shape: KvShape, gpu: Gpu, slots: int, dtype_bytes: int) -> None:
         self._spec, self._split, self._shape, self._gpu = spec, split, shape, gpu
@@ -127,9 +127,9 @@ class RankCosts:
         self._unrouted = self._total_rate([rate for rate in rates_of_prompts if rate.name != ROUTED])
 
     def decode(self, requests: int, context: float, tiered: int = 0) -> StepTime:
-        """Returns the time of a step in which `requests` requests decode one token each, `tiered` of them tiered.
+        """Returns the time of a step in which `requests` requests decode one token each. `tiered` of them are tiered.
 
-        `context` is their mean length. Other data parallel ranks compute as many requests.
+        `context` is their mean length. The other data parallel ranks are taken to compute as many requests.
         """
         shape, attention, rates = self._shape, self._spec.attention, COEFFICIENTS
         weights_s = (self._dense + self._experts * self._used_experts(requests)) / self._copy
@@ -157,7 +157,7 @@ class RankCosts:
         )
 
     def decode_rates(self, requests: int) -> DecodeRates:
-        """Returns how the times of `decode` depend on its other two arguments. They are all proportional to lengths."""
+        """Returns the times of `decode` as rates. Each part of a step is constant or proportional to a length."""
         if (known := self._decode_rates.get(requests)) is not None:
             return known
         topk = self._spec.attention.topk
@@ -176,8 +176,8 @@ class RankCosts:
     def prefill_seconds(self, first: int, last: int, expert_share: float = 1.0) -> float:
         """Returns the time that tokens [first, last) of a prompt take.
 
-        The experts of this rank receive tokens of all data parallel ranks: by default as many from each as this rank
-        has, else the share `expert_share` of that.
+        The experts of this rank receive the prompt tokens of all data parallel ranks. `expert_share` is their number,
+        divided by what it would be if every rank had as many as this one.
         """
         work = prompt_work(self._spec, first, last)
         return COEFFICIENTS.prefill * (self._unrouted.flops(work) + expert_share * self._routed.flops(work))

@@ -1,4 +1,4 @@
-"""GPUs and machines for which `hotset plan` predicts, among them this machine."""
+"""The GPUs and machines that `hotset plan` knows, including this machine."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from hotset.base.units import GIB
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A type of GPU. Rates are those of its data sheet; `costs.py` knows which share of them is reached."""
+    """A type of GPU, with the rates of its data sheet. `costs.py` has the shares of these rates that are reached."""
 
     name: str
     memory_gib: float  # what the driver reports, which is less than the data sheet's figure
@@ -54,8 +54,8 @@ def find_gpu(
 ) -> Gpu:
     """Returns the GPU called `name`, with the figures that are given instead of those in the table.
 
-    An unknown GPU needs its memory and bandwidth. Its other rates are taken to be in the same proportion to its
-    bandwidth as those of an H200, without NVLink. Raises ConfigError if the GPU is unknown or a figure is not above 0.
+    An unknown GPU needs its memory and bandwidth. Its other rates are those of an H200 without NVLink, scaled by the
+    bandwidth. Raises ConfigError if the GPU is unknown or a figure is not above 0.
     """
     figures = {"--gpu-gib": memory_gib, "--gpu-tb-per-s": tb_per_s, "--bus-gb-per-s": bus_gb_per_s}
     for flag, value in figures.items():

@@ -21,7 +21,7 @@ DEFAULT_CONTEXTS = (8192, 32768, 131072)
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Predicted decode steps, with the most requests of one context length that fit at once."""
+    """Predicted decode steps at one context length, with as many requests as fit."""
 
     context: int
     requests: int  # of all data parallel ranks
@@ -31,13 +31,13 @@ class Decode:
     tokens_per_s: float | None = None
     missed_rows: float | None = None  # in one step, on each GPU
     swap_bytes: float | None = None  # the same
-    bus_share: float | None = None  # of the bus's speed, that swap-ins take
-    prompt_s: float | None = None  # time of such a prompt, alone
+    bus_share: float | None = None  # share of the bus's bandwidth that swap-ins use
+    prompt_s: float | None = None  # time of one prompt of this length, while no other request runs
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """What one way to split the model delivers."""
+    """The prediction for one split of the model."""
 
     name: str
     config: EngineConfig
@@ -49,7 +49,7 @@ class SplitPlan:
     tiers_on: tuple[Decode, ...] = ()
 
     def best(self, index: int) -> Decode:
-        """Returns the faster of the two, for the context length at `index`."""
+        """Returns the faster of tiers off and tiers on, for the context length at `index`."""
         return max(self.tiers_off[index], self.tiers_on[index], key=lambda d: (d.tokens_per_s or 0.0, d.requests))
 
 
@@ -87,7 +87,7 @@ def make_plan(
     contexts: Sequence[int] = (),
     goal: Goal = "throughput",
 ) -> Plan:
-    """Compares all splits over the machine's GPUs, or only that of `config` if it has several workers.
+    """Compares all splits over the machine's GPUs. If `config` has several workers, plans only its own split.
 
     Raises ConfigError if a context is longer than the model's.
     """
@@ -101,11 +101,11 @@ def make_plan(
         config = replace(config, kv_dtype="fp8", index_dtype="fp8")
     plans = [_split_plan(name, split, files, machine, contexts) for name, split in _splits(config, machine)]
     token_bytes = whole_token_bytes(config, files, machine)
-    return Plan(model, machine, contexts, goal, token_bytes, tuple(sorted(plans, key=lambda p: _rank(p, goal))))
+    return Plan(model, machine, contexts, goal, token_bytes, tuple(sorted(plans, key=lambda p: _sort_key(p, goal))))
 
 
 def _splits(config: EngineConfig, machine: Machine) -> list[tuple[str, EngineConfig]]:
-    """Returns all ways to use each GPU for one worker, or that of `config`."""
+    """Returns all splits with one worker per GPU, or only that of `config`."""
     count = machine.gpus
     if config.workers > 1 or count == 1 or machine.gpu is None:
         return [(config.split_name or "one GPU", config)]
@@ -142,7 +142,7 @@ def _without_tiers(config: EngineConfig) -> EngineConfig:
 
 
 def predict(capacity: Capacity, files: ModelFiles, machine: Machine, context: int) -> Decode:
-    """Predicts the steps of the most requests that fit at once."""
+    """Predicts decode steps with as many requests as fit."""
     config, count = capacity.config, capacity.requests(context)
     tiered, replicas = capacity.tiered(count, context), config.data_parallel_size
     if machine.gpu is None or count == 0:
@@ -179,8 +179,8 @@ def rank_costs(capacity: Capacity, files: ModelFiles, machine: Machine) -> list[
     ]
 
 
-def _rank(plan: SplitPlan, goal: Goal) -> tuple[float, ...]:
-    """Returns a key by which the best split for `goal` comes first, judged at the longest context."""
+def _sort_key(plan: SplitPlan, goal: Goal) -> tuple[float, ...]:
+    """Returns a key that sorts the best split for `goal` at the longest context first."""
     if plan.reason is not None:
         return (1.0,)
     best = plan.best(-1)

@@ -20,7 +20,7 @@ class ProductRate:
     kind: ProductType
     each: float = 0.0  # for each chunk of a prompt
     token: float = 0.0  # for each token
-    pair: float = 0.0  # for each pair of a token and itself or an earlier one
+    pair: float = 0.0  # for each pair of tokens, the second of which is the first or an earlier one
     selected: float = 0.0  # for each pair of a token and a row that it selects
 
     def flops(self, work: "PromptWork") -> float:
@@ -29,7 +29,7 @@ class ProductRate:
 
 
 class PromptWork(NamedTuple):
-    """What the rates of products are multiplied with."""
+    """The counts by which the rates of products are multiplied."""
 
     tokens: int
     pairs: int
@@ -50,8 +50,8 @@ def prompt_work(spec: ModelSpec, first: int, last: int) -> PromptWork:
 def product_rates(spec: ModelSpec, split: Split) -> tuple[ProductRate, ...]:
     """Returns the rates of all products of a prompt on one rank.
 
-    With data parallelism every rank computes a prompt of its own, and its experts receive the tokens of all ranks. The
-    router is counted for the rank's own tokens, because each token must be routed once, wherever that happens.
+    With data parallelism, every rank computes a prompt of its own, and its experts receive the tokens of all ranks.
+    The router is counted for the rank's own tokens, because each token is routed only once.
     """
     layers = split.layer_range(spec.layers)
     per_token: dict[tuple[str, ProductType], float] = {}
@@ -71,7 +71,7 @@ def _product_type(spec: ModelSpec, tensor: WeightTensor) -> ProductType:
 
 
 def _attention_rates(attention: AttentionSpec, split: Split, layers: range) -> list[ProductRate]:
-    """Returns the rates of the products of tokens with earlier ones."""
+    """Returns the rates of attention and of index scores."""
     name = "attention" if attention.topk is None else "sparse attention"
     rates = [ProductRate(name, "bf16", selected=1.0 * len(layers) * attention.row_flops(split))]
     if indexers := len(attention.local_index_layers(layers)):
@@ -84,5 +84,5 @@ def _lm_head(spec: ModelSpec, split: Split) -> ProductRate:
 
 
 def _pairs(first: int, last: int) -> int:
-    """Returns how many pairs of a token in [first, last) and itself or an earlier token there are."""
+    """Returns the number of pairs of a token in [first, last) and the same or an earlier token."""
     return (last * (last + 1) - first * (first + 1)) // 2

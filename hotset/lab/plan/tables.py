@@ -12,8 +12,8 @@ from hotset.lab.plan.planner import Decode, Plan, SplitPlan
 BLUE, GREY = "#1f5fa8", "#8a8a8a"
 COLUMNS = ("context", "tiers", "requests", "tiered", "missed", "swap", "bus", "ms/token", "tokens/s", "prompt s")
 LEGEND = (
-    "requests: the most at once; missed: rows copied from the host in a step of each GPU; swap: their MiB; bus: share "
-    "of its speed; prompt s: computing such a prompt alone"
+    "requests: as many as fit at once; missed: rows that each GPU copies from the host per step; swap: their MiB; bus: "
+    "share of its bandwidth; prompt s: time of one such prompt alone"
 )
 
 
@@ -110,7 +110,7 @@ def _short(reason: str) -> str:
 
 
 def picture(plan: Plan) -> str:
-    """Returns the picture of the best split as SVG. Without one, it has no lines."""
+    """Returns the picture of the best split as SVG. If nothing fits, the picture has no lines."""
     names = [f"{context // 1024}k" if context % 1024 == 0 else str(context) for context in plan.contexts]
     panels = []
     for title, field in (("Requests at once", "requests"), ("Tokens per second", "tokens_per_s")):

@@ -1,1 +1,1 @@
-"""Replays recorded selections against hot buffers of other sizes and policies."""
+"""Replays recorded selections against hot buffers of other sizes and policies, and simulates traffic."""

@@ -66,7 +66,7 @@ def record(
     ] = None,
     requests: Annotated[int, typer.Option(help="Number of requests, which decode at the same time.")] = 8,
     steps: Annotated[
-        int, typer.Option(help="Steps of each request: that of the last token of its prompt, then decode steps.")
+        int, typer.Option(help="Steps of each request: the step of its prompt's last token, then decode steps.")
     ] = 512,
     shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompt with its answer.")] = 4608,
     longest: Annotated[int, typer.Option(help="Tokens of the longest prompt with its answer.")] = 8192,
@@ -131,10 +131,10 @@ def simulate(
         ),
     ] = None,
     prompt_token_ms: Annotated[
-        float, typer.Option(help="With --step-ms: in addition, for each prompt token.", rich_help_panel=TRAFFIC)
+        float, typer.Option(help="With --step-ms: additional ms for each prompt token.", rich_help_panel=TRAFFIC)
     ] = 0.0,
     decode_token_ms: Annotated[
-        float, typer.Option(help="With --step-ms: in addition, for each decoding request.", rich_help_panel=TRAFFIC)
+        float, typer.Option(help="With --step-ms: additional ms for each decoding request.", rich_help_panel=TRAFFIC)
     ] = 0.0,
     gpu: GpuName = None,
     gpus: GpuCount = None,
@@ -196,7 +196,7 @@ def simulate(
 
 
 def _holds_requests(trace: Path) -> bool:
-    """Returns whether the file begins like JSON lines. A file that cannot be read is taken for one of selections."""
+    """Returns whether the file begins like JSON lines. A file that cannot be read counts as a trace of selections."""
     try:
         with trace.open("rb") as file:
             return file.read(64).lstrip().startswith(b"{")

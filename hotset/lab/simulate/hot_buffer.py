@@ -1,8 +1,8 @@
-"""Replays a trace against hot buffers, with the rules of the engine's own (`tiers/hot_buffers.py`).
+"""Replays a trace against hot buffers, with the same rules as in the engine (`tiers/hot_buffers.py`).
 
 The newest two pages are in the tail and take no slots. The first selection of a trace fills the hot buffer, like the
 selection of a prompt's last token when a request becomes tiered; it is not counted. Rows that leave the tail enter
-slots. With `lru`, lookups and misses are those that the engine counts.
+slots. With `lru`, lookups and misses are the same as the engine's counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Selected rows of all steps but the first: all of them, those outside the tail, and those in no slot."""
+    """Counts of selected rows, over all steps but the first."""
 
     selected: int = 0
-    lookups: int = 0
-    misses: int = 0
+    lookups: int = 0  # selected rows outside the tail
+    misses: int = 0  # lookups of rows that are in no slot
 
     @property
     def miss_rate(self) -> float:
-        """The share of lookups that miss, as the engine's metrics have it."""
+        """The share of lookups that miss, as in the engine's metrics."""
         return self.misses / self.lookups if self.lookups else 0.0
 
     def __add__(self, other: "SlotCounts") -> "SlotCounts":
@@ -101,8 +101,7 @@ def replay_layer(
     series = [positions.astype(np.int64) for positions in selections]
     buffer = HotBuffer(slots, length + len(series), policy(slots, selections))
     before_tail = tail_first(length, page_rows)
-    opened_with = np.arange(before_tail) if before_tail <= slots else series[0][series[0] < before_tail]
-    buffer.select(0, opened_with)
+    buffer.select(0, np.arange(before_tail) if before_tail <= slots else series[0][series[0] < before_tail])
     selected = lookups = misses = 0
     for step, positions in enumerate(series[1:], start=1):
         newest = length + step - 1
@@ -116,7 +115,7 @@ def replay_layer(
 
 
 def _leaving_tail(newest: int, page_rows: int, topk: int, slots: int) -> Positions:
-    """Returns the rows of the page that leaves the tail, or the newest of them that surely find an evictable slot."""
+    """Returns the rows of the page that leaves the tail: only the newest ones, if all might not find a slot."""
     end = newest - (TAIL_PAGES - 1) * page_rows
     count = page_rows if end <= slots else min(page_rows, slots - topk)
     return np.arange(end - count, end)
@@ -127,8 +126,8 @@ def replay(
 ) -> list[SlotCounts]:
     """Returns the counts of each layer, over all requests. Every request and layer has its own hot buffer.
 
-    Raises ConfigError if the slots cannot hold one selection, or if the policy fails. `on_layer` is called when one
-    layer of one request was replayed.
+    Raises ConfigError if the slots cannot hold one selection, or if the policy fails. `on_layer` is called
+    after each layer of each request.
     """
     header = trace.header
     if slots < header.k:

@@ -1,8 +1,8 @@
-"""Policies that decide which rows leave a hot buffer: that of the engine, the best possible one, and those of files.
+"""Policies that decide which rows leave a hot buffer: the engine's, the best possible one, and policies from files.
 
 A policy is a function `victims(rows, count)`: it returns the indices into `rows` of the `count` rows to evict. `rows`
-are the rows that may be evicted, ordered by slot. A policy that remembers something is a class, made once for each hot
-buffer with the number of slots and all selections of the trace, whose method `victims` is the function.
+are the rows that may be evicted, ordered by slot. A policy with state is a class with a method `victims`. An instance
+is made for each hot buffer, from the number of slots and the selections of its request and layer at all steps.
 """
 
 import runpy
@@ -69,9 +69,10 @@ POLICIES: dict[str, PolicyMaker] = {
 
 
 def find_policy(name: str) -> PolicyMaker:
-    """Returns the policy called `name`, or that of a file that ends in .py: its function `victims` or class `Policy`.
+    """Returns the policy called `name`, which may also be the path of a .py file.
 
-    Raises ConfigError if there is no such policy, or if the file cannot be run.
+    The file defines a function `victims` or a class `Policy`. Raises ConfigError if there is no such policy, or if the
+    file cannot be run.
     """
     if name in POLICIES:
         return POLICIES[name]

@@ -1,5 +1,5 @@
-"""The requests of a trace. Prompts consist of blocks: those with equal ids have equal tokens, which the prefix cache
-finds."""
+"""The requests of a trace. Prompts consist of blocks. Blocks with equal ids have equal tokens, so that the prefix cache
+finds them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Arrival:
 def arrivals(entries: Sequence[TraceEntry], scale: float, vocab: int) -> list[Arrival]:
     """Returns the requests of a trace. Prompts without blocks are random.
 
-    A block has tokens that begin with its id, and are otherwise always the same.
+    The first two tokens of a block encode its id. Its other tokens are the same in all blocks.
     """
     block_tokens, ids = max(1, round(TRACE_BLOCK_TOKENS * scale)), vocab - FIRST_TOKEN_ID
     generator = Random(0)
@@ -48,8 +48,8 @@ def arrivals(entries: Sequence[TraceEntry], scale: float, vocab: int) -> list[Ar
 
 
 def choice_of(number: int, request: Arrival, hashed_page_rows: int | None) -> Choice:
-    """Returns the choice of the request with this number, which is the request's id. If the size of pages is given,
-    those of the prompt are hashed."""
+    """Returns the choice of a request, whose id is `number`. If `hashed_page_rows` is given, the choice has the hashes
+    of the prompt's pages of this size."""
     params = SamplingParams(temperature=0, max_tokens=request.answer_tokens, ignore_eos=True, seed=0)
     prompt, length = PromptSpec(request.prompt, params), len(request.prompt) + request.answer_tokens
     if hashed_page_rows is None:
@@ -72,8 +72,8 @@ class _HashedChoice(Choice):
 def page_hashes(request: Arrival, page_rows: int) -> list[bytes]:
     """Returns hashes of the full pages of a prompt. They are equal if the tokens up to the end of the page are equal.
 
-    They follow from the ids of blocks, which takes a tenth of the time that `PageHasher` takes for the tokens. None are
-    returned if a page can be in two blocks.
+    They are computed from block ids, in a tenth of the time that `PageHasher` takes for the tokens. The list is empty
+    if a page can be in two blocks.
     """
     if request.block_tokens % page_rows:
         return []

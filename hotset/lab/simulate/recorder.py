@@ -154,8 +154,8 @@ class RecordingModel:
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:
         """Returns the recorded positions [requests, steps, layers, k] int32, EMPTY-padded.
 
-        The first step is that of the last token of a prompt.
-        A request is identified by the length of its prompt, so the lengths of all prompts must differ.
+        The first step is that of the last token of a prompt. A request is identified by the length of its prompt, so
+        the lengths of all prompts must differ.
         """
         by_seat: dict[int, dict[tuple[int, int], np.ndarray]] = {}  # seat -> (context length, layer) -> positions
         for step in self._recorded:
@@ -200,7 +200,7 @@ def decode(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Computes each prompt and the decode steps after it, `steps` steps with that of the prompt's last token.
+    """Computes each prompt and the decode steps after it. The step of the prompt's last token is the first of `steps`.
 
     All requests are in the engine at the same time. `progress(done, total)` counts tokens.
     """
@@ -226,7 +226,7 @@ def record(
     recorded: dict[str, Any],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TopkTrace:
-    """Records a trace. `recorded` goes into its header, with date, dtype and machine.
+    """Records a trace. Its header contains `recorded`, and date, dtype and machine.
 
     Raises StartupError if the model cannot be loaded, has no indexer, or has no tokenizer for the prompts.
     """

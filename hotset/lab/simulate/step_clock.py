@@ -1,4 +1,4 @@
-"""Simulated time: an executor that computes nothing, and takes as long for a step as a cost model says."""
+"""Simulated time: an executor that computes nothing, and a clock that moves by the step times of a cost model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import NO_TRAFFIC, Traffic
 
-FIRST_ANSWER_TOKEN = 1 << 32  # of simulated answers: prompts have no such tokens
+FIRST_ANSWER_TOKEN = 1 << 32  # the lowest token id of simulated answers; those of prompts are lower
 
 
 class StepWork(NamedTuple):
@@ -22,16 +22,13 @@ class StepWork(NamedTuple):
 
     decodes: int = 0  # requests that decode one token
     context: float = 0.0  # their mean length
-    tiered: int = 0  # those that are tiered
+    tiered: int = 0  # how many of them are tiered
     chunks: Sequence[tuple[int, int]] = ()  # first and last position of each chunk of a prompt
-    expert_share: float = 1.0  # prompt tokens of all replicas, over what they would be if each had as many as this one
+    expert_share: float = 1.0  # prompt tokens of all replicas / (number of replicas * prompt tokens of this one)
 
     @property
     def prompt_tokens(self) -> int:
         return sum([last - first for first, last in self.chunks])
-
-    def with_expert_share(self, expert_share: float) -> "StepWork":
-        return StepWork(self.decodes, self.context, self.tiered, self.chunks, expert_share)
 
 
 def work_of(plan: Plan, tiered: int) -> StepWork:
@@ -48,7 +45,7 @@ StepCost = Callable[[StepWork], Sequence[float]]  # seconds on each pipeline sta
 
 @dataclass(frozen=True, slots=True)
 class FixedCosts:
-    """Costs of a machine that was measured, as `hotset simulate --step-ms` gives them."""
+    """Costs that were measured on a machine, like those of `hotset simulate --step-ms`."""
 
     step_s: float
     prompt_token_s: float = 0.0
@@ -79,9 +76,9 @@ class GpuCosts:
 
 
 def _gpu_seconds(rank: RankCosts, work: StepWork) -> float:
-    """A step with prompts reads its weights once. It takes the longer of that and the products of the prompts."""
+    """Returns the time of a step. Reading weights overlaps with the products of prompts: the longer one counts."""
     rates = rank.decode_rates(max(1, work.decodes))
-    seconds = rates.whole_s
+    seconds = rates.fixed_s
     if work.chunks:
         seconds = max(seconds, sum([rank.prefill_seconds(*chunk, work.expert_share) for chunk in work.chunks]))
     return seconds + rates.seconds(work.context, work.tiered) if work.decodes else seconds
@@ -95,7 +92,7 @@ class SimulatedClock:
     busy_until: list[float] = field(default_factory=list)
 
     def run(self, seconds: Sequence[float]) -> float:
-        """Returns when a step ends that is submitted now and takes `seconds` on each stage, one after another."""
+        """Submits a step that takes `seconds` on each stage, one after another. Returns the time when it ends."""
         self.busy_until = self.busy_until or [0.0] * len(seconds)
         ends = self.now
         for stage, duration in enumerate(seconds):
@@ -111,17 +108,17 @@ class SimulatedExecutor:
     maps_all_hosts = True
 
     def __init__(self, clock: SimulatedClock, cost: StepCost, works: Callable[[Step], list[StepWork]]) -> None:
-        """`works(step)` returns the work of each replica's plan, without replicas that have none."""
+        """`works(step)` returns the work of each replica that has a plan."""
         self._clock, self._cost, self._works = clock, cost, works
         self._tokens = count(FIRST_ANSWER_TOKEN)  # all different, so that answers share no prefix
 
     def submit(self, step: Step) -> StepFuture:
         works = self._works(step)
         prompt_tokens = [work.prompt_tokens for work in works]
-        in_all = sum(prompt_tokens)
+        total = sum(prompt_tokens)
         for index, tokens in enumerate(prompt_tokens):
             if tokens:
-                works[index] = works[index].with_expert_share(in_all / (len(step) * tokens))
+                works[index] = works[index]._replace(expert_share=total / (len(step) * tokens))
         slowest = list(map(max, zip(*map(self._cost, works), strict=True)))
         results = [None if plan is None else self._result(plan) for plan in step]
         return _SimulatedStep(self._clock, self._clock.run(slowest), results)

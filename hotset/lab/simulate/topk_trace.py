@@ -20,8 +20,7 @@ one another, each preceded by its length in bytes as a varint:
     gaps       per step: the differences between adjacent new positions, minus 1
 
 At step s, the query of request r is the newest of `context_lengths[r] + s` rows. `hotset record` begins with the last
-token of the prompt. In a context shorter than k, fewer
-than k positions are selected; in memory, EMPTY follows them.
+token of the prompt. In a context shorter than k, fewer than k positions are selected; in memory, EMPTY follows them.
 """
 
 import json

@@ -43,7 +43,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Requests at one point in time, by what they do."""
+    """The numbers of requests in each state, at one point in time."""
 
     seconds: float
     running: int
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TrafficResult:
-    """What happened. Means of numbers of requests are weighted by time."""
+    """The result of a simulation. Mean numbers of requests are weighted by time."""
 
     requests: int
     refused: int  # requests that are longer than --max-model-len
@@ -114,7 +114,7 @@ def simulated_engine(
 
 
 def planned_split(model: str, files: ModelFiles, machine: Machine, config: EngineConfig) -> Capacity:
-    """Returns the memory of the split in `config` if it has several workers, else of the best of `hotset plan`.
+    """Returns the memory of the split in `config` if it has several workers, else of the best split of `hotset plan`.
 
     Raises ConfigError if nothing fits.
     """

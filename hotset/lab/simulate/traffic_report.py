@@ -44,8 +44,8 @@ def picture(title: str, subtitle: str, result: TrafficResult) -> str:
     over_time = Panel("Requests", "seconds", "requests", lines, x_max=result.seconds, wide=True)
     ordered = result.first_token_s
     points = [(percentile(ordered, share), float(share)) for share in range(101)] if ordered else []
-    first = Panel("Time to first token", "seconds", "% that took at most so long", [Line(points, BLUE)])
+    first = Panel("Time to first token", "seconds", "% that took at most this long", [Line(points, BLUE)])
     speeds = result.token_s
     between = [(percentile(speeds, share) * 1e3, float(share)) for share in range(101)] if speeds else []
-    gaps = Panel("Time between tokens", "milliseconds", "% that took at most so long", [Line(between, BLUE)])
+    gaps = Panel("Time between tokens", "milliseconds", "% that took at most this long", [Line(between, BLUE)])
     return page(title, subtitle, [over_time, first, gaps])

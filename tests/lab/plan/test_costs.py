@@ -117,5 +117,5 @@ def test_rates_of_decode_steps_give_the_times_of_decode_steps(name: str) -> None
     for requests, context, tiered in ((1, 100.0, 0), (7, 5000.5, 3), (64, 2048.0, 64)):
         tiered = tiered if name == "glm-5.2" else 0
         rates = costs.decode_rates(requests)
-        seconds = rates.whole_s + rates.seconds(context, tiered)
+        seconds = rates.fixed_s + rates.seconds(context, tiered)
         assert seconds == pytest.approx(costs.decode(requests, context, tiered).seconds, rel=1e-9)
