@@ -88,7 +88,7 @@ def pool(fp8: bool) -> Tensor:
 
 
 def measure_seconds(case: AttentionCase, launch: LaunchConfig | None = None) -> float:
-    """Returns the seconds of a call, with the launch that `sparse_attention` chooses or with another."""
+    """Returns the seconds of a call, with `launch` or with the launch that `sparse_attention` chooses."""
     rows = pool(case.fp8)
     inputs = [
         (

@@ -1,4 +1,4 @@
-// Copies the host rows of a list to device rows. One warp copies one row. `units` is the row size in units of 16 bytes.
+// Copies host rows to device rows, as listed in two arrays. One warp copies one row of `units` x 16 bytes.
 
 typedef long long i64;
 

@@ -5,9 +5,9 @@
 
 Each graph holds 50 calls of one collective on bfloat16. All ranks replay it at the same time; the slowest rank counts.
 Calls follow each other without other work, so the times contain the waits between ranks. `one shot` and `two shots` are
-our all_reduce with this choice forced; `all_reduce` makes the choice by size. For the gathers and reduce_scatter, the
-size is that of all ranks' data together. Without the multi-process service, ranks take turns, and a call takes
-milliseconds.
+our all_reduce with a forced algorithm; `all_reduce` chooses between the two by size. For the gathers and
+reduce_scatter, the size is the sum over all ranks. Without the multi-process service, ranks take turns, and a call
+takes milliseconds.
 """
 
 import os
@@ -51,16 +51,16 @@ def microseconds(call: Callable[[], object]) -> float:
     for _ in range(REPLAYS):
         dist.barrier()
         times.append(replay_seconds(graph) / CALLS)
-    of_ranks: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, statistics.median(times))
-    return 1e6 * max(of_ranks)
+    medians: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(medians, statistics.median(times))
+    return 1e6 * max(medians)
 
 
-def forced(most: int, call: Callable[[], object]) -> Callable[[], object]:
-    """Returns `call` with another limit for one shot."""
+def with_one_shot_limit(limit: int, call: Callable[[], object]) -> Callable[[], object]:
+    """Returns `call` with another limit of the size up to which all_reduce takes one shot."""
 
     def run() -> object:
-        with mock.patch.object(cuda_impl, "ONE_SHOT_EXTRA_BYTES", most):
+        with mock.patch.object(cuda_impl, "ONE_SHOT_EXTRA_BYTES", limit):
             return call()
 
     return run
@@ -81,8 +81,8 @@ def measure(rank: WorkerRank) -> list[dict[str, Any]]:
         shared.zero_()
         row: dict[str, Any] = {"ranks": rank.workers, "tokens": tokens, "KiB": x.nbytes >> 10}
         row["torch one shot us"] = microseconds(lambda shared=shared: one_shot(shared, "sum", name))
-        row["one shot us"] = microseconds(forced(1 << 60, lambda x=x: ranks.all_reduce(x)))
-        row["two shots us"] = microseconds(forced(-1, lambda x=x: ranks.all_reduce(x)))
+        row["one shot us"] = microseconds(with_one_shot_limit(1 << 60, lambda x=x: ranks.all_reduce(x)))
+        row["two shots us"] = microseconds(with_one_shot_limit(-1, lambda x=x: ranks.all_reduce(x)))
         row["all_reduce us"] = microseconds(lambda x=x: ranks.all_reduce(x))
         per_rank = max(1, tokens // rank.workers)
         ranks.tokens_per_rank = [per_rank] * rank.workers

@@ -1,4 +1,4 @@
-"""Measures decode steps of large models with random weights on one GPU: whole, or one rank of eight that divide them.
+"""Measures decode steps of large models with random weights on one GPU: of a whole model, or of one rank of eight.
 
     python benchmarks/decode.py --model dsa-50b-dense dsa-50b --requests 1 4 16 --no-profile --json decode.json
     python benchmarks/decode.py --model dsa-50b --tiers off --requests 1 4 16 --context 32768
@@ -6,35 +6,35 @@
     python benchmarks/one_rank.py --model deepseek-v3.2 --json one_rank.json --markdown one_rank.md
 
 Weights are random numbers with the published shapes, in the formats of the checkpoints (hotset/lab/plan/configs). Rows
-and index keys are fp8. With --split, the rank is one of eight that divide the experts and compute their own requests
-(dp8), or one of eight that divide heads, columns, experts and vocabulary (tp8). The other seven are simulated:
-collectives move their bytes within this GPU, and the experts receive as many tokens as eight ranks would send.
+and index keys are fp8. With --split dp8, eight ranks divide the experts, and each computes its own requests. With
+--split tp8, they divide heads, columns, experts and vocabulary. One rank is measured, and the other seven are
+simulated: collectives move their bytes within this GPU, and the experts receive as many tokens as eight ranks would
+send.
 
 1. With --prefill, a prompt is computed and timed, and compared with the time that its matrix products would take, each
    at the rate that a large product of its type reaches in this run (fp8, bf16, fp32).
 2. A tiered request must get the same tokens as a resident one.
 3. Requests decode with tiers off and auto. Their prompts are not computed: random rows and index keys are stored. The
    indexer runs at full cost, but its selection is replaced by one with the published miss rates (LRU: 30, 13.4 and
-   6.7 % of top-k with 1, 2 and 4 times top-k slots). How many of --drafts are accepted is drawn at random, 1.65 of 3
-   on average. With --all-hits, so many requests also decode with a constant selection, resident and tiered.
+   6.7 % of top-k with 1, 2 and 4 times top-k slots). The number of accepted --drafts is drawn at random, 1.65 of 3 on
+   average. With --all-hits N, N requests also decode with a constant selection, resident and tiered.
 
 Columns:
   host pages     distinct: every request has host pages of its own; shared: more requests than host memory holds, so
-                 several requests use the same host pages; shared prefix: with the prefix cache, and prompts whose first
-                 --shared-prefix tokens are the same, so that these are on the host once, and their index keys on the
-                 device once
+                 several requests use the same host pages; shared prefix: prompts begin with the same --shared-prefix
+                 tokens, and the prefix cache holds their rows once on the host and their index keys once on the device
   tokens/s       per GPU: with tp8, an eighth of the tokens of a step
   per step       tokens that a step adds to each answer
   rows/token     rows of all layers that are copied from the host, for each token of an answer
-  bytes ms       the bytes that a step reads (weights once, of experts those in use; index keys; selected rows), divided
-                 by the copy bandwidth of this run
-  experts        share of the rank's routed experts that a step uses, measured
+  bytes ms       the bytes that a step reads (weights once, but only of the experts in use; index keys; selected rows),
+                 divided by the copy bandwidth of this run
+  experts        measured share of the rank's routed experts that a step uses
   replay ms      time of the step's CUDA graph, replayed alone
   idle           share of a step in which the GPU waits: 1 - replay ms / step ms; only if no request is tiered
   miss           share of the rows selected by tiered requests, outside their tails, that no slot held
   sampling ms    time of sampling, measured alone; the profile lists its torch operations with others
   NVLink ms      what the links between eight GPUs would add: bytes of all collectives / 450 GB/s, without latencies
-  collectives    calls in a step, each of which adds its latency; the last column leaves the latencies out, too
+  collectives    calls in a step; the latency of each would add to the step time, and is not in NVLink ms
 
 Tables of one request, from a profile: milliseconds by part of the model, and the kernels of the layer of median length.
 A profile slows steps down, by a fifth for one request, because it delays early launches.
@@ -44,7 +44,7 @@ request of dsa-50b 1.6 times; the GPU idles for at most 5 % of a step; while all
 0.98 of the tokens/s of off; a tiered step without misses takes at most 1.05 times a resident one; the prompt takes at
 most twice the time of its products; the best tokens/s with tiers auto is at least 2.2 times (32k) and 3.0 times (128k)
 that with tiers off for DeepSeek-V3.2, 3.2 and 5.0 times for GLM-5.2, 2.5 and 3.8 times for dsa-50b-dense. Requests
-with shared host pages count only at 128k, those with a shared prefix or drafts never.
+with shared host pages count only at 128k. Requests with a shared prefix or drafts do not count.
 
 Requires a GPU with 141 GB (H200). Results are written after every case. A case that --seconds would cut off is skipped.
 """
@@ -90,7 +90,7 @@ SEATS = 128
 GROWTH = 512  # tokens by which a context grows while it is measured, on average at most
 MAX_HOST_SHARE = 0.9  # of the free host memory
 UTILISATION = 0.92  # share of the GPU's memory that weights, workspace and KV may take
-DEFAULT_WORKSPACE = 6 * GIB  # if no prompt was computed, whose peak would be known
+DEFAULT_WORKSPACE = 6 * GIB  # used if no computed prompt has shown the peak
 FIRST_CASE_S = 30.0  # expected seconds of a case, until one has taken longer
 
 
@@ -109,7 +109,7 @@ def make_config(tiers: TiersMode, drafts: int, device_gib: float, options: argpa
 
 
 def host_gib(options: argparse.Namespace) -> float:
-    """Returns the GiB of the host store: those asked for, or less if too little memory is free."""
+    """Returns the GiB of the host store: --host-gib, or less if too little memory is free."""
     return float(min(options.host_gib, MAX_HOST_SHARE * host_memory().free / GIB))
 
 
@@ -120,7 +120,7 @@ def kv_gib(workspace: int) -> float:
 
 
 def cases_of(server: RankServer, tiers: TiersMode, drafts: int, options: argparse.Namespace) -> list[Case]:
-    """Returns the cases of one mode of tiers, those with the most requests first: they decide the bars."""
+    """Returns the cases of one mode of tiers. Cases with the most requests come first, because they decide the bars."""
     largest: list[Case] = []
     others: list[Case] = []
     for context in options.context:
@@ -289,7 +289,9 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", nargs="+", default=["dsa-50b", "dsa-50b-dense"], help="configurations in hotset/lab/plan/configs"
     )
-    parser.add_argument("--split", choices=tuple(SPLITS), default="one", help="how eight ranks divide the model, if so")
+    parser.add_argument(
+        "--split", choices=tuple(SPLITS), default="one", help="how eight ranks divide the model; one: whole"
+    )
     parser.add_argument("--context", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
     parser.add_argument("--tiers", nargs="+", choices=("off", "auto"), default=["off", "auto"], help="modes of tiers")
     parser.add_argument("--drafts", nargs="+", type=int, default=[0], help="drafts of each request in every step")
@@ -301,12 +303,12 @@ def make_options() -> argparse.ArgumentParser:
         help="numbers of concurrent requests; the largest number that fits is always measured",
     )
     parser.add_argument("--shared-prefix", type=int, help="also measure prompts whose first tokens are the same")
-    parser.add_argument("--all-hits", type=int, help="also measure so many requests when no row is missing")
+    parser.add_argument("--all-hits", type=int, help="also measure this many requests without missing rows")
     parser.add_argument("--share", type=int, help="number of layers that use the selection of one indexer")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0: greedy; else with top-p 0.95")
     parser.add_argument("--prefill", type=int, default=0, help="length of the computed prompt; 0: none")
     parser.add_argument(
-        "--prefill-chunk", type=int, help=f"tokens of it that one step computes; default: {PREFILL_CHUNKS}"
+        "--prefill-chunk", type=int, help=f"prompt tokens that one step computes; default: {PREFILL_CHUNKS}"
     )
     parser.add_argument("--layers", type=int, help="only the first layers of the model, for a quick trial")
     parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV; 0: what is left")

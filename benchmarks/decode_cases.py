@@ -49,7 +49,7 @@ CHECKED_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a model with made-up weights, or the whole model."""
+    """One rank of a model with random weights, or the whole model."""
 
     name: str
     split_name: str
@@ -114,7 +114,7 @@ class ObservedStep:
 
     used_experts: float  # share of the rank's routed experts, mean over the layers
     calls: list[CollectiveCall]
-    finite: bool  # all logits
+    finite: bool  # whether all logits are
 
 
 def observe_step(rank: Rank, engine: Engine, runner: Runner) -> ObservedStep:
@@ -155,7 +155,7 @@ class Case:
     requests: int
     shared_pages: bool = False
     shared_prefix: int | None = None  # tokens that all prompts begin with, in an engine with a prefix cache
-    drafts: int = 0  # of each request in every step, of which some are accepted at random
+    drafts: int = 0  # of each request in every step; some of them are accepted at random
     misses: bool = True  # False: every step selects the same rows
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ def replayed_seconds(runner: Runner, requests: int, has_tiered: bool) -> float |
 
 
 def sampling_seconds(requests: int, vocab: int, device: torch.device) -> float:
-    """Times the sampling of one token for each request, alone. In a step it follows the graph."""
+    """Times the sampling of one token for each request. In a step, sampling follows the graph; here it runs alone."""
     sampler = Sampler(requests, vocab, device)
     for seat in range(requests):
         sampler.admit(seat, sampling().with_seed(seat), token_ids=(0,), prompt_length=1, stop_ids=frozenset())
@@ -218,9 +218,7 @@ def measure(
     """Times `steps` decode steps of one case."""
     rank.select_in(case.context, misses=case.misses)
     engine = server.engine(case.shared_pages, case.tiers, prefix_cache=case.shared_prefix is not None)
-    with (
-        imposed_acceptance() if case.drafts else nullcontext()
-    ):  # graphs, which contain it, are captured in first steps
+    with imposed_acceptance() if case.drafts else nullcontext():  # the first steps capture it in their graphs
         request_ids = prefill(engine, case.requests, case.context, sampling(temperature), case.shared_prefix)
         timed_steps(engine, WARM_UP_STEPS)
         before = engine.stats()
@@ -268,7 +266,7 @@ def measure(
 def _limits(
     rank: Rank, case: Case, rates: Rates, step_s: float, tokens_per_s: float, observed: ObservedStep | None
 ) -> Row:
-    """Returns the columns about the bytes of a step, which only a step that was observed has."""
+    """Returns the columns about the bytes of a step. They are empty if no step was observed."""
     names = ("bytes ms", "step / bytes", "experts", "NVLink ms", "collectives", "tokens/s with NVLink", "finite")
     if observed is None:
         return dict.fromkeys(names) | {"bytes": {}, "link bytes": {}}

@@ -1,6 +1,6 @@
 """Measured decode steps on one H200, from docs/benchmarks-serving.md ("Serving a 50B model", "One rank of eight of a
-full-size model"). `fit_costs.py` fits the cost model of `hotset plan` to them, and a test compares its predictions with
-them.
+full-size model"). `fit_costs.py` fits the cost model of `hotset plan` to these steps, and a test compares the
+predictions with the measurements.
 """
 
 import json
@@ -22,7 +22,7 @@ FIGURES = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number of requests that decode at once, with fp8 rows and keys and twice top-k slots."""
+    """The measured speed of requests that decode at once, with fp8 rows and keys and twice top-k slots."""
 
     source: str
     model: str
@@ -30,7 +30,7 @@ class Figure:
     requests: int
     tiered: int
     tokens_per_s: float
-    ranks: int = 1  # data parallel ranks, of which one was measured; collectives moved their bytes within the GPU
+    ranks: int = 1  # data parallel ranks. One was measured; collectives moved their bytes within its GPU
     layers_per_indexer: int | None = None  # instead of the configuration's
 
     def spec(self) -> ModelSpec:

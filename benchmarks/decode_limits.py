@@ -1,7 +1,7 @@
-"""What one rank must read and send: bytes of a decode step, and traffic between GPUs; and the rates of this GPU.
+"""The bytes that one rank must read and send in a decode step, and the rates of this GPU.
 
-Times follow from rates that are measured in the same run (`measure_rates`), except for the links between GPUs, of which
-one GPU has none.
+Times follow from rates that are measured in the same run (`measure_rates`). The rate of links between GPUs is NVLink's
+published one, because a single GPU has no links.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ NVLINK_BYTES_PER_S = 450e9  # of one H200, in each direction
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the GPU reaches in this run."""
+    """The rates that the GPU reaches in this run."""
 
     copy: float  # bytes per second, read plus written
     fp8: float  # FLOP per second of a large matrix product
@@ -75,7 +75,7 @@ def step_bytes(
 
 
 def link_bytes(calls: Iterable[CollectiveCall]) -> dict[str, float]:
-    """Returns the bytes that each rank sends, and as many that it receives, by the kind of collective."""
+    """Returns the bytes that each rank sends, by the kind of collective. Each rank receives as many."""
     totals: dict[str, float] = defaultdict(float)
     for call in calls:
         totals[call.name] += call.link_bytes

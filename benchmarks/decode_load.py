@@ -38,8 +38,8 @@ def prefill(
 
 
 def max_requests_with_prefix(budget: KvBudget, tokens: int, shared_prefix: int) -> int:
-    """Returns how many requests of `tokens` tokens, of which the first `shared_prefix` are the same in all, fit in the
-    KV memory at the same time."""
+    """Returns how many requests of `tokens` tokens fit in the KV memory at the same time, if the first `shared_prefix`
+    tokens are the same in all of them."""
     if not budget.tiers:
         return budget.requests(tokens)
     geometry = budget.geometry

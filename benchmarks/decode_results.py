@@ -1,4 +1,4 @@
-"""What `decode.py` makes of its measurements: tables and bars."""
+"""The tables and bars of `decode.py`."""
 
 import argparse
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The models that `decode.py` measures: random weights, simulated ranks beside one rank, and the engine around it."""
+"""The models that `decode.py` measures: random weights, one real rank beside simulated ones, and an engine."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -43,8 +43,11 @@ PEER_LOGITS_BELOW = 100.0  # how much lower the logits of peers are
 def load_spec(
     name: str, *, layers: int | None = None, layers_per_indexer: int | None = None, with_mtp: bool = False
 ) -> ModelSpec:
-    """Reads a configuration in hotset/lab/plan/configs: of its first `layers` layers, in which one indexer is used for
-    `layers_per_indexer` layers, with an MTP layer. By default, all is as published."""
+    """Reads a configuration in hotset/lab/plan/configs. By default, the model is as published.
+
+    `layers` keeps only the first layers, `layers_per_indexer` sets how many layers share an indexer's selection, and
+    `with_mtp` adds an MTP layer.
+    """
     path = CONFIGS / f"{name}.json"
     fields = json.loads(path.read_text()) | ({"num_nextn_predict_layers": 1} if with_mtp else {})
     spec = read_spec(fields, {}, str(path), with_mtp=with_mtp)
@@ -63,21 +66,22 @@ class CollectiveCall:
     """One call of a collective operation."""
 
     name: str
-    link_bytes: float  # bytes that each rank sends, and as many that it receives, over the links between GPUs
+    link_bytes: float  # bytes that each rank sends over the links between GPUs; it receives as many
 
 
 class SimulatedRanks:
-    """Implements `Collectives` for rank 0 of `size` ranks of which the others do not exist.
+    """Implements `Collectives` for rank 0 of `size` ranks. The other ranks (peers) do not exist.
 
     Results have the shapes of real ones, and as many bytes are moved within the device as a real call would write:
 
-    - `all_gather_tokens` returns the own tokens, then those of the peers: fixed random numbers with a variance of 1, as
-      after a norm. The peers have the routes of the own tokens, shifted by the experts of one rank for each peer. So
-      the experts of this rank receive as many tokens as from `size` ranks, and every own route reaches one of them.
+    - `all_gather_tokens` returns the tokens of this rank, then those of the peers: fixed random numbers with a variance
+      of 1, as after a norm. The tokens of peer n have the routes of this rank's tokens, shifted by n times the number
+      of experts per rank. So the experts of this rank receive as many tokens as from `size` ranks.
     - `reduce_scatter` adds up the parts of all ranks' tokens, in place of the partial sums of the peers.
     - `all_reduce` copies. `broadcast` returns its argument: this is rank 0.
-    - `all_gather_columns` returns the own logits, then lower ones for the peers: a sampled token is one whose embedding
-      this rank holds. With other tokens the embedding would be 0, and all requests would choose the same experts.
+    - `all_gather_columns` returns the logits of this rank, then lower ones for the peers. So this rank holds the
+      embedding of every sampled token. Otherwise the embeddings would be 0, and all requests would choose the same
+      experts.
 
     Each operation uses a torch operation that no other part of a decode step uses (cat, sum, copysign), so that a
     profile shows its time.
@@ -90,7 +94,7 @@ class SimulatedRanks:
         # [ranks, experts + 1]: the last column is that of EMPTY, -1.
         self._shifted_ids = F.pad((expert + shift[:, None]) % experts, (0, 1), value=EMPTY)
         self.tokens_per_rank: Sequence[int] = ()
-        self.calls: list[CollectiveCall] = []  # since it was cleared; calls in replays of graphs are not listed
+        self.calls: list[CollectiveCall] = []  # the caller clears it; replays of graphs add no calls
         random = torch.Generator(device).manual_seed(0)
         self._peers = torch.randn(size - 1, PEER_TOKENS, hidden, generator=random, device=device).to(dtype)
 
@@ -140,7 +144,7 @@ class WeightBytes:
 
     total: int
     embedding: int  # a step reads only a few of its rows
-    experts: int  # routed experts: a step reads only those that its tokens use
+    experts: int  # routed experts; a step reads only the experts that its tokens use
 
     @staticmethod
     def of(decoder: Decoder) -> "WeightBytes":
@@ -163,7 +167,7 @@ class SharedHostPages(PrefixCache):
     """Grants the same host pages to several requests, so that more contexts can be measured than host memory holds.
 
     It grants `capacity` pages in all. Page ids run from 0 to `host_pages` - 1 and then start again. A context gets
-    consecutive pages. Requests that share a page overwrite each other's rows: the rows must be made up.
+    consecutive pages. Requests that share a page overwrite each other's rows, so the rows must be random numbers.
     """
 
     def __init__(self, capacity: int, host_pages: int) -> None:
@@ -189,7 +193,7 @@ class SharedHostPages(PrefixCache):
 class RankServer:
     """The KV memory and the runner of one model. Engines that are used one after another share its graphs.
 
-    The engine of `config.speculate` drafts with the model's MTP layer.
+    If `config.speculate` is set, the engines draft with the model's MTP layer.
     """
 
     def __init__(
@@ -222,7 +226,7 @@ class RankServer:
         return min(budget.requests(tokens), self._config.max_num_seqs)
 
     def max_requests_with_prefix(self, tokens: int, shared_prefix: int) -> int:
-        """Returns how many contexts of `tokens` tokens fit if the prefix cache holds their first tokens once."""
+        """Returns how many contexts of `tokens` tokens fit if the prefix cache holds their common prefix once."""
         return min(max_requests_with_prefix(self._budget, tokens, shared_prefix), self._config.max_num_seqs)
 
     def engine(

@@ -12,7 +12,7 @@ of every used expert once. "of copy" is the share of the copy bandwidth measured
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from gpu_timing import copy_bandwidth, seconds_of
@@ -22,9 +22,6 @@ from torch import Tensor
 
 from hotset.kernels.experts import experts
 from hotset.kernels.route import RoutingRule, reference, route
-
-if TYPE_CHECKING:
-    pass
 
 EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, WIDTH = 64, 6, 4096, 1536
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
@@ -68,7 +65,7 @@ def make_layer() -> LayerWeights:
 
 
 def make_inputs(batch: int) -> list[LayerInput]:
-    """Returns several inputs of the same size; fewer for large batches."""
+    """Returns several inputs of the same size. Large batches have fewer inputs."""
     inputs = []
     for _ in range(4 if batch <= 1024 else 2):
         x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()

@@ -2,9 +2,9 @@
 
     python benchmarks/fit_costs.py
 
-The steps are those of benchmarks/decode_figures.json. Weights are read at the speed of a copy; the other five terms
-get the coefficients with the least squared relative error. `Coefficients` in hotset/lab/plan/costs.py holds the
-result. Needs no GPU. Bar: every predicted step is within 15 % of the measured one.
+The measured steps are in benchmarks/decode_figures.json. Weights are read at the speed of a copy. The coefficients of
+the other five terms minimise the squared relative error. They belong into `Coefficients` in hotset/lab/plan/costs.py.
+Needs no GPU. Bar: every predicted step is within 15 % of the measured one.
 """
 
 import sys

@@ -2,13 +2,13 @@
 
     python benchmarks/fp8_experts.py --json fp8_experts.json
 
-The GPU is one rank of eight of DeepSeek-V3.2: it holds 32 of 256 experts of 3 x 7168 x 2048 weights. The batch is that
-of all ranks, and each token uses 8 random experts of all ranks, one of them here on average. The first tokens of every
-result are compared with the reference before anything is timed. "of limit" is the time that the used experts' bytes
-take at the copy bandwidth, or that the products take at the matrix rate, whichever is longer, as a share of the
-measured time. Bars: 80 % of the bandwidth, or 50 % of the matrix rate (a product of 8192 x 8192 x 8192 with one scale
-per tensor). The L2 is flushed before every call. The columns "sort" to "sum" are the five launches, each alone.
-
+The GPU is one rank of eight of DeepSeek-V3.2: it holds 32 of 256 experts of 3 x 7168 x 2048 weights. A batch has the
+tokens of all ranks. Each token uses 8 random experts, of which one on average is on this rank. The first tokens of
+every result are compared with the reference before anything is timed. There are two limits: the time that the used
+experts' bytes take at the copy bandwidth, and the time that the products take at the matrix rate. "of limit" is the
+longer one as a share of the measured time. Bars: 80 % of the bandwidth, or 50 % of the matrix rate (a product of 8192 x
+8192 x 8192 with one scale per tensor). The L2 is flushed before every call. The columns "sort" to "sum" are the times
+of the five launches, each measured alone.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def make_layer() -> Layer:
 
 
 def make_inputs(batch: int) -> list[LayerInput]:
-    """Returns several inputs of the same size; fewer for large batches."""
+    """Returns several inputs of the same size. Large batches have one input."""
     inputs = []
     for _ in range(4 if batch <= 1024 else 1):
         x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
@@ -124,7 +124,7 @@ def fp8_matrix_rate() -> float:
 
 
 def limit_seconds(layer: Layer, inputs: list[LayerInput]) -> tuple[float, float]:
-    """Returns the seconds that bytes and products of a call take at the copy bandwidth and at the matrix rate."""
+    """Returns the seconds of a call's bytes at the copy bandwidth, and of its products at the matrix rate."""
     used = sum(i.used_experts for i in inputs) / len(inputs)
     pairs = sum(i.pairs for i in inputs) / len(inputs)
     expert_bytes = (layer.gate_up.nbytes + layer.down.nbytes) / LOCAL_EXPERTS

@@ -11,7 +11,6 @@ scaled_mm and bf16; from 1024 tokens on, 95 % of the rate of scaled_mm. The L2 i
 
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from gpu_timing import copy_bandwidth
@@ -24,9 +23,6 @@ from hotset.kernels import fp8
 from hotset.kernels.fp8 import E4M3_MAX, SCALE_BLOCK, Fp8Weight
 from hotset.kernels.linear import Linear
 from hotset.kernels.quantise import quantise
-
-if TYPE_CHECKING:
-    pass
 
 SHAPES = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384), (2240, 7168))  # (outputs, inputs)
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)

@@ -1,4 +1,4 @@
-"""Sends random requests to every endpoint of a server, most of them valid, and checks that it survives them.
+"""Sends random requests, most of them valid, to every endpoint of a server, and checks that the server survives.
 
     OMP_NUM_THREADS=1 python benchmarks/fuzz_requests.py --json fuzz.json
     OMP_NUM_THREADS=1 python benchmarks/fuzz_requests.py --count 500 --log server.log
@@ -6,16 +6,17 @@
     OMP_NUM_THREADS=1 python benchmarks/fuzz_requests.py -- --disaggregate 1P1D
 
 The script starts `hotset serve` with a small context, small pools and the flags after `--`. It sends --count requests,
---at-once at a time, to the endpoints of its OpenAPI document and to those that are not in it. About two thirds are
-valid. The others have a wrong value, key, byte or header, a hostile structure, or a client that leaves early. Request
-number N depends on --seed and N only: --only N sends that one alone. Each failed request is printed.
+--at-once at a time, to all endpoints, including those that are not in the OpenAPI document. About two thirds of the
+requests are valid. The others have a wrong value, key, byte or header, a hostile structure, or a client that leaves
+early. Request number N depends only on --seed and N, so that --only N repeats it alone. Each failed request is printed.
 
-Columns: the answers of each endpoint by the first digit of their status; clients that left before a status; other
-failures (an error of the server within a stream, a stream without its end, no answer, or none within 120 s).
+Columns: the answers of each endpoint by the first digit of their status; clients that left before a status arrived;
+other failures (a server error within a stream, a stream without an end, or no answer within 120 s).
 
-Bars: no answer is a 5xx, no request hangs or gets no answer; at least half of all are accepted (2xx); the memory of all
-processes (PSS) is at most 32 MiB above that after the first fifth, both --settle seconds after the last answer; a fixed
-request has the same answer as before; SIGTERM ends the server within its drain time.
+Bars: no answer is a 5xx; no request hangs or gets no answer; at least half of all requests are accepted (2xx); the
+memory of all processes (PSS) grows by at most 32 MiB after the first fifth of the requests, both times measured
+--settle seconds after the last answer; a fixed request has the same answer as before; SIGTERM ends the server within
+its drain time.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ FIXED = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True, "te
 
 @dataclass
 class Outcome:
-    """What all requests were answered."""
+    """Counts of the answers to all requests."""
 
     answers: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by endpoint
     total: Counter[str] = field(default_factory=Counter)
@@ -135,7 +136,7 @@ def check_endpoints(url: str) -> None:
 
 
 def measure(server: Server, args: Any, outcome: Outcome) -> list[Bar]:
-    """Sends all requests. Returns the bars, but that of SIGTERM."""
+    """Sends all requests. Returns all bars except that of SIGTERM."""
     check_endpoints(server.url)
     expected = fixed_answer(server.url)
     memories = []

@@ -8,7 +8,7 @@ of 32k whose chunks of 2048 tokens share their steps with 128 requests that deco
 all layers, and the positions that a token sees.
 
 Bars (required results): a prompt reaches 70 % of the matrix rate; the steps that compute a prompt while requests decode
-take at most 1.15 times as long as those that compute the prompt alone, plus as many decode steps.
+take at most 1.15 times as long as computing the prompt alone and running the same number of decode steps.
 """
 
 import statistics

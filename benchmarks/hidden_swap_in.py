@@ -2,20 +2,21 @@
 
     python benchmarks/hidden_swap_in.py --share 4 --json hidden_swap_in.json
 
-As many contexts as fit decode with tiers auto, as in decode.py: dsa-50b-dense with random weights, synthetic
-selections with the published miss rates, prompts that are not computed. A layer that selects waits until its missing
-rows have been copied. If other layers share its selection (--share), their rows are copied meanwhile, beside other
-kernels. The same step is also measured without misses and, with --share, with all copies in order, each before the next
-kernel:
+As many contexts as fit decode with tiers auto. As in decode.py, the model is dsa-50b-dense with random weights,
+selections are synthetic and have the published miss rates, and prompts are not computed. A layer that selects waits
+until its missing rows have been copied. If other layers share its selection (--share), their rows are copied
+meanwhile, beside other kernels. The same step is also measured without misses and, with --share, with all copies in
+order, each before the next kernel:
 
     hidden = (step with copies in order - step) / (step with copies in order - step without misses)
 
---copies varies the blocks and threads of the copies beside other kernels: fewer delay these less, but copy more slowly.
---layers 10 measures a quarter of the model, with a quarter of the KV memory: layers take as long, and the whole run a
-fraction of the time.
+--copies varies the blocks and threads of the copies beside other kernels: fewer blocks delay the kernels less, but copy
+more slowly. --layers 10 measures a quarter of the model, with a quarter of the KV memory: each layer takes as long, but
+the whole run only a fraction of the time.
 
-The same requests decode in all cases, one after another. The first measurement of each engine is left out: contexts may
-still be copied to the host then, which takes the bus from the steps. The table also has the tokens/s with tiers off.
+The same requests decode in all cases, one after another. The first measurement of each engine is left out, because
+contexts may still be copied to the host then, which slows the steps' own copies. The table also has the tokens/s with
+tiers off.
 
 Bars (required results) for layers that all select: 35 % of swap-in is hidden at 32k tokens and 60 % at 128k, and
 tokens/s are 2.5 and 3.8 times those with tiers off. Nothing is hidden so far: docs/benchmarks-swap-in.md says why.
@@ -61,7 +62,7 @@ HIDDEN_BARS, SPEED_BARS = {32768: 0.35, 131072: 0.6}, {32768: 2.5, 131072: 3.8} 
 
 @contextmanager
 def copies_by(shape: str) -> Iterator[None]:
-    """Makes copies in launches of their own use so many blocks and threads per block, like 32x256."""
+    """Sets the blocks and threads per block of copies in launches of their own, like 32x256."""
     blocks, threads = map(int, shape.split("x"))
     tuning = replace(cuda_impl.TUNED, copy_blocks=blocks, copy_threads=threads)
     launch = cuda_impl._launch_copy
@@ -105,10 +106,10 @@ class Case:
         graphs = self._runner._graphs
         if graphs is not None:
             graphs._captured.clear()
-            graphs._memory_pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
+            graphs._memory_pool = torch.cuda.graph_pool_handle()  # the old pool was freed with its last graph
         timed_steps(self._engine, SETTLING_STEPS)
         before = self._missed_rows()
-        seconds = statistics.mean(timed_steps(self._engine, steps)[1:])  # the first one was complete before
+        seconds = statistics.mean(timed_steps(self._engine, steps)[1:])  # the first step ended before the timing began
         assert not self._engine.idle, "the answers have ended; lower --steps"
         missed = self._missed_rows() > before
         assert missed == (misses and self._engine.stats().tiered > 0), f"rows were {'' if missed else 'not '}missing"
@@ -127,10 +128,13 @@ class Case:
 
 
 def measure(rank: Rank, server: RankServer, context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row of the table for each shape of copies. If every layer selects for itself, no copies run beside
-    other kernels: steps with copies in order launch the same kernels, and differences between rows are noise."""
+    """Returns a row of the table for each shape of copies.
+
+    If every layer selects for itself, no copies run beside other kernels. Steps with copies in order then launch the
+    same kernels, and differences between rows are noise.
+    """
     case, steps = Case(rank, server, context), options.steps
-    case.step_seconds(steps)  # until contexts have been copied to the host
+    case.step_seconds(steps)  # until all contexts have been copied to the host
     in_order = None
     if options.share > 1:
         with copies_in_order():

@@ -1,16 +1,21 @@
-"""Sends hostile structures to a server, and measures what other clients notice.
+"""Sends hostile structures to a server, and measures how they affect other clients.
 
     OMP_NUM_THREADS=1 python benchmarks/hostile.py --json hostile.json
     OMP_NUM_THREADS=1 python benchmarks/hostile.py -- --disaggregate 1P1D
     OMP_NUM_THREADS=1 python benchmarks/hostile.py -- --disaggregate 1P2D
 
 The script starts `hotset serve MODEL` with the flags after `--`. It reads two streams without structures and asks for
-/health again and again: alone; while the same requests without their structures are sent, --at-once at a time
-("harmless"); while ordinary structures are sent, for which a server makes its tables once ("first"); and then with the
-structures. They are nested, repeated, aliased, enormous, ambiguous or recursive: schemas, grammars, regular
-expressions, choices and tools that must be called, made from --seed. Then SIGTERM ends the server in the middle of
-hostile requests. The server's host store has room for KV_TOKENS tokens, so that the phases before the structures fill
-it: memory of KV that is written for the first time was reserved at the start, and no structure keeps it.
+/health again and again, in four phases:
+
+  alone      no other requests
+  harmless   the hostile requests are sent without their structures, --at-once at a time
+  first      ordinary structures are sent, for which a server makes its tables once
+  hostile    the hostile structures are sent
+
+The hostile structures are schemas, grammars, regular expressions, choices and tools that must be called. They are made
+from --seed, and are nested, repeated, aliased, enormous, ambiguous or recursive. At the end, SIGTERM ends the server in
+the middle of hostile requests. The server's host store has room for only KV_TOKENS tokens, so that the earlier phases
+fill it. Otherwise, memory that the store writes for the first time would look like memory that structures keep.
 
 Columns (times in ms):
   health, longest    the longest time until /health has answered
@@ -19,9 +24,9 @@ Columns (times in ms):
   gap, 99.9 %        the time that one gap of a thousand exceeds
   memory             of all processes of the server, shared pages divided among them (PSS), in MiB
 
-Bars: /health takes at most 200 ms longer than without them; the longest gap at most doubles; no answer is a 5xx; every
-stream has the tokens that it has alone (in float32, so not on a GPU, where batches round differently); no process of
-an engine or router is replaced; the memory returns (at most 64 MiB more than before, --settle seconds after the last
+Bars (against "harmless"): /health takes at most 200 ms longer; the longest gap at most doubles; no answer is a 5xx;
+every stream has the tokens that it has alone (not checked on a GPU, where batches round differently); no process of an
+engine or router is replaced; the memory returns (at most 64 MiB more than before, --settle seconds after the last
 answer); SIGTERM ends the server within its drain time.
 """
 
@@ -50,7 +55,7 @@ from report import Bar, make_parser, report
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAIN_SECONDS = 20
-MAX_TOOL_PARTS = 30  # tools are also in the prompt, and what long prompts cost other streams is not measured here
+MAX_TOOL_PARTS = 30  # tools are also part of the prompt, and this script does not measure the cost of long prompts
 STREAM_TOKENS = 100
 KV_TOKENS = 12_288  # the prompts of "harmless" have some 75,000
 SENDERS = ProcessPoolExecutor(1, get_context("spawn"))  # starts its process with the first work
@@ -228,8 +233,8 @@ class Answers:
 
 
 @dataclass
-class Noticed:
-    """What other clients notice in one phase."""
+class Observed:
+    """The measurements of other clients in one phase."""
 
     health: list[float] = field(default_factory=list)  # seconds
     gaps: list[float] = field(default_factory=list)
@@ -284,7 +289,7 @@ def _pss(pid: int) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-async def read_streams(client: httpx.AsyncClient, number: int, noticed: Noticed, ended: asyncio.Event) -> None:
+async def read_streams(client: httpx.AsyncClient, number: int, observed: Observed, ended: asyncio.Event) -> None:
     """Reads one stream after the other until `ended`."""
     body = {"prompt": f"{number} Once upon a time", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
     while not ended.is_set():
@@ -295,20 +300,20 @@ async def read_streams(client: httpx.AsyncClient, number: int, noticed: Noticed,
                     continue
                 now = time.monotonic()
                 if last is not None:
-                    noticed.gaps.append(now - last)
+                    observed.gaps.append(now - last)
                 last = now
                 text += json.loads(line[6:])["choices"][0]["text"]
                 if ended.is_set():
                     return
-        noticed.texts.append(text)
+        observed.texts.append(text)
 
 
-async def ask_for_health(client: httpx.AsyncClient, noticed: Noticed, ended: asyncio.Event) -> None:
+async def ask_for_health(client: httpx.AsyncClient, observed: Observed, ended: asyncio.Event) -> None:
     while not ended.is_set():
         began = time.monotonic()
         response = await client.get("/health")
         assert response.status_code == 200, response.text
-        noticed.health.append(time.monotonic() - began)
+        observed.health.append(time.monotonic() - began)
         await asyncio.sleep(0.05)
 
 
@@ -333,21 +338,21 @@ def attack(url: str, bodies: Sequence[str], at_once: int) -> Answers:
     return answers
 
 
-async def observed(url: str, bodies: Sequence[Json], at_once: int, seconds: float = 0.0) -> Noticed:
-    """Returns what two streams and /health notice while `bodies` are sent, and for at least `seconds`.
+async def observe(url: str, bodies: Sequence[Json], at_once: int, seconds: float = 0.0) -> Observed:
+    """Measures two streams and /health while `bodies` are sent, and for `seconds` after that.
 
-    Another process sends them: what it does between two requests must not delay the clock of the streams."""
-    noticed, ended, loop = Noticed(), asyncio.Event(), asyncio.get_running_loop()
+    Another process sends the bodies, so that its work between two requests does not delay the clock of the streams."""
+    observed, ended, loop = Observed(), asyncio.Event(), asyncio.get_running_loop()
     async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as client:
-        others = [asyncio.create_task(read_streams(client, number, noticed, ended)) for number in range(2)]
-        others.append(asyncio.create_task(ask_for_health(client, noticed, ended)))
+        others = [asyncio.create_task(read_streams(client, number, observed, ended)) for number in range(2)]
+        others.append(asyncio.create_task(ask_for_health(client, observed, ended)))
         # As texts: a nested body is too deep for `pickle`.
         texts = [json.dumps(body) for body in bodies]
-        noticed.answers = await loop.run_in_executor(SENDERS, attack, url, texts, at_once)
+        observed.answers = await loop.run_in_executor(SENDERS, attack, url, texts, at_once)
         await asyncio.sleep(seconds)
         ended.set()
         await asyncio.gather(*others)
-    return noticed
+    return observed
 
 
 def drained(server: Server) -> float:
@@ -382,15 +387,15 @@ def ordinary_requests(count: int) -> list[Json]:
     return [prompt | kinds[number % len(kinds)] for number in range(count)]
 
 
-def row_of(name: str, noticed: Noticed, memory: float) -> Json:
+def row_of(name: str, observed: Observed, memory: float) -> Json:
     return {
         "phase": name,
-        "health, longest": max(noticed.health) * 1e3,
-        "gap, median": statistics.median(noticed.gaps) * 1e3,
-        "gap, 99.9 %": sorted(noticed.gaps)[int(0.999 * len(noticed.gaps))] * 1e3,
-        "gap, longest": max(noticed.gaps) * 1e3,
+        "health, longest": max(observed.health) * 1e3,
+        "gap, median": statistics.median(observed.gaps) * 1e3,
+        "gap, 99.9 %": sorted(observed.gaps)[int(0.999 * len(observed.gaps))] * 1e3,
+        "gap, longest": max(observed.gaps) * 1e3,
         "memory": memory,
-        "answers": ", ".join(f"{count} x {status}" for status, count in sorted(noticed.answers.statuses.items())),
+        "answers": ", ".join(f"{count} x {status}" for status, count in sorted(observed.answers.statuses.items())),
     }
 
 
@@ -411,11 +416,11 @@ def main() -> None:
     try:
         bodies = list(hostile_requests(args.seed, args.count))
         SENDERS.submit(attack, server.url, [], args.at_once).result()  # its process starts before anything is timed
-        alone = asyncio.run(observed(server.url, [], args.at_once, args.alone))
-        beside = asyncio.run(observed(server.url, [harmless(body) for body in bodies], args.at_once))
-        first = asyncio.run(observed(server.url, ordinary_requests(5 * args.at_once), args.at_once))
+        alone = asyncio.run(observe(server.url, [], args.at_once, args.alone))
+        beside = asyncio.run(observe(server.url, [harmless(body) for body in bodies], args.at_once))
+        first = asyncio.run(observe(server.url, ordinary_requests(5 * args.at_once), args.at_once))
         before, engines = server.memory(), server.engines()
-        under = asyncio.run(observed(server.url, bodies, args.at_once))
+        under = asyncio.run(observe(server.url, bodies, args.at_once))
         during = server.memory()
         time.sleep(args.settle)
         after, engines_after = server.memory(), server.engines()

@@ -1,4 +1,4 @@
-"""Measures index scoring and exact top-k over paged index keys on one GPU, against the copy bandwidth of the same run.
+"""Measures index scoring and exact top-k over paged index keys on one GPU, against the copy bandwidth.
 
     python benchmarks/indexer.py --json indexer.json --png indexer.png
 
@@ -7,8 +7,8 @@ the rate of these reads over the bandwidth of a large copy. Prefill: the queries
 ceiling" is the share of a large matrix product's rate. The L2 is flushed before every call, also before top-k, although
 in a real step some of the scores are still in the L2. Bars (required results), at 32k and 128k tokens and batch 32 and
 128, for all numbers of heads: scoring reaches 93 % of the copy bandwidth over fp8 keys and 60 % over 16-bit keys, and
-top-k takes no longer than scoring. Other combinations have no bar. "21 of 78" groups of layers are those of GLM-5.2:
-the blocks of keys that a group reads lie between those of other groups, which should not change the time.
+top-k takes no longer than scoring. Other combinations have no bar. GLM-5.2 has "21 of 78" index groups and layers: the
+blocks of keys that a group reads lie between blocks of other groups, which should not change the time.
 
 --peer FILE compares scoring with another kernel, such as DeepGEMM's: "speedup" is its time over ours, and must be 0.97
 in every case. --sweep prints times for setting the constants of the kernels.
@@ -136,7 +136,7 @@ def make_inputs(case: IndexerCase) -> IndexerInputs:
 
 
 def score(inputs: IndexerInputs, tuning: Any = None, queries: slice = slice(None)) -> Any:
-    """Scores with the kernel that `index_topk` uses, or, given the tuning of a kernel, with this kernel."""
+    """Scores with the kernel that `index_topk` uses. If `tuning` is given, scores with the kernel that it belongs to."""
     from hotset.kernels.index_topk import cuda_score, triton_impl, triton_score
 
     arguments = (
@@ -158,7 +158,7 @@ def score(inputs: IndexerInputs, tuning: Any = None, queries: slice = slice(None
 
 
 def workspace_queries(inputs: IndexerInputs) -> slice:
-    """Returns the slice of the first queries whose scores fit in the workspace together."""
+    """Returns a slice of as many queries as have their scores in the workspace at once."""
     from hotset.kernels.index_topk import triton_impl
 
     return slice(0, max(1, triton_impl.WORKSPACE_BYTES // (4 * inputs.scores_per_query)))
@@ -170,8 +170,8 @@ def scoring_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
 
 
 def topk_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
-    """Times the selection for the queries of `workspace_queries`, by default with the tuned shape. Their scores are
-    computed before the timing."""
+    """Times the selection for the queries of `workspace_queries`, by default with the tuned shape. The scores are
+    computed before."""
     from hotset.kernels.index_topk import cuda_select, triton_impl
 
     select: Any = triton_impl.select

@@ -2,7 +2,7 @@
 
     python benchmarks/landing.py --json landing.json
 
-Two processes have the stores of a production model: fp8 rows of 656 bytes, fp8 index keys of 132 bytes, pages of 64
+Two processes have stores as for a production model: fp8 rows of 656 bytes, fp8 index keys of 132 bytes, pages of 64
 rows. The prefill side computes nothing and announces all chunks at once. Layout, state machines, control messages,
 lanes and transfer engines are the real ones. As in the engine, rows and index keys are sent from the host store, rows
 land in pages of the host store, and index keys land in pages of the device pool (here in ordinary memory). A device
@@ -11,7 +11,8 @@ one device page. With Mooncake, where each write is expensive, keys land in host
 The time of a landing is taken at the decode side, from the request until the landing is complete. The bytes of the
 first landing in each kind of pool, which is not timed, are compared with their source.
 
-Contexts are staged if the measured costs of writes say so, as in the engine: between GPU memories nearly always.
+As in the engine, contexts pass through staging memory if that costs less than direct writes. Between GPU memories it
+nearly always does.
 
 --routes measures other memories: with `device to device`, contexts are read from GPU memory, in the layout of a host
 store, and rows and index keys land in pages of the device pool. Without a GPU, the device is ordinary memory.
@@ -55,7 +56,7 @@ POOLS = ("fresh", "shuffled")
 ROUTES = ("host-host", "host-device", "device-host", "device-device")
 MAX_RAW_BYTES = 128 << 20  # bytes of a raw write: enough for its full speed
 LANDED_BAR = 0.8
-DEVICE_BAR = 20  # GB/s: a raw write within one GPU is a copy of its memory, which no network is as fast as
+DEVICE_BAR = 20  # GB/s, instead of a share of raw: a raw write within one GPU is faster than any network
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def bars(landings: Table) -> list[Bar]:
 
 
 def default_keys(engine: str) -> str:
-    """Returns where index keys land whose rows land on the host: as in the engine if it runs on a CPU."""
+    """Returns where index keys land if rows land on the host. It is the same as in an engine on a CPU."""
     return "host" if engine == "mooncake" else "device"
 
 

@@ -185,7 +185,7 @@ def open_backend(engine: str, lanes: int) -> Backend:
 
 
 class AgentWorker:
-    """The transfer engine and the handoff agent of one process: of the prefill side or of the decode side."""
+    """The transfer engine and the handoff agent of one process, on the prefill side or on the decode side."""
 
     def __init__(self, engine: str, *, prefill: bool, deadline_s: float, timeout_s: float) -> None:
         self._engine, self._timeout_s, self._num_requests = engine, timeout_s, 0

@@ -1,6 +1,6 @@
 """Runs the benchmark of one op: its cases, their bars, another project's timings (--peer), and tunings (--sweep).
 
-A script of an op describes itself with an `OpBenchmark`, and its `main` is `run(OP)`. Its docstring is the help text.
+The script of an op describes its benchmark by an `OpBenchmark`, and calls `run`. Its docstring is the help text.
 """
 
 import argparse
@@ -22,14 +22,14 @@ Seconds = Callable[[Any], float]
 
 @dataclass(frozen=True, slots=True)
 class PeerComparison:
-    """How `--peer` compares: the columns that identify a row, our column of times, and the bars of the speedup."""
+    """How `--peer` compares our times with those of another kernel."""
 
-    columns: Sequence[str]
-    mean: float
-    slowest: float
-    own: str = "us"
+    columns: Sequence[str]  # they identify a row
+    mean: float  # the bar of the mean speedup
+    slowest: float  # the bar of the speedup in every case
+    own: str = "us"  # the column of our times
     counts: Callable[[Row], bool] = lambda row: True  # whether a row counts for the bars
-    default: PeerTimings | None = None  # compared with if --peer is not given
+    default: PeerTimings | None = None  # used if --peer is not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def run(op: OpBenchmark, options: argparse.Namespace | None = None) -> None:
     rows: list[Row] = []
     for case in op.quick if getattr(options, "quick", False) else op.cases:
         if time.monotonic() > end:
-            print(f"not measured, since {options.seconds:g} s are over: {case}", flush=True)
+            print(f"not measured, because {options.seconds:g} s have passed: {case}", flush=True)
             continue
         try:
             measured = op.measure(case)
@@ -101,7 +101,7 @@ def make_options(op: OpBenchmark) -> argparse.ArgumentParser:
 
 
 def show(op: OpBenchmark, rows: list[Row], options: argparse.Namespace) -> None:
-    """Prints the table and the bars, beside the timings of a peer, and writes and draws what was asked for."""
+    """Prints the table and the bars, with the timings of a peer if there is one. Writes the files of --json and --png."""
     rates = f"copy {copy_bandwidth() * 1e-12:.2f} TB/s, matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s"
     bars, shown, peer = op.bars(rows), rows, None
     if op.peer is not None:
@@ -122,7 +122,7 @@ def show(op: OpBenchmark, rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def draw(op: OpBenchmark, rows: Sequence[Row], path: Path, peer: PeerTimings | None) -> None:
-    """Draws the columns `drawn`, one panel each, and a peer's times beside the column that is compared with them."""
+    """Draws one panel for each column in `drawn`. The times of a peer are drawn beside ours."""
     import matplotlib
 
     matplotlib.use("Agg")

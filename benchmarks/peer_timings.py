@@ -1,4 +1,4 @@
-"""Timings of another project's kernel beside our own: `--peer FILE` of benchmarks of kernels.
+"""Timings of another project's kernel beside our own: the option `--peer FILE` of kernel benchmarks.
 
 The program that runs the other kernel writes the file. Both should run on the same GPU and with the same inputs:
 
@@ -20,20 +20,20 @@ from report import Bar
 
 @dataclass(frozen=True, slots=True)
 class PeerTimings:
-    """The microseconds that another kernel takes, by columns of our table."""
+    """The microseconds of another kernel. The other fields of a timing are columns of our table."""
 
     name: str
     timings: Sequence[Mapping[str, Any]]
 
     def us_of(self, row: Mapping[str, Any]) -> float | None:
-        """Returns the microseconds of the timing whose columns are those of `row`, None if there is none."""
+        """Returns the microseconds of the timing that belongs to `row`, or None if there is none."""
         for timing in self.timings:
             if all(row.get(column) == value for column, value in timing.items() if column != "us"):
                 return float(timing["us"])
         return None
 
     def beside(self, rows: Sequence[dict[str, Any]], own: str = "us") -> list[dict[str, Any]]:
-        """Returns `rows` with the times of the peer, and with these times over those in column `own`."""
+        """Returns `rows` with the times of the peer, and with the speedup: the peer's time / the time in column `own`."""
         return [row | self._columns(row, own) for row in rows]
 
     def _columns(self, row: Mapping[str, Any], own: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class PeerTimings:
         return {f"{self.name} us": "-" if us is None else us, "speedup": "-" if us is None else us / row[own]}
 
     def bars(self, rows: Sequence[Mapping[str, Any]], mean: float, slowest: float, own: str = "us") -> list[Bar]:
-        """Returns the bars of all rows that the peer has timed: the least speedup on average, and in every row."""
+        """Returns the bars of all rows that the peer has timed: for the mean speedup, and for the lowest one."""
         speedups = [us / row[own] for row in rows if (us := self.us_of(row)) is not None]
         if not speedups:
             return []
@@ -70,7 +70,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def read_peer(path: Path, columns: Sequence[str]) -> PeerTimings:
-    """Reads a file of timings whose rows are identified by `columns`. Raises ValueError, which says what is wrong."""
+    """Reads a file of timings. `columns` identify a row. Raises ValueError if the file is not as described above."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:

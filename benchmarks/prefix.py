@@ -1,4 +1,4 @@
-"""Measures what the prefix cache saves and what it costs: an engine with the cache against one without, in one run.
+"""Measures what the prefix cache saves and costs: an engine with the cache against one without it, in one run.
 
     python benchmarks/prefix.py --json prefix.json --markdown prefix.md
     python benchmarks/prefix.py --model dsa-50b --device cuda --json prefix_gpu.json --markdown prefix_gpu.md
@@ -6,28 +6,28 @@
 With a model directory (default: the demo model, on a CPU), two measurements:
 
 1. Conversations. 16 conversations of 8 turns begin with the same system prompt of 4096 tokens and run at the same time.
-   Each sends its next turn when the answer to the last one is complete. A turn adds a message of 64 tokens and an
-   answer of 32; all tokens of prompts are random. The engine without the cache runs first, and its answers are part of
-   the later prompts of both engines, so that both get the same prompts. Decoding is greedy. Batches differ between the
-   engines, so sums can be rounded differently. If an answer differs, the log-probabilities of the first two different
-   tokens are compared: less than 0.01 apart is a near tie, and anything else is an error.
+   Each sends its next turn when the answer to the last one is complete. A turn adds a message of 64 random tokens and
+   an answer of 32 tokens. The engine without the cache runs first. Its answers are part of the later prompts of both
+   engines, so that both get the same prompts. Decoding is greedy. Batches differ between the engines, so sums can be
+   rounded differently. If an answer differs, the log-probabilities of the first two different tokens are compared: a
+   difference below 0.01 is a near tie, and any other difference is an error.
    Bars (required results): from the second turn on, the mean time to first token is at least 8 times lower with the
    cache; all turns together take at most a third of the time; no answer differs by more than a near tie.
-2. Nothing shared. Requests with random prompts, on both engines in turn, which one first alternating. The host store is
-   so small that pages are evicted. Bar: the median of all ratios of times is at most 1.02.
+2. Nothing shared. Requests with random prompts run on both engines in turn. The engine that begins alternates. The host
+   store is so small that pages are evicted. Bar: the median of all ratios of times is at most 1.02.
 
-On a CPU, one thread computes, and times are its CPU time, which other load on the machine disturbs less than wall time.
+On a CPU, one thread computes. Times are its CPU time, which depends less on other load on the machine than wall time.
 The whole run takes about 35 minutes of CPU time, --quick a few seconds.
 
-With the name of a configuration in hotset/lab/plan/configs (dsa-50b), whose weights are random, a prefix of 32k tokens
-that is only on the host:
+With the name of a configuration in hotset/lab/plan/configs (dsa-50b), weights are random, and requests start from a
+prefix of 32k tokens that is only on the host:
 
   computed    the prompt is computed in chunks
   resident    the prefix is copied into device pages; then the rest of the prompt is computed
   known       the same, but only the last token of the prompt is not in the cache
   streamed    the prompt starts without device pages for its rows: each layer of the prefix passes through a workspace
   tiered      only index keys and a hot buffer come to the device; one token is computed
-  decode      the step with which the comparison is made: one token of a tiered request
+  decode      one decode step of a tiered request, for comparison
 
 Bars: the first token comes at least 60 times sooner than with a computed prompt; rows and index keys are copied at 60 %
 or more of the speed of one large copy from pinned memory in the same run; streamed and tiered requests have their first

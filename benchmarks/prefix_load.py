@@ -28,7 +28,7 @@ class Answer:
 
     prompt: Sequence[int]
     sent_s: float
-    first_s: float = 0.0  # when its first token was there
+    first_s: float = 0.0  # when its first token was sampled
     ended_s: float = 0.0
     cached: int = 0  # tokens of the prompt that were in the prefix cache
     token_ids: list[int] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the users of several conversations write. All conversations begin with the same system prompt."""
+    """The messages of the users in several conversations, which begin with the same system prompt."""
 
     system: list[int]
     messages: list[list[list[int]]]  # [conversation][turn]
@@ -146,8 +146,8 @@ def converse(
 ) -> Conversations:
     """Runs all conversations at the same time. Each sends its next turn when the answer to the last one is complete.
 
-    A prompt consists of the system prompt, all earlier messages and answers, and the next message. With `histories`,
-    its answers take the place of the engine's own ones, so that all runs have the same prompts.
+    A prompt consists of the system prompt, all earlier messages and answers, and the next message. If `histories` is
+    given, the earlier answers are taken from there, so that all runs have the same prompts.
     """
     done: list[list[Answer]] = [[] for _ in script.messages]
     open_turns: dict[int, int] = {}  # id of the answer -> conversation
@@ -179,7 +179,7 @@ class Comparison:
 
     compared: int
     different: int
-    gaps: list[float]  # at the first token that differs: by how much the log-probabilities of both tokens differ
+    gaps: list[float]  # the difference of log-probabilities at the first different token of each answer
 
     @property
     def wrong(self) -> int:
@@ -188,7 +188,7 @@ class Comparison:
 
 
 def compare(expected: Conversations, measured: Conversations, judge: Client) -> Comparison:
-    """Compares the tokens of all answers. `judge` computes the log-probabilities of tokens that differ."""
+    """Compares the tokens of all answers. `judge` computes the log-probabilities of different tokens."""
     pairs = list(zip(expected.all, measured.all, strict=True))
     assert all(left.prompt == right.prompt for left, right in pairs), "only answers to the same prompts can be compared"
     different = [(left, right) for left, right in pairs if left.token_ids != right.token_ids]

@@ -1,4 +1,4 @@
-"""How soon a request starts from a prefix that is only on the host, with a large model of random weights."""
+"""Measures how soon requests start from a prefix that is only on the host, with a large model of random weights."""
 
 import statistics
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ SEATS = 8
 @dataclass(frozen=True, slots=True)
 class StartSizes:
     prefix: int = 32768  # tokens that are on the host; whole pages
-    rest: int = 64  # tokens of a prompt that are not
+    rest: int = 64  # tokens of a prompt after the prefix
     chunk: int = 8192  # tokens that one step computes
     repeats: int = 5  # requests of each kind that start from the prefix; the median counts
     computed: int = 2  # prompts that are computed

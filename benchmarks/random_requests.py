@@ -1,6 +1,6 @@
-"""Makes random requests for every endpoint of a server: most are valid, the others wrong in many ways.
+"""Makes random requests for every endpoint of a server. Most are valid, the others are wrong in many ways.
 
-`case_of(seed, number)` returns one of them. benchmarks/fuzz_requests.py sends them.
+`case_of(seed, number)` returns one request. benchmarks/fuzz_requests.py sends the requests.
 """
 
 import json
@@ -12,7 +12,7 @@ from hostile import MAKERS, ROOT, Json, Rng, outputs_request, schema_request
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # without them, answers would take long
 WORDS = ("once", "upon", "a", "time", "there was", "little", "🙂", "é", "\n", "<|im_start|>", "</think>", "{", '"')
-# Texts that `json.dumps` cannot write. They replace their names in the body.
+# JSON that `json.dumps` cannot write: it replaces these placeholders in the written body.
 RAW = {'"@DEEP@"': "[" * 3000 + "]" * 3000, '"@HUGE@"': "9" * 5000, '"@OBJECTS@"': '{"a":' * 900 + "1" + "}" * 900}
 NUMBERS = [0, -1, 3, 1.5, 2**31, 2**63, -(2**64), 10**400, 1e308, float("nan"), float("inf")]
 TEXTS = ["", " ", "4", "\0", "\ud800", "ключ", "x" * 20_000, *map(json.loads, RAW)]
@@ -45,7 +45,7 @@ SAMPLING: Fields = {
     "cache_salt": lambda rng: f"salt-{rng.randrange(20)}",
     "model": lambda rng: rng.choice(["demo-dsa", str(ROOT / "models" / "demo-dsa")]),
     "stream": lambda rng: True,
-}  # of all endpoints that generate
+}  # fields of all endpoints that generate
 OPENAI: Fields = {
     "repetition_penalty": lambda rng: rng.choice([0.5, 1, 1.3]),
     "presence_penalty": lambda rng: rng.uniform(-2, 2),
@@ -191,7 +191,7 @@ PATHS = (
     *("/v1/models", "/tokenizer_info", "/health", "/ping", "/version", "/handoff", "/metrics", "/openapi.json"),
     *("/", "/plan", "/docs", "/docs/start.js", "/nowhere"),
 )
-# By method and path: how many of 100 requests it gets, and what makes a body.
+# (method, path) -> how many of 100 requests it gets, and the function that makes a body
 ENDPOINTS: dict[tuple[str, str], tuple[int, Callable[[Rng], Json] | None]] = {
     ("POST", "/v1/chat/completions"): (24, chat),
     ("POST", "/v1/completions"): (22, completion),
@@ -232,17 +232,17 @@ class Case:
     leaves_after: float | None = None
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields every member of `value`, at any depth, as its holder and its key there."""
+def members(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields every member of `value`, at any depth, as a pair: the dict or list that contains it, and its key there."""
     for key in list(value) if isinstance(value, dict) else range(len(value)):
         yield value, key
         if isinstance(value[key], dict | list):
-            yield from places(value[key])
+            yield from members(value[key])
 
 
 def mutate(rng: Rng, body: Json) -> None:
-    """Changes one member of `body`: its value, its type or its presence; or adds one."""
-    holder, key = rng.choice([*places(body)] or [(body, "a")])
+    """Changes, removes or adds one member of `body`."""
+    holder, key = rng.choice([*members(body)] or [(body, "a")])
     kind = rng.randrange(6)
     if key in LENGTHS:
         holder[key] = rng.choice([0, -1, True, 1.5, "4", 3, [], {}, float("nan"), 10**400])
@@ -264,7 +264,7 @@ def damaged(rng: Rng, raw: bytes) -> bytes:
 
 
 def case_of(seed: int, number: int) -> Case:
-    """Returns request `number`. It depends on nothing but these two numbers."""
+    """Returns request `number`. The same arguments return the same request."""
     rng = Rng(f"{seed}:{number}")
     method, endpoint = rng.choices([*ENDPOINTS], [weight for weight, _ in ENDPOINTS.values()])[0]
     make = ENDPOINTS[method, endpoint][1]

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-Row = dict[str, Any]  # of a table
+Row = dict[str, Any]  # a row of a table: column -> value
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints the description as it is written, and the defaults of options, unless a default is None, False or 0."""
+    """Prints the description unchanged, and the defaults of options, unless a default is None, False or 0."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False):

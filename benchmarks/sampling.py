@@ -2,14 +2,14 @@
 
     python benchmarks/sampling.py --json sampling.json
 
-The logits are random numbers plus a few likely tokens. "bf16" logits are rounded to bfloat16, as those of an LM head in
-bfloat16 are, and have many ties. Every case is checked first: kernel and reference must draw the same tokens on the
-GPU, and the same as the reference on the CPU for a few requests. "of a pass" is the time of the kernel over the time of
+The logits are random numbers plus a few likely tokens. "bf16" logits are rounded to bfloat16, like those of an LM head
+in bfloat16, and have many ties. Every case is checked first: the kernel must draw the same tokens as the reference on
+the GPU and, for a few requests, as the reference on the CPU. "of a pass" is the time of the kernel over the time of
 reading the logits once at the copy bandwidth. "sampler us" is a whole call of `Sampler.sample`, with all its small
 launches. The L2 is flushed before every call. "torch us" is the path without the kernel: argmax, the shortlist for a
-top-k of at most 512, or a sort of all logits, which is timed once per case, because its time does not depend on the
-rule. Bar: at batch 128, a call of the sampler takes at most 5 % of a decode
-step of DeepSeek-V3.2, which is at least 25 ms.
+top-k of at most 512, or a sort of all logits. The sort is timed once per case, because its time does not depend on the
+rule. Bar: at batch 128, a call of the sampler takes at most 5 % of a decode step of DeepSeek-V3.2, which is at least
+25 ms.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""Measures the fused small ops of a decode step against torch ops, and GQA decode attention, on one GPU.
+"""Measures the small fused ops of a decode step against torch ops, and GQA decode attention, on one GPU.
 
     python benchmarks/small_ops.py --json small_ops.json --png small_ops.png
 
-The shapes of DSA ops are those of dsa-50b: hidden size 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index
-heads of 128. Small ops are timed with a warm L2 in a CUDA graph, as in a decode step, where their inputs have just been
+DSA ops have the shapes of dsa-50b: hidden size 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index heads of
+128. Small ops are timed with a warm L2 in a CUDA graph, as in a decode step, where their inputs have just been
 written. A "floor" is the time of a kernel that does almost nothing, in the same kind of graph. Bars (required results):
 at batch 16, a fused op that is not a matrix product takes at most 3 floors; GQA decode attention at 32k tokens reaches
 60 % of the copy bandwidth at batch 16 and 64.

@@ -1,22 +1,22 @@
-"""Measures decoding with drafts against decoding without, with the share of right drafts imposed.
+"""Measures decoding with drafts against decoding without drafts. The share of accepted drafts is imposed.
 
     python benchmarks/speculation.py --device cuda --json speculation.json
     python benchmarks/speculation.py --quick            (a minute or two on a CPU)
 
-Imposed: how many drafts of a step are accepted is drawn at random, 1.65 of 3 on average, so that a step with drafts
-adds 2.65 tokens, as published for DeepSeek-V3.2. The layer drafts and the model verifies as usual, and whatever was
-sampled is kept. The answers have no meaning, but steps take as long as real ones. The number of drafts follows the
-measured costs, as in a server.
+The number of accepted drafts of a step is drawn at random, 1.65 of 3 on average, so that a step with drafts adds 2.65
+tokens, as published for DeepSeek-V3.2. The MTP layer drafts and the model verifies as usual, and all sampled tokens are
+kept. The answers have no meaning, but steps take as long as real ones. The number of drafts follows the measured costs,
+as in a server.
 
     demo            the demo model
-    one rank        DeepSeek-V3.2 with random weights and 32 of its 256 experts: as many as one of 8 data parallel ranks
-                    has, without collectives
-    tokens/s        of all requests, from when all of them decode
+    one rank        DeepSeek-V3.2 with random weights and 32 of its 256 experts, like one of 8 data parallel ranks, but
+                    without collectives
+    tokens/s        of all requests, measured after all of them have begun to decode
     per step        tokens that a step adds to each answer
     gain            tokens/s with drafts / without
 
-The table of rows has rows that are copied from the host per token of an answer, over all index groups:
-the demo model, tiers always, its own drafts, the same number of slots with and without drafts.
+The second table shows how many rows of all index groups are copied from the host per token of an answer: for the demo
+model with tiers always, its own drafts, and the same number of slots with and without drafts.
 """
 
 import gc
@@ -100,12 +100,12 @@ def _free_memory() -> None:
 
 
 class Loaded:
-    """An engine with its KV memory, built like that of `hotset serve`, and measured like it."""
+    """An engine with its KV memory. It is built, and its draft costs are measured, as in `hotset serve`."""
 
     def __init__(
         self, model: str, device: torch.device, speculate: int, decoders: dict[tuple[str, bool], Any], **settings: Any
     ) -> None:
-        """`decoders` keeps loaded models, with and without the MTP layer."""
+        """`decoders` keeps the loaded model for later engines."""
         self.config = EngineConfig(model=model, device=device.type, speculate=speculate, **settings)
         loader = ModelLoader(self.config, device)
         spec, kind = loader.files.spec, (model, speculate > 0)
@@ -146,8 +146,11 @@ def decode(
     most: int | None = None,
     warm_up: int = 8,
 ) -> Decoded:
-    """Decodes all prompts together until each has `tokens` more tokens on average, or for so many seconds. This begins
-    `warm_up` steps after the last one has its first token. No answer has more than `most` tokens."""
+    """Decodes all prompts together until each has `tokens` more tokens on average, or for `seconds` seconds.
+
+    The measurement begins `warm_up` steps after all requests have their first token. No answer has more than `most`
+    tokens.
+    """
     processor = InputProcessor(engine.card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=most or 4 * tokens + 64, ignore_eos=True)
     waiting = set()
@@ -184,7 +187,7 @@ def measure_gains(cases: Sequence[Case], device: torch.device, tokens: int, seco
     decoders: dict[tuple[str, bool], Any] = {}
     for model, speculate in dict.fromkeys((case.model, speculate) for case in cases for speculate in (DRAFTS, 0)):
         for case in (case for case in cases if case.model == model):
-            with imposed_acceptance():  # graphs contain it
+            with imposed_acceptance():  # graphs capture it
                 loaded = Loaded(model, device, speculate, decoders, **case.settings)
                 length = min(PROMPT_TOKENS, loaded.budget.max_model_len // 2)
                 prompts = random_prompts(case.requests, loaded.vocab, length)
@@ -208,7 +211,7 @@ def _gain(case: Case, plain: Decoded, drafted: Decoded) -> dict[str, Any]:
 
 
 def measure_rows(device: torch.device, questions: int, length: int, tokens: int, seconds: float) -> dict[str, Any]:
-    """Returns a row: rows copied from the host per token, with the demo model's own drafts and selections."""
+    """Returns the rows copied from the host per token, with the demo model's own drafts and selections."""
     slots = (DRAFTS + 2) * 128
     tokenizer = Tokenizer.load(find_model(DEMO), None)
     assert tokenizer is not None

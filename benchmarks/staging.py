@@ -8,16 +8,17 @@ writer threads and transfer engines are the real ones. The time of a landing is 
 request until the landing is complete. The landed bytes are compared with their source.
 
 In the first table, one context of 8192 tokens lands at a time: without staging memory, with it, and between equal
-splits (for comparison). From 2 to 4 ranks, rows are packed in the order of the pages, and written there; from 4 to 2
-ranks, they pass through the ring. In the second table, many contexts land at once. They all use the same source and
-target pages, so the memory of one context is enough. In the third table, the context is 16 times as large as the ring.
+splits (for comparison). From 2 to 4 ranks, rows are packed in the order of the target pages and written directly into
+them; from 4 to 2 ranks, they pass through the ring. In the second table, many contexts land at once. They all use the
+same source and target pages, so the memory of one context is enough. In the third table, the context is 16 times as
+large as the ring.
 
 With --device cuda, rows and staging memory are in GPU memory, and kernels pack and unpack.
 
 Bars (required results), for one context of 8192 tokens: 500 times fewer writes than without staging, and over Mooncake
-twice the speed of direct writes, in GPU memory three times. Many contexts over NIXL: 50 % of the speed between equal
-splits, in GPU memory 70 %. On two cores, a run takes several minutes. More than two of these minutes are
-direct writes over Mooncake.
+twice the speed of direct writes (in GPU memory three times). Bar for many contexts over NIXL: 50 % of the speed between
+equal splits (in GPU memory 70 %). On two cores, a run takes several minutes, of which direct writes over Mooncake take
+more than two.
 """
 
 import os
@@ -49,8 +50,8 @@ CPU_SHARE_BAR, GPU_SHARE_BAR = 0.5, 0.7
 def measure(case: StagingCase, requests: int, rounds: int) -> dict[str, Any]:
     """Lands `requests` contexts at once, `rounds` times.
 
-    With staging memory, a landing that is not timed connects the processes first. Without staging memory, the
-    timed landing connects them: another landing would take minutes, while connecting takes milliseconds.
+    With staging memory, the processes connect in a first landing that is not timed. Without staging memory, they
+    connect in the timed landing: another landing would take minutes, while connecting takes milliseconds.
     """
     with prefill_process(case) as pipe:
         worker = DecodeWorker(case)
@@ -79,9 +80,9 @@ def measure(case: StagingCase, requests: int, rounds: int) -> dict[str, Any]:
 
 
 def one_by_one(engine: str, staging: int, layers: int, chunk: int, rounds: int, device: str) -> Table:
-    """Lands one context at a time. For each of SPLITS, it lands by direct writes, staged, and between equal splits.
+    """Lands one context at a time for each of SPLITS: by direct writes, staged, and between equal splits.
 
-    On a GPU, only one layer lands by direct writes: their speed does not depend on the number of layers.
+    On a GPU, only one layer lands by direct writes, because their speed does not depend on the number of layers.
     """
     rows = []
     for source_ranks, target_ranks in SPLITS:

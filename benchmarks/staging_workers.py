@@ -118,7 +118,7 @@ class Worker(AgentWorker):
         self.memory = memory = ShardedRows(case, case.source_ranks if prefill else case.target_ranks)
         memory.register(self.transfer)
         store = memory.store
-        self._staging = None  # this is what keeps the memory
+        self._staging = None  # keeps the memory alive
         if case.staging_bytes:
             self._staging = StagingMemory(case.staging_bytes, memory.device, memory.kind)
             self.transfer.register(self._staging.region)

@@ -1,4 +1,4 @@
-"""Measures the CPU time of `Engine.step()` around a model that computes nothing, by the number of decoding requests.
+"""Measures the CPU time of `Engine.step()` with a model that computes nothing, for several numbers of requests.
 
     python benchmarks/step_overhead.py --json step_overhead.json
 

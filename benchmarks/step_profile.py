@@ -1,6 +1,6 @@
-"""Where the time of GPU work goes: a torch profile, grouped by the parts of a model.
+"""Shows where GPU time goes: a torch profile, grouped by the parts of a model.
 
-A kernel of Hotset belongs to the folder of `hotset/kernels` in whose source it is defined.
+The group of one of Hotset's kernels follows from the folder of `hotset/kernels` that defines it.
 """
 
 import os
@@ -75,7 +75,7 @@ class KernelRun:
 
 @cache
 def kernels_by_name() -> dict[str, str]:
-    """Returns the group of every kernel in hotset/kernels. A name that two groups use has both."""
+    """Returns the group of every kernel in hotset/kernels. If kernels of two groups have the same name, names both."""
     groups: dict[str, set[str]] = defaultdict(set)
     for source in sorted(Path(hotset.kernels.__file__).parent.glob("*/*")):
         folder = source.parent.name
@@ -110,9 +110,9 @@ def grouped_ms(runs: Iterable[KernelRun], steps: int) -> dict[str, float]:
 
 
 def without_waits(runs: Iterable[KernelRun]) -> list[KernelRun]:
-    """Returns the runs, each from the end of the previous one on its stream.
+    """Returns the runs without overlaps: each begins when the previous one on its stream has ended.
 
-    A kernel that starts early (programmatic dependent launch) waits for the previous one, which owns that time.
+    A kernel that starts early (programmatic dependent launch) first waits for the previous one. This wait is left out.
     """
     ended: dict[int, float] = {}
     result = []
@@ -124,9 +124,9 @@ def without_waits(runs: Iterable[KernelRun]) -> list[KernelRun]:
 
 
 def layer_rows(runs: Iterable[KernelRun], first: str = "score") -> list[dict[str, Any]]:
-    """Returns the kernels of one layer, from the kernel `first` to its next run.
+    """Returns the kernels of the layer of median length, from a run of the kernel `first` to the next run of it.
 
-    It is the layer of median length, and not one that ends a step: before the next step, tokens are sampled."""
+    The median is never the last layer of a step, whose time includes the sampling of tokens."""
     ordered = sorted(runs, key=lambda run: run.start_us)
     starts = [run.start_us for run in ordered if run.name == first]
     layers = sorted(pairwise(starts), key=lambda layer: layer[1] - layer[0])
@@ -147,7 +147,7 @@ def layer_rows(runs: Iterable[KernelRun], first: str = "score") -> list[dict[str
 
 def profiled(work: Callable[[], object]) -> list[KernelRun]:
     """Runs `work` and returns everything that it ran on the GPU, without the waits of kernels that started early."""
-    # torch sets these itself for graphs of its compiler: with CUDA graphs, loading CUPTI a second time can crash.
+    # With CUDA graphs, loading CUPTI a second time can crash. torch sets the same variables for graphs of its compiler.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     torch.cuda.synchronize()

@@ -3,9 +3,9 @@
     python benchmarks/structured.py --one-in 32 --model models/demo-dsa
     python benchmarks/structured.py --one-in 32 --config hotset/lab/plan/configs/dsa-50b.json          (GPU)
 
-One answer of a batch is JSON by a schema, or none is, in turn. The times are those between two steps by the clock.
-Steps that compute prompts are left out. Bar (required result): the median with the constrained answer is at most 1.03x
-the median without.
+Runs take turns: in every other run, one answer of the batch must be JSON that follows a schema. Times are wall times
+between steps. Steps that compute prompts are left out. Bar (required result): the median with the constrained answer is
+at most 1.03 times the median without it.
 """
 
 import json
@@ -43,8 +43,8 @@ SCHEMA = {
 JSON_LIST = Structure("json_schema", json.dumps(SCHEMA))
 
 
-def clock_times(llm: LLM, batch: int, constrained: int, tokens: int) -> list[float]:
-    """Returns the seconds between decode steps of `batch` answers, of which the last `constrained` are JSON."""
+def step_seconds(llm: LLM, batch: int, constrained: int, tokens: int) -> list[float]:
+    """Returns the seconds between decode steps of `batch` answers. The last `constrained` of them are JSON."""
     free = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True)
     json_list = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, structure=JSON_LIST)
     params = [free] * (batch - constrained) + [json_list] * constrained
@@ -80,10 +80,10 @@ def measure_one_constrained(options: Namespace) -> None:
         llm = LLM(**settings, progress=False, max_num_seqs=batch, max_model_len=1024, seed=0)
     by_count: dict[int, list[float]] = {0: [], 1: []}
     with llm:
-        clock_times(llm, batch, 1, options.tokens)  # compiles the structure
+        step_seconds(llm, batch, 1, options.tokens)  # compiles the structure
         for _ in range(ROUNDS):
             for constrained, times in by_count.items():
-                times += clock_times(llm, batch, constrained, options.tokens)
+                times += step_seconds(llm, batch, constrained, options.tokens)
     without, with_one = (statistics.median(times) for times in by_count.values())
     rows = [
         {"constrained": count, "steps": len(times), "step ms": 1e3 * statistics.median(times)}

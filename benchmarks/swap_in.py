@@ -93,7 +93,7 @@ def swap_in_us(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> flo
 
 
 def gather_us(states: list[SwapInState]) -> float:
-    """Times two ways to copy the missing rows, which a plan has listed before. Returns the shorter time."""
+    """Times two ways to copy the missing rows that a plan has listed. Returns the shorter time."""
     lists = []
     for state in states:
         state.restore()
@@ -179,7 +179,7 @@ SWEEP_MISSES = (0.0, 0.01, 0.05, 0.134, 0.2)
 def sweeps(host: PinnedRows) -> Iterator[Sweep]:
     """Yields other launches at 4096 slots.
 
-    With few inputs, the GPU would still have the address translations of the last time that one was used.
+    They use all inputs: with few inputs, the GPU would still have their address translations from the previous use.
     """
     for batch, tunings in SWEEP.items():
         states = {misses: make_states(SwapInCase(656, 4096, batch, misses), host) for misses in SWEEP_MISSES}

@@ -63,7 +63,7 @@ def pinned_host_rows(bytes_per_position: int) -> Iterator[PinnedRows]:
 
 @dataclass(frozen=True, slots=True)
 class SwapInState:
-    """A batch of tiered requests before a step. States with the same number and size of device rows share them."""
+    """A batch of tiered requests before a step. States share device rows if they have the same number and size."""
 
     tables: SeatTables
     words: Tensor  # the map pages, which a step changes
@@ -115,7 +115,7 @@ _pools: dict[tuple[int, int], Tensor] = {}
 
 
 def _device_rows(rows: int, row_bytes: int) -> Tensor:
-    """Returns the shared device rows of this number and size. An allocation with another number or size is dropped."""
+    """Returns the shared device rows of this number and size. Frees rows of another number or size."""
     if (rows, row_bytes) not in _pools:
         _pools.clear()
         _pools[rows, row_bytes] = torch.zeros(rows, row_bytes, dtype=torch.uint8, device="cuda")

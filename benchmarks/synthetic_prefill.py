@@ -12,9 +12,9 @@ from hotset.memory.view import Selected, View
 from hotset.models.decoder import Decoder
 from hotset.models.mtp import MtpOutput
 
-# Shares of a step's selection: positions that every step selects, positions that every third step selects, positions
-# that every twelfth step selects, and random positions. With LRU eviction and 1, 2 and 4 times top-k slots, 30, 13.4
-# and 6.7 % of top-k are missing, as published for GLM-5.1 on LongBench v2 at 100k tokens.
+# Shares of a step's selection: positions that every step, every third step and every twelfth step selects, and random
+# positions. With LRU eviction and 1, 2 and 4 times top-k slots, 30, 13.4 and 6.7 % of top-k are missing, as published
+# for GLM-5.1 on LongBench v2 at 100k tokens.
 ALWAYS_SHARE, FREQUENT_SHARE, RARE_SHARE, RANDOM_SHARE = 0.70, 0.166, 0.067, 0.067
 FREQUENT_PERIOD, RARE_PERIOD = 3, 12  # steps
 
@@ -71,13 +71,13 @@ class SelectionOverride(ViewWrapper):
 
 
 class SyntheticPrefillModel:
-    """Runs the decoder for steps that only decode. In a step with a prompt, it stores random rows for all tokens.
+    """Runs the decoder in steps that only decode. In a step with a prompt, stores random rows for all tokens.
 
-    If the decoder has an MTP layer, it drafts with it. The rows of prompts in this layer are random, too.
+    If the decoder has an MTP layer, the model drafts with it. The rows of prompts in this layer are random, too.
     """
 
     def __init__(self, decoder: Decoder, selection: SyntheticSelection | None, max_step_tokens: int) -> None:
-        """`selection` replaces the selection of the indexer. None: the indexer's selection is used."""
+        """`selection` replaces the indexer's selection, unless it is None."""
         self._decoder = decoder
         self._selection = selection
         self.device, self.dtype = decoder.device, decoder.dtype
