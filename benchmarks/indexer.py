@@ -136,7 +136,7 @@ def make_inputs(case: IndexerCase) -> IndexerInputs:
 
 
 def score(inputs: IndexerInputs, tuning: Any = None, queries: slice = slice(None)) -> Any:
-    """Scores with the kernel that `index_topk` uses. If `tuning` is given, scores with the kernel that it belongs to."""
+    """Scores with the kernel that `index_topk` uses, or with the kernel to which `tuning` belongs."""
     from hotset.kernels.index_topk import cuda_score, triton_impl, triton_score
 
     arguments = (

@@ -101,7 +101,7 @@ def make_options(op: OpBenchmark) -> argparse.ArgumentParser:
 
 
 def show(op: OpBenchmark, rows: list[Row], options: argparse.Namespace) -> None:
-    """Prints the table and the bars, with the timings of a peer if there is one. Writes the files of --json and --png."""
+    """Prints table and bars, with the timings of a peer if there is one. Writes the files of --json and --png."""
     rates = f"copy {copy_bandwidth() * 1e-12:.2f} TB/s, matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s"
     bars, shown, peer = op.bars(rows), rows, None
     if op.peer is not None:

@@ -33,7 +33,7 @@ class PeerTimings:
         return None
 
     def beside(self, rows: Sequence[dict[str, Any]], own: str = "us") -> list[dict[str, Any]]:
-        """Returns `rows` with the times of the peer, and with the speedup: the peer's time / the time in column `own`."""
+        """Returns `rows` with the peer's times, and with the speedup: the peer's time / the time in column `own`."""
         return [row | self._columns(row, own) for row in rows]
 
     def _columns(self, row: Mapping[str, Any], own: str) -> dict[str, Any]:

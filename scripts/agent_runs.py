@@ -1,4 +1,4 @@
-"""Runs agents with a scripted model. Each gets a task, and must call a tool to do it."""
+"""Runs agents with a scripted model. Each agent gets a task that requires a tool call."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ wire_api = "responses"
 
 
 def codex_writes(session: Session) -> str:
-    """`codex exec` through `/v1/responses`: it calls `exec_command`, which writes a file, and reports the result."""
+    """`codex exec` through `/v1/responses` calls `exec_command`, which writes a file, and reports the result."""
     home = _home(session)
     (home / ".codex").mkdir()
     (home / ".codex" / "config.toml").write_text(CODEX_CONFIG.format(model=SCRIPTED_MODEL, url=session.url))
@@ -53,7 +53,7 @@ def codex_writes(session: Session) -> str:
 
 
 def claude_writes(session: Session) -> str:
-    """`claude -p` through `/v1/messages`: it calls `Bash`, which writes a file, and reports the result."""
+    """`claude -p` through `/v1/messages` calls `Bash`, which writes a file, and reports the result."""
     said = session.run(
         "claude",
         *("-p", "Please write-with-claude.", "--allowedTools", "Bash"),
@@ -69,8 +69,8 @@ def claude_writes(session: Session) -> str:
 
 
 def inspect_tools(session: Session) -> str:
-    """A task with a tool through the provider `openai-api`, streamed and not: inspect runs the calls of `add`, and
-    sends their results."""
+    """A task with a tool through the provider `openai-api`, with and without streaming: inspect runs the calls of
+    `add`, and sends their results."""
     for stream in ("false", "true"):
         part = replace(session, folder=session.folder / f"stream-{stream}")
         part.folder.mkdir()
@@ -86,7 +86,7 @@ def inspect_tools(session: Session) -> str:
 
 
 def _home(session: Session) -> Path:
-    """Returns an empty home, so that the agent finds no settings and no keys of the user."""
+    """Returns an empty home directory, so that the agent finds no settings and no keys of the user."""
     home = session.folder / "home"
     home.mkdir()
     return home
@@ -94,7 +94,7 @@ def _home(session: Session) -> Path:
 
 def _checked(session: Session, said: str, written: str) -> str:
     made = session.folder / "made.txt"
-    check(made.exists() and made.read_text() == written, f"made.txt is not as it should be; the agent said: {said}")
+    check(made.exists() and made.read_text() == written, f"made.txt must contain {written!r}; the agent said: {said}")
     check("The file is written. Done." in said, f"the agent did not report the result: {said}")
     return "called its tool, and reported the result"
 

@@ -1,4 +1,4 @@
-"""What scripts/clients runs: a function for each run of a client, which checks what the client reports."""
+"""The runs of scripts/clients: each function runs a client and checks what it reports."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.replay import replay  # of tests/
+from clients.replay import replay  # in tests/
 
 from hotset.models.checkpoint.files import embedded_path
 
@@ -39,11 +39,11 @@ def check(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """One run of a client: where the server is, and where the client's programs and files are."""
+    """One run of a client: the server's URL, and the places of the client's programs and files."""
 
     url: str
     programs: Path  # the bin folder of the client's environment
-    folder: Path  # of this run; empty at first
+    folder: Path  # the files of this run; empty at first
     tokenizer: Path  # a Hugging Face directory with the embedded model's tokenizer
     timeout_seconds: float
 
@@ -80,13 +80,13 @@ class Session:
         return found[0]
 
 
-# A run of a client. Its docstring says what is run; it returns the result in a few words.
+# A run of a client. The docstring, which tables show, says what is run. The function returns the result in a few words.
 Run = Callable[[Session], str]
 
 
 def guidellm_sweep(session: Session) -> str:
-    """The benchmark that its README begins with (a sweep), with shorter texts: one request at a time, then as many as
-    possible, then a constant rate."""
+    """The first benchmark in its README (a sweep), with shorter texts: one request at a time, then as many as possible,
+    then a constant rate."""
     return _guidellm(session, "kind=sweep,sweep_size=3,max_concurrency=4", strategies=3)
 
 
@@ -121,8 +121,8 @@ def _guidellm(session: Session, profile: str, strategies: int) -> str:
 
 
 def lm_eval_choice(session: Session) -> str:
-    """A multiple-choice task of 40 items through `local-completions` (echo with log-probabilities), the prompts as
-    token ids and as texts, compared with lm-eval's own `hf` backend, item by item."""
+    """A multiple-choice task of 40 items through `local-completions` (echo with log-probabilities), with prompts as
+    token ids and as texts. Every item is compared with lm-eval's own `hf` backend."""
     task = "hotset_facts"
     expected = _lm_eval(session, "hf", task, "hf", _gguf_arguments(), "--batch_size", "8")
     with_ids = {"base_url": f"{session.url}/v1/completions", "model": MODEL, "tokenizer_backend": "remote"}
@@ -141,8 +141,8 @@ def lm_eval_choice(session: Session) -> str:
 
 
 def lm_eval_generation(session: Session) -> str:
-    """A generation task of 40 questions through `local-chat-completions`, compared with the `hf` backend, answer by
-    answer."""
+    """A generation task of 40 questions through `local-chat-completions`. Every answer is compared with the `hf`
+    backend."""
     task = "hotset_questions"
     expected = _lm_eval(session, "hf", task, "hf", _gguf_arguments(), "--apply_chat_template")
     arguments = {"base_url": f"{session.url}/v1/chat/completions", "model": MODEL, "num_concurrent": "4"}
@@ -154,7 +154,7 @@ def lm_eval_generation(session: Session) -> str:
 
 
 def _gguf_arguments() -> dict[str, str]:
-    """Returns the arguments with which `hf` reads the same file as the server, with transformers' own reader."""
+    """Returns the arguments that make `hf` read the server's GGUF file, with transformers' own reader."""
     path = embedded_path()
     return {"pretrained": str(path.parent), "gguf_file": path.name, "dtype": "float32"}
 
@@ -187,7 +187,7 @@ def _lm_eval(session: Session, name: str, task: str, model: str, options: Mappin
 
 
 def aiperf_profile(session: Session) -> str:
-    """`aiperf profile` with streaming; it scrapes /metrics meanwhile."""
+    """`aiperf profile` with streaming, which also scrapes /metrics."""
     requests = 6
     session.run(
         "aiperf",
@@ -215,7 +215,7 @@ def aiperf_profile(session: Session) -> str:
 
 
 def llm_turns(session: Session) -> str:
-    """Two turns of a conversation, streamed; one answer in one piece with its usage; a completion."""
+    """Two streamed turns of a conversation; one answer without streaming, with its usage; a completion."""
     model = {"model_name": MODEL, "api_base": f"{session.url}/v1"}
     entries = [{"model_id": "hotset", **model}, {"model_id": "hotset-text", "completion": True, **model}]
     # YAML reads JSON.
@@ -265,12 +265,12 @@ def inspect_log(session: Session, task: str, model: str, *options: str) -> dict[
 
 
 def replay_sglang(session: Session) -> str:
-    """Its requests, replayed: completions with and without log-probabilities, chat."""
+    """Replays its recorded requests: completions with and without log-probabilities, chat."""
     return _replay(session, "sglang.bench_serving")
 
 
 def replay_vllm(session: Session) -> str:
-    """Its requests, replayed: models, tokenize, detokenize, completions, chat, metrics."""
+    """Replays its recorded requests: models, tokenize, detokenize, completions, chat, metrics."""
     return _replay(session, "vllm-bench-serve")
 
 
@@ -291,7 +291,7 @@ class Client:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Saves the embedded model's tokenizer as transformers reads it from the GGUF file."""
+    """Saves the embedded model's tokenizer, which transformers reads from the GGUF file."""
     import transformers
 
     path = embedded_path()

@@ -5,13 +5,13 @@
     scripts/results.py --check     exits with 1 if a table and its data differ
     scripts/results.py --depend COMMIT PATH...     prints `depends_on` of a result that was measured at COMMIT
 
-Each file in docs/results/ holds one set of results: where it was measured (hardware, torch, date, command), the commit
-that has the figures, and the files that they depend on, each with a digest at that commit (of a folder: of its .py and
-.cu files). Figures are texts, as they were published: nothing is rounded here.
+Each file in docs/results/ holds one set of results: hardware, torch, date and command of the measurement, the measured
+commit, and the files and folders that the figures depend on, each with a digest at that commit. The digest of a folder
+covers its .py, .cu and .cuh files. Figures are texts, as they were published: nothing is rounded here.
 
 Documents have a table between two comments, `results: NAME` and `end of results`. NAME is a table of a set, like
-`swap-in/0`, a group of headlines, like `headlines/CPU`, or `readme`. A dagger marks results whose files have changed
-since. Git is needed only for --depend.
+`swap-in/0`, a group of headlines, like `headlines/CPU`, or `readme`. A dagger marks results that depend on files that
+have changed since. Git is needed only for --depend.
 """
 
 import hashlib
@@ -91,17 +91,17 @@ def footnote(changed: Iterable[str]) -> str:
 
 
 def headline_rows(sets: dict[str, ResultSet], group: str) -> Iterator[tuple[dict[str, Any], ResultSet]]:
-    found = [(line, of) for of in sets.values() for line in of.headlines if group in line["groups"]]
+    found = [(line, source) for source in sets.values() for line in source.headlines if group in line["groups"]]
     return iter(sorted(found, key=lambda item: int(item[0]["groups"][group])))
 
 
 def headlines(sets: dict[str, ResultSet], group: str) -> str:
     rows, changed = [], set[str]()
-    for line, of in headline_rows(sets, group):
-        changed.update(of.changed)
-        date = f"{line.get('date', of.date)}{' ' + MARK if of.changed else ''}"
+    for line, source in headline_rows(sets, group):
+        changed.update(source.changed)
+        date = f"{line.get('date', source.date)}{' ' + MARK if source.changed else ''}"
         if group == "readme":
-            where = f"{of.hardware}, torch {of.torch}, {date}"
+            where = f"{source.hardware}, torch {source.torch}, {date}"
             rows.append([line["readme"]["what"], line["result"], where, f"`{line['readme']['command']}`"])
         else:
             rows.append([line["what"], line["result"], line["bar"], line["verdict"], date])
@@ -115,12 +115,9 @@ def generated(name: str, sets: dict[str, ResultSet]) -> str:
     """Returns the text between the comments of a table."""
     kind, _, rest = name.partition("/")
     if name == "readme" or kind == "headlines":
-        text = headlines(sets, rest or name)
-    else:
-        of = sets[kind]
-        table = of.tables[int(rest)]
-        text = table_text(table["columns"], table["rows"]) + footnote(of.changed)
-    return text
+        return headlines(sets, rest or name)
+    table = sets[kind].tables[int(rest)]
+    return table_text(table["columns"], table["rows"]) + footnote(sets[kind].changed)
 
 
 def rewritten(path: Path, sets: dict[str, ResultSet]) -> str:
@@ -143,7 +140,7 @@ def main(arguments: list[str]) -> int:
             if "--check" not in arguments:
                 path.write_text(text)
     if different:
-        print(f"{'other tables than in docs/results' if '--check' in arguments else 'written'}: {', '.join(different)}")
+        print(f"{'tables differ from docs/results' if '--check' in arguments else 'written'}: {', '.join(different)}")
     return int(bool(different) and "--check" in arguments)
 
 

@@ -85,7 +85,7 @@ def mtp_tensors(state: dict[str, Tensor], config: DemoConfig) -> dict[str, Tenso
 
 
 def add_mtp(state: dict[str, Tensor], folder: Path) -> None:
-    """Adds the MTP layer to the checkpoint in `folder`: a file of its own, its entries in the index, and the field of
+    """Adds the MTP layer to the checkpoint in `folder`: its own file, its entries in the index, and a field of
     config.json."""
     tensors = {name: _stored(name, tensor) for name, tensor in mtp_tensors(state, DemoConfig()).items()}
     save_file(tensors, folder / MTP_FILE, metadata={"format": "pt"})

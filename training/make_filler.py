@@ -41,7 +41,7 @@ def licence(folder: Path) -> str:
 
 
 def main() -> None:
-    folder, target = Path(sys.argv[1]), Path(__file__).parents[1] / "hotset" / "evaluate"
+    folder, target = Path(sys.argv[1]), Path(__file__).parents[1] / "hotset" / "lab" / "evaluate"
     root = next(folder.rglob("html/tutorial")).parent
     pages = [page for section in SECTIONS for page in sorted((root / section).glob("*.html"))]
     lines: dict[str, None] = {}  # an ordered set

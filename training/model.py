@@ -1,4 +1,4 @@
-"""The demo model for training: deepseek_v32 in plain torch, dense or sparse, with a loss for the indexer.
+"""The demo model for training: deepseek_v32 in plain torch, with dense or sparse attention and an indexer loss.
 
 The engine's decoder (`hotset/models/attention/dsa.py`) serves the trained model. Most parameters have the
 checkpoint's names; `export.py` converts the others. MLA is not in absorbed form here, because training computes every
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Fields of config.json. The sizes of rows (512 + 64) and of index keys (128) are those of production models."""
+    """Fields of config.json. Rows (512 + 64) and index keys (128) are as large as in production models."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -161,8 +161,8 @@ class Attention(nn.Module):
     def sparse(self, x: Tensor, by: Rotation, queries: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns attention over each query's top-k, and the indexer's loss at the positions `queries` (None: no loss).
 
-        The indexer's target is dense attention over all positions, not only over the selected ones: from its own
-        selection, the indexer could not learn which positions it misses.
+        The indexer's target is dense attention over all positions, because from its own selection the indexer could
+        not learn which positions it misses.
         """
         q, k, v, q_latent = self.qkv(x, by)
         parts = self.indexer.parts(x, q_latent, by)
@@ -254,7 +254,7 @@ class Moe(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """Lowers the corrections of overloaded experts and raises those of underloaded ones, instead of a loss term."""
+        """Lowers the corrections of overloaded experts and raises the others, instead of adding a loss term."""
         self.correction += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 

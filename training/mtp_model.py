@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class SlotRows:
-    """What later queries read of the slots that one iteration computed."""
+    """The rows of the slots that one iteration computed. Later queries read them."""
 
     k: Tensor  # [b, heads, n, nope + rope]
     v: Tensor  # [b, heads, n, v]
@@ -84,7 +84,7 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True)
 class _Block:
-    """The keys that the slots [first, last) of the newest iteration can read, of all iterations so far."""
+    """The keys of all iterations so far that the slots [first, last) of the newest iteration can read."""
 
     k: Tensor
     v: Tensor
@@ -112,10 +112,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one iteration predicts. Slot p stands for token p + 2, and is compared with the trunk at position p + 1."""
+    """The predictions of one iteration. Slot p predicts token p + 2, like the trunk at position p + 1."""
 
     logits: Tensor  # [b, n - 2, vocab]
-    first_slot: int  # slots before it have no chain
+    first_slot: int  # earlier slots have no chain
 
 
 class Drafts(nn.Module):
@@ -165,10 +165,10 @@ def draft_loss(predictions: list[Prediction], trunk_logits: Tensor, weights: Ten
 
 
 def accepted_lengths(predictions: list[Prediction], trunk_logits: Tensor) -> Tensor:
-    """Returns [b, n - 2 - drafts + 1]: how many tokens a step would commit whose first draft is that of each slot.
+    """Returns [b, n - 2 - drafts + 1]: for each slot, how many tokens a step that begins to draft there would commit.
 
-    Counts the drafts that equal the trunk's most probable token, up to the first that does not, and the token that the
-    trunk itself adds. The context is the sequence, not the trunk's own answer.
+    Counts the drafts before the first one that differs from the trunk's most probable token, and one token of the trunk
+    itself. The context is the sequence, not the trunk's own answer.
     """
     wanted = trunk_logits.argmax(-1)
     count = wanted.shape[1] - len(predictions) + 1

@@ -5,8 +5,8 @@
 
 The packages are not installed. The script writes tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy
 (uint16 tokens of running text) to training/build. It also writes hotset/lab/evaluate/words.txt, the word list that
-training and evaluation share. Each of these words is one token. With `--tokenizer models/demo-dsa/tokenizer.json`, it
-uses that tokenizer and writes no word list: for training an MTP layer of the model that has it.
+training and evaluation share. Each of these words is one token. With `--tokenizer models/demo-dsa/tokenizer.json`, the
+script uses this tokenizer and writes no word list, for training an MTP layer of the existing model.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096
 SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>"]
-MAX_CHARACTERS = 12_000_000  # about the maximum per package, so that no package dominates
+MAX_CHARACTERS = 12_000_000  # per package, so that no package dominates; the last text may exceed this
 FILLER_TOKENS = 5_000_000
 COMMON_WORDS = 100  # this many of the most common words are used in running text only
 NOT_TEXT = (".png", ".dat", ".js", ".css", ".index", ".inv", ".ico", ".svg", ".gif", ".jpg", ".pdf", ".u8", ".gz")

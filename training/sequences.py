@@ -1,8 +1,8 @@
 """Training sequences: records hidden in running text, and questions about them.
 
 In an answer, a value follows its key exactly as in the record (` note k1 k2 v1 v2.` ... ` recall k1 k2` -> ` v1 v2`),
-without a separator: look-up heads form far sooner that way. In the loss, answers have weight 1, and running text has a
-small weight. Records and questions have weight 0, because they are random and cannot be predicted.
+without a separator, because look-up heads then form far sooner. In the loss, answers have weight 1, and running text
+has a small weight. Records and questions have weight 0, because they are random and cannot be predicted.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ MARKS = (  # the words that begin records and questions, and the word between tw
     "count",
     "sum",
 )
-WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # shared by training and evaluation
+WORDS = Path(__file__).parents[1] / "hotset" / "lab" / "evaluate" / "words.txt"  # shared by training and evaluation
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 MAX_COUNT = 5  # the largest number in a record
 HELD_OUT_EVERY = 13  # one key in 13 is used in evaluation only
@@ -92,7 +92,7 @@ class Sequence:
     updates: float  # the share of records that give an existing key a new value, before `updates_end`
     updates_end: int  # no record after this many tokens is an update
     keys: list[Key] = field(default_factory=list)
-    updated: list[Key] = field(default_factory=list)  # updated keys that no recall has asked about since
+    updated: list[Key] = field(default_factory=list)  # keys that no recall has asked about since their update
     changed: Counter[Key] = field(default_factory=Counter)  # how often the value of each key changed
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
