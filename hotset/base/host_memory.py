@@ -55,8 +55,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def return_free_memory() -> None:
-    """Gives the memory that this process has freed back to the system. The C library keeps what lies below memory that
-    is still in use. Takes milliseconds."""
+    """Returns memory that this process has freed to the system, except what lies below memory that is still in use.
+    Takes milliseconds."""
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -102,7 +102,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file, or None if there is none: "max" means no limit."""
+    """Returns the number in a file, or None if the file has none, like "max" for no limit."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdecimal() else None
 

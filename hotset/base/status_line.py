@@ -58,7 +58,7 @@ def show_counts(show: ShowProgress, title: str, *, in_bytes: bool = False) -> Ca
 
 
 class StatusLine:
-    """The line of the tasks that run during a `with` block, one after the other.
+    """Shows the tasks that run in a `with` block, one after the other.
 
     On a terminal the line is erased at the end of the block, also after an error or Ctrl-C, so that the next message
     starts on an empty line. The cursor is never hidden and rests at the start of the line. If this process is killed,
