@@ -33,7 +33,7 @@ def checks(jobs: JobPool) -> StructureChecks:
 def test_only_the_structures_that_passed_and_were_demanded_last_are_known(
     checks: StructureChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "MAX_KNOWN", 2)
+    monkeypatch.setattr(check, "MAX_PASSED", 2)
     first, second, third = (Structure("regex", pattern) for pattern in "abc")
     for structure in (first, second, first, third):  # the second was demanded longest ago
         checks.check(structure)
