@@ -11,8 +11,8 @@ A page that is freed from one use can be granted for any other. Therefore, enabl
 requests that fit.
 
 The key blocks of all index groups take turns: a context has block 0 of every group, then block 1 of every group, and so
-on, and each block takes the next layer of its key pages. The pages are therefore filled whatever the number of groups,
-and however many layers share an indexer: index keys take `groups / layers` pages for every `keys_per_block` tokens.
+on, and each block takes the next layer of its key pages. Key pages are therefore filled completely for any number of
+groups, however many layers share an indexer: index keys take `groups / layers` pages for every `keys_per_block` tokens.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ class Geometry:
     keys_per_block: int = 0  # index keys of one group in one layer of a page; 0 if the model has no index keys
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
-    max_drafts: int = 0  # drafted tokens that a step of one request can verify beside its newest token
-    max_unverified: int = 0  # drafts of a request that steps in flight still verify when its next is submitted
+    max_drafts: int = 0  # drafted tokens of a request that one step can verify after its newest token
+    max_unverified: int = 0  # drafts of a request that steps in flight still verify when its next step is submitted
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
-    # blocks_per_page / key_groups: how many blocks of one index group are in a page. This ratio can differ
-    # between workers. This is the largest; `key_groups` and `blocks_per_page` are of the worker with the smallest.
+    # How many blocks of one index group are in a page: the ratio blocks_per_page / key_groups, which can differ between
+    # workers. This is the largest ratio; `key_groups` and `blocks_per_page` are those of the worker with the smallest.
     max_blocks_of_group: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Geometry:
         return blocks * ratio.denominator // ratio.numerator  # faster than a division by a Fraction
 
     def key_page_end(self, number: int) -> int:
-        """Returns how many tokens have an index key in key page `number` or in an earlier one, when it is full."""
+        """Returns how many tokens have index keys in the key pages up to page `number`, if all of these are full."""
         ratio = self.max_blocks_of_group
         return ceil_div((number + 1) * ratio.numerator, ratio.denominator) * self.keys_per_block
 
@@ -128,7 +128,7 @@ class Geometry:
         return max(self.work_pages(tokens), self.hot_pages(tokens)) + self.key_pages(tokens)
 
     def max_row_pages(self, pages: int) -> int:
-        """Returns an upper bound of the row pages of resident requests that fit into `pages` pages with their keys."""
+        """Returns an upper bound of the row pages that fit into `pages` pages together with their index keys."""
         if not self.keys_per_block:
             return pages
         # The most row pages per key page. The ratio repeats after `key_groups` pages, which hold whole blocks.

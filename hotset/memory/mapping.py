@@ -1,8 +1,8 @@
-"""Host memory of host stores: where its pages are, how large they are, and how they are allocated by several threads.
+"""Allocates the memory of host stores in several threads, on chosen NUMA nodes and in huge pages.
 
 Linux allocates a page of mapped memory when it is first touched. Before that, a policy can be set for its NUMA nodes,
-and huge pages can be requested. All of this is done by unprivileged system calls. If one of them is not possible, the
-memory is used as it is.
+and huge pages can be requested. All of this is done by unprivileged system calls. If the system refuses one of
+them, the memory is used as it is.
 """
 
 import ctypes
@@ -76,8 +76,8 @@ def shared_descriptor(nbytes: int) -> int:
 
 
 def map_descriptor(descriptor: int, nbytes: int, nodes: Sequence[int] = ()) -> Tensor:
-    """Maps the first `nbytes` bytes of a descriptor of `shared_descriptor`, with the policy of `set_nodes`, which
-    holds for all processes. They stay mapped as long as the tensor exists."""
+    """Maps the first `nbytes` bytes of a descriptor of `shared_descriptor`, with the policy of `set_nodes`. The policy
+    holds for all processes. The bytes stay mapped as long as the tensor exists."""
     return _mapped(mmap.mmap(descriptor, os.fstat(descriptor).st_size), nbytes, nodes)
 
 
@@ -109,8 +109,8 @@ def _reserved_huge_pages(nbytes: int) -> int | None:
 
 
 def set_nodes(memory: Tensor, nodes: Sequence[int]) -> bool:
-    """Places pages of `memory` that have not been touched yet on NUMA nodes: on one node, or on another if that is
-    full; on several nodes in turn. Logs a line and returns False if the system does not allow it."""
+    """Places the pages of `memory` that have not been touched yet on NUMA nodes. Several nodes take pages in turn. If
+    `nodes` has one node and it is full, other nodes are used. Logs a line and returns False if the system refuses."""
     mode = MPOL_PREFERRED if len(nodes) == 1 else MPOL_INTERLEAVE
     bits = (ctypes.c_ulong * (MAX_NODES // 64))()
     for node in nodes:
@@ -129,9 +129,9 @@ def set_nodes(memory: Tensor, nodes: Sequence[int]) -> bool:
 
 
 def store_nodes(gpus: Sequence[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """Returns the NUMA nodes for a host store that these GPUs use: their own nodes, as far as this process may use
-    their memory. Empty if the machine, whose folders `proc` and `sys` are in `root`, has only one node or does not
-    report the node of a GPU."""
+    """Returns the NUMA nodes for a host store that these GPUs use, which are the nodes of the GPUs. Empty if this
+    process may not use one of them, or if the machine has only one node or does not report the node of a GPU. Its
+    folders `proc` and `sys` are in `root`."""
     if not gpus or len(nodes := numa_nodes(root)) < 2:
         return ()
     found = {gpu: gpu_node(gpu, root) for gpu in gpus}
