@@ -38,8 +38,6 @@ class PackageReport:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU."""
-
     name: str
     memory_bytes: int
     free_bytes: int

@@ -144,7 +144,7 @@ class ChatFormatter(ResponseFormatter):
 
 
 def _shown_text(piece: AnswerPiece) -> str:
-    """Returns the content that a stream shows. For a broken call, that is what was not sent yet."""
+    """Returns the content that a stream shows. For a broken call, the content is its text that was not sent yet."""
     return piece.text if isinstance(piece, TextPiece) else piece.unsent if isinstance(piece, CallBreaks) else ""
 
 

@@ -78,8 +78,8 @@ class GenerationJob:
             )
 
     def cached_tokens(self, of_choices: Sequence[int]) -> int:
-        """Returns how many of `prompt_tokens` were in the prefix cache. Each prompt counts once, with its first choice:
-        the others also reuse what that one computed."""
+        """Returns how many of `prompt_tokens` were in the prefix cache. Each prompt counts once, with its first choice,
+        because its other choices also reuse what the first one computed."""
         return sum(of_choices[:: self.params.n])
 
     def prompt_tokens_of(self, index: int) -> int:
@@ -123,8 +123,8 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
         response, headers = await unless_disconnected(request.receive, generated)
     else:
         try:
-            # The status line is sent only after the first delta, so a request that the engine rejects gets an error
-            # status.
+            # The status line is sent only after the first delta, so if the engine rejects the request, the client gets
+            # an error status.
             begun = _with_marks(partial(_first, deltas), marks)
             first, headers = await unless_disconnected(request.receive, begun)
         except BaseException:
@@ -156,8 +156,8 @@ async def _page_marks(request: Request, service: Service, job: GenerationJob) ->
 
 
 def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
-    """Returns the finish reason in the words of the OpenAI API. For all others, the engine client or `_pump` raises an
-    error."""
+    """Returns the finish reason in the words of the OpenAI API. For all other reasons, the engine client or `_pump`
+    raises an error."""
     if piece.finish_reason not in (None, "stop", "length"):
         raise InternalError(f"an answer ended by {piece.finish_reason!r}, which must be raised as an error")
     return piece.finish_reason

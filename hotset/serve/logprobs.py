@@ -10,7 +10,7 @@ from hotset.engine.outputs import Logprob, TokenLogprobs
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptTokenLogprob, TokenLogprob
 
-CACHED_NAMES = 1 << 10  # of tokens: the same ones occur at many positions
+CACHED_NAMES = 1 << 10  # names of tokens that are kept, because the same tokens occur at many positions
 MIN_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
 
 

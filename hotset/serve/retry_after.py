@@ -1,4 +1,4 @@
-"""When a client that was refused because of the load should try again."""
+"""Estimates when a client that was refused because of the load should try again."""
 
 import math
 import time

@@ -118,8 +118,8 @@ class Service:
     load: Load = field(default_factory=Load)
     traces: Traces | None = None  # None without a collector
     started: int = field(default_factory=lambda: int(time.time()))
-    # Long texts and bodies are handled in few threads, so that many of them need memory for a few at a time. Templates
-    # and structures have threads of their own, which wait for processes: a slow one must not delay other requests.
+    # Few threads handle long texts and bodies, so that only a few of these need memory at a time. Templates and
+    # structures have threads of their own, which wait for processes: a slow process must not delay other requests.
     text_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hotset-text"))
     templates: FairQueue = field(default_factory=lambda: FairQueue("rendering of templates", JOBS_AT_ONCE))
     structures: FairQueue = field(default_factory=lambda: FairQueue("checks of structures", JOBS_AT_ONCE))

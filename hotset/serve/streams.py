@@ -1,5 +1,4 @@
-"""Responses that are sent in pieces, the events of streams, and long JSON bodies, of which only the piece that is being
-sent exists."""
+"""Responses that are sent in pieces: streams of events, and long JSON bodies that are never in memory as a whole."""
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing

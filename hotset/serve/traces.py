@@ -183,7 +183,7 @@ def _name_at_decode_worker(request_id: str) -> str:
 
 
 def _root_id(request_id: str) -> str:
-    """Returns the id of the HTTP request: that of a choice ends with the numbers of its prompt and choice."""
+    """Returns the id of the HTTP request, without the numbers of prompt and choice that end the id of a choice."""
     return request_id.rpartition("-")[0]
 
 

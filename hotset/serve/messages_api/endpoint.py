@@ -83,7 +83,7 @@ class MessagesResponder:
     job: GenerationJob
     reader: AnswerReader
     model: str
-    max_tokens: int  # that the client asked for; the job's own may be less
+    max_tokens: int  # as the client asked; that of the job may be lower
     shows_thinking: bool
     blocks: AnswerBlocks = field(default_factory=AnswerBlocks)
     cached_tokens: int = 0
@@ -118,7 +118,7 @@ class MessagesResponder:
             yield error_event(error)
 
     async def _watched(self, deltas: Deltas) -> Deltas:
-        """Yields the deltas unchanged, and keeps the number of cached tokens, which the first event of a stream has."""
+        """Yields the deltas unchanged. Keeps the number of cached tokens, which the first event of a stream reports."""
         async for delta in deltas:
             self.cached_tokens = delta.cached_tokens
             yield delta

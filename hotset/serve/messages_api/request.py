@@ -20,7 +20,7 @@ from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolChoice, ToolSpec,
 # Claude Code puts this line, which differs in every request, before its system prompt. With it, no two prompts would
 # begin alike, and the prefix cache would be useless.
 BILLING_LINE = "x-anthropic-billing-header:"
-BLOCKS_APART = "\n\n"  # between the texts of two blocks
+BLOCK_SEPARATOR = "\n\n"  # between the texts of two blocks
 
 
 class TextInput(LenientModel):
@@ -145,7 +145,7 @@ class OutputConfig(LenientModel):
 
 
 class ContextEdit(LenientModel):
-    """An edit of the conversation. Which earlier thoughts the model sees is for the chat template to decide."""
+    """An edit of the conversation. It is ignored: the chat template decides which earlier thoughts the model sees."""
 
     type: Annotated[str, Field(pattern="^clear_thinking_[0-9]+$")]
 
@@ -155,7 +155,7 @@ class ContextManagement(LenientModel):
 
 
 def _no_thread(thread: Any) -> None:
-    """Refuses threads with the code after which Anthropic's client goes on without them."""
+    """Refuses threads with an error code after which Anthropic's client continues without threads."""
     raise RequestError(
         "thread is not supported, because nothing is stored; send the whole conversation in messages",
         param="thread",
@@ -231,7 +231,7 @@ class MessagesRequest(CountTokensRequest):
 
 def _joined(content: str | Sequence[TextInput], without: str | None = None) -> str:
     texts = [content] if isinstance(content, str) else [block.text for block in content]
-    return BLOCKS_APART.join(text for text in texts if without is None or not text.startswith(without))
+    return BLOCK_SEPARATOR.join(text for text in texts if without is None or not text.startswith(without))
 
 
 def _assistant_message(message: InputMessage) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _assistant_message(message: InputMessage) -> dict[str, Any]:
     blocks = message.blocks
     turn: dict[str, Any] = {"role": "assistant"}
     turn["content"] = _joined([block for block in blocks if isinstance(block, TextInput)])
-    if thoughts := BLOCKS_APART.join(block.thinking for block in blocks if isinstance(block, ThinkingInput)):
+    if thoughts := BLOCK_SEPARATOR.join(block.thinking for block in blocks if isinstance(block, ThinkingInput)):
         turn["reasoning_content"] = thoughts
     calls = [
         {

@@ -44,7 +44,7 @@ class ToolFormat:
 
     def structure(self, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
         """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool. Schemas
-        of clients can take long, so servers call `structure_in_process`."""
+        of clients can take very long, so servers call `structure_in_process` instead."""
         return calls_structure(self.write_calls, use, special_ids)
 
 
@@ -58,13 +58,13 @@ FORMATS = (
     QWEN3,
     ToolFormat("llama3", '"parameters"', PYTHON_TAG, lambda tools: read_llama_calls, LLAMA3_CALLS, at_start=True),
 )
-DEFAULT = QWEN3  # of templates that do not show a format
+DEFAULT = QWEN3  # for templates without the sign of a format
 
 
 def structure_in_process(
     jobs: JobPool, tool_format: ToolFormat, use: ToolUse, special_ids: Mapping[str, int]
 ) -> Structure:
-    """Returns what `ToolFormat.structure` does, from a process with limits. Raises RequestError if it exceeds them."""
+    """Runs `ToolFormat.structure` in a process with limits. Raises RequestError if a limit is exceeded."""
     tools = [asdict(tool) for tool in use.callable]
     arguments = {"name": tool_format.name, "tools": tools, "parallel": use.parallel, "special_ids": dict(special_ids)}
     try:
@@ -76,15 +76,15 @@ def structure_in_process(
 def write_calls(
     prepared: Prepared, name: str, tools: Sequence[Mapping[str, Any]], parallel: bool, special_ids: Mapping[str, int]
 ) -> str:
-    """Returns the grammar of calls: a job of a worker process."""
+    """Returns the grammar of calls. This is a job of a worker process."""
     tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
     use = ToolUse(tuple(ToolSpec(**tool) for tool in tools), "required", parallel)
     return tool_format.structure(use, special_ids).value
 
 
 def format_for(chat_template: str | None, setting: str) -> ToolFormat | None:
-    """Returns the format of a model. `setting` is the name of one, "none", or "auto": the chat template decides, which
-    comes with the model or, for models without one, is the built-in one of its architecture."""
+    """Returns the format of a model, or None. `setting` is the name of a format, "none", or "auto". With "auto", the
+    chat template decides, which is that of the model or the built-in one for its architecture."""
     if setting == "none":
         return None
     if setting != "auto":

@@ -56,7 +56,8 @@ class GrammarWriter:
 
     def limited(self, shortest: int, longest: int | None, pattern: str, closer: str) -> str:
         """Returns the expression for a text of limited length that a regular expression matches, followed by `closer`.
-        The text contains no <, unless a special token ends it: a lexer that counts characters cannot search too."""
+        The text contains no "<", unless a special token ends it: a lexer that counts characters cannot also search for
+        `closer`."""
         special = self._specials.search(closer)
         ends_with_token = special is not None and special.start() == 0
         length = f"{{{shortest},{'' if longest is None else longest}}}"
@@ -119,13 +120,13 @@ class JsonGrammar:
 class MarkupGrammar:
     """How calls are written as markup. The texts are patterns for `str.format` with {name} and {key}."""
 
-    before: str  # all calls
+    before: str  # before the first call
     begin: str
     text_argument: str  # before the value of an argument that is a text
     json_argument: str  # before the value of an argument that is JSON
     value_closer: str
     end: str
-    after: str
+    after: str  # after the last call
     newline: str = ""  # after each argument
     value_newline: str = ""  # after a value that is not a text; a text may end with a newline itself
     separator: str = ""
@@ -219,13 +220,13 @@ class MarkupGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """One form of a value. `is_text`: the value is a text; markup that can mark texts marks it."""
+    """One form of a value. `is_text`: the value is a text, which some formats mark as such."""
 
     expression: str
     is_text: bool = False
     is_free_text: bool = False
     is_limited: bool = False  # a text with a pattern or a limited length
-    is_json: bool = False  # written by a schema
+    is_json: bool = False  # JSON that follows a schema
 
 
 QWEN3_CALLS = JsonGrammar(('<tool_call>\n{"name": "', '", "arguments": '), "}\n</tool_call>", separator="\n")
@@ -284,8 +285,8 @@ class _Arguments:
         return keys
 
     def resolved(self, schema: Any, visited: set[str]) -> Mapping[str, Any] | None:
-        """Returns a schema, or the definition that it refers to. Returns None for one that was visited, or that has no
-        values."""
+        """Returns a schema, or the definition that it refers to. Returns None for a definition in `visited`, and for
+        a schema without values."""
         while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
             if path in visited:
                 return None
@@ -313,7 +314,7 @@ class _Arguments:
 
 
 def whole_pattern(pattern: str) -> str:
-    """Returns the regular expression of whole texts in which the pattern of a JSON schema is found."""
+    """Returns a regular expression that matches a whole text if the pattern of a JSON schema occurs in it."""
     return "|".join(f"(?:{_whole_alternative(alternative)})" for alternative in _alternatives(pattern))
 
 

@@ -126,7 +126,7 @@ def glm_reader(tools: Tools) -> CallReader:
 
 
 def _glm_name(source: Source) -> Reading[str]:
-    """Reads the name, which white space and a marker follow."""
+    """Reads the name of a call, and the white space before the next marker."""
     yield from source.skip()
     start = source.at
     yield from source.skip(GLM_NAME)
@@ -174,7 +174,7 @@ def _read_next(source: Source, begin: str, closer: str) -> Reading[bool]:
 
 
 def value_types(schema: object) -> frozenset[str]:
-    """Returns the types that a schema allows, as far as they can be seen. Empty: any."""
+    """Returns the types that a schema allows, or an empty set if it may allow any type."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if "type" in schema:

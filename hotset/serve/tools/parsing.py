@@ -1,7 +1,7 @@
 """Finds the calls in the text of an answer while the text arrives.
 
-A parser reads the text character by character, and what it does depends only on the characters before. However the text
-is cut into pieces, the texts and calls that the parser returns therefore add up to the same answer.
+A parser reads the text character by character, and every decision depends only on the characters before. The texts and
+calls that the parser returns therefore add up to the same answer, however the text is cut into pieces.
 
 A call of one of the tools is returned while it grows, from the moment at which its name is known and its arguments
 begin. The last brace of the arguments is returned when the call is complete: arguments are JSON if and only if their
@@ -48,10 +48,11 @@ class Source:
         return self.text[self.at]
 
     def skip(self, pattern: re.Pattern[str] = SPACE) -> Reading[None]:
-        """Reads all characters that match. `pattern` matches the empty text, and each part of what it matches."""
+        """Reads all characters that match. `pattern` must match the empty text, and every beginning of a text that it
+        matches."""
         while True:
             matched = pattern.match(self.text, self.at)
-            assert matched is not None, "it matches the empty text"
+            assert matched is not None, "the pattern matches the empty text"
             self.at = matched.end()
             if self.at < len(self.text) or self.has_ended:
                 return
