@@ -74,8 +74,8 @@ class EngineSettings:
     )
     gpu_memory_utilization: float = setting(
         0.92,
-        "Share of each GPU's memory that the engine may use, above 0 and up to 1. The KV cache gets the rest, "
-        "after weights and steps. Lower it if other programs use the GPU.",
+        "Share of each GPU's memory that the engine may use, above 0 and up to 1. The KV cache gets what "
+        "remains after weights and steps. Lower it if other programs use the GPU.",
         minimum=0,
         maximum=1,
         positive=True,
@@ -155,7 +155,7 @@ class EngineSettings:
     speculate_by: Literal["mtp", "lookup"] = setting(
         "mtp",
         "How tokens are drafted. 'mtp': by the model's own layer for multi-token prediction. 'lookup': copied from "
-        "where the newest tokens occur earlier in the prompt or answer.",
+        "what follows the newest tokens at another place in the prompt or answer.",
     )
     accept: Literal["exact", "distribution"] = setting(
         "exact",

@@ -95,8 +95,8 @@ class WrongApiKey(RequestError):
 
 
 class NotAllowed(RequestError):
-    """The operator does not allow the request: it makes this server connect to another address, or a web page of a
-    foreign origin sent it."""
+    """The operator does not allow the request: it names an address to which this server may not connect, or a web page
+    of another origin sent it."""
 
     code = "not_allowed"
 
@@ -195,7 +195,7 @@ class IllegalTransition(HotsetError):
 
 
 class InternalError(AssertionError):
-    """A check failed that only a bug in Hotset can break. Continuing would corrupt memory, send wrong bytes or leak.
+    """A check failed, which only a bug in Hotset can cause. Continuing would corrupt memory, send wrong bytes or leak.
 
     Unlike `assert`, it is not removed by `python -O`. It is not a HotsetError, so that no handler of expected
     errors hides its traceback.

@@ -106,7 +106,8 @@ class ForkServer:
         """Kills a worker that the server process `process` has forked. Returns the worker's exit code, negative for a
         signal, or None if it is unknown.
 
-        If `process` has been replaced, nothing is killed: its workers ended with it, and others may have their ids.
+        If `process` has been replaced, nothing is killed: its workers ended with it, and other processes may have
+        their ids.
         """
         with self._lock, contextlib.suppress(JobFailed):
             if process is self._process:
@@ -306,7 +307,7 @@ def main(control_fd: int) -> None:
 
 
 def _all_cores_but_one() -> list[int]:
-    """Returns the cores that this server and its workers may use: all but one, which is left to the engine."""
+    """Returns the cores for this server and its workers. If there are several, one is left to the engine."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[1:] or cores
 

@@ -55,8 +55,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def return_free_memory() -> None:
-    """Returns memory that this process has freed to the system, except what lies below memory that is still in use.
-    Takes milliseconds."""
+    """Returns to the system the memory that this process has freed, except what lies below memory that is in use. Takes
+    milliseconds."""
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

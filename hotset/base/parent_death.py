@@ -19,7 +19,7 @@ def resume_if_parent_dies(parent: int | None = None) -> None:
 
 
 def kill_if_parent_dies(parent: int) -> None:
-    """Makes Linux kill this process when its parent dies. Exits if the parent is not `parent`, which has died then."""
+    """Makes Linux kill this process when its parent dies. Exits if the parent is no longer `parent`."""
     _signal_if_parent_dies(signal.SIGKILL, parent)
 
 

@@ -1,8 +1,8 @@
 """Finds parts of a JSON schema that no finite value satisfies, like a list whose elements must have a next element.
 
 The grammar of such a part is legal, but an answer that enters it never ends. The check takes linear time. Each part
-is a node of a graph. A node has a finite value if all nodes that it needs have one. If they are alternatives, one of
-them must have one.
+is a node of a graph. A node has a finite value if all nodes that it needs have one. If these are alternatives, one
+of them suffices.
 """
 
 import re

@@ -78,5 +78,5 @@ async def answer(
         options=options,
         stream=bool(body.stream),
     )
-    with prompt.naming_tools():
+    with prompt.attribute_errors_to_tools():
         return await respond(request, service, job, new_responder(job, prompt.new_reader()))

@@ -73,7 +73,7 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> BaseModel:
-        """Returns the whole response, for a request that is not streamed. Writing the response reads `outputs`."""
+        """Returns the whole response, for a request that is not streamed. `outputs` is read while it is written."""
 
 
 @dataclass(frozen=True)

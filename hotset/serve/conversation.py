@@ -80,7 +80,7 @@ class ConversationPrompt:
         return params if structure is None else replace(params, structure=structure)
 
     @contextmanager
-    def naming_tools(self) -> Iterator[None]:
+    def attribute_errors_to_tools(self) -> Iterator[None]:
         """Makes an error of the structure an error of the field `tools`, if the tools demand the structure."""
         try:
             yield
@@ -156,7 +156,7 @@ def thinking_kwargs(effort: str) -> dict[str, Any]:
 
 
 @contextmanager
-def naming(fields: Mapping[str, str]) -> Iterator[None]:
+def rename_error_fields(fields: Mapping[str, str]) -> Iterator[None]:
     """Translates the field that a RequestError names: the chat template and the engine client use names of other
     endpoints."""
     try:

@@ -57,7 +57,7 @@ class FairQueue:
 
     def _finish(self, client: str, done: "asyncio.Future[Any]") -> None:
         if not done.cancelled():
-            done.exception()  # counts as retrieved, because nobody may be waiting for it any more
+            done.exception()  # marks the error as retrieved: nobody may be waiting for it any more
         self._release(client)
 
     def _release(self, client: str) -> None:

@@ -22,7 +22,7 @@ from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.responses import PromptTokensDetails, Usage
-from hotset.serve.service import Load, Service
+from hotset.serve.service import ServerLoad, Service
 from hotset.serve.streams import chained, event_stream
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
         try:
             # The status line is sent only after the first delta, so if the engine rejects the request, the client gets
             # an error status.
-            begun = _with_marks(partial(_first, deltas), marks)
+            begun = _with_marks(lambda: anext(deltas), marks)
             first, headers = await unless_disconnected(request.receive, begun)
         except BaseException:
             await deltas.aclose()  # the client may have disconnected after the first delta
@@ -163,10 +163,6 @@ def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "lengt
     return piece.finish_reason
 
 
-async def _first(deltas: Deltas) -> Delta:
-    return await anext(deltas)
-
-
 def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -198,7 +194,7 @@ async def _measured(deltas: Deltas, job: GenerationJob, metrics: Metrics) -> Del
             yield delta
 
 
-async def _counted_as_waiting(deltas: Deltas, tokens: int, load: Load) -> Deltas:
+async def _counted_as_waiting(deltas: Deltas, tokens: int, load: ServerLoad) -> Deltas:
     """Yields the deltas unchanged. All prompt tokens count as waiting until the first delta of any prompt."""
     with load.waiting(tokens) as started:
         async with aclosing(deltas):

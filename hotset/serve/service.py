@@ -62,7 +62,7 @@ def fingerprint(config: EngineConfig, model: ModelCard) -> str:
     return "fp_" + hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-class Load:
+class ServerLoad:
     """The load that routers compare. Reading it never waits for the engine, which may be in a long step."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Service:
     handoff_secret: str | None = None
     fingerprint: str = ""  # the system_fingerprint of answers
     metrics: Metrics = field(default_factory=Metrics)
-    load: Load = field(default_factory=Load)
+    load: ServerLoad = field(default_factory=ServerLoad)
     traces: Traces | None = None  # None without a collector
     started: int = field(default_factory=lambda: int(time.time()))
     # Few threads handle long texts and bodies, so that only a few of these need memory at a time. Templates and

@@ -103,8 +103,8 @@ class HotBuffers:
         )
 
     def release_used(self, group: int, seats: Tensor, stamps: Tensor) -> None:
-        """Lets later plans with the same `stamps` evict the slots with these stamps, by lowering their `last_used` by 1.
-        Their rows are not read any more. Seats that are EMPTY or not tiered are left out."""
+        """Lets later plans with the same `stamps` evict the slots with these stamps, by lowering their `last_used`.
+        The rows in these slots are not read any more. Seats that are EMPTY or not tiered are left out."""
         words, per_page, slots = self._pool.words_of(group), self._geometry.words_per_page, self._geometry.slots
         number = slots + torch.arange(slots, device=words.device)  # where last_used of each slot is among the maps
         tiered = ((seats != EMPTY) & self._tables.tiered[seats.clamp_min(0)])[:, None]

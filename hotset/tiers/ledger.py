@@ -124,7 +124,7 @@ class Ledger:
 
     def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str = "") -> None:
         """Adds the full pages of a request that follow `holding.cached` to the prefix cache. `hashes` and `token_ids`
-        are those of these pages. Their rows are on the host, or commands that are already issued copy them there.
+        are those of these pages. Their rows are on the host, or will be before any later command is executed.
         Without subscribers, `token_ids` can be empty."""
         if holding.residence is Residence.LANDING:
             raise InternalError("another process may still write to its pages")

@@ -45,7 +45,7 @@ class SharedKeys:
 
     def register(self, cached: Sequence[CachedPage], key_pages: Sequence[int], first: int = 0) -> None:
         """Lets other requests use the whole pages among `key_pages`, the key pages of a context that begins with the
-        pages `cached`. Their keys have been written, or commands that are already issued write them.
+        pages `cached`. Their keys have been written, or will be before any later command is executed.
 
         The pages that were whole when the context had `first` cached pages are registered already. If another request
         has registered a page with the same keys, this request keeps its own.

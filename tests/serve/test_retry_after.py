@@ -2,7 +2,7 @@
 
 from hotset.base.errors import QueueFull
 from hotset.serve.retry_after import MAX_DEPARTURES, MAX_RETRY_AFTER_SECONDS, Turnover
-from hotset.serve.service import Load
+from hotset.serve.service import ServerLoad
 
 
 class Clock:
@@ -58,7 +58,7 @@ def test_time_without_requests_does_not_count_and_old_departures_are_forgotten()
 
 
 def test_a_request_leaves_the_queue_once_with_its_first_token_or_without_any() -> None:
-    load = Load()
+    load = ServerLoad()
     with load.waiting(10) as first_started, load.waiting(20):
         assert (load.queue.present, load.waiting_tokens) == (2, 30)
         for _ in range(3):

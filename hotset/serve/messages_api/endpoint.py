@@ -19,7 +19,7 @@ from hotset.serve.conversation import (
     collected,
     encode_conversation,
     events_of,
-    naming,
+    rename_error_fields,
 )
 from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import Deltas, GenerationJob
@@ -48,7 +48,8 @@ from hotset.serve.messages_api.request import CountTokensRequest, MessagesReques
 from hotset.serve.service import Service
 from hotset.serve.streams import event_of, json_response
 
-FIELDS = {"prompt": "messages"}
+# The fields of this endpoint that stand for those of other endpoints, which errors name.
+FIELD_NAMES = {"prompt": "messages"}
 
 
 async def create_message(request: Request, service: Service, body: MessagesRequest) -> Response:
@@ -57,7 +58,7 @@ async def create_message(request: Request, service: Service, body: MessagesReque
     def new_responder(job: GenerationJob, reader: AnswerReader) -> MessagesResponder:
         return MessagesResponder(job, reader, service.model_name, body.max_tokens, body.shows_thinking)
 
-    with naming(FIELDS):
+    with rename_error_fields(FIELD_NAMES):
         turn = AgentTurn(
             id=f"msg_{uuid.uuid4().hex}",
             conversation=body.conversation(),

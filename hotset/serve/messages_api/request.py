@@ -46,9 +46,9 @@ class ToolUseInput(LenientModel):
     input: JsonObject
 
 
-Blocks = Field(max_length=MAX_PARTS, fail_fast=True)
+BlockLimit = Field(max_length=MAX_PARTS, fail_fast=True)
 TextBlocks = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[TextInput], Blocks, Tag("|list")],
+    Annotated[Text, Tag("|text")] | Annotated[list[TextInput], BlockLimit, Tag("|list")],
     one_of(text_or_list, "a text or a list of text blocks"),
 ]
 
@@ -76,7 +76,7 @@ Block = Annotated[
     one_of(_block_form, f"a block of one of these types: {', '.join(BLOCK_FORMS)}; the model reads text only"),
 ]
 MessageContent = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[Block], Blocks, Tag("|list")],
+    Annotated[Text, Tag("|text")] | Annotated[list[Block], BlockLimit, Tag("|list")],
     one_of(text_or_list, "a text or a list of blocks"),
 ]
 
@@ -151,7 +151,7 @@ class ContextEdit(LenientModel):
 
 
 class ContextManagement(LenientModel):
-    edits: Annotated[list[ContextEdit], Blocks] | None = None
+    edits: Annotated[list[ContextEdit], BlockLimit] | None = None
 
 
 def _no_thread(thread: Any) -> None:

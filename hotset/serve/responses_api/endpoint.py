@@ -18,7 +18,7 @@ from hotset.serve.conversation import (
     Finished,
     collected,
     events_of,
-    naming,
+    rename_error_fields,
     thinking_kwargs,
 )
 from hotset.serve.errors import error_body
@@ -54,12 +54,13 @@ from hotset.serve.streams import event_of, json_response
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-FIELDS = {"prompt": "input", "messages": "input"}
+# The fields of this endpoint that stand for those of other endpoints, which errors name.
+FIELD_NAMES = {"prompt": "input", "messages": "input"}
 
 
 async def create_response(request: Request, service: Service, body: ResponsesRequest) -> Response:
     """Answers a request. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
-    with naming(FIELDS):
+    with rename_error_fields(FIELD_NAMES):
         tools = declared_tools(body.tools or ())
         effort = None if body.reasoning is None else body.reasoning.effort
         kwargs = ({} if effort is None else thinking_kwargs(effort)) | (body.chat_template_kwargs or {})

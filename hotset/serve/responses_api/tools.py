@@ -1,8 +1,8 @@
 """The tools of `/v1/responses`: functions, custom tools, and namespaces of both.
 
 The model sees all of them as functions. A custom tool takes a text: it becomes a function with the one argument
-`input`. The model calls a tool of a namespace by both names joined to one; answers have the two names
-again.
+`input`. The model calls a tool of a namespace by both names joined to one; the calls in an answer have
+the two names again.
 """
 
 import json

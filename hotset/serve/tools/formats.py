@@ -19,7 +19,7 @@ from hotset.serve.tools.grammars import (
     calls_structure,
 )
 from hotset.serve.tools.json_calls import PYTHON_TAG, TOOL_CALL, read_llama_calls, read_qwen3_call
-from hotset.serve.tools.markup_calls import DSML, Tools, deepseek_reader, glm_reader, qwen_coder_reader
+from hotset.serve.tools.markup_calls import DSML, ToolsByName, deepseek_reader, glm_reader, qwen_coder_reader
 from hotset.serve.tools.parsing import CallParser, CallReader
 
 WRITE_SECONDS = 2.0  # of CPU time, for the grammar of calls of a request
@@ -33,7 +33,7 @@ class ToolFormat:
     name: str
     sign: str
     opener: str  # the marker with which calls begin
-    reader_of: Callable[[Tools], CallReader]
+    reader_of: Callable[[ToolsByName], CallReader]
     write_calls: GrammarOfCalls
     at_start: bool = False  # calls may also begin the answer without the marker
 
