@@ -159,8 +159,8 @@ class EngineSettings:
     )
     accept: Literal["exact", "distribution"] = setting(
         "exact",
-        "Which drafts are accepted. 'exact': those that equal the token sampled in their place, so that drafts change "
-        "no token. 'distribution': by rejection sampling, which changes tokens, but not their probabilities, and "
+        "Which drafts are accepted. 'exact': drafts that equal the token sampled at their position, so that drafts "
+        "change no token. 'distribution': by rejection sampling, which changes tokens but not their probabilities, and "
         "accepts more drafts of requests with a high temperature.",
     )
     step_timeout: float = setting(

@@ -73,7 +73,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     """Yields the folders of this process's groups up to the topmost one, for every version of cgroups.
 
     In a container, /proc can show the path of a group as seen from outside. Its folder is missing then, and the topmost
-    folder is that of the container.
+    folder is the one of the container.
     """
     mounts = root / CGROUPS
     for line in _lines(root / "proc/self/cgroup"):

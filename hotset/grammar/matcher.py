@@ -45,7 +45,7 @@ class Matcher:
     """
 
     def __init__(self, state: Any, masks: MaskShape, stop_ids: frozenset[int]) -> None:
-        """`state` is an `LLMatcher`, of which this object is the only owner."""
+        """`state` is an `LLMatcher` that only this object uses."""
         from llguidance.numpy import fill_next_token_bitmask
 
         self._state, self._fill = state, fill_next_token_bitmask

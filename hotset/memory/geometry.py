@@ -57,7 +57,7 @@ class Geometry:
 
     @property
     def tail_pages(self) -> int:
-        """Pages of a tail: page n of a context is in tail page n % tail_pages.
+        """The number of pages of a tail. Page n of a context is in tail page n % tail_pages.
 
         A step begins between p and p + `max_unverified`, and computes up to `max_drafts` drafted tokens after its first
         one. If all of these are right, the MTP layer then writes rows of up to `max_drafts - 1` further drafts. All
@@ -69,7 +69,7 @@ class Geometry:
     def slots_per_step(self) -> int:
         """The most slots of a tiered request that one step uses.
 
-        Drafting after the step uses fewer slots, and may evict those of the step.
+        Drafting after the step uses fewer slots, and may evict the slots that the step used.
         """
         return self.topk * (1 + self.max_drafts)
 
@@ -106,15 +106,15 @@ class Geometry:
         return ceil_div((number + 1) * ratio.numerator, ratio.denominator) * self.keys_per_block
 
     def map_pages(self, tokens: int) -> int:
-        """Pages for `slots` words of position_of, as many of last_used, and slot_of with two positions per word."""
+        """Returns the pages for `slots` words of position_of, as many of last_used, and slot_of with two per word."""
         return ceil_div(2 * self.slots + ceil_div(tokens, 2), self.words_per_page)
 
     def work_pages(self, tokens: int) -> int:
-        """Pages of a workspace, which uses all `layers` layers of its pages for the rows of one layer of the model."""
+        """Returns the pages of a workspace. It uses all layers of its pages for the rows of one layer of the model."""
         return ceil_div(self.row_pages(tokens), self.layers)
 
     def hot_pages(self, tokens: int) -> int:
-        """Pages of slots, tail and maps."""
+        """Returns the pages of slots, tail and maps."""
         return self.slot_pages + self.tail_pages + self.map_pages(tokens)
 
     def resident_pages(self, tokens: int) -> int:
@@ -124,7 +124,7 @@ class Geometry:
         return self.hot_pages(tokens) + self.key_pages(tokens)
 
     def streamed_pages(self, tokens: int) -> int:
-        """Pages of a streamed prefill. They suffice for the request to become tiered at the end of the prefill."""
+        """Returns the pages of a streamed prefill. They suffice for the request to become tiered when it ends."""
         return max(self.work_pages(tokens), self.hot_pages(tokens)) + self.key_pages(tokens)
 
     def max_row_pages(self, pages: int) -> int:

@@ -137,7 +137,7 @@ def store_nodes(gpus: Sequence[int], root: Path = Path("/")) -> tuple[int, ...]:
     found = {gpu: gpu_node(gpu, root) for gpu in gpus}
     allowed = {node.number for node in nodes if node.allowed}
     if outside := [gpu for gpu, node in found.items() if node not in allowed]:
-        LOGGER.info("host memory is not placed on NUMA nodes: that of GPU %d is unknown or not allowed", outside[0])
+        LOGGER.info("host memory is not placed on NUMA nodes: the node of GPU %d is unknown or not allowed", outside[0])
         return ()
     return tuple(sorted({node for node in found.values() if node is not None}))
 

@@ -85,7 +85,7 @@ def create_app(
 ) -> FastAPI:
     """Builds the application over a running engine. The caller keeps ownership of `client` and closes it.
 
-    `aliases` are further names that requests may use for the model. `handoff_secret` is that of the engine.
+    `aliases` are further names that requests may use for the model. `handoff_secret` is the engine's.
     `fingerprint` is the `system_fingerprint` of answers.
     """
     model_name = config.served_model_name or client.model.name

@@ -116,7 +116,7 @@ class ChunkResponder:
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         job = self.job
         completion_tokens, cached_tokens = [0] * job.choices, [0] * job.choices
-        # As in vLLM, usage in every chunk needs both options, and is that of the chunk's choice.
+        # As in vLLM, usage in every chunk needs both options, and counts only the choice of the chunk.
         options = self.stream_options
         include_usage = options is not None and bool(options.include_usage)
         in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)

@@ -1,7 +1,7 @@
 """The one table of request fields that Hotset does not implement but clients send.
 
 The bodies in `protocol.py`, `responses_api` and `messages_api` declare the fields that Hotset implements. This table
-holds the others: those of the OpenAI API and of Anthropic's messages, all of vLLM and SGLang (as of August 2026), and
+holds all other fields of the OpenAI API, of Anthropic's messages, of vLLM and of SGLang (as of August 2026), and
 some of llama.cpp, Ollama and OpenRouter. For every field:
 
 - null counts as not sent, even for an unknown field;

@@ -63,13 +63,13 @@ class CompletionLogprobWriter:
     def write_prompt(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str
     ) -> CompletionLogprobs:
-        """Returns the entries of an echoed prompt, whose text comes before that of the answer."""
+        """Returns the entries of an echoed prompt, whose text comes before the text of the answer."""
         written = self.write(token_ids, logprobs)
         self._start_text(len(text))
         return written
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """Returns the entries of tokens that follow those of the previous call."""
+        """Returns the entries of the next tokens, which follow the tokens of the previous call."""
         offsets = array("q")
         for token in token_ids:
             offsets.append(self._offset)

@@ -313,7 +313,7 @@ class Service:
         )
 
     def sampling_params(self, body: GenerationFields, **converted: Any) -> SamplingParams:
-        """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams.
+        """Returns sampling parameters: the client's values, else the model's defaults, else Hotset's defaults.
 
         `converted` are parameters whose fields have other names or forms. All others are fields of `body`.
         """

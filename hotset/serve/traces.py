@@ -45,7 +45,7 @@ class Traces:
     """Sends the traces of one server. All methods must be called on the event loop."""
 
     def __init__(self, url: str, model: str, role: str) -> None:
-        """`url` is the address of a collector, without `/v1/traces`. `model` and `role` are those of this server."""
+        """`url` is the address of a collector, without `/v1/traces`. `model` and `role` describe this server."""
         self._url = f"{url.rstrip('/')}/v1/traces"
         self._role = role
         described = {"service.name": "hotset", "service.version": __version__, "gen_ai.request.model": model}

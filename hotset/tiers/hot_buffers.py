@@ -169,8 +169,8 @@ class HotBuffers:
         """Makes a seat tiered. Its context of `length` rows is on the host. The caller loads the rows of the tail.
 
         If all other rows fit into the slots, they are loaded, so that no row is missing. Otherwise the positions in
-        `last_selected` are loaded. After a streamed prefill these are the request's own; after parking or a landing
-        they may be those of the seat's previous request.
+        `last_selected` are loaded. After a streamed prefill, the request itself selected them. After parking or a
+        landing, they may come from the seat's previous request.
         """
         self._tables.set_tiered(seat, True)
         tail_first, device = self._geometry.tail_first(length), self._pool.device

@@ -143,7 +143,7 @@ class KvMemory:
 
     def draft_view(self, seats: Sequence[int], positions: Sequence[int], stamps: Sequence[int]) -> ResidentView:
         """Returns a view that computes the draft at `positions[i]` of `seats[i]`, after a step with `stamps[i]` and the
-        drafts before it. Tails and slots are those of that step."""
+        drafts before it. It uses the tails and slots of that step."""
         batch = make_batch(seats, positions, [1] * len(seats), self.pool.device)
         on_device = list_to_device(stamps, torch.int64, self.pool.device)
         return self._view(replace(batch, stamps=on_device), int(not self.tables.tiered_seats.isdisjoint(seats)))
@@ -257,7 +257,7 @@ class KvMemory:
             self._required_hot_buffers.open(seat, length)
 
     def _promote(self, command: Promote) -> None:
-        """Loads all rows from the host except those of the newest two pages, which stay in the tail's pages."""
+        """Loads all rows from the host, except the newest two pages, which stay in the tail's pages."""
         seat, page_rows = command.seat, self.pool.geometry.page_rows
         newest = command.length // page_rows
         self.tables.extend_rows(seat, 0, command.rows)

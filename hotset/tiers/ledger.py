@@ -250,7 +250,7 @@ class Ledger:
         policy: LandingPolicy | None = None,
     ) -> bool:
         """Gives an absent request pages for `tokens` rows, on the host or the device, and the cached pages of `prefix`.
-        `policy` is that of the prefill worker, by default `landing`.
+        `policy` is the policy for the prefill worker. Default: `landing`.
 
         Another process will write the rows after the prefix, and never writes to the cached pages. The request needs
         no seat for this. Returns False if too few pages are free.
@@ -336,7 +336,7 @@ class Ledger:
         self._update_capacity(holding)
 
     def audit(self, holdings: list[Holding]) -> None:
-        """Proves that the pages of both pools and their owners agree. `holdings` are those of all requests."""
+        """Proves that the pages of both pools and their owners agree. `holdings` has the holding of every request."""
         quarantined = self._quarantined.values()
         audit_device(self.device, holdings, self.shared_keys, [page for pages in quarantined for page in pages.device])
         if self.host is not None:

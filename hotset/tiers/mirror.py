@@ -1,7 +1,7 @@
 """Copies pages between device and host: full pages are mirrored, parking flushes the last page, resuming loads pages.
 
-A page is copied to the host when its last row has been written. The host therefore has all rows and index keys of a
-context except those of a newest page that is not full, which are only on the device until `flush`. Streamed rows are an
+A page is copied to the host when its last row has been written. The host therefore has all full pages of a context.
+The rows and index keys of a newest page that is not full are only on the device until `flush`. Streamed rows are an
 exception: each step copies them to the host, layer by layer. A copy is an array of runs. One kernel call copies runs of
 rows in all layers. Only long runs to the device are copied layer by layer, by the GPU's copy engine, which is faster.
 """
@@ -75,7 +75,7 @@ class Mirror:
     def mirror_filled_pages(self, written: Sequence[TokenRange]) -> None:
         """Copies to the host every page that is full once the submitted step has written the rows `written`.
 
-        Of a streamed seat, only index keys are copied here. Its rows are copied during the step.
+        For a streamed seat, only index keys are copied here. Its rows are copied during the step.
         """
         page_rows = self._pool.geometry.page_rows
         whole = ((seat, first - first % page_rows, last - last % page_rows) for seat, first, last in written)

@@ -47,13 +47,13 @@ class TieredSegments:
 
     Each segment is planned as one query for the union of its tokens' selections. A row that several tokens select is
     therefore copied once, and no token evicts a row that another token needs. The segments are found on the device, so
-    that a captured graph finds those of each replay.
+    that a captured graph finds the segments of each replay.
     """
 
     def __init__(self, seat_of: Tensor, stamps: Tensor, tiered: Tensor, num_segments: int, width: int) -> None:
         """The tensors have an entry per token; `tiered` says whether its request is tiered. The stamp of a segment is
-        that of its first token. There are at most `num_segments` segments, counting all padding as one. A segment of a
-        tiered request has at most `width` tokens."""
+        the stamp of its first token. There are at most `num_segments` segments, counting all padding as one. A segment
+        of a tiered request has at most `width` tokens."""
         tokens = torch.arange(seat_of.shape[0], device=seat_of.device)
         begins = torch.ones_like(tiered)
         begins[1:] = seat_of[1:] != seat_of[:-1]

@@ -48,7 +48,7 @@ from hotset.serve.messages_api.request import CountTokensRequest, MessagesReques
 from hotset.serve.service import Service
 from hotset.serve.streams import event_of, json_response
 
-# The fields of this endpoint that stand for those of other endpoints, which errors name.
+# Names of fields in errors of code that endpoints share, and the names of these fields at this endpoint.
 FIELD_NAMES = {"prompt": "messages"}
 
 
@@ -84,7 +84,7 @@ class MessagesResponder:
     job: GenerationJob
     reader: AnswerReader
     model: str
-    max_tokens: int  # as the client asked; that of the job may be lower
+    max_tokens: int  # the client's limit; the job's limit may be lower
     shows_thinking: bool
     blocks: AnswerBlocks = field(default_factory=AnswerBlocks)
     cached_tokens: int = 0

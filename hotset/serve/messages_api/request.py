@@ -235,7 +235,7 @@ def _joined(content: str | Sequence[TextInput], without: str | None = None) -> s
 
 
 def _assistant_message(message: InputMessage) -> dict[str, Any]:
-    """Returns a message of the assistant: thoughts, then text, then calls, whatever the order of the blocks."""
+    """Returns a message of the assistant: thoughts, then text, then calls, in whichever order the blocks are."""
     blocks = message.blocks
     turn: dict[str, Any] = {"role": "assistant"}
     turn["content"] = _joined([block for block in blocks if isinstance(block, TextInput)])

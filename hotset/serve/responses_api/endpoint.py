@@ -54,7 +54,7 @@ from hotset.serve.streams import event_of, json_response
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-# The fields of this endpoint that stand for those of other endpoints, which errors name.
+# Names of fields in errors of code that endpoints share, and the names of these fields at this endpoint.
 FIELD_NAMES = {"prompt": "input", "messages": "input"}
 
 
@@ -166,7 +166,7 @@ class ResponsesResponder:
         return FunctionCallItem(**shared, arguments=text)
 
     def _shown(self, change: BlockChange, status: ItemStatus) -> Iterator[StreamEvent]:
-        """Yields the events that show a change. `status` is that of a block that ends."""
+        """Yields the events that show a change. `status` is the status of a block that ends."""
         block, index = change.block, change.block.index
         where: dict[str, Any] = {"item_id": self._item_id(block), "output_index": index}
         if change.what == "grows":

@@ -84,7 +84,7 @@ def write_calls(
 
 def format_for(chat_template: str | None, setting: str) -> ToolFormat | None:
     """Returns the format of a model, or None. `setting` is the name of a format, "none", or "auto". With "auto", the
-    chat template decides, which is that of the model or the built-in one for its architecture."""
+    chat template decides: the model's own or, if it has none, the built-in one for its architecture."""
     if setting == "none":
         return None
     if setting != "auto":

@@ -273,8 +273,8 @@ class _Arguments:
         self._definitions = {name: each for kind in DEFINITIONS for name, each in self.schema.get(kind, {}).items()}
 
     def argument_names(self) -> list[str]:
-        """Returns the names of the arguments, also of those that are required and not described. Raises RequestError if
-        markup cannot contain one."""
+        """Returns the names of all arguments, including required ones that the schema does not describe. Raises
+        RequestError if markup cannot contain a name."""
         self._check_references()
         keys = list(dict.fromkeys([*self.schema["properties"], *self.schema.get("required", ())]))
         unsafe = next((key for key in keys if UNSAFE_IN_MARKUP.search(key)), None)

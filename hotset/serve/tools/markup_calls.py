@@ -1,4 +1,4 @@
-"""Calls that a model writes as markup, one element for each argument: those of DeepSeek-V3.2, GLM-5 and Qwen3-Coder."""
+"""Reads calls that DeepSeek-V3.2, GLM-5 and Qwen3-Coder write as markup, with one element for each argument."""
 
 import json
 import re
