@@ -115,7 +115,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["router", "--port", "0"]])
-def test_the_api_key_is_read_from_a_file(
+def test_api_keys_are_read_from_files(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configs: list[Any] = []
@@ -283,7 +283,7 @@ class ScriptedLlm:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_reasoning_goes_to_stderr_and_to_the_next_prompt(
+def test_reasoning_goes_to_stderr_and_the_next_prompt(
     terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm: Any = ScriptedLlm()

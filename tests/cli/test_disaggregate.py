@@ -152,7 +152,7 @@ def test_a_worker_named_twice_is_rejected() -> None:
         RouterConfig(prefill=("http://h:1",), decode=("http://h:1/",))
 
 
-def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
+def test_a_secret_in_the_environment_applies_only_to_workers_of_handoffs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
@@ -178,7 +178,7 @@ exec sleep 600
 
 
 @pytest.mark.parametrize("damaged", ["prefill", "none"])
-def test_a_child_that_does_not_start_or_dies_is_named_and_stops_all_others(
+def test_a_child_that_fails_is_named_and_stops_all_others(
     damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children = tmp_path / "children"

@@ -135,7 +135,7 @@ def test_answers_equal_those_of_an_engine_in_this_process(shared: SharedEngine) 
     shared.run(scenario)
 
 
-def test_the_number_of_cached_tokens_arrives_although_the_admission_comes_steps_before_the_first_token(
+def test_cached_tokens_are_reported_although_the_first_token_comes_steps_later(
     shared: SharedEngine,
 ) -> None:
     prompt = [5, *range(30)]  # eight of its tokens are computed in a step
@@ -193,9 +193,7 @@ def test_if_the_engine_process_is_killed_open_and_new_requests_fail(tmp_path: Pa
 @pytest.mark.parametrize(
     "when", ["decode", pytest.param("prefill", marks=pytest.mark.slow), pytest.param("idle", marks=pytest.mark.slow)]
 )
-def test_if_the_engine_process_is_stopped_it_is_killed_and_requests_fail_with_the_reason(
-    tmp_path: Path, when: str
-) -> None:
+def test_a_stopped_engine_process_is_killed_and_requests_fail_with_the_reason(tmp_path: Path, when: str) -> None:
     reason = "the engine process has shown no sign of life for 3 s"
     endless = SamplingParams(temperature=0, max_tokens=6000, ignore_eos=True)
     settings = {"step_timeout": STEP_TIMEOUT_S, "max_num_batched_tokens": 1, "device_kv_tokens": 8192}
@@ -231,9 +229,7 @@ def test_if_the_engine_process_is_stopped_it_is_killed_and_requests_fail_with_th
     with_client(config, scenario)
 
 
-def test_a_long_step_that_advances_is_not_ended_and_one_that_hangs_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_step_that_does_not_advance_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_child", child_with_slow_layers)
     monkeypatch.setattr(progress_module, "STALL_MARGIN_SECONDS", 0.0)
     layers = 1 + round(STEP_TIMEOUT_S / LAYER_SECONDS)
@@ -278,7 +274,7 @@ def test_statistics_of_an_engine_that_does_not_answer_are_the_newest_ones(shared
     shared.run(scenario)
 
 
-def test_an_engine_process_in_a_long_step_exits_after_its_parent_has_died(
+def test_an_engine_in_a_long_step_exits_after_its_parent_has_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "_child", child_with_slow_layers)

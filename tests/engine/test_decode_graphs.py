@@ -149,9 +149,7 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiers", ["off", "auto"])
-def test_short_prompts_computed_by_graphs_get_the_answers_of_the_cpu(
-    tiers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_prompts_in_graphs_get_the_answers_of_the_cpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of each prompt is computed first, so that the graph of the other half reads rows of earlier steps."""
     submit, replayed = Runner.submit, 0
 

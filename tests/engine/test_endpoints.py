@@ -94,7 +94,7 @@ def replace_agent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
     return agent
 
 
-def test_defect_14_a_key_reused_while_its_plan_is_in_flight_is_another_request(
+def test_defect_14_a_key_reused_by_another_request_is_not_confused(
     prefill: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -130,7 +130,7 @@ def test_a_prompt_that_cannot_be_computed_is_refused(
         assert [type(command) for command in agent.commands] == [PrefillFailed] and prefill.idle
 
 
-def test_pages_are_announced_to_a_peer_only_after_copies_to_them_have_finished(
+def test_pages_are_announced_only_after_copies_to_them_have_finished(
     decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

@@ -328,7 +328,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @on_gpu
 @pytest.mark.parametrize(("model", "tiers"), [*product(["dsa"], TIERS), ("gqa", "off"), ("gqa", "auto")])
 @pytest.mark.parametrize("split", SPLITS)
-def test_ranks_on_one_gpu_give_the_logits_of_one_process(
+def test_ranks_on_one_gpu_give_equal_logits(
     model: str, split: str, tiers: str, random_models: dict[str, str], checksums: Path
 ) -> None:
     device = {key: value for key, value in on_one_gpu(SPLITS[split]).items() if key not in SPLITS[split]}
@@ -339,9 +339,7 @@ def test_ranks_on_one_gpu_give_the_logits_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "split"), [("dsa", "TP 2"), ("gqa", "DP 2")])
-def test_these_checks_pass_with_processes_on_a_cpu(
-    model: str, split: str, random_models: dict[str, str], checksums: Path
-) -> None:
+def test_these_checks_pass_on_a_cpu(model: str, split: str, random_models: dict[str, str], checksums: Path) -> None:
     device = {"device": "cpu", "dtype": "float32"}
     check_random_model(model, SPLITS[split], "auto", random_models[model], device)
     if "data_parallel_size" not in SPLITS[split]:
@@ -425,7 +423,7 @@ def mean_difference_by_rounding(folder: str) -> float:
 
 @on_gpu
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_two_ranks_with_the_fp8_shapes_of_a_full_size_model_give_the_logits_of_one_process(
+def test_two_ranks_with_full_size_fp8_shapes_give_the_logits_of_one_process(
     split: str, full_size_models: dict[int, str]
 ) -> None:
     """With few layers, the log-probabilities must agree within MAX_DIFFERENCE. With many layers, rounding changes fp8

@@ -46,9 +46,7 @@ CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # so 
 
 
 @pytest.mark.parametrize(("model", "landing", "tiers"), [("dsa", "host", "always"), ("glm_moe_dsa", "device", "auto")])
-def test_landed_requests_are_parked_and_resumed_like_local_ones(
-    model: str, landing: LandingChoice, tiers: TiersMode
-) -> None:
+def test_landed_requests_are_parked_and_resumed(model: str, landing: LandingChoice, tiers: TiersMode) -> None:
     prompts, params = Prompts((3, 4, 13, 16, 21, 30)), replace(SAMPLED, max_tokens=18)
     expected = answers_alone(model, prompts, params, **SMALL, **ROOMY)
     with pair(model, "loopback", (4, 4), {**CROWDED, "tiers": tiers}, **SMALL, **ROOMY) as workers:
@@ -68,7 +66,7 @@ def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered()
             assert workers.answers(token_ids, params, landing, tiers, salt=landing) == expected, (landing, tiers)
 
 
-def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_for_no_step(
+def test_no_message_waits_for_a_sleeping_engine_and_no_first_token_for_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step loop sleeps while its engine waits for peers."""

@@ -93,9 +93,7 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted(
-    aborted: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_reason_of_a_lost_handoff_is_logged_unless_aborted(aborted: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The peer refuses the request, because the peer is a decode worker too."""
 
     def open_transfer(_settings: TransferSettings) -> Loopback:

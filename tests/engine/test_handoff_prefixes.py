@@ -81,9 +81,7 @@ def row_bytes(workers: Pair, landing: LandingChoice) -> int:
         pytest.param("glm_moe_dsa", "host", "always", marks=pytest.mark.slow),
     ],
 )
-def test_only_the_rows_that_the_decode_worker_lacks_are_computed_and_sent(
-    model: str, landing: LandingChoice, tiers: str
-) -> None:
+def test_only_rows_that_the_decode_worker_lacks_are_sent(model: str, landing: LandingChoice, tiers: str) -> None:
     pages = PREFILL_PAGE_ROWS, PAGE_ROWS
     with (
         one_engine(model) as single,

@@ -106,7 +106,7 @@ def pair(
 
 
 @pytest.mark.parametrize(("model", "sender", "receiver", "transfer_name"), CROSSINGS)
-def test_answers_do_not_change_if_the_two_engines_have_different_parallelism(
+def test_answers_do_not_depend_on_the_parallelism_of_the_engines(
     model: str, sender: str, receiver: str, transfer_name: str
 ) -> None:
     with pair(model, sender, receiver, transfer_name) as workers:

@@ -164,9 +164,7 @@ def test_an_address_of_another_machine_is_refused_by_name(tmp_path: Path) -> Non
         check_model(config)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_its_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "hotset.fleet.kv_events.publisher", raising=False)
     with pytest.raises(MissingDependency, match=r"--kv-events needs zmq: pip install 'hotset\[serve\]'"):

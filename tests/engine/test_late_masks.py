@@ -73,7 +73,7 @@ def punctual() -> Iterator[None]:
         ("shared", "always", 2),
     ],
 )
-def test_tokens_do_not_depend_on_late_masks(
+def test_late_masks_change_no_token(
     name: str, tiers: str, plans: int, model_directory: str, late: list[Residence]
 ) -> None:
     spec, model = MODELS[name]

@@ -190,7 +190,7 @@ def test_a_closed_llm_refuses_open_streams_and_new_requests(tmp_path: Path) -> N
         llm.generate(IDS)
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_with_the_same_salt_is_computed_from_where_they_differ(
+def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_they_differ(
     tmp_path: Path,
 ) -> None:
     settings: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 512, "page_rows": 4}
@@ -245,7 +245,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_with_the_same_salt_is_computed
         ({"max_num_seqs": 0}, "--max-num-seqs"),
     ],
 )
-def test_settings_that_the_model_or_machine_cannot_meet_are_refused_with_their_flag(
+def test_settings_that_cannot_be_met_are_refused_with_their_flag(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

@@ -118,9 +118,7 @@ def test_an_engine_on_a_gpu_knows_which_drafts_pay() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiers", ["off", "always"])
-def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
-    tiers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_verify_and_draft_what_eager_steps_do(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are those of the CPU. After each step, tokens are drafted with and without a graph. Padding can change
     how sums are rounded, so few drafts may differ."""
     by_graphs, drafts, same = MtpGraphs.draft, 0, 0

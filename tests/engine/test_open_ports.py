@@ -56,7 +56,7 @@ def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path
     assert {listener.pid for listener in found} == set(pids), "each rank has a port for the other"
 
 
-def test_defect_21_a_rank_uses_loopback_even_if_the_environment_names_another_interface(
+def test_defect_21_a_rank_uses_loopback_whatever_the_environment_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters often set these variables for other programs."""
@@ -100,7 +100,7 @@ def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_i
         assert listener.host == "127.0.0.1" or listener.interface == "lo", listener
 
 
-def test_defect_21_an_engine_with_a_listener_that_nobody_asked_for_does_not_start(
+def test_defect_21_an_engine_with_an_unexpected_listener_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The listener is one of the test's own process."""

@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"page_rows": 16, "max_num_seqs": 4, "device_kv_tokens":
 @pytest.mark.parametrize(
     ("split", "stores_per_rank"), [({"tensor_parallel_size": 2}, 1), ({"pipeline_parallel_size": 2}, 0.5)]
 )
-def test_progress_counts_the_bytes_that_all_workers_pin(
+def test_progress_counts_all_pinned_bytes(
     split: dict[str, int], stores_per_rank: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart, stores = FakeCudart(), []

@@ -76,7 +76,7 @@ def computed_alone(name: str) -> tuple[list[list[int]], list[PromptLogprobs]]:
         ("shared", "auto", "parks", 2),
     ],
 )
-def test_each_log_probability_is_reported_once_although_requests_are_preempted(
+def test_log_probabilities_are_reported_once_despite_preemption(
     name: str, tiers: str, counter: str, plans_in_flight: int
 ) -> None:
     spec, model = MODELS[name]
@@ -154,9 +154,7 @@ def test_with_max_tokens_0_nothing_is_generated_and_all_pages_are_freed() -> Non
     ("changes", "computed_here"),
     [({}, False), ({"logprobs": 1}, False), ({"prompt_logprobs": 0}, True), ({"max_tokens": 0}, True)],
 )
-def test_a_decode_worker_computes_a_prompt_whose_logits_are_needed(
-    changes: dict[str, int], computed_here: bool
-) -> None:
+def test_a_decode_worker_computes_prompts_whose_logits_are_needed(changes: dict[str, int], computed_here: bool) -> None:
     """A handoff brings the KV and the first token, but no logits of the prompt."""
     card = ModelCard("tiny", "llama", 64, VOCAB, (), False, 64, "cpu", "float32", role="decode")
     options = RequestOptions(prefill_at="127.0.0.1:7001")

@@ -100,7 +100,7 @@ def params_of(number: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", ["sparse", "dense"])
-def test_contexts_of_tp2_land_in_dp2_on_other_nodes_with_the_tokens_of_one_process(
+def test_contexts_of_tp2_land_in_dp2_on_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The ranks of a dense prefill engine have one of two KV heads each, and those of a decode engine have both."""

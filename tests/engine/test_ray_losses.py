@@ -108,7 +108,7 @@ def check_served_again(expected: Expected, address: str, lost_at: float) -> None
 @each_phase
 @each_signal
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_lost_worker_is_named_and_all_workers_end(
+def test_a_lost_worker_is_named_and_all_end(
     expected: Expected, two_nodes: str, worker: int, how: signal.Signals, when: str
 ) -> None:
     with LLM(expected.model, **LONG, **TP2, ray_address=two_nodes) as llm:
@@ -189,9 +189,7 @@ def reason_of(controller: "subprocess.Popen[str]") -> str:
 
 @each_phase
 @each_signal
-def test_workers_end_without_their_controller(
-    expected: Expected, two_nodes: str, how: signal.Signals, when: str
-) -> None:
+def test_workers_end_with_their_controller(expected: Expected, two_nodes: str, how: signal.Signals, when: str) -> None:
     with controller_process(expected, two_nodes, when) as (controller, pids):
         controller.send_signal(how)
         lost_at = time.monotonic()

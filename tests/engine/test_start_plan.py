@@ -116,7 +116,7 @@ def test_weights_that_exceed_the_free_memory_are_refused_before_they_are_read(me
         check_start(config, loader.files, two_workers, [True, True], CPU)
 
 
-def test_weights_that_fit_without_packed_copies_are_refused_with_the_flag_that_leaves_these_out(
+def test_weights_that_fit_only_unpacked_are_refused_with_the_flag_to_use(
     memory: Callable[[int], None],
 ) -> None:
     config = EngineConfig(model=DEMO)
@@ -135,7 +135,7 @@ def test_weights_that_fit_without_packed_copies_are_refused_with_the_flag_that_l
     assert measured_bytes(loader.load(lambda done, total: None)) == pytest.approx(plain_bytes, rel=0.01)
 
 
-def test_weights_are_loaded_with_a_warning_if_torch_cannot_pack_them(
+def test_weights_that_torch_cannot_pack_are_loaded_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "is_available", lambda: False)
@@ -146,7 +146,7 @@ def test_weights_are_loaded_with_a_warning_if_torch_cannot_pack_them(
     assert measured_bytes(decoder) == pytest.approx(loader.plan.weights.device_bytes, rel=0.01)
 
 
-def test_the_command_line_refuses_weights_that_exceed_the_host_before_torch_is_imported(
+def test_weights_that_exceed_the_host_are_refused_before_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     matrices = 4 * 12_466_176  # in float32
@@ -246,9 +246,7 @@ def test_kv_gets_what_weights_and_steps_leave_of_the_share(utilization: float) -
 
 
 @pytest.mark.parametrize("given", [{}, {"host_kv_gib": 10.0}, {"host_kv_tokens": 1 << 16}])
-def test_little_host_memory_makes_the_device_pool_smaller_instead_of_refusing(
-    memory: Callable[[int], None], given: dict[str, Any]
-) -> None:
+def test_little_host_memory_makes_the_device_pool_smaller(memory: Callable[[int], None], given: dict[str, Any]) -> None:
     """Every row on the device also has a host page."""
     memory(16 * GIB)
     files = published("dsa-50b")

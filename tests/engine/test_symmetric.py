@@ -141,7 +141,7 @@ def test_the_abort_flag_stays_set_and_its_check_raises() -> None:
         ("cuda:0", 2, "nccl", "DistributedWorld"),
     ],
 )
-def test_workers_that_share_a_gpu_use_symmetric_memory_by_default(
+def test_workers_that_share_a_gpu_share_memory(
     device: str, ranks_on_gpu: int, collectives: CollectivesChoice, world: str
 ) -> None:
     rank = WorkerRank(0, 2, 0, 1, Split(0, 2), "rendezvous", device, ranks_on_gpu=ranks_on_gpu)
@@ -160,7 +160,7 @@ def test_workers_that_share_a_gpu_use_symmetric_memory_by_default(
         ([0] * 17, [], "symmetric memory supports 16 ranks, not 17"),
     ],
 )
-def test_symmetric_memory_needs_peer_access_in_both_directions(
+def test_symmetric_memory_needs_mutual_peer_access(
     indices: list[int], peers: list[tuple[int, int]], obstacle: str | None
 ) -> None:
     members = mock.Mock()

@@ -52,7 +52,7 @@ stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size
 @given(texts=st.lists(words, max_size=8), stops=stop_lists, include=st.booleans(), last=words)
 @example(texts=["aa", "ab"], stops=["aab"], include=False, last="")
 @example(texts=["ab", "abb"], stops=["ababb", "ba"], include=False, last="")
-def test_pieces_add_up_to_the_expected_text_and_none_is_released_too_early(
+def test_pieces_add_up_to_the_text_and_none_is_early(
     texts: list[str], stops: list[str], include: bool, last: str
 ) -> None:
     assembler = TextAssembler(

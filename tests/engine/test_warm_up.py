@@ -50,7 +50,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tokens
 
 
-def test_a_prompt_and_a_token_are_computed_before_the_first_request_and_leave_no_trace(
+def test_a_prompt_and_a_token_are_computed_at_start_without_a_trace(
     computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[7, 8, 9] * 10, [5] * 20]
@@ -67,7 +67,7 @@ def test_a_prompt_and_a_token_are_computed_before_the_first_request_and_leave_no
         assert run_all(engine, prompts, params) == answers
 
 
-def test_a_step_that_does_not_fit_into_memory_ends_the_start_with_the_settings_to_lower(
+def test_a_step_that_does_not_fit_ends_the_start_with_the_settings_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = []

@@ -122,7 +122,7 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
         checksums.check(ranks, SPECS[model].layers)
 
 
-def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_tokens_of_one_process(
+def test_a_common_prefix_is_shared_on_all_workers_without_changing_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The stages have different numbers of index groups per layer, so a key page holds different tokens on each. Rank 0
@@ -155,7 +155,7 @@ class FakeCopyEvent:
         assert self.done.wait(30)
 
 
-def test_a_step_that_reads_a_shared_store_waits_until_every_writer_has_reported(
+def test_a_step_that_reads_a_shared_store_waits_for_the_copies_of_all_writers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copies = FakeCopyEvent()
@@ -318,7 +318,7 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
 
 
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
+def test_a_prompt_that_is_mostly_cached_replays_a_graph_on_all_workers(
     split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan loads the cached pages, and a graph computes all other tokens of the prompt."""
@@ -349,7 +349,7 @@ def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_al
     assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
 
 
-def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names_step_and_workers(
+def test_a_step_that_hangs_ends_the_engine_and_is_named_with_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(progress_module, "STALL_MARGIN_SECONDS", 0.0)

@@ -222,7 +222,7 @@ def test_mla_append_writes_the_new_rows_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("interleaved", "parts"), KEY_OPTIONS)
 @pytest.mark.parametrize(("dim", "rope_dim", "fp8"), KEY_SHAPES)
-def test_index_append_writes_to_the_pages_of_the_seats_and_nothing_else(
+def test_index_append_writes_to_its_pages_only(
     dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
     case = Keys.make(dim, rope_dim, torch.bfloat16, fp8, interleaved, parts, torch.randn)
@@ -236,7 +236,7 @@ def test_index_append_writes_to_the_pages_of_the_seats_and_nothing_else(
 @needs_interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @MLA_SHAPES
-def test_mla_kernel_writes_the_same_bytes_as_the_reference(dtype: torch.dtype, rank: int, rope: int, fp8: bool) -> None:
+def test_mla_kernel_writes_the_reference_bytes(dtype: torch.dtype, rank: int, rope: int, fp8: bool) -> None:
     case = Mla.make(rank, rope, dtype, fp8, draw_exact)
     check_bytes(case, triton_impl("mla_append").mla_append, same_values=dtype == torch.bfloat16)
 
@@ -247,7 +247,7 @@ def test_mla_kernel_writes_the_same_bytes_as_the_reference(dtype: torch.dtype, r
     matrix(DTYPES, KEY_SHAPES, KEY_OPTIONS, together=1),
     ids=str,
 )
-def test_key_kernel_writes_the_same_bytes_as_the_reference(
+def test_key_kernel_writes_the_reference_bytes(
     dtype: torch.dtype, dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
     case = Keys.make(dim, rope_dim, dtype, fp8, interleaved, parts, draw_exact)
@@ -304,7 +304,7 @@ def stored_values(case: Mla | Keys, stored: Tensor) -> Tensor:
     matrix(DTYPES, [False, True], [(4, 2, 8), (3, 3, 10), (1, 1, 2)], together=1),
     ids=str,
 )
-def test_gqa_kernel_writes_the_same_bytes_as_the_reference(
+def test_gqa_kernel_writes_the_reference_bytes(
     dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int
 ) -> None:
     case = Gqa.make(heads, kv_heads, dim, dtype, normed, draw_exact)
@@ -323,7 +323,7 @@ def test_gqa_kernel_writes_the_same_bytes_as_the_reference(
     [(BF16, 512, 64, True), (BF16, 520, 6, True), (BF16, 7, 4, False), (torch.float32, 20, 2, True)],
     ids=str,
 )
-def test_mla_append_on_a_gpu_writes_the_same_bytes(
+def test_mla_append_on_a_gpu_writes_equal_bytes(
     dtype: torch.dtype, rank: int, rope: int, fp8: bool, count: int
 ) -> None:
     for draw in (torch.randn, draw_exact):
@@ -359,7 +359,7 @@ def test_index_append_on_a_gpu_writes_the_same_bytes(
     ],
     ids=str,
 )
-def test_gqa_append_on_a_gpu_writes_the_same_rows(
+def test_gqa_append_on_a_gpu_writes_equal_rows(
     dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int
 ) -> None:
     case = Gqa.make(heads, kv_heads, dim, dtype, normed, torch.randn)

@@ -211,9 +211,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 
 @pytest.mark.parametrize(("routed", "expected"), [(None, 48), (32, 6)])
-def test_the_expected_pairs_per_expert_count_the_experts_of_all_ranks(
-    recorded: mock.Mock, routed: int | None, expected: int
-) -> None:
+def test_expected_pairs_per_expert_count_all_experts(recorded: mock.Mock, routed: int | None, expected: int) -> None:
     """48 tokens with 4 experts each: of 4 experts, or of 32 of which this rank holds 4."""
     experts(*draw_case(48, 4, draw_weights(4, 32, 16, 16)).arguments, routed)
     assert [call.args[5] for call in recorded.call_args_list] == [expected]
@@ -283,7 +281,7 @@ def test_on_a_gpu_odd_sizes_equal_the_reference(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_token_has_the_same_result_in_every_batch_of_the_same_tiles(
+def test_on_a_gpu_a_token_has_the_same_result_in_batches_with_the_same_tiles(
     production: tuple[Fp8Weight, Fp8Weight],
 ) -> None:
     for most, pairs in ((32, 8), (80, 20)):  # two experts per token: `most` tokens are `pairs` pairs per expert

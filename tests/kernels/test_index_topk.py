@@ -158,9 +158,7 @@ def test_queries_whose_candidate_list_overflows_do_not_affect_others(impl: Modul
 @on_device
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("case", [SMALL[3]] if INTERPRETED else [LARGE[0], LARGE[6], LARGE[8], LARGE[9]], ids=str)
-def test_index_topk_selects_the_best_of_the_scores_that_the_kernel_computes(
-    impl: ModuleType, case: Case, captured: bool
-) -> None:
+def test_index_topk_selects_the_best_of_the_computed_scores(impl: ModuleType, case: Case, captured: bool) -> None:
     inputs = make_inputs(case, seed=4)
     k = 20 if INTERPRETED else 300
     op = impl.index_topk if INTERPRETED else index_topk
@@ -177,7 +175,7 @@ def test_index_topk_selects_the_best_of_the_scores_that_the_kernel_computes(
 
 
 @on_device
-def test_queries_that_exceed_the_workspace_are_processed_in_batches(
+def test_queries_beyond_the_workspace_are_processed_in_batches(
     impl: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case((1, 4), (40, 30), heads=16, dim=32, block_rows=80) if INTERPRETED else LARGE[3]

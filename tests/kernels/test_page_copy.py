@@ -82,7 +82,7 @@ def check_copy(
     ("to_host", "width", "gap", "offset"),
     matrix([True, False], [1, 3, 4, 16, 37, 132, 656, 1152, 20_000], [(0, 0), (0, 4), (16, 0), (7, 1)], together=1),
 )
-def test_pieces_are_copied_in_every_layer_and_nothing_else_is_written(
+def test_pieces_are_copied_in_every_layer_and_nothing_else(
     copy: Copy, to_host: bool, width: int, gap: int, offset: int
 ) -> None:
     check_copy(copy, layers=2, width=width, gap=gap, offset=offset, pieces=5, to_host=to_host)
@@ -147,9 +147,7 @@ def test_rows_that_differ_between_the_tiers_are_refused(host: Tensor, message: s
 @both_directions
 @pytest.mark.parametrize("pinned_pieces", [True, False])
 @pytest.mark.parametrize(("width", "gap"), [(656, 0), (1152, 0), (132, 0), (37, 3)])
-def test_on_a_gpu_pieces_are_copied_as_by_the_reference(
-    width: int, gap: int, to_host: bool, pinned_pieces: bool
-) -> None:
+def test_on_a_gpu_pieces_equal_the_references(width: int, gap: int, to_host: bool, pinned_pieces: bool) -> None:
     rows, layers = 4000, 5
     device, host = (block_of_rows(layers, rows, width, gap, 0) for _ in range(2))
     pieces = torch.tensor([*draw_pieces(rows // 2, 200), (rows // 2, rows // 2 + 7, rows // 2 - 7)])

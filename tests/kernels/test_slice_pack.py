@@ -302,7 +302,7 @@ def test_slices_outside_the_row_are_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("unpack", [False, True])
-def test_wrong_rows_are_refused_before_anything_is_written(
+def test_wrong_rows_are_refused_before_a_write(
     pages: list[int], first: int, last: int, message: str, unpack: bool
 ) -> None:
     stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(20, dtype=torch.uint8)
@@ -390,7 +390,7 @@ def copied_to(tensor: Tensor, tier: str) -> Tensor:
 @pytest.mark.parametrize(("store_tier", "buffer_tier"), [("device", "device"), ("device", "host"), ("host", "device")])
 @pytest.mark.parametrize("pages_on_device", [False, True])
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.row_bytes}")
-def test_on_a_gpu_slices_are_copied_as_by_the_reference(
+def test_on_a_gpu_slices_equal_the_references(
     case: Case, store_tier: str, buffer_tier: str, pages_on_device: bool
 ) -> None:
     stores, pages, buffer = case.stores(), case.pages(), case.packed()

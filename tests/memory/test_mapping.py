@@ -112,7 +112,7 @@ def test_memory_of_one_node_prefers_it_and_memory_of_several_is_interleaved(allo
     populated(memory)
 
 
-def test_a_node_that_the_system_refuses_costs_one_line_in_the_log(
+def test_a_refused_node_is_logged_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = private_memory(NBYTES)

@@ -59,9 +59,7 @@ def test_reasoning_ends_at_the_first_end_marker(text: str, in_reasoning: bool, r
 @given(text=TEXTS, in_reasoning=st.booleans(), cuts=st.lists(st.integers(0, 60)))
 @example(text="a</think>b", in_reasoning=True, cuts=list(range(11)))
 @example(text=" " * 40 + "<think>", in_reasoning=False, cuts=list(range(60)))
-def test_every_way_to_cut_a_text_gives_the_same_reasoning_and_content(
-    text: str, in_reasoning: bool, cuts: list[int]
-) -> None:
+def test_cuts_in_a_text_change_neither_reasoning_nor_content(text: str, in_reasoning: bool, cuts: list[int]) -> None:
     ends = sorted(min(cut, len(text)) for cut in cuts)
     pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
     assert divided(ThinkParser(in_reasoning=in_reasoning), *pieces) == by_hand(text, in_reasoning)
@@ -93,7 +91,5 @@ def test_no_more_text_is_held_back_than_half_a_marker(text: str, in_reasoning: b
         ("", "", False),
     ],
 )
-def test_the_prompt_tells_whether_the_answer_begins_within_the_reasoning(
-    prompt: str, continued: str, open_: bool
-) -> None:
+def test_the_prompt_shows_whether_the_answer_begins_in_reasoning(prompt: str, continued: str, open_: bool) -> None:
     assert ends_in_reasoning(prompt, continued) is open_

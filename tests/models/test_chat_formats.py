@@ -393,7 +393,7 @@ def rendered(files: ModelFiles, chat: ChatSettings | None = None) -> str:
         return tokenizer.render_chat([user("Hi")])
 
 
-def test_a_chat_template_file_wins_over_the_models_own_and_this_over_the_built_in_one(
+def test_a_chat_template_file_comes_before_the_models_and_the_built_in_one(
     bare_model: ModelFiles, tmp_path: Path
 ) -> None:
     assert rendered(bare_model) == f"{BOS}<｜User｜>Hi<｜Assistant｜></think>"

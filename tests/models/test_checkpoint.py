@@ -275,9 +275,7 @@ def test_a_header_is_read_up_to_the_limit_of_its_size(llama_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float8_e4m3fn", "float16")])
-def test_without_a_dtype_in_the_config_it_is_that_of_the_weights_as_in_transformers(
-    llama_dir: Path, dtypes: tuple[str, str]
-) -> None:
+def test_a_missing_dtype_is_that_of_the_weights_as_in_transformers(llama_dir: Path, dtypes: tuple[str, str]) -> None:
     def store(tensors: dict[str, torch.Tensor]) -> None:
         for number, name in enumerate(sorted(tensors)):
             tensors[name] = tensors[name].to(getattr(torch, dtypes[number > 0]))

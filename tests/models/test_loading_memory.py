@@ -84,9 +84,7 @@ class NewTensors(TorchDispatchMode):
 
 @pytest.mark.slow  # torch imports a lot for a dispatch mode
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_temporary_tensor_is_larger_than_two_pieces(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_temporary_tensor_exceeds_two_pieces(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are 16 KiB here; the largest weight has 512 KiB."""
     piece = 16 << 10
     monkeypatch.setattr(stored_tensors, "PIECE_BYTES", piece)

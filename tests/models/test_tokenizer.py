@@ -123,7 +123,7 @@ def streamed(stream: TextStream, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_text_equal_those_of_transformers(
+def test_tokens_and_text_are_those_of_transformers(
     smol: Tokenizer, read_back: Tokenizer, oracle: Any, text: str
 ) -> None:
     ids = smol.encode(text)
@@ -262,7 +262,7 @@ WORDS = st.sampled_from(["a", "e\u0301", " ", "  ", "\n", "7", "The", " quick", 
 
 @examples(40)
 @given(words=st.lists(WORDS, max_size=30), repeats=st.sampled_from([1, 50]), data=st.data())
-def test_a_cut_adds_few_tokens(
+def test_cuts_add_few_tokens(
     smol: Tokenizer, spaced: Tokenizer, words: list[str], repeats: int, data: st.DataObject
 ) -> None:
     """Texts are judged by their slices, so the parts of a text must not have many more tokens than the whole."""
@@ -295,9 +295,7 @@ AnyIds = st.lists(
 
 @examples(80)
 @given(token_ids=AnyIds, skip_special=st.booleans())
-def test_the_pieces_of_a_byte_stream_add_up_to_decode(
-    smol: Tokenizer, token_ids: list[int], skip_special: bool
-) -> None:
+def test_pieces_of_a_byte_stream_add_up_to_decode(smol: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
     expected = smol.decode(token_ids, skip_special=skip_special)
     assert streamed(smol.stream(skip_special=skip_special), token_ids) == expected
 
@@ -309,7 +307,7 @@ def test_the_pieces_of_a_byte_stream_add_up_to_decode(
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
 @example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes adjacent bytes invalid
-def test_the_pieces_of_a_window_stream_add_up_to_decode(
+def test_pieces_of_a_window_stream_add_up_to_decode(
     spaced: Tokenizer, token_ids: list[int], skip_special: bool
 ) -> None:
     expected = spaced.decode(token_ids, skip_special=skip_special)

@@ -92,7 +92,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "split", "gigabytes"), PUBLISHED)
-def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
+def test_computed_sizes_of_published_models_are_those_of_the_plan(
     name: str, split: Split, gigabytes: int | None
 ) -> None:
     path = ROOT / "hotset" / "lab" / "plan" / "configs" / f"{name}.json"

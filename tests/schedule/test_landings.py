@@ -243,9 +243,7 @@ def test_keys_that_landed_on_the_host_are_loaded_although_the_policy_has_changed
     ("landing", "peer", "on_device"),
     [("auto", "peer", False), ("auto", "other", True), ("device", "peer", True), ("host", "other", False)],
 )
-def test_rows_avoid_the_device_for_a_peer_that_reaches_it_slowly_unless_the_client_requires_it(
-    landing: LandingChoice, peer: str, on_device: bool
-) -> None:
+def test_rows_avoid_a_device_that_the_peer_reaches_slowly(landing: LandingChoice, peer: str, on_device: bool) -> None:
     scheduler, runner, _, _ = make_cached()
     scheduler.ledger.landing_of_peer["peer"] = LandingPolicy(keys_on_host=True, prefer_host=True)
     prompt = PromptSpec(tuple(range(60, 75)), SamplingParams(seed=0))

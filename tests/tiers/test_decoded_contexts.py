@@ -57,7 +57,7 @@ def recorded(
     ],
     ids=["resident", "streamed"],
 )
-def test_logits_are_those_of_rows_that_every_token_decodes(
+def test_decoding_whole_contexts_changes_no_logit(
     settings: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded, streamed = Counter(decode_rows), Counter(tiers_view.StreamedSegment)

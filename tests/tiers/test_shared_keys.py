@@ -28,7 +28,7 @@ def workers(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @examples(80)
 @given(workers(), st.integers(1, 6), st.integers(0, 60))
-def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
+def test_a_key_page_is_whole_when_it_is_full_on_all_workers(
     stages: list[tuple[int, int]], page_rows: int, tokens: int
 ) -> None:
     row, key = RowLayout(16, torch.uint8), RowLayout(7, torch.uint8, align=1)
