@@ -22,14 +22,7 @@ import numpy as np
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.engine.ports import Throughput
-from hotset.fleet.transfer.api import (
-    MemoryKind,
-    Meter,
-    Region,
-    Writes,
-    WriteState,
-    WriteTicket,
-)
+from hotset.fleet.transfer.api import MemoryKind, Meter, Region, Writes, WriteState, WriteTicket
 from hotset.fleet.transfer.regions import Description, Regions, decode_description, merge_registered
 from hotset.schedule.handoffs import DeviceEvent
 

@@ -294,8 +294,4 @@ def test_reasoning_goes_to_stderr_and_the_next_prompt(
     shown = printed.err.replace(NOT_DIM + DIM, "")
     assert shown == 2 * (f"{DIM}I add.{NOT_DIM}\n" if terminal else "I add.\n")
     answer = {"role": "assistant", "content": "2!", "reasoning_content": "I add."}
-    assert llm.asked[1] == [
-        {"role": "user", "content": "1 + 1?"},
-        answer,
-        {"role": "user", "content": "Sure?"},
-    ]
+    assert llm.asked[1] == [{"role": "user", "content": "1 + 1?"}, answer, {"role": "user", "content": "Sure?"}]

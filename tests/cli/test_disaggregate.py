@@ -152,9 +152,7 @@ def test_a_worker_named_twice_is_rejected() -> None:
         RouterConfig(prefill=("http://h:1",), decode=("http://h:1/",))
 
 
-def test_a_secret_in_the_environment_applies_only_to_workers_of_handoffs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_secret_in_the_environment_applies_only_to_workers_of_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
     for role, secret in (("both", None), ("decode", SECRET)):
         assert EngineConfig(**config_values(EngineConfig, {"role": role})).handoff_secret == secret

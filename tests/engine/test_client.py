@@ -135,9 +135,7 @@ def test_answers_equal_those_of_an_engine_in_this_process(shared: SharedEngine) 
     shared.run(scenario)
 
 
-def test_cached_tokens_are_reported_although_the_first_token_comes_steps_later(
-    shared: SharedEngine,
-) -> None:
+def test_cached_tokens_are_reported_although_the_first_token_comes_steps_later(shared: SharedEngine) -> None:
     prompt = [5, *range(30)]  # eight of its tokens are computed in a step
 
     async def scenario(client: EngineClient) -> None:

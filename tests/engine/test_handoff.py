@@ -66,9 +66,7 @@ def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered()
             assert workers.answers(token_ids, params, landing, tiers, salt=landing) == expected, (landing, tiers)
 
 
-def test_no_message_waits_for_a_sleeping_engine_and_no_first_token_for_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_message_waits_for_a_sleeping_engine_and_no_first_token_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step loop sleeps while its engine waits for peers."""
     prompts, mistakes, num_tokens = Prompts((40, 97)), list[str](), list[int]()
     with pair("dsa", **SIZES) as workers:

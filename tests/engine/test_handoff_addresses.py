@@ -56,12 +56,7 @@ def make(open_transfer: Callable[[TransferSettings], Transfer] = TransferSetting
         ({"control": "127.0.0.2:0"}, "127.0.0.2"),
         ({"control": "localhost:0"}, "127.0.0.1"),
         (
-            {
-                "control": "0.0.0.0:0",
-                "advertise": "127.0.0.3:0",
-                "handoff_secret": SECRET,
-                "transfer_interface": "lo",
-            },
+            {"control": "0.0.0.0:0", "advertise": "127.0.0.3:0", "handoff_secret": SECRET, "transfer_interface": "lo"},
             "127.0.0.3",
         ),
     ],

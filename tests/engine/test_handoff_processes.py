@@ -154,9 +154,7 @@ def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]]) -> None:
     asyncio.run(run_scenario())
 
 
-def test_a_killed_prefill_worker_fails_only_its_request_loses_no_page_and_is_replaceable(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_prefill_worker_fails_only_its_request_loses_no_page_and_is_replaceable(tmp_path: Path) -> None:
     """All prompts begin alike. The decode worker has 6 pages of them, or 96 rows, in its prefix cache: they are neither
     sent again nor lost."""
 

@@ -65,14 +65,7 @@ def punctual() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("name", "tiers", "plans"),
-    [
-        ("dsa", "auto", 1),
-        ("gqa", "off", 3),
-        ("shared", "always", 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "tiers", "plans"), [("dsa", "auto", 1), ("gqa", "off", 3), ("shared", "always", 2)])
 def test_late_masks_change_no_token(
     name: str, tiers: str, plans: int, model_directory: str, late: list[Residence]
 ) -> None:
@@ -102,9 +95,7 @@ def test_drafts_are_taken_back_with_the_token_before_them(model_directory: str, 
 
 
 @pytest.mark.parametrize(
-    "split",
-    [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}],
-    ids=str,
+    "split", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
 )
 def test_late_masks_of_split_engines(split: dict[str, int], model_directory: str, late: list[Residence]) -> None:
     spec = SPECS["deepseek_v32"]

@@ -190,9 +190,7 @@ def test_a_closed_llm_refuses_open_streams_and_new_requests(tmp_path: Path) -> N
         llm.generate(IDS)
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_they_differ(
-    tmp_path: Path,
-) -> None:
+def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_they_differ(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 512, "page_rows": 4}
     settings["dtype"] = "float64"  # chunks of other sizes are rounded otherwise, but choose the same tokens
     settings["max_num_batched_tokens"] = 8  # the first token comes several steps after the admission

@@ -82,10 +82,7 @@ def test_defect_21_a_rank_uses_loopback_whatever_the_environment_names(
     ],
 )
 def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_interface_only(
-    tmp_path: Path,
-    role: Literal["prefill", "decode"],
-    transfer: Literal["nixl", "mooncake"],
-    settings: dict[str, Any],
+    tmp_path: Path, role: Literal["prefill", "decode"], transfer: Literal["nixl", "mooncake"], settings: dict[str, Any]
 ) -> None:
     pytest.importorskip(transfer)
     settings = {"role": role, "transfer": transfer, "handoff_secret": SECRET} | settings
@@ -100,9 +97,7 @@ def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_i
         assert listener.host == "127.0.0.1" or listener.interface == "lo", listener
 
 
-def test_defect_21_an_engine_with_an_unexpected_listener_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_defect_21_an_engine_with_an_unexpected_listener_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener is one of the test's own process."""
     closed: list[bool] = []
     card = SimpleNamespace(control_listens_on=None, kv_events=())

@@ -70,11 +70,7 @@ def computed_alone(name: str) -> tuple[list[list[int]], list[PromptLogprobs]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tiers", "counter", "plans_in_flight"),
-    [
-        ("gqa", "off", "recomputes", 3),
-        ("shared", "auto", "parks", 2),
-    ],
+    ("name", "tiers", "counter", "plans_in_flight"), [("gqa", "off", "recomputes", 3), ("shared", "auto", "parks", 2)]
 )
 def test_log_probabilities_are_reported_once_despite_preemption(
     name: str, tiers: str, counter: str, plans_in_flight: int
@@ -91,9 +87,7 @@ def test_log_probabilities_are_reported_once_despite_preemption(
 
 
 @pytest.mark.parametrize(
-    "split",
-    [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}],
-    ids=str,
+    "split", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
 )
 def test_several_workers_report_the_log_probabilities_of_one_process(split: dict[str, int]) -> None:
     small = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64, "tiers": "always"}

@@ -71,9 +71,7 @@ def test_defect_20_tiers_keep_concurrency(
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_all_stages_get_the_key_pages_of_the_stage_with_the_most_groups_per_layer(
-    stages: int,
-) -> None:
+def test_all_stages_get_the_key_pages_of_the_stage_with_the_most_groups_per_layer(stages: int) -> None:
     """The 78 layers of GLM-5.2 are divided where a group begins. The first stage has the most groups per layer."""
     full = (0, 1, 2, *range(6, 78, 4))
     bounds = [*(full[number * len(full) // stages] for number in range(stages)), 78]

@@ -116,9 +116,7 @@ def test_weights_that_exceed_the_free_memory_are_refused_before_they_are_read(me
         check_start(config, loader.files, two_workers, [True, True], CPU)
 
 
-def test_weights_that_fit_only_unpacked_are_refused_with_the_flag_to_use(
-    memory: Callable[[int], None],
-) -> None:
+def test_weights_that_fit_only_unpacked_are_refused_with_the_flag_to_use(memory: Callable[[int], None]) -> None:
     config = EngineConfig(model=DEMO)
     memory(GIB)
     weights = ModelLoader(config, CPU).plan.weights
@@ -146,9 +144,7 @@ def test_weights_that_torch_cannot_pack_are_loaded_with_a_warning(
     assert measured_bytes(decoder) == pytest.approx(loader.plan.weights.device_bytes, rel=0.01)
 
 
-def test_weights_that_exceed_the_host_are_refused_before_torch_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_exceed_the_host_are_refused_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = 4 * 12_466_176  # in float32
     real = model_checks.host_memory()
     monkeypatch.setattr(model_checks, "host_memory", lambda: replace(real, free=matrices))

@@ -67,9 +67,7 @@ def test_a_prompt_and_a_token_are_computed_at_start_without_a_trace(
         assert run_all(engine, prompts, params) == answers
 
 
-def test_a_step_that_does_not_fit_ends_the_start_with_the_settings_to_lower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_does_not_fit_ends_the_start_with_the_settings_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     close = InProcessExecutor.close
 
@@ -88,9 +86,7 @@ def test_a_step_that_does_not_fit_ends_the_start_with_the_settings_to_lower(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"page_rows": 1}, {"page_rows": 2}, {"page_rows": 3}, {"max_model_len": 2}],
-    ids=str,
+    "settings", [{"page_rows": 1}, {"page_rows": 2}, {"page_rows": 3}, {"max_model_len": 2}], ids=str
 )
 def test_engines_whose_pages_or_contexts_are_tiny_start(tmp_path: Path, settings: dict[str, int]) -> None:
     with engine_of(tiny_directory(tmp_path), load_format="dummy", **settings) as engine:

@@ -172,9 +172,7 @@ def test_if_a_worker_reports_a_failure_the_others_are_aborted_before_it_has_ende
 
 
 @pytest.mark.parametrize("silent", [(), (1,), (0,)])
-def test_a_worker_that_died_without_a_report_is_named_before_reported_errors(
-    silent: tuple[int, ...],
-) -> None:
+def test_a_worker_that_died_without_a_report_is_named_before_reported_errors(silent: tuple[int, ...]) -> None:
     group = start_group(*(die if number in silent else fail for number in range(2)))
     with pytest.raises((StartupError, EngineStopped)) as raised:
         while True:

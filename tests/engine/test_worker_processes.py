@@ -23,12 +23,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.workers.processes import MultiprocessExecutor
 
 DEADLINE_S = 90.0
-TINY = {
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-}
+TINY = {"num_key_value_heads": 2, "max_position_embeddings": 4096, "hidden_size": 32, "num_hidden_layers": 3}
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy",
     "device": "cpu",

@@ -122,9 +122,7 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
         checksums.check(ranks, SPECS[model].layers)
 
 
-def test_a_common_prefix_is_shared_on_all_workers_without_changing_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_common_prefix_is_shared_on_all_workers_without_changing_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stages have different numbers of index groups per layer, so a key page holds different tokens on each. Rank 0
     also reads host pages that other ranks wrote in earlier plans."""
     use, shared = SharedKeys.use, []
@@ -155,9 +153,7 @@ class FakeCopyEvent:
         assert self.done.wait(30)
 
 
-def test_a_step_that_reads_a_shared_store_waits_for_the_copies_of_all_writers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_reads_a_shared_store_waits_for_the_copies_of_all_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = FakeCopyEvent()
 
     def mirrored_event(memory: KvMemory) -> FakeCopyEvent | None:
@@ -349,9 +345,7 @@ def test_a_prompt_that_is_mostly_cached_replays_a_graph_on_all_workers(
     assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
 
 
-def test_a_step_that_hangs_ends_the_engine_and_is_named_with_its_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_hangs_ends_the_engine_and_is_named_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "STALL_MARGIN_SECONDS", 0.0)
     hang, release, execute = threading.Event(), threading.Event(), Worker._execute
 

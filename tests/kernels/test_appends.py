@@ -351,12 +351,7 @@ def test_index_append_on_a_gpu_writes_the_same_bytes(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "normed", "heads", "kv_heads", "dim"),
-    [
-        (BF16, False, 32, 8, 128),
-        (BF16, True, 32, 8, 128),
-        (BF16, True, 3, 3, 10),
-        (torch.float32, False, 16, 1, 80),
-    ],
+    [(BF16, False, 32, 8, 128), (BF16, True, 32, 8, 128), (BF16, True, 3, 3, 10), (torch.float32, False, 16, 1, 80)],
     ids=str,
 )
 def test_gqa_append_on_a_gpu_writes_equal_rows(

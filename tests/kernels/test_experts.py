@@ -314,9 +314,7 @@ def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Tensor, Ten
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(
-    production: tuple[Tensor, Tensor],
-) -> None:
+def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(256, 6, *production)
     whole = experts(*case.arguments)
     for tokens in (2, 16, 64, 128):

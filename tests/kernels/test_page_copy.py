@@ -107,12 +107,7 @@ def test_index_keys_with_a_gap_after_every_page_are_copied_as_words(copy: Copy) 
     """A page of 400 bytes holds 3 index keys of 132 bytes, so pages do not begin at multiples of 132 bytes."""
     pool, host = torch.randint(0, 256, (2, 5 * 400), dtype=torch.uint8), torch.zeros(2, 20 * 132, dtype=torch.uint8)
     pieces = [(page * 100, position * 33, 3 * 33) for page, position in ((4, 0), (1, 3), (2, 6))]
-    copy(
-        torch.tensor(pieces),
-        pool.view(torch.int32)[:, :, None],
-        host.view(torch.int32)[:, :, None],
-        to_host=True,
-    )
+    copy(torch.tensor(pieces), pool.view(torch.int32)[:, :, None], host.view(torch.int32)[:, :, None], to_host=True)
     read = torch.cat([pool[:, page * 400 : page * 400 + 396] for page in (4, 1, 2)], dim=1)
     assert torch.equal(host[:, : 9 * 132], read) and not host[:, 9 * 132 :].any()
 

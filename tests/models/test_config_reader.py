@@ -21,13 +21,7 @@ from hotset.models.rope import amplitude, inverse_frequencies
 from hotset.models.spec import ModelSpec
 
 MODELS = Path(families.__file__).parents[1]
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 DSA_SIZES = {
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
@@ -190,11 +184,7 @@ def test_every_absent_field_means_what_it_means_in_transformers(model_type: str,
 
 def test_every_field_that_is_read_is_compared_with_transformers() -> None:
     compared: set[str] = set()
-    known = {
-        *UNKNOWN_TO_TRANSFORMERS,
-        *RopeParameters.__annotations__,
-        *quantisation(FP8),
-    }
+    known = {*UNKNOWN_TO_TRANSFORMERS, *RopeParameters.__annotations__, *quantisation(FP8)}
     for model_type, fields in VARIANTS:
         names = {path.rpartition(".")[2] for path in fields_read({"model_type": model_type, **fields})}
         unknown = names - known - {*dir(transformers.AutoConfig.for_model(model_type))}

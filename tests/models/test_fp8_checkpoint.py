@@ -33,11 +33,7 @@ def open_tensors(folder: Path, tensors: dict[str, Tensor], fp8: bool = True) -> 
     """Writes a checkpoint with these tensors and opens it. With `fp8`, its weights stay in fp8."""
     formats = FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS
     save_file(tensors, folder / "model.safetensors")
-    return open_weights(
-        ModelFiles(folder, replace(SPECS["llama"], weight_formats=formats)),
-        torch.float32,
-        CPU,
-    )
+    return open_weights(ModelFiles(folder, replace(SPECS["llama"], weight_formats=formats)), torch.float32, CPU)
 
 
 def random_fp8(rows: int, columns: int, seed: int) -> dict[str, Tensor]:

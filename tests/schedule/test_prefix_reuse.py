@@ -241,9 +241,7 @@ def test_hashing_is_done_once_per_request_and_is_bounded_per_plan() -> None:
     assert hashed == [2 * pages, 2 * pages, 2 * pages, 0]
 
 
-def test_a_long_prompt_is_hashed_in_several_plans_only_while_others_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_prompt_is_hashed_in_several_plans_only_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "HASHED_TOKENS", 16 * ROWS)
     loop, hashed = Loop(step_tokens=500, device=500, host=500), []
     loop.add("alone", tokens(40 * ROWS))
