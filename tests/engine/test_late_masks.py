@@ -79,6 +79,9 @@ def test_late_masks_change_no_token(
     assert tiers != "always" or Residence.TIERED in residences
     with punctual():
         assert together == answers_of_one_process(name, model_directory)
+    stats = engine.stats()
+    pressure = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
+    assert pressure[tiers] > 0, f"the pools were large enough, so this checks little: {stats}"
     engine.close()
 
 

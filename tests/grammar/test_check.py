@@ -75,9 +75,3 @@ def test_a_structure_that_takes_too_long_is_refused_alone(
     assert refused.value.code == "invalid_structure"
     checks.check(short)
     assert (checks.has_passed(long), checks.has_passed(short)) == (False, True)
-
-
-@pytest.mark.parametrize("index", ["00", "01", "²", "٠"])
-def test_a_reference_names_each_part_in_one_way(checks: StructureChecks, index: str) -> None:
-    with pytest.raises(RequestError, match=f"has the index '{index}'; write indices in the digits 0 to 9"):
-        checks.check(of_schema({"$ref": f"#/allOf/{index}", "allOf": [{"type": "null"}, {"type": "null"}]}))

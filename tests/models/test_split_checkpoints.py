@@ -50,13 +50,6 @@ def test_slices_of_float32_tensors_equal_those_of_the_whole(tmp_path: Path) -> N
     expect_slices(open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu"), whole)
 
 
-def test_slices_of_fp8_tensors_equal_those_of_the_whole(tmp_path: Path) -> None:
-    values, scale = torch.randn(SHAPE).to(torch.float8_e4m3fn), torch.tensor([[0.5]])
-    save_file({NAME: values, NAME + "_scale_inv": scale}, tmp_path / "model.safetensors")
-    source = open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu")
-    expect_slices(source, values.float() * 0.5)
-
-
 def test_slices_of_dummy_weights_equal_those_of_the_whole(tmp_path: Path) -> None:
     files = ModelFiles(tmp_path, SPECS["llama"])
     whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).load(NAME, SHAPE)
@@ -146,15 +139,6 @@ def test_each_stage_skips_the_tensors_of_other_stages_in_a_gguf_file(tmp_path: P
     for stage in stages:
         with pytest.raises(CheckpointError, match=r"blk\.1\.attn_q_norm"):
             load_all(files, [stage])
-
-
-def test_fp8_scales_of_other_workers_tensors_are_not_an_error(tmp_path: Path) -> None:
-    files = save_checkpoint(tmp_path, SPECS["deepseek_v32"])
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
-        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), name + "_scale_inv": torch.ones(1, 1)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    load_all(files, splits_of(files.spec))
 
 
 def test_each_expert_is_loaded_by_one_rank_and_every_tensor_by_some_worker() -> None:

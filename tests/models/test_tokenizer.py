@@ -37,7 +37,7 @@ DECORATED_TEMPLATE = """
 {%- for message in messages %}
     {%- if message.role == 'tool' %}{{ raise_exception('no tools ' + message.role) }}{% endif %}
     {%- if loop.index > 10 %}{% break %}{% endif %}
-    {{ bos_token }}{{ message | tojson }}
+    {{ bos_token }}{{ message | tojson }}{{ message | tojson(ensure_ascii=False) }}
     {% generation %}[{{ message.content }}]{% endgeneration %}
 {% endfor %}
 {% if add_generation_prompt %}{{ eos_token }}>{% endif %}
@@ -196,21 +196,6 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
     ours = not_none(from_directory(write_directory(tmp_path, chat_template=escape)))
     with pytest.raises(RequestError):
         ours.render_chat(CHAT)
-
-
-def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
-    ours = not_none(from_directory(write_directory(tmp_path)))
-    with pytest.raises(RequestError, match="no chat template"):
-        ours.render_chat(CHAT)
-
-
-def test_damaged_files_are_refused_at_startup(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path, chat_template="{% if %}")
-    with pytest.raises(CheckpointError, match="template is broken"):
-        from_directory(directory)
-    (directory / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        from_directory(directory)
 
 
 def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path) -> None:
