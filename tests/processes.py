@@ -1,6 +1,6 @@
 """Starts, finds and pauses other processes, waits for their end, and looks at what they hold.
 
-A process or a thread can end while it is being read: what has ended is left out.
+A process or a thread can end while it is being read. It is then left out.
 """
 
 import multiprocessing

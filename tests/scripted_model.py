@@ -1,4 +1,4 @@
-"""A model that says what a script tells it to, for tests of answers that no small model would give.
+"""A model whose answers are scripted, for tests of answers that no small model would give.
 
 It is a checkpoint like any other. Attention and feed-forward layers are zero, so that the next token depends on the
 current token alone: the rows of the output matrix continue each token of a script with the one after it. A chat

@@ -21,8 +21,8 @@ def test_the_service_is_ended_in_every_case(tmp_path: Path, tests: str, status: 
     stub(tmp_path, "python3", f'echo "tests $*" >>{log}\n{tests}')
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
     ended = subprocess.run([ROOT / "scripts" / "gpu", "ranks"], env=environment, timeout=60, capture_output=True)
-    started, tested, quitted = log.read_text().splitlines()
-    assert started == "started" and quitted == "quit -t 10"
+    started, tested, stopped = log.read_text().splitlines()
+    assert started == "started" and stopped == "quit -t 10"
     assert tested.startswith("tests -m pytest -m gpu") and tested.endswith("tests/engine/test_gpu_rank_failures.py")
     assert ended.returncode == status, ended.stdout
 

@@ -128,7 +128,7 @@ def test_an_assert_only_narrows_a_type_or_is_in_an_audit() -> None:
     )
 
 
-def test_guarding_asserts_are_told_from_others() -> None:
+def test_only_guarding_asserts_are_found() -> None:
     source = """
 assert x is not None and isinstance(y, int) and z != "abort"
 assert x is not None and x > 0

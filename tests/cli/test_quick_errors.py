@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from harness import tiny_directory
+from ports import reserved_port
 
 from hotset.base.devices import has_gpu_driver
 
@@ -138,11 +139,8 @@ def taken_port() -> Iterator[str]:
 
 @pytest.fixture
 def own_port() -> Iterator[str]:
-    """A port that other tests cannot take, but on which a process can listen."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield str(reserved.getsockname()[1])
+    with reserved_port() as port:
+        yield str(port)
 
 
 def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, own_port: str) -> None:

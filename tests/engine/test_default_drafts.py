@@ -1,4 +1,4 @@
-"""How many tokens are drafted if `--speculate` is not given."""
+"""Tests how many tokens are drafted if `--speculate` is not given."""
 
 import json
 from contextlib import closing
@@ -33,7 +33,10 @@ def drafts(on_gpu: bool = True, **settings: Any) -> int | None:
     [
         ({}, DEFAULT_DRAFTS),
         ({"tiers": "off"}, DEFAULT_DRAFTS),
-        ({"role": "prefill", "control": "127.0.0.1:0"}, DEFAULT_DRAFTS),  # its rows must be those of a decode worker
+        (
+            {"role": "prefill", "control": "127.0.0.1:0"},
+            DEFAULT_DRAFTS,
+        ),  # decode workers need the rows of the MTP layer
         ({"speculate": 0}, 0),
         ({"speculate": 1}, 1),
         ({"hot_slots": 3 * TOPK}, 2),
@@ -119,9 +122,6 @@ def test_on_a_gpu_the_demo_model_drafts_by_default_and_gives_the_same_text() -> 
     some hundredths, and that is enough to change a token that is drawn at random."""
     texts, greedy = [], SamplingParams(temperature=0)
     for settings in ({}, {"speculate": 0}):
-        llm = LLM(model=str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings)
-        try:
+        with LLM(str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings) as llm:
             texts.append([output.outputs[0].text for output in llm.generate(["The capital of France is"] * 2, greedy)])
-        finally:
-            llm.close()
     assert texts[0] == texts[1] and torch.cuda.is_available()

@@ -70,7 +70,7 @@ def test_256_seats_with_a_large_vocabulary_have_enough_memory(tmp_path: Path, ar
             outputs = llm.generate(prompts, params)
             assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * SEATS
         free_at_end, _ = torch.cuda.mem_get_info()
-        assert free_at_end > 0.02 * total, "what lies outside of the share must stay free"
+        assert free_at_end > 0.02 * total, "memory outside of the engine's share must stay free"
         assert free_after_start - free_at_end < 0.02 * total, (
             "requests must not take memory that start-up did not measure"
         )

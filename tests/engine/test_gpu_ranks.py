@@ -154,7 +154,7 @@ def check_graphs(llm: LLM, settings: dict[str, Any]) -> None:
 
 @lru_cache
 def retrieved_by_one_process(device: str) -> list[list[int]]:
-    """Returns the tokens with which one process answers each question, as many as the correct answer has."""
+    """Returns the answer of one process to each question, cut to the length of the correct answer."""
     _, _, counts = questions()
     found = answer_questions(device=device, tiers="off", device_kv_tokens=16384).answers[: len(counts)]
     return [tokens[:count] for (_, tokens), count in zip(found, counts, strict=True)]
@@ -281,8 +281,8 @@ def forced_logprobs(model: str, lengths: Sequence[int], tokens: int, **settings:
 
 
 def mean_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the mean difference of log-probabilities, as a share of their standard deviation. Those of several
-    replicas follow each other in `found`."""
+    """Returns the mean difference of log-probabilities, as a share of their standard deviation. `found` has
+    those of several replicas one after another."""
     assert len(found) % len(expected) == 0
     repeated = [*expected] * (len(found) // len(expected))
     return statistics.mean(abs(one - other) for one, other in zip(found, repeated, strict=True)) / statistics.stdev(
@@ -291,7 +291,7 @@ def mean_difference(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def check_logprobs(found: Sequence[float], expected: Sequence[float], what: str) -> None:
-    """Asserts that log-probabilities are those expected within rounding. Prints how far apart they are."""
+    """Asserts that log-probabilities equal the expected ones within rounding. Prints the mean difference."""
     mean = mean_difference(found, expected)
     print(f"{what}: the mean difference is {mean:.4f} of the standard deviation")
     assert mean <= MAX_DIFFERENCE, f"{what}: {mean:.4f} of the standard deviation"
@@ -389,7 +389,7 @@ def full_size_logprobs(folder: str, **settings: Any) -> list[float]:
     return found
 
 
-def rounded_otherwise(compute: Callable[..., Any]) -> Callable[..., Any]:
+def rounded_differently(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Changes the output of attention or of an MLP by about one unit in the last place of bfloat16."""
 
     def changed(*arguments: Any) -> Any:
@@ -403,13 +403,13 @@ def rounded_otherwise(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache
 def mean_difference_by_rounding(folder: str) -> float:
-    """Returns how far the log-probabilities of one process are from those of one that rounds otherwise."""
+    """Returns how far the log-probabilities of one process differ from those of one that rounds differently."""
     load = ModelLoader.load
 
     def load_and_change(loader: ModelLoader, *arguments: Any) -> Decoder:
         decoder = load(loader, *arguments)
         decoder._layers = [
-            replace(layer, attention=rounded_otherwise(layer.attention), mlp=rounded_otherwise(layer.mlp))  # type: ignore[arg-type]
+            replace(layer, attention=rounded_differently(layer.attention), mlp=rounded_differently(layer.mlp))  # type: ignore[arg-type]
             for layer in decoder._layers
         ]
         return decoder

@@ -51,7 +51,7 @@ def one_engine(model: str) -> Iterator[Engine]:
 
 
 def converse(workers: Pair, single: Engine, landing: LandingChoice, new_tokens: tuple[int, ...]) -> list[Turn]:
-    """Runs a conversation through both, and compares the answers. Turn n adds `new_tokens[n]` random tokens."""
+    """Compares a conversation on `workers` with the same on `single`. Turn n adds `new_tokens[n]` random tokens."""
     generator = random.Random(str(new_tokens))
     turns: list[Turn] = []
     context: list[int] = []

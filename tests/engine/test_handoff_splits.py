@@ -164,7 +164,7 @@ def test_a_decode_engine_receives_from_prefill_engines_with_different_tensor_par
 def test_contexts_in_memory_of_gpus_are_packed_there_and_land_there(
     simulated_gpu: None, monkeypatch: pytest.MonkeyPatch, model: str, sender: str, receiver: str
 ) -> None:
-    """Each rank packs its rows in its own memory, and each rank of the decode worker unpacks what is for it. The first
+    """Each rank packs its rows in its own memory, and each rank of the decode worker unpacks its own rows. The first
     contexts land on the host, because no route is measured yet."""
     speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): 0.05e9, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 20e9}
     hub = simulated_routes(monkeypatch, speeds)

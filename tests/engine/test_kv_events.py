@@ -1,4 +1,4 @@
-"""Engine processes publish the pages of their prefix caches as KV events, where they were asked to."""
+"""Engine processes publish the pages of their prefix caches as KV events, at the addresses of their settings."""
 
 import contextlib
 import socket

@@ -98,7 +98,7 @@ def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_i
 
 
 def test_defect_21_an_engine_with_an_unexpected_listener_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener is one of the test's own process."""
+    """The unexpected listener is a socket of the test process."""
     closed: list[bool] = []
     card = SimpleNamespace(control_listens_on=None, kv_events=())
     executor = SimpleNamespace(addresses=())

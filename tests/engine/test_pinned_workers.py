@@ -1,4 +1,4 @@
-"""Where the host stores of several workers are, and how the workers pin them and report it. No GPU is needed."""
+"""Tests where the host stores of several workers are, and how workers pin them and report it, without a GPU."""
 
 import logging
 from contextlib import closing
@@ -90,7 +90,7 @@ def test_a_store_is_placed_for_the_gpus_of_the_ranks_that_use_it(
 
 
 def test_host_memory_counts_as_pinned_until_all_workers_have_released_it() -> None:
-    """The time that closing may take follows from it, also while workers drop the MTP layer."""
+    """The time limit of closing depends on this number, also while workers drop the MTP layer."""
     config = EngineConfig(model=str(DEMO), device="cpu", speculate=1, tensor_parallel_size=2, **SIZES)
     spec = find_model(config.model, with_mtp=True).spec
     with closing(ThreadWorkers(config, model_splits(config, spec), kv_heads=1)) as workers:

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from engine.ray_nodes import SETTINGS, answers, executor_of, pids_of, simulated_nodes, sparse_model
+from engine.ray_nodes import SETTINGS, answers, simulated_nodes, sparse_model
+from harness import executor_of, pids_of
 from processes import descendants_of, parent_of, wait_until_ended
 
 from hotset import LLM, SamplingParams

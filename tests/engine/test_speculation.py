@@ -1,7 +1,7 @@
 """Tokens with drafts are those without: sampled, with penalties, structures and logprobs, in every split.
 
 `ImposedDrafter` knows the right answers and drafts some wrong tokens, so that drafts are accepted and rejected at all
-places. What `lookup` drafts is tested in tests/schedule/test_lookup_drafts.py.
+places. test_lookup_drafts.py tests the drafts of `lookup`.
 """
 
 import random

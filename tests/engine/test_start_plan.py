@@ -1,4 +1,4 @@
-"""What an engine prints and refuses before it reads weights, against what is then measured."""
+"""Compares what an engine states and refuses before it reads weights with what is measured afterwards."""
 
 import logging
 import re

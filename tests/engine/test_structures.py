@@ -111,7 +111,7 @@ def test_a_prefill_worker_that_cannot_compile_a_structure_fails_the_handoff(mode
 
 
 class LateToken:
-    """A step whose token is known only after somebody has asked for it."""
+    """A step that counts how often its token is asked for."""
 
     def __init__(self, token: int) -> None:
         self.token, self.asked = token, 0

@@ -96,7 +96,7 @@ def test_engines_whose_pages_or_contexts_are_tiny_start(tmp_path: Path, settings
 
 @pytest.mark.parametrize(("kind", "tiers"), [("dsa", "auto"), ("gqa", "off")])
 def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int], kind: str, tiers: TiersMode) -> None:
-    """All seats sample in one of them, and chunks of many sizes are computed."""
+    """In one step, all seats sample. Other steps compute chunks of many sizes."""
     model = DEMO if kind == "dsa" else tiny_directory(tmp_path, max_position_embeddings=1000)
     config = EngineConfig(
         model=model,

@@ -1,6 +1,6 @@
 """If a worker dies, is stopped or hangs, the others are aborted, all processes end, and the error names the cause.
 
-The processes here only wait, as kernels do: until their abort flag is set.
+The processes only wait until their abort flag is set, like kernels that wait for another rank.
 """
 
 import os
@@ -86,7 +86,7 @@ def exit_at_once(_pipe: Connection, _progress: Progress) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers have any time to end by themselves, so that tests do not depend on the machine's speed."""
+    """Gives workers ample time to end by themselves, so that tests do not depend on the machine's speed."""
     monkeypatch.setattr(group_module, "ABORT_SECONDS", DEADLINE_S)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import tiny_directory
+from harness import pids_of, tiny_directory
 from processes import is_running, pause, shared_memory_of, wait_until_ended
 
 from hotset import LLM, SamplingParams
@@ -39,12 +39,6 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 def answers(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
-
-
-def pids_of(llm: LLM) -> list[int]:
-    workers = llm._engine.executor
-    assert isinstance(workers, MultiprocessExecutor)
-    return [worker.process.pid for worker in workers.workers if worker.process.pid is not None]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -39,7 +39,7 @@ def test_only_the_last_demanded_structures_are_known(checks: StructureChecks, mo
 
 
 def test_while_tables_are_built_nobody_waits_to_see_what_has_passed(jobs: JobPool) -> None:
-    """The event loop asks for it."""
+    """The event loop calls `has_passed`."""
     began, may_end = threading.Event(), threading.Event()
 
     def slow_tokenizer() -> str:

@@ -1,6 +1,6 @@
 """Reading a structure takes linear time, and whatever it says is an error of the request, never of the server.
 
-The limits of CPU time are hundreds of times what is needed; what was written before needed more than they allow.
+The limits of CPU time are hundreds of times what is needed. Earlier code exceeded them.
 """
 
 import json

@@ -190,7 +190,7 @@ def test_a_kernel_that_starts_early_reads_the_last_writes_of_the_launch_before(
     value, op = case()
     late = torch.zeros_like(value)
     expected = [tensor.clone() for tensor in tensors(op(value))]
-    op(late)  # what an op writes to memory of the model is overwritten by now
+    op(late)  # overwrites what the op has written to the model's memory
     late_copy(late, value)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

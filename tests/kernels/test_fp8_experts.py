@@ -69,7 +69,7 @@ def test_experts_in_fp8_equal_a_loop_over_tokens_and_read_only_the_selected_expe
     case.expert_ids[0] = EMPTY  # a padded token
     poison(case, sorted(set(range(count)) - set(case.expert_ids.flatten().tolist())))
     out = run_op(case)
-    # An activation in float32 hardly ever is so near the middle between two codes that it gets the other one.
+    # In float32, an activation is hardly ever so near the middle of two codes that it is rounded to the other one.
     torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-4)
     assert not out[0].any()
 
@@ -123,7 +123,7 @@ def test_an_expert_with_several_blocks_equals_the_reference() -> None:
 
 
 @needs_interpreter
-def test_every_block_meets_every_tile_of_outputs_once() -> None:
+def test_every_block_is_multiplied_by_every_tile_of_outputs_once() -> None:
     """More blocks than GROUP_BLOCKS, and a number that is not a multiple of it."""
     torch.manual_seed(2)
     case = draw_case(9, 1, draw_weights(9, 32, 160, 32))

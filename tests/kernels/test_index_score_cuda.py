@@ -114,7 +114,8 @@ def test_scores_do_not_depend_on_the_batch_or_on_the_number_of_blocks() -> None:
         assert torch.equal(alone[0, :length], together[query, :length])
 
 
-# A case, the number of blocks, and how many tiles they prefetch: of a block's first query, at most one per warpgroup.
+# A case, the number of blocks, and how many tiles they prefetch. A block prefetches tiles of its first query only, at
+# most one per warpgroup.
 PREFETCHED = {
     "4, 2 and 3 tiles, of which each block scores five or four": (Case((1,) * 3, (250, 100, 190)), 2, 2 + 1),
     "a block for each tile": (Case((1,) * 2, (130, 70)), 8, 5),
@@ -228,9 +229,9 @@ def test_seats_positions_and_pages_may_be_anything_before_the_previous_launch_ha
 
 @needs_compiler
 def test_tiles_are_prefetched_before_the_previous_launch_has_ended() -> None:
-    """Before that, the query has the seat of another one, whose tile is prefetched in vain.
+    """Until then, the query has the seat of another query, whose tile is prefetched in vain.
 
-    In some launches, the warp that prefetches begins only after that.
+    In some launches, the warp that prefetches begins only after the previous launch has ended.
     """
     inputs = make_inputs(Case((1,) * 2, (100, 90)), seed=8, device=CPU)
     expected = run(inputs, BlockShape(2, 1)).values

@@ -87,7 +87,9 @@ PRODUCTS = [name for name in EXPERTS if name.startswith(("gate_up", "down"))]
 FP8_OPERANDS = {"fp8 linear, 16 tokens": "n16k32", "fp8 linear, 64 tokens": "n64k32"}
 FP8_OPERANDS |= {"fp8 gate_up, decoding": "n16k32", "fp8 down, decoding": "n16k32"}
 DIVIDING = ("mla append", "index append", "quantise", "fp8 linear, 16 tokens", "quantise pairs")
-INSTRUCTIONS: list[tuple[str, list[str], list[str]]] = [  # what the code of a kernel has, and what it has not
+INSTRUCTIONS: list[
+    tuple[str, list[str], list[str]]
+] = [  # patterns that are in a kernel's code, and others that are not
     *((name, [WGMMA, ROWS], [r"mma\.sync", SMALL_COPIES]) for name in PRODUCTS),
     *((name, [r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"], []) for name in ("sum", "swiglu")),
     ("decode", [ROWS, r"mma\.sync"], [SMALL_COPIES]),

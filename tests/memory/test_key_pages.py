@@ -144,7 +144,7 @@ def test_no_set_of_resident_contexts_has_more_row_pages_than_the_bound(
 
 def most_row_pages(geometry: Geometry, pages: int) -> int:
     """Tries all combinations of contexts, by dynamic programming over the number of pages."""
-    contexts = {}  # the pages of a context with as many rows as its key pages allow, or fewer: its row pages
+    contexts = {}  # number of pages of a context: the most row pages among them
     for key_pages in range(1, pages):
         for row_pages in range(1, geometry.row_pages(geometry.key_capacity(key_pages)) + 1):
             if key_pages + row_pages <= pages:

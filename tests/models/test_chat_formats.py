@@ -83,7 +83,7 @@ THINKING = {"thinking": True}
 DEEPSEEK = [
     ("one question", {}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜></think>"),
     ("a question to think about", THINKING, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
-    ("the other name", {"enable_thinking": True}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
+    ("the same under its other name", {"enable_thinking": True}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
     (
         "a system message and earlier turns",
         {},

@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 import torch
 from examples import examples
+from harness import DSA_SIZES
 from hypothesis import given
 from hypothesis import strategies as st
-from models.test_config_reader import DSA_SIZES, SIZES, fields_read
+from models.test_config_reader import SIZES, fields_read
 from tokenizers import models, pre_tokenizers
 
 from hotset.base.config import EngineConfig

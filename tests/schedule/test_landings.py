@@ -318,7 +318,7 @@ def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, sal
     assert next_reservation(scheduler, runner).key.request_id == "b"
 
 
-def test_a_prompt_does_not_wait_for_a_landing_that_would_spare_it_little() -> None:
+def test_a_prompt_does_not_wait_for_a_landing_that_would_save_little() -> None:
     """A landing publishes no page before all have arrived, unlike a prompt that is computed here."""
     scheduler, _, _, _ = make_cached()
     prompts = [(*range(2), *range(100 * number, 100 * number + 20)) for number in range(1, 4)]
@@ -389,7 +389,7 @@ def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_w
 
 
 def test_a_full_host_is_no_error_for_a_landing_after_a_prefix() -> None:
-    """Ten pages: the prefix takes four, the rest of the prompt four, the answer two. The other cached pages go."""
+    """Ten pages: four for the prefix, four for the rest of the prompt, two for the answer. Others are evicted."""
     scheduler, runner, _, cache = make_cached(host=10)
     request = landing_after_prefix("a", "host")
     scheduler.add(request)

@@ -85,7 +85,7 @@ class SchedulerMachine(RandomMachine):
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.aborted: set[str] = set()
-        self.reserved: list[Reservation] = []  # reservations that peers have received, of landings that have not ended
+        self.reserved: list[Reservation] = []  # received by peers, for landings that have not ended
         self.given_up: list[Reservation] = []  # reservations of failed landings whose peers may still write
         self.quarantine = False  # whether pages were ever quarantined
         self.lost: set[str] = set()  # requests with a failed landing that is not retried

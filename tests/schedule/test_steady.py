@@ -1,4 +1,4 @@
-"""Steady requests, which plans schedule and commit together: nothing differs from scheduling each alone."""
+"""Steady requests are scheduled and committed together, with the same results as one by one."""
 
 import random
 from collections.abc import Sequence

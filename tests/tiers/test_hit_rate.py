@@ -92,7 +92,7 @@ def _execute(plan: Plan, fresh_tokens: Iterable[int]) -> StepResult:
 def oracle_hits(
     requests: Sequence[TracedRequest], contexts: Sequence[tuple[int, ...]], pages: int | None = None
 ) -> int:
-    """Returns how many prompt tokens requests find that are processed one after another.
+    """Returns how many prompt tokens are found if requests are processed one after another.
 
     A cache keeps all full pages of earlier contexts, or the `pages` most recently used ones. Of one context, the last
     pages are dropped first. The last token of a prompt is not looked up.

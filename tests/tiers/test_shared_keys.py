@@ -55,7 +55,7 @@ def test_the_version_of_a_ledger_without_a_host_store_grows_when_a_request_loses
     assert ledger.reserve(holding, on_device=True, tokens=9)
     before = ledger.version
     ledger.release(holding)
-    assert ledger.version > before, "what the landing needed besides its pages would be remembered"
+    assert ledger.version > before, "the pages that a request without a seat needs must be counted again"
 
 
 def make_ledger() -> Ledger:
@@ -108,7 +108,7 @@ def test_key_pages_inside_a_cached_prefix_are_shared_until_their_last_user_is_go
 
 
 def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
-    """Its key pages were released when it was parked. What it loads at its return is as good for others."""
+    """Its key pages were released when it was parked. Others can share those that it loads when it resumes."""
     ledger, tokens = make_ledger(), [*range(41)]
     first = published(ledger, 0, tokens)
     ledger.park(first, 41)
@@ -120,7 +120,7 @@ def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
     ledger.audit([first, second])
 
 
-def test_a_landing_whose_other_pages_are_free_needs_none_for_the_keys_that_it_shares() -> None:
+def test_a_landing_needs_no_pages_for_keys_that_it_shares() -> None:
     ledger, tokens = make_ledger(), [*range(41)]
     first, landing = published(ledger, 0, tokens), Holding()
     own_pages = GEOMETRY.row_pages(41) + GEOMETRY.key_pages(41) - 3
