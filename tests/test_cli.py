@@ -249,9 +249,7 @@ def test_reset_clears_the_chat_and_exit_ends_it(conversation: Conversation) -> N
     assert (conversation.system, conversation.turns) == (None, [])
 
 
-def test_chat_drops_the_oldest_turns_when_the_context_is_full(
-    conversation: Conversation, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_context_drops_the_oldest_turns(conversation: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     long_questions = ["word " * 40 + str(number) for number in range(3)]
     conversation.run(long_questions)
     assert "the oldest questions and answers were dropped" in capsys.readouterr().err

@@ -33,9 +33,7 @@ def test_a_set_says_where_it_comes_from(name: str) -> None:
     assert [path for path in of.depends_on if not (ROOT / path).exists()] == []
 
 
-def test_figures_are_marked_when_a_file_behind_them_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_marked_when_a_file_behind_them_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "DATA", tmp_path)
     (tmp_path / "kernel.py").write_text("BLOCKS = 4\n")

@@ -56,7 +56,7 @@ def test_a_gpus_node_is_that_of_its_pci_device(
     ("private_mode", "shared_mode", "private", "shared"),
     [("always", "advise", True, True), ("madvise", "never", True, False), ("never", "deny", False, False)],
 )
-def test_huge_pages_need_permission(
+def test_allowed_huge_pages_are_found(
     tmp_path: Path, private_mode: str, shared_mode: str, private: bool, shared: bool
 ) -> None:
     def setting(choices: str, selected: str) -> str:

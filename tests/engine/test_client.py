@@ -272,9 +272,7 @@ def test_statistics_of_an_engine_that_does_not_answer_are_the_newest_ones(shared
     shared.run(scenario)
 
 
-def test_an_engine_in_a_long_step_exits_after_its_parent_has_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_in_a_long_step_exits_after_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_child", child_with_slow_layers)
     process = EngineProcess(config_of(tmp_path))
     try:

@@ -47,9 +47,7 @@ def drafts(on_gpu: bool = True, **settings: Any) -> int | None:
     ],
     ids=str,
 )
-def test_a_gpu_drafts_by_default_if_graphs_hot_buffers_and_model_allow_it(
-    settings: dict[str, Any], expected: int
-) -> None:
+def test_a_gpu_drafts_by_default_if_settings_and_model_allow_it(settings: dict[str, Any], expected: int) -> None:
     assert drafts(**settings) == expected
 
 

@@ -94,9 +94,7 @@ def replace_agent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
     return agent
 
 
-def test_defect_14_a_key_reused_by_another_request_is_not_confused(
-    prefill: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_14_a_key_may_be_reused_by_another_request(prefill: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         agent = replace_agent(prefill, patch)
         agent.events = [StartPrefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
@@ -130,9 +128,7 @@ def test_a_prompt_that_cannot_be_computed_is_refused(
         assert [type(command) for command in agent.commands] == [PrefillFailed] and prefill.idle
 
 
-def test_pages_are_announced_only_after_copies_to_them_have_finished(
-    decode: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_announced_after_copies_to_them_have_ended(decode: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         agent, copies = replace_agent(decode, patch), ManualEvent()
         patch.setattr(decode.executor, "mirrored_event", lambda: copies)

@@ -423,9 +423,7 @@ def mean_difference_by_rounding(folder: str) -> float:
 
 @on_gpu
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_two_ranks_with_full_size_fp8_shapes_give_the_logits_of_one_process(
-    split: str, full_size_models: dict[int, str]
-) -> None:
+def test_two_ranks_with_full_size_fp8_shapes_give_equal_logits(split: str, full_size_models: dict[int, str]) -> None:
     """With few layers, the log-probabilities must agree within MAX_DIFFERENCE. With many layers, rounding changes fp8
     codes and choices of experts. The difference is then compared with that of one process whose results are rounded.
     """

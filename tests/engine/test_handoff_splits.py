@@ -106,9 +106,7 @@ def pair(
 
 
 @pytest.mark.parametrize(("model", "sender", "receiver", "transfer_name"), CROSSINGS)
-def test_answers_do_not_depend_on_the_parallelism_of_the_engines(
-    model: str, sender: str, receiver: str, transfer_name: str
-) -> None:
+def test_answers_do_not_depend_on_parallelism(model: str, sender: str, receiver: str, transfer_name: str) -> None:
     with pair(model, sender, receiver, transfer_name) as workers:
         assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process(model)
         assert workers.comparer.num_compared == len(LENGTHS)

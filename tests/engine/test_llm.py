@@ -233,7 +233,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_they_di
         ({"max_num_seqs": 0}, "--max-num-seqs"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused_with_their_flag(
+def test_impossible_settings_are_refused_with_their_flag(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

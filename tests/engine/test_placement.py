@@ -56,9 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     ],
 )
 @pytest.mark.usefixtures("machine")
-def test_workers_get_gpus_in_order_and_neighbours_share(
-    settings: dict[str, Any], devices: list[str], shared: int
-) -> None:
+def test_workers_get_gpus_in_order_or_share_them(settings: dict[str, Any], devices: list[str], shared: int) -> None:
     assert place_workers(EngineConfig(**settings)) == [WorkerDevice(name, shared) for name in devices]
 
 

@@ -72,9 +72,7 @@ def computed_alone(name: str) -> tuple[list[list[int]], list[PromptLogprobs]]:
 @pytest.mark.parametrize(
     ("name", "tiers", "counter", "plans_in_flight"), [("gqa", "off", "recomputes", 3), ("shared", "auto", "parks", 2)]
 )
-def test_log_probabilities_are_reported_once_despite_preemption(
-    name: str, tiers: str, counter: str, plans_in_flight: int
-) -> None:
+def test_preempted_requests_report_logprobs_once(name: str, tiers: str, counter: str, plans_in_flight: int) -> None:
     spec, model = MODELS[name]
     prompts, expected = computed_alone(name)
     settings: dict[str, Any] = {"plans_in_flight": plans_in_flight, "max_num_batched_tokens": 5, "page_rows": 2}

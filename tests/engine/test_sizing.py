@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, KvShape, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(
     ("shape", "changes", "quoted"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_sizes_that_do_not_fit_are_refused_with_numbers_and_flag(
+def test_sizes_that_do_not_fit_are_refused_with_flag(
     shape: KvShape, changes: dict[str, Any], quoted: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -190,9 +190,7 @@ def test_sizes_that_do_not_fit_are_refused_with_numbers_and_flag(
 
 
 @pytest.mark.parametrize("shape", [DSA, GQA], ids=["dsa", "gqa"])
-def test_defect_26_the_pools_fit_into_a_control_group(
-    shape: KvShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_26_pools_fit_a_control_group(shape: KvShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, used = 40 * MIB, 8 * MIB
     files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": limit, "sys/fs/cgroup/a/memory.current": used}
     write_files(tmp_path, files)

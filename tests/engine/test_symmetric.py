@@ -160,7 +160,7 @@ def test_workers_that_share_a_gpu_share_memory(
         ([0] * 17, [], "symmetric memory supports 16 ranks, not 17"),
     ],
 )
-def test_symmetric_memory_needs_mutual_peer_access(
+def test_symmetric_memory_needs_peer_access(
     indices: list[int], peers: list[tuple[int, int]], obstacle: str | None
 ) -> None:
     members = mock.Mock()

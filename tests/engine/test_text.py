@@ -48,9 +48,7 @@ stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size
 @example(texts=["xa", "bc"], stops=["abc", "b"], include=True, last="")
 @example(texts=["a\n", "b", "c\n"], stops=["\n\n"], include=False, last="")
 @example(texts=["caf", ""], stops=[], include=False, last="\ufffd")  # an incomplete character
-def test_pieces_add_up_to_the_text_and_none_is_early(
-    texts: list[str], stops: list[str], include: bool, last: str
-) -> None:
+def test_pieces_add_up_and_none_is_early(texts: list[str], stops: list[str], include: bool, last: str) -> None:
     assembler = TextAssembler(
         FakeTextStream(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include)
     )

@@ -50,9 +50,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tokens
 
 
-def test_a_prompt_and_a_token_are_computed_at_start_without_a_trace(
-    computed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_computes_a_prompt_without_a_trace(computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[7, 8, 9] * 10, [5] * 20]
     params = [SamplingParams(max_tokens=4, temperature=0.8, seed=seed) for seed in (1, 2)]
     with engine_of(DEMO) as engine:

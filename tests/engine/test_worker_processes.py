@@ -72,9 +72,7 @@ def test_ranks_in_two_stages_give_the_same_answers_as_one_process(tmp_path: Path
         ),
     ],
 )
-def test_a_killed_or_stopped_worker_ends_the_engine_and_is_named(
-    tmp_path: Path, fault: str, when: str, split: str
-) -> None:
+def test_a_killed_or_stopped_worker_is_named_at_the_end(tmp_path: Path, fault: str, when: str, split: str) -> None:
     with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **{f"{split}_parallel_size": 2}, step_timeout=3.0) as llm:
         pids = pids_of(llm)
         shared = shared_memory_of(pids)

@@ -314,9 +314,7 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
 
 
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_a_prompt_that_is_mostly_cached_replays_a_graph_on_all_workers(
-    split: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_is_mostly_cached_replays_graphs(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan loads the cached pages, and a graph computes all other tokens of the prompt."""
     log: ReplayLog = defaultdict(list)
     submit, loading = Runner.submit, []

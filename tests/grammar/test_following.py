@@ -71,9 +71,7 @@ def test_an_answer_outlives_its_process(processes: StructureProcesses, victim: C
             assert allowed(masks_after(resumed, ids("2"))) == sorted(ids(*AFTER_NUMBER))
 
 
-def test_an_idle_process_ends_until_its_structure_is_used(
-    processes: StructureProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_process_ends_until_it_is_used(processes: StructureProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "IDLE_SECONDS", 0.01)
     with closing(opened(processes, MIXED)) as answer:
         masks_after(answer, ids("a"))

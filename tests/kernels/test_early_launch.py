@@ -181,9 +181,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_kernel_that_starts_early_reads_the_last_writes_of_the_launch_before(
-    case: Callable[[], tuple[Tensor, Op]],
-) -> None:
+def test_a_kernel_that_starts_early_reads_what_is_written_late(case: Callable[[], tuple[Tensor, Op]]) -> None:
     from late_copy import late_copy
 
     torch.manual_seed(1)

@@ -175,9 +175,7 @@ def test_index_topk_selects_the_best_of_the_computed_scores(impl: ModuleType, ca
 
 
 @on_device
-def test_queries_beyond_the_workspace_are_processed_in_batches(
-    impl: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_beyond_the_workspace_form_batches(impl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((1, 4), (40, 30), heads=16, dim=32, block_rows=80) if INTERPRETED else LARGE[3]
     inputs = with_padding(make_inputs(case, seed=5))
     arguments = (inputs.q, inputs.weights, inputs.keys, inputs.segments, 13, SCALE)

@@ -39,9 +39,7 @@ def test_packed_linear_equals_the_reference(tokens: int, outputs: int, inputs: i
     [lambda weight, hint: weight.no_such_op(), lambda weight: weight, lambda weight, hint: 2 * weight],
     ids=["missing", "other arguments", "wrong result"],
 )
-def test_weights_are_not_packed_by_unknown_ops(
-    other_op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_ops_pack_no_weights(other_op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "pack", lambda weight: other_op(weight, packed.TOKENS_HINT))
     packed.is_available.cache_clear()
     try:
@@ -82,9 +80,7 @@ def test_products_of_few_tokens_are_exact_but_rounded(tokens: int, outputs: int,
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
-def test_products_of_a_few_normed_tokens_are_exact_but_rounded(
-    tokens: int, outputs: int, width: int, bias: bool
-) -> None:
+def test_products_of_few_normed_tokens_are_exact_but_rounded(tokens: int, outputs: int, width: int, bias: bool) -> None:
     x = (torch.randint(-8, 9, (tokens, width + 1)) / 8).to(BF16)[:, 1:]  # any order of adding its squares is exact
     x[0] *= 2**-10  # the squares are about as large as eps
     weight, gain = torch.randn(outputs, width).to(BF16), (1 + torch.randn(width) / 4).to(BF16)

@@ -82,9 +82,7 @@ def check_copy(
     ("to_host", "width", "gap", "offset"),
     matrix([True, False], [1, 3, 4, 16, 37, 132, 656, 1152, 20_000], [(0, 0), (0, 4), (16, 0), (7, 1)], together=1),
 )
-def test_pieces_are_copied_in_every_layer_and_nothing_else(
-    copy: Copy, to_host: bool, width: int, gap: int, offset: int
-) -> None:
+def test_pieces_of_every_layer_are_copied_exactly(copy: Copy, to_host: bool, width: int, gap: int, offset: int) -> None:
     check_copy(copy, layers=2, width=width, gap=gap, offset=offset, pieces=5, to_host=to_host)
 
 

@@ -60,9 +60,7 @@ def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, Compiled
 
 
 @with_each_kernel
-def test_a_kernel_launched_early_waits_before_it_writes_or_returns(
-    compiled: dict[str, CompiledKernel], name: str
-) -> None:
+def test_a_kernel_launched_early_waits_before_it_writes(compiled: dict[str, CompiledKernel], name: str) -> None:
     before, *after = compiled[name].ptx.split("griddepcontrol.wait")
     paths = 2 if name == "linear and fp32 linear of few tokens" else 1  # a program takes one of them
     assert len(after) == (paths if compiled[name].early else 0), f"{len(after)} waits, {compiled[name].early=}"
@@ -73,9 +71,7 @@ def test_a_kernel_launched_early_waits_before_it_writes_or_returns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS_NEXT)
-def test_a_kernel_launched_in_order_can_let_the_next_start_early(
-    compiled: dict[str, CompiledKernel], name: str
-) -> None:
+def test_a_kernel_launched_in_order_lets_the_next_start_early(compiled: dict[str, CompiledKernel], name: str) -> None:
     assert "griddepcontrol.launch_dependents" in compiled[name].ptx and not compiled[name].early
 
 

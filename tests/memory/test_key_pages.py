@@ -119,9 +119,7 @@ def test_index_keys_take_at_most_5_percent_more_than_their_bytes(pattern: tuple[
 @pytest.mark.parametrize(
     ("name", "groups", "layers", "bytes_per_token"), [("glm-5.2", 21, 78, 2798), ("deepseek-v3.2", 61, 61, 8070)]
 )
-def test_fp8_index_keys_of_published_models_have_these_sizes(
-    name: str, groups: int, layers: int, bytes_per_token: int
-) -> None:
+def test_sizes_of_fp8_index_keys_of_published_models(name: str, groups: int, layers: int, bytes_per_token: int) -> None:
     """132 bytes for each group would be 2,772 and 8,052."""
     shape, tokens = published(name, fp8=True), 128 << 10
     geometry = shape.geometry(page_rows=64)

@@ -332,9 +332,7 @@ def rendered(files: ModelFiles, chat: ChatSettings | None = None) -> str:
         return tokenizer.render_chat([user("Hi")])
 
 
-def test_a_chat_template_file_comes_before_the_models_and_the_built_in_one(
-    bare_model: ModelFiles, tmp_path: Path
-) -> None:
+def test_a_chat_template_file_precedes_the_models_and_the_built_in_one(bare_model: ModelFiles, tmp_path: Path) -> None:
     assert rendered(bare_model) == f"{BOS}<｜User｜>Hi<｜Assistant｜></think>"
     glm = replace(bare_model, spec=replace(bare_model.spec, architecture="glm_moe_dsa"))
     assert rendered(glm) == "[gMASK]<sop><|user|>Hi<|assistant|><think>"

@@ -194,9 +194,7 @@ BAD = {
 
 @pytest.mark.parametrize("keeps_fp8", [True, False])
 @pytest.mark.parametrize("case", BAD)
-def test_damaged_fp8_weights_are_refused(
-    case: str, keeps_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_fp8_is_refused(case: str, keeps_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensors, "PIECE_BYTES", 1000)  # a few rows
     changes, words = BAD[case]
     tensors = {name: tensor for name, tensor in (random_fp8(200, 200, 3) | changes).items() if tensor is not None}

@@ -244,7 +244,7 @@ def test_a_checkpoint_with_a_layer_of_multi_token_prediction_is_read_as_publishe
 
 
 @pytest.mark.parametrize("plain", ["mlp.up_proj", "mlp.experts.3.up_proj", "self_attn.o_proj"])
-def test_weights_of_one_product_are_expanded_if_not_all_are_fp8(
+def test_weights_of_one_product_are_expanded_unless_all_are_fp8(
     plain: str, fp8_model: GetModel, tmp_path: Path
 ) -> None:
     model = fp8_model("deepseek_v32")
@@ -342,9 +342,7 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
         ({"n_shared_experts": 1}, 4, "256 columns of the shared experts in fp8 blocks of 128 evenly"),
     ],
 )
-def test_ranks_that_divide_blocks_are_refused_with_the_sizes_that_work(
-    changes: dict[str, Any], ranks: int, message: str
-) -> None:
+def test_ranks_that_divide_blocks_are_refused_with_advice(changes: dict[str, Any], ranks: int, message: str) -> None:
     config = {"model_type": "deepseek_v32", **FAMILIES["deepseek_v32"][1], **changes}
     check_tensor_parallel(read_spec(config, {}, "config.json"), 2 if ranks > 2 else 1)
     if "blocks" in message:

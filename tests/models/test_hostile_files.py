@@ -211,9 +211,7 @@ def tokenizer_refusal(directory: Path) -> str:
 @pytest.mark.parametrize(
     ("pattern", "escaped"), [("(a+)+$", False), ("(a|a)*b", True), (r"(\w+\s?)+;", False), ("((", False)]
 )
-def test_defect_26_exponential_or_broken_tokenizer_patterns_are_refused(
-    tmp_path: Path, pattern: str, escaped: bool
-) -> None:
+def test_defect_26_exponential_or_broken_patterns_are_refused(tmp_path: Path, pattern: str, escaped: bool) -> None:
     path = tokenizer_dir(tmp_path, pattern) / "tokenizer.json"
     if escaped:
         path.write_text(path.read_text().replace('"Regex"', '"\\u0052egex"'))

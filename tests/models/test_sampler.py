@@ -392,9 +392,7 @@ def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: in
 
 @pytest.mark.parametrize(("n", "constrained"), [(3, [1]), (2, [0, 1]), (70, list(range(0, 70, 2)))])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masks_exclude_tokens_of_their_requests_only_and_keep_logprobs_raw(
-    n: int, constrained: list[int], temperature: float
-) -> None:
+def test_masks_exclude_tokens_and_keep_logprobs_raw(n: int, constrained: list[int], temperature: float) -> None:
     vocab, generator = 45, torch.Generator().manual_seed(n)
     logits = torch.randn(n, vocab, generator=generator)
     before = logits.clone()

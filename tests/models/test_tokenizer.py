@@ -123,9 +123,7 @@ def streamed(stream: TextStream, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_text_are_those_of_transformers(
-    smol: Tokenizer, read_back: Tokenizer, oracle: Any, text: str
-) -> None:
+def test_tokens_and_text_equal_transformers(smol: Tokenizer, read_back: Tokenizer, oracle: Any, text: str) -> None:
     ids = smol.encode(text)
     assert ids == oracle.encode(text) == read_back.encode(text)
     assert smol.decode(ids, skip_special=False) == oracle.decode(ids) == text
@@ -280,7 +278,7 @@ AnyIds = st.lists(
 
 @examples(80)
 @given(token_ids=AnyIds, skip_special=st.booleans())
-def test_pieces_of_a_byte_stream_add_up_to_decode(smol: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
+def test_byte_streams_add_up_to_decode(smol: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
     expected = smol.decode(token_ids, skip_special=skip_special)
     assert streamed(smol.stream(skip_special=skip_special), token_ids) == expected
 
@@ -292,9 +290,7 @@ def test_pieces_of_a_byte_stream_add_up_to_decode(smol: Tokenizer, token_ids: li
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
 @example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes adjacent bytes invalid
-def test_pieces_of_a_window_stream_add_up_to_decode(
-    spaced: Tokenizer, token_ids: list[int], skip_special: bool
-) -> None:
+def test_window_streams_add_up_to_decode(spaced: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
     expected = spaced.decode(token_ids, skip_special=skip_special)
     assert streamed(spaced.stream(skip_special=skip_special), token_ids) == expected
 

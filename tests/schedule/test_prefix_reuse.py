@@ -51,9 +51,7 @@ def test_a_long_prefix_is_awaited_to_its_end_but_not_what_follows_it(depth: int)
 @pytest.mark.parametrize("seats", [1, 2, 8])
 @pytest.mark.parametrize(("length", "shared"), [(41, 40), (40, 36), (4, 0), (5, 4)])
 @MODES
-def test_several_answers_compute_their_shared_prompt_once(
-    mode: TiersMode, length: int, shared: int, seats: int
-) -> None:
+def test_answers_compute_their_shared_prompt_once(mode: TiersMode, length: int, shared: int, seats: int) -> None:
     loop, prompt = Loop(depth=2, mode=mode, seats=seats), tokens(length)
     for number in range(4):
         loop.add(f"answer {number}", prompt)
@@ -96,9 +94,7 @@ def fail(loop: Loop, request: Request) -> None:
 
 @pytest.mark.parametrize("stop", [park, abort, fail])
 @DEPTHS
-def test_a_request_continues_if_another_stops_computing_its_prefix(
-    depth: int, stop: Callable[[Loop, Request], None]
-) -> None:
+def test_a_request_continues_if_its_prefix_is_abandoned(depth: int, stop: Callable[[Loop, Request], None]) -> None:
     loop, shared = Loop(depth, step_tokens=16), tokens(40)
     first = loop.add("first", shared + tokens(3))
     while len(first.holding.cached) < 4:

@@ -57,9 +57,7 @@ def recorded(
     ],
     ids=["resident", "streamed"],
 )
-def test_decoding_whole_contexts_changes_no_logit(
-    settings: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoded_contexts_keep_logits(settings: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded, streamed = Counter(decode_rows), Counter(tiers_view.StreamedSegment)
     expected_tokens, expected = recorded(decodes=False, **settings)
     monkeypatch.setattr(view, "decode_rows", decoded)

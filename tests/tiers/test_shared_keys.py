@@ -28,9 +28,7 @@ def workers(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @examples(80)
 @given(workers(), st.integers(1, 6), st.integers(0, 60))
-def test_a_key_page_is_whole_when_it_is_full_on_all_workers(
-    stages: list[tuple[int, int]], page_rows: int, tokens: int
-) -> None:
+def test_a_key_page_is_whole_when_full_everywhere(stages: list[tuple[int, int]], page_rows: int, tokens: int) -> None:
     row, key = RowLayout(16, torch.uint8), RowLayout(7, torch.uint8, align=1)
     shapes = [KvShape(layers, row, tuple(range(groups)), key) for layers, groups in stages]
     geometries = [shape.geometry(page_rows) for shape in shapes]
