@@ -14,13 +14,19 @@ def stub(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
+def run_script(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs `scripts/gpu` with the stubs in `folder`. Its outputs are in the folder `out` there."""
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder / "out")}
+    command = [str(ROOT / "scripts" / "gpu"), *arguments]
+    return subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(("tests", "status"), [("exit 0", 0), ("exit 1", 1), ("kill -TERM $PPID; exit 0", 1)])
 def test_the_service_is_ended_in_every_case(tmp_path: Path, tests: str, status: int) -> None:
     log = tmp_path / "log"
     stub(tmp_path, "nvidia-cuda-mps-control", f'[ "$1" = -d ] && echo started >>{log} || cat >>{log}')
     stub(tmp_path, "python3", f'echo "tests $*" >>{log}\n{tests}')
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-    ended = subprocess.run([ROOT / "scripts" / "gpu", "ranks"], env=environment, timeout=60, capture_output=True)
+    ended = run_script(tmp_path, "ranks")
     started, tested, stopped = log.read_text().splitlines()
     assert started == "started" and stopped == "quit -t 10"
     assert tested.startswith("tests -m pytest -m gpu") and tested.endswith("tests/engine/test_gpu_rank_failures.py")
@@ -31,31 +37,24 @@ def test_the_benchmark_of_several_ranks_runs_with_the_service(tmp_path: Path) ->
     log = tmp_path / "log"
     stub(tmp_path, "nvidia-cuda-mps-control", f'[ "$1" = -d ] && echo started >>{log} || cat >>{log}')
     stub(tmp_path, "python3", f"echo $* >>{log}")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
-    subprocess.run(
-        [ROOT / "scripts" / "gpu", "collectives"], env=environment, timeout=60, check=True, capture_output=True
-    )
-    command = f"benchmarks/collectives.py --json {tmp_path}/collectives.json"
+    assert run_script(tmp_path, "collectives").returncode == 0
+    command = f"benchmarks/collectives.py --json {tmp_path}/out/collectives.json"
     assert log.read_text().splitlines() == ["started", command, "quit -t 10"]
 
 
 def test_without_the_service_no_test_runs(tmp_path: Path) -> None:
     stub(tmp_path, "nvidia-cuda-mps-control", "exit 1")
     stub(tmp_path, "python3", f"touch {tmp_path}/tested")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-    ended = subprocess.run([ROOT / "scripts" / "gpu", "ranks"], env=environment, timeout=60, capture_output=True)
-    assert ended.returncode == 1 and b"echo quit | nvidia-cuda-mps-control" in ended.stdout
+    ended = run_script(tmp_path, "ranks")
+    assert ended.returncode == 1 and "echo quit | nvidia-cuda-mps-control" in ended.stdout
     assert not (tmp_path / "tested").exists()
 
 
 def test_benchmarks_get_their_own_options_and_those_of_the_script_that_they_have(tmp_path: Path) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
     stub(tmp_path, "python3", f'echo "$*" >>{log}\n[ "$3 $5" != "{out}/one_rank-2.json glm-5.2" ]')
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
     runs = ["one_rank", "swap_in --sweep", "one_rank --model glm-5.2", "sampling"]
-    ended = subprocess.run(
-        [ROOT / "scripts" / "gpu", "--quick", *runs], env=environment, timeout=60, capture_output=True, text=True
-    )
+    ended = run_script(tmp_path, "--quick", *runs)
     assert log.read_text().splitlines() == [
         f"benchmarks/one_rank.py --json {out}/one_rank.json",
         f"benchmarks/swap_in.py --json {out}/swap_in.json --png {out}/swap_in.png --quick --sweep",

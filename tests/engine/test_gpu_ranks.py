@@ -49,7 +49,6 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "max_model_len": 1536,
     "speculate": 0,
-    "progress": False,
 }
 # This pool is so small that requests with long prompts are demoted and promoted, and those with long answers parked.
 POOL: dict[str, Any] = {"device_kv_tokens": 2560}
@@ -125,7 +124,7 @@ def answer_questions(**settings: Any) -> Answered:
     replicas = settings.get("data_parallel_size", 1)
     long, short = range(len(LONG_ANSWERS)), range(len(LONG_ANSWERS), len(prompts))
     answers: list[tuple[int, list[int]]] = []
-    with LLM(DEMO, **(SMALL | settings)) as llm:
+    with LLM(DEMO, progress=False, **(SMALL | settings)) as llm:
         check_graphs(llm, settings)
         for part, limits in ((long, LONG_ANSWERS), (short, [SHORT_ANSWER] * len(short)), (long, counts[: len(long)])):
             params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in limits]
@@ -308,14 +307,12 @@ def model_directory(folder: Path, config: dict[str, Any]) -> str:
 @lru_cache
 def random_logprobs_of_one_process(model: str, folder: str, device: str) -> list[float]:
     settings: dict[str, Any] = SMALL | {"device": device, "tiers": "off", "device_kv_tokens": 16384}
-    del settings["progress"]
     return forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **settings)
 
 
 def check_random_model(model: str, split: dict[str, int], tiers: str, folder: str, device: dict[str, Any]) -> None:
     expected = random_logprobs_of_one_process(model, folder, device["device"])
-    settings = {name: value for name, value in SMALL.items() if name != "progress"}
-    found = forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **settings, **device, **split, **memory_of(tiers))
+    found = forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **SMALL, **device, **split, **memory_of(tiers))
     check_logprobs(found, expected, f"{model}, {split}, tiers {tiers}")
 
 
